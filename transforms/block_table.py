@@ -1,0 +1,50 @@
+"""The V1 block table: a row that can be emptied, which releases before 0.19.1 lack."""
+
+from __future__ import annotations
+
+from transforms.engine.edits import Method
+from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant
+from transforms.engine.scope import Scope
+from transforms.engine.transform import Case, Transform
+
+MODULE = Module(id="block_table", group="model_runner", paths=(ModulePath("vllm/v1/worker/block_table.py"),))
+
+CODE = """\
+def clear_row(self, row_idx: int) -> None:
+    _ucm_hooks.clear_row(self, row_idx)
+"""
+
+
+def _rule(name: str, cls: str) -> Rule:
+    native = Upstreamed(Scope(f"{cls}.clear_row"), f"{cls}.clear_row is vLLM's own from 0.19.1")
+    return Rule(f"block_table.{name}", (Variant(Scope(cls), Method("add_row", CODE)),), upstreamed=native)
+
+
+def _case(name: str, cls: str) -> Case:
+    given = f"class {cls}:\n    def add_row(self, block_ids, row_idx):\n        self.rows[row_idx] = block_ids\n"
+    added = f"""
+    def clear_row(self, row_idx: int) -> None:  # ucm: block_table.{name}
+        _ucm_hooks.clear_row(self, row_idx)
+"""
+    return Case(f"block_table.{name}", given, given + added, "0.9.0")
+
+
+TRANSFORM = Transform(
+    id="block_table",
+    module=MODULE,
+    governance=Governance(
+        why="When a method replaces a running request's blocks, the stale tail of its row must not be read; before "
+        "0.19.1 the table can be overwritten but not emptied.",
+        how="One method on each of the two table classes, whose body is one call. Releases that have the method keep "
+        "their own, and the rule reports that.",
+        processes=(Process.WORKER,),
+        upstream=Upstream(
+            UpstreamStatus.RELEASED,
+            "vLLM 0.19.1 and later have clear_row on both classes, with the same meaning",
+        ),
+        removal="The oldest supported release is 0.19.1 or newer, all of which have clear_row.",
+    ),
+    rules=(_rule("clear-row", "BlockTable"), _rule("clear-row-groups", "MultiGroupBlockTable")),
+    cases=(_case("clear-row", "BlockTable"), _case("clear-row-groups", "MultiGroupBlockTable")),
+)

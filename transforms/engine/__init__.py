@@ -1,0 +1,1 @@
+"""How a rule is applied to a module; knows nothing of vLLM."""

@@ -1,0 +1,135 @@
+"""Try rules on a module, one pass per rule, and say what became of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from transforms.engine.candidates import nearest_definitions, nearest_statements, places
+from transforms.engine.patterns import pattern
+from transforms.engine.report import Outcome, Status
+from transforms.engine.tree import Path, get, replace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import libcst as cst
+
+    from transforms.engine.report import Candidate
+    from transforms.engine.rule import Rule, Upstreamed, Variant
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One variant tried on a module: where it looked and what it found."""
+
+    variant: Variant
+    scopes: tuple[Path, ...]
+    hits: tuple[Path, ...]
+    already: int
+
+    def fits(self, expect: int) -> bool:
+        """Whether it found one scope with the expected number of anchors, or its own insertions."""
+        return len(self.scopes) == 1 and (len(self.hits) == expect or self.already == expect)
+
+
+def apply_rules(module: cst.Module, rules: Sequence[Rule], path: str, release: str) -> tuple[cst.Module, list[Outcome]]:
+    """Apply rules to a parsed module, each to the result of the one before.
+
+    Args:
+        module: The upstream module.
+        rules: In order; a rule that fails leaves the module as it was.
+        path: The module's path, for the report.
+        release: The release; it decides between variants that both fit, never whether a rule is tried.
+
+    Returns:
+        The rewritten module and one outcome per rule.
+    """
+    upstream, outcomes = module, []
+    for rule in rules:
+        module, outcome = apply_rule(module, rule, path, release)
+        if outcome.candidates:  # say where they are in the file that the reader has, not in our half-rewritten one
+            outcome = apply_rule(upstream, rule, path, release)[1]
+        outcomes.append(outcome)
+    return module, outcomes
+
+
+def apply_rule(module: cst.Module, rule: Rule, path: str, release: str) -> tuple[cst.Module, Outcome]:
+    """Apply one rule to a parsed module; see `apply_rules`."""
+    if rule.upstreamed and _has(module, rule.upstreamed):
+        return module, Outcome(rule.id, Status.UPSTREAMED, path, detail=rule.upstreamed.note)
+    attempts = [_attempt(module, variant, rule) for variant in rule.variants]
+    fitting = [attempt for attempt in attempts if attempt.fits(rule.expect)]
+    if len(fitting) > 1:
+        fitting = [a for a in fitting if release in a.variant.releases] or fitting
+    if len(fitting) != 1:
+        return module, _failure(module, rule, path, release, attempts, fitting)
+    return _applied(module, rule, path, fitting[0])
+
+
+def _attempt(module: cst.Module, variant: Variant, rule: Rule) -> Attempt:
+    scopes = variant.scope.find(module)
+    if len(scopes) != 1:
+        return Attempt(variant, tuple(scopes), (), 0)
+    scope = get(module, scopes[0])
+    return Attempt(variant, tuple(scopes), tuple(variant.edit.find(scope)), variant.edit.applied(scope, rule.id))
+
+
+def _applied(module: cst.Module, rule: Rule, path: str, attempt: Attempt) -> tuple[cst.Module, Outcome]:
+    variant, scope_path = attempt.variant, attempt.scopes[0]
+    scope = get(module, scope_path)
+    forbidden = [(text, p) for text in rule.never for p in pattern(text).find(scope)]
+    if forbidden:
+        text, hit = forbidden[0]
+        found = places(module, [(*scope_path, *hit)])
+        detail = f"`{text}` must not occur here, and does"
+        return module, Outcome(
+            rule.id, Status.FORBIDDEN, path, str(variant.scope), variant.name, detail=detail, candidates=found
+        )
+    if attempt.already:
+        return module, Outcome(rule.id, Status.PRESENT, path, str(variant.scope), variant.name, attempt.already)
+    for hit in reversed(attempt.hits):  # from the last to the first, so that the paths stay true
+        scope = variant.edit.apply(scope, hit, rule.id)
+    changed = cast("cst.Module", replace(module, scope_path, scope))
+    return changed, Outcome(rule.id, Status.APPLIED, path, str(variant.scope), variant.name, len(attempt.hits))
+
+
+def _failure(
+    module: cst.Module, rule: Rule, path: str, release: str, attempts: list[Attempt], fitting: list[Attempt]
+) -> Outcome:
+    if len(fitting) > 1:
+        names = ", ".join(a.variant.name for a in fitting)
+        hits = [(*a.scopes[0], *hit) for a in fitting for hit in a.hits]
+        detail = f"{len(fitting)} variants fit ({names}); one must"
+        return Outcome(rule.id, Status.AMBIGUOUS, path, detail=detail, candidates=places(module, hits))
+    best = max(attempts, key=lambda a: (release in a.variant.releases, len(a.scopes) == 1, len(a.hits)))
+    if len(best.scopes) > 1:
+        detail = f"{len(best.scopes)} places are {best.variant.scope}; one must be"
+        return _outcome(rule, Status.AMBIGUOUS, path, best, detail, places(module, list(best.scopes)))
+    if len(best.hits) > rule.expect:
+        hits = [(*best.scopes[0], *hit) for hit in best.hits]
+        detail = f"`{best.variant.edit.anchor}` matches {len(hits)} times; {rule.expect} expected"
+        return _outcome(rule, Status.AMBIGUOUS, path, best, detail, places(module, hits))
+    reason = rule.absence(release)
+    if reason:
+        return Outcome(rule.id, Status.NOT_APPLICABLE, path, detail=reason)
+    if not best.scopes:
+        detail = f"there is no {best.variant.scope}"
+        return _outcome(rule, Status.MISSING, path, best, detail, nearest_definitions(module, best.variant.scope.name))
+    detail = f"`{best.variant.edit.anchor}` matches {len(best.hits)} times; {rule.expect} expected"
+    near = nearest_statements(module, best.scopes[0], best.variant.edit.anchor)
+    return _outcome(rule, Status.MISSING, path, best, detail, near)
+
+
+def _outcome(
+    rule: Rule, status: Status, path: str, attempt: Attempt, detail: str, candidates: tuple[Candidate, ...]
+) -> Outcome:
+    scope, name = str(attempt.variant.scope), attempt.variant.name
+    return Outcome(rule.id, status, path, scope, name, len(attempt.hits), detail, candidates)
+
+
+def _has(module: cst.Module, sign: Upstreamed) -> bool:
+    scopes = sign.scope.find(module)
+    if not sign.anchor:
+        return bool(scopes) and not any("# ucm: " in module.code_for_node(get(module, s)) for s in scopes)
+    return any(pattern(sign.anchor).find(get(module, scope)) for scope in scopes)

@@ -1,0 +1,62 @@
+"""The places in a module that resemble what a rule looked for; only computed when a rule has failed."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, cast
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from transforms.engine.report import Candidate
+from transforms.engine.scope import definitions, statements
+from transforms.engine.tree import code_of, get, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transforms.engine.tree import Path
+
+SHOWN = 3
+
+
+def places(module: cst.Module, paths: Sequence[Path]) -> tuple[Candidate, ...]:
+    """The nodes at some paths, with their line numbers."""
+    lines = _line_numbers(module)
+    return tuple(_candidate(lines, get(module, path)) for path in paths[: SHOWN + 2])
+
+
+def nearest_statements(module: cst.Module, scope: Path, anchor: str) -> tuple[Candidate, ...]:
+    """The statements inside a scope whose text is most like an anchor's; the whole module if the scope has none."""
+    for root in (get(module, scope), module):
+        texts = {_first_line(node): node for _, node in statements(root)}
+        names = difflib.get_close_matches(anchor, texts, n=SHOWN, cutoff=0.45)
+        if names:
+            lines = _line_numbers(module)
+            return tuple(_candidate(lines, texts[name]) for name in names)
+    return ()
+
+
+def nearest_definitions(module: cst.Module, name: str) -> tuple[Candidate, ...]:
+    """The classes and functions whose names are most like a scope's."""
+    names = difflib.get_close_matches(name, list(definitions(module)), n=SHOWN, cutoff=0.5)
+    wanted = {n.rpartition(".")[2] for n in names}
+    lines = _line_numbers(module)
+    found = [n for _, n in walk(module) if isinstance(n, cst.ClassDef | cst.FunctionDef) and n.name.value in wanted]
+    return tuple(_candidate(lines, node) for node in found[:SHOWN])
+
+
+def _first_line(node: cst.CSTNode) -> str:
+    return code_of(node).partition("\n")[0]
+
+
+def _candidate(lines: dict[int, int], node: cst.CSTNode) -> Candidate:
+    return Candidate(lines.get(id(node), 0), _first_line(node))
+
+
+def _line_numbers(module: cst.Module) -> dict[int, int]:
+    positions = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
+    return {
+        id(node): position.start.line
+        for node, position in cast("dict[cst.CSTNode, cst.metadata.CodeRange]", positions).items()
+    }

@@ -1,0 +1,83 @@
+"""Why a transform exists, where it runs and when it goes away: typed, and none of it optional."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from transforms.engine.errors import RuleDefinitionError
+
+#: Fewer words than this cannot answer the question that a field asks.
+FEWEST_WORDS = 6
+
+
+class Process(Enum):
+    """The processes of a running vLLM."""
+
+    MAIN = "main"
+    ENGINE_CORE = "EngineCore"
+    WORKER = "worker"
+
+
+class UpstreamStatus(Enum):
+    """How a change stands with vLLM; the set is closed."""
+
+    NOT_SUBMITTED = "not submitted"
+    SUBMITTED = "submitted"
+    ACCEPTED = "accepted"
+    RELEASED = "released"
+    REJECTED = "rejected"
+    INAPPROPRIATE = "inappropriate"
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """How a change stands with vLLM.
+
+    Attributes:
+        status: One of the closed set.
+        link: The issue or pull request; empty only where ``reason`` says why there is none.
+        reason: Why there is no link, or what the link shows.
+    """
+
+    status: UpstreamStatus
+    reason: str
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Governance:
+    """The record that every transform carries.
+
+    Attributes:
+        why: What UCM cannot do without it.
+        how: What it inserts and why that is enough.
+        processes: Where the rewritten code runs.
+        upstream: How it stands with vLLM.
+        removal: The condition under which the transform is deleted.
+    """
+
+    why: str
+    how: str
+    processes: tuple[Process, ...]
+    upstream: Upstream
+    removal: str
+
+    def check(self, transform: str) -> None:
+        """Refuse a record that leaves a question open.
+
+        Raises:
+            RuleDefinitionError: If a field is empty or too short to be an answer, or a link is no link.
+        """
+        texts = {"why": self.why, "how": self.how, "removal": self.removal, "upstream.reason": self.upstream.reason}
+        for name, text in texts.items():
+            if len(text.split()) < FEWEST_WORDS:
+                raise RuleDefinitionError(
+                    f"the governance record's `{name}` does not answer its question",
+                    where=f"transform {transform}",
+                    fix=f"write at least {FEWEST_WORDS} words that a reviewer can check",
+                )
+        if not self.processes:
+            raise RuleDefinitionError("the governance record names no process", where=f"transform {transform}")
+        if self.upstream.link and not self.upstream.link.startswith("https://"):
+            raise RuleDefinitionError("the upstream link is not an https address", where=f"transform {transform}")

@@ -1,0 +1,65 @@
+"""What became of a rule: one status each, with everything that a person needs to act on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Status(Enum):
+    """The outcomes of trying a rule on a module."""
+
+    APPLIED = "applied"
+    PRESENT = "present"
+    MISSING = "missing"
+    AMBIGUOUS = "ambiguous"
+    FORBIDDEN = "forbidden"
+    UPSTREAMED = "upstreamed"
+    NOT_APPLICABLE = "not applicable"
+
+    @property
+    def failed(self) -> bool:
+        """Whether a build with this outcome must stop."""
+        return self in {Status.MISSING, Status.AMBIGUOUS, Status.FORBIDDEN}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place that resembles what a rule looked for."""
+
+    line: int
+    code: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The status of one rule in one module.
+
+    Attributes:
+        rule: The rule's id.
+        status: What became of it.
+        path: The module's path in the release; empty where the release has none.
+        scope: The region that was searched.
+        variant: The form that fitted, where the rule has several.
+        hits: How often the anchor matched.
+        detail: The reason, for every status but applied and present.
+        candidates: The nearest places, for a rule that found too little or too much.
+    """
+
+    rule: str
+    status: Status
+    path: str
+    scope: str = ""
+    variant: str = ""
+    hits: int = 0
+    detail: str = ""
+    candidates: tuple[Candidate, ...] = ()
+
+    def describe(self) -> str:
+        """The outcome as lines of text."""
+        head = f"{self.status.value}: {self.rule} in {self.path or 'no module'}"
+        lines = [head + (f" ({self.scope})" if self.scope else "")]
+        if self.detail:
+            lines.append(f"    {self.detail}")
+        lines += [f"    nearest: line {c.line}: {c.code}" for c in self.candidates]
+        return "\n".join(lines)

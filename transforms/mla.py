@@ -1,0 +1,178 @@
+"""Multi-head latent attention: its operator, and the prefill and decode halves inside it."""
+
+from __future__ import annotations
+
+from transforms.engine.edits import after, before
+from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.releases import Absent, Releases
+from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
+from transforms.engine.scope import Scope
+from transforms.engine.transform import Case, Transform
+
+MODULE = Module(
+    id="mla",
+    group="attention",
+    paths=(
+        ModulePath("vllm/model_executor/layers/attention/mla_attention.py", Releases(since="0.16.0")),
+        ModulePath("vllm/v1/attention/backends/mla/common.py", Releases(before="0.16.0")),
+    ),
+)
+
+LAYER = Scope("MLAAttention.forward_impl")
+IMPL = Scope("MLACommonImpl.forward")
+OP = Scope("unified_mla_attention_with_output")
+SINCE_LAYER, BEFORE_LAYER = Releases(since="0.16.0"), Releases(before="0.16.0")
+
+OP_BEGIN = (
+    "q, kv_c_normed, k_pe, attn_metadata = "
+    "_ucm_hooks.attention_begin(layer_name, q, kv_c_normed, k_pe, kv_cache, attn_metadata)"
+)
+OP_FINISHED = "_ucm_hooks.attention_finished(layer_name, q, kv_cache, attn_metadata, output)"
+OP_FORWARD = "layer.forward_impl(q, kv_c_normed, k_pe, kv_cache, attn_metadata, ...)"
+OP_ELSEWHERE = Absent(
+    BEFORE_LAYER,
+    "the operator lies in vllm/attention/layer.py (from 0.11.1; before, MLA runs through "
+    "unified_attention_with_output) and calls MLACommonImpl.forward, whose two halves are hooked here",
+)
+RETURNING_OP = Scope("unified_mla_attention")
+NO_RETURNING_OP = (
+    OP_ELSEWHERE,
+    Absent(Releases(since="0.20.2"), "the operator that returns its output is gone: MLA writes into a buffer"),
+)
+
+
+def _begin(layer: str, phase: str, query: str) -> str:
+    return f'attn_metadata = _ucm_hooks.mla_begin({layer}, "{phase}", {query}, kv_cache, attn_metadata)'
+
+
+def _finished(layer: str, phase: str, output: str) -> str:
+    return f'_ucm_hooks.mla_finished({layer}, "{phase}", {output})'
+
+
+MHA, MQA = "self.impl.forward_mha(...)", "self.impl.forward_mqa(...)"
+PREFILL, DECODE = "self._forward_prefill(...)", "self._forward_decode(...)"
+SPLIT_DECODE = "self._forward_decode(decode_ql_nope, decode_q_pe, ...)"
+WHOLE_DECODE = "self._forward_decode(decode_q, ...)"
+
+GIVEN = """\
+class MLAAttention:
+    def forward_impl(self, q, kv_cache, attn_metadata, output):
+        if num_mha_tokens > 0:
+{prefill_begin}            self.impl.forward_mha(q, kv_cache, attn_metadata, output=output)
+{prefill_finished}        if num_mqa_tokens > 0:
+            mqa_q = q[:num_mqa_tokens]
+{decode_begin}            attn_out, lse = self.impl.forward_mqa(mqa_q, kv_cache, attn_metadata, self)
+{decode_finished}        return output
+"""
+OP_GIVEN = """\
+def {name}(q, kv_c_normed, k_pe, output, layer_name):
+{begin}    {target}layer.forward_impl(q, kv_c_normed, k_pe, kv_cache, attn_metadata, output=output)
+{finished}"""
+
+
+def _case(name: str, place: str, code: str) -> Case:
+    places = dict.fromkeys(("prefill_begin", "prefill_finished", "decode_begin", "decode_finished"), "")
+    added = {**places, place: f"            {code}  # ucm: mla.{name}\n"}
+    return Case(f"mla.{name}", GIVEN.format(**places), GIVEN.format(**added), "0.32.0")
+
+
+def _op_case(name: str, scope: Scope, begin: str = "", finished: str = "") -> Case:
+    begin, finished = (code and f"    {code}  # ucm: mla.{name}\n" for code in (begin, finished))
+    target = "output = " if scope is RETURNING_OP else ""
+    given = OP_GIVEN.format(name=scope.name, target=target, begin="", finished="")
+    return Case(
+        f"mla.{name}", given, OP_GIVEN.format(name=scope.name, target=target, begin=begin, finished=finished), "0.16.0"
+    )
+
+
+TRANSFORM = Transform(
+    id="mla",
+    module=MODULE,
+    governance=Governance(
+        why="MLA models keep one latent vector per token and split each step into a prefill and a decode half with "
+        "different queries; a method has to see each half, and the operator as a whole.",
+        how="One call before and one after each half, and the same pair as for other attention around the operator. "
+        "The calls before may return other attention metadata, which holds for the rest of the function.",
+        processes=(Process.WORKER,),
+        upstream=Upstream(
+            UpstreamStatus.NOT_SUBMITTED,
+            "the discussion there covers models with a sparse indexer of their own and offers no callbacks",
+            "https://github.com/vllm-project/vllm/issues/48203",
+        ),
+        removal="vLLM offers a callback around MLA's prefill and decode, with replaceable metadata, to plugins.",
+    ),
+    rules=(
+        Rule(
+            "mla.prefill-begin",
+            (
+                Variant(LAYER, before(MHA, _begin("self", "prefill", "q[num_mqa_tokens:]")), SINCE_LAYER, "layer"),
+                Variant(IMPL, before(PREFILL, _begin("layer", "prefill", "prefill_q")), BEFORE_LAYER, "impl"),
+            ),
+        ),
+        Rule(
+            "mla.prefill-finished",
+            (
+                Variant(
+                    LAYER, after(MHA, _finished("self", "prefill", "output[num_mqa_tokens:]")), SINCE_LAYER, "layer"
+                ),
+                Variant(
+                    IMPL,
+                    after(PREFILL, _finished("layer", "prefill", "output[num_decode_tokens:]")),
+                    BEFORE_LAYER,
+                    "impl",
+                ),
+            ),
+        ),
+        Rule(
+            "mla.decode-begin",
+            (
+                Variant(LAYER, before(MQA, _begin("self", "decode", "mqa_q")), SINCE_LAYER, "layer"),
+                Variant(
+                    IMPL,
+                    before(WHOLE_DECODE, _begin("layer", "decode", "decode_q")),
+                    Releases("0.11.0", "0.16.0"),
+                    "whole query",
+                ),
+                Variant(
+                    IMPL,
+                    before(SPLIT_DECODE, _begin("layer", "decode", "(decode_ql_nope, decode_q_pe)")),
+                    Releases(before="0.11.0"),
+                    "split query",
+                ),
+            ),
+        ),
+        Rule(
+            "mla.decode-finished",
+            (
+                Variant(LAYER, after(MQA, _finished("self", "decode", "attn_out")), SINCE_LAYER, "layer"),
+                Variant(
+                    IMPL,
+                    after(WHOLE_DECODE, _finished("layer", "decode", "attn_out")),
+                    Releases("0.11.0", "0.16.0"),
+                    "whole query",
+                ),
+                Variant(
+                    IMPL,
+                    after(SPLIT_DECODE, _finished("layer", "decode", "output[:num_decode_tokens]")),
+                    Releases(before="0.11.0"),
+                    "split query",
+                ),
+            ),
+        ),
+        rule("mla.returning-begin", RETURNING_OP, before(OP_FORWARD, OP_BEGIN), absent=NO_RETURNING_OP),
+        rule("mla.returning-finished", RETURNING_OP, after(OP_FORWARD, OP_FINISHED), absent=NO_RETURNING_OP),
+        rule("mla.op-begin", OP, before(OP_FORWARD, OP_BEGIN), absent=(OP_ELSEWHERE,)),
+        rule("mla.op-finished", OP, after(OP_FORWARD, OP_FINISHED), absent=(OP_ELSEWHERE,)),
+    ),
+    cases=(
+        _case("prefill-begin", "prefill_begin", _begin("self", "prefill", "q[num_mqa_tokens:]")),
+        _case("prefill-finished", "prefill_finished", _finished("self", "prefill", "output[num_mqa_tokens:]")),
+        _case("decode-begin", "decode_begin", _begin("self", "decode", "mqa_q")),
+        _case("decode-finished", "decode_finished", _finished("self", "decode", "attn_out")),
+        _op_case("returning-begin", RETURNING_OP, begin=OP_BEGIN),
+        _op_case("returning-finished", RETURNING_OP, finished=OP_FINISHED),
+        _op_case("op-begin", OP, begin=OP_BEGIN),
+        _op_case("op-finished", OP, finished=OP_FINISHED),
+    ),
+    needs=("worker",),
+)

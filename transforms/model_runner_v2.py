@@ -1,0 +1,102 @@
+"""The V2 model runner: the same events as in V1, where its own code has them."""
+
+from __future__ import annotations
+
+from transforms.engine.edits import AtEnd, AtStart, after, before
+from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.releases import Absent, Releases
+from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
+from transforms.engine.scope import Scope
+from transforms.engine.transform import Case, Transform
+
+ABSENT = (
+    Absent(Releases(before="0.12.0"), "the V2 model runner does not exist"),
+    Absent(
+        Releases("0.12.0", "0.16.0"),
+        "the V2 model runner is an experiment without KV connectors, off unless VLLM_USE_V2_MODEL_RUNNER=1",
+    ),
+)
+MODULE = Module(
+    id="model_runner_v2",
+    group="model_runner_v2",
+    paths=(ModulePath("vllm/v1/worker/gpu/model_runner.py"),),
+    absent=ABSENT,
+)
+
+EXECUTE = Scope("GPUModelRunner.execute_model")
+BEGIN = "_ucm_hooks.v2_execute_begin(self, scheduler_output, input_batch, dummy_run)"
+FINISHED = "_ucm_hooks.v2_execute_finished(self, scheduler_output, dummy_run)"
+FORWARD = {
+    "fullgraph": ("self.cudagraph_manager.run_fullgraph(...)", Releases(since="0.17.1")),
+    "run": ("self.cudagraph_manager.run(...)", Releases(before="0.17.1")),
+}
+STATES: dict[str, AtStart | AtEnd] = {
+    "requests-finished": AtStart("_ucm_hooks.v2_requests_finished(self, scheduler_output)"),
+    "requests-added": AtStart("_ucm_hooks.v2_requests_added(self, scheduler_output)"),
+    "requests-updated": AtEnd("_ucm_hooks.v2_requests_updated(self, scheduler_output)"),
+}
+METHODS = {
+    "requests-finished": "finish_requests",
+    "requests-added": "add_requests",
+    "requests-updated": "update_requests",
+}
+
+GIVEN = """\
+class GPUModelRunner:
+    def execute_model(self, scheduler_output, dummy_run):
+        input_batch = self.prepare(scheduler_output)
+{}        if full:
+            out = self.cudagraph_manager.run_fullgraph(batch)
+        else:
+            out = self.model(batch)
+{}        return out
+"""
+
+
+def _state_case(name: str) -> Case:
+    code = f"        {STATES[name].code}  # ucm: model_runner_v2.{name}\n"
+    given = f"class GPUModelRunner:\n    def {METHODS[name]}(self, scheduler_output):\n"
+    body = "        self.states.change(scheduler_output)\n"
+    added = code + body if isinstance(STATES[name], AtStart) else body + code
+    return Case(f"model_runner_v2.{name}", given + body, given + added, "0.32.0")
+
+
+def _execute_case(name: str, head: str = "", tail: str = "") -> Case:
+    head, tail = (code and f"        {code}  # ucm: model_runner_v2.{name}\n" for code in (head, tail))
+    return Case(f"model_runner_v2.{name}", GIVEN.format("", ""), GIVEN.format(head, tail), "0.32.0")
+
+
+TRANSFORM = Transform(
+    id="model_runner_v2",
+    module=MODULE,
+    governance=Governance(
+        why="From 0.22.1 vLLM runs more and more models with the V2 runner by default; hooks in the V1 runner alone "
+        "would still match and never fire.",
+        how="One call in each of the three state updates and a pair around the choice between graph replay and eager "
+        "forward, so that it fires whichever runs. V2 reports a preempted request as finished and a resumed one as "
+        "new; the calls hand over the whole step, so that the runtime can tell them apart.",
+        processes=(Process.WORKER,),
+        upstream=Upstream(
+            UpstreamStatus.NOT_SUBMITTED,
+            "the V2 runner has state objects per model but no registration for them from outside vLLM",
+        ),
+        removal="vLLM lets a plugin register a model state or step callback with the V2 runner.",
+    ),
+    rules=(
+        *(rule(f"model_runner_v2.{n}", Scope(f"GPUModelRunner.{METHODS[n]}"), edit) for n, edit in STATES.items()),
+        Rule(
+            "model_runner_v2.execute-begin",
+            tuple(Variant(EXECUTE, before(text, BEGIN, "outer"), known, n) for n, (text, known) in FORWARD.items()),
+        ),
+        Rule(
+            "model_runner_v2.execute-finished",
+            tuple(Variant(EXECUTE, after(text, FINISHED, "outer"), known, n) for n, (text, known) in FORWARD.items()),
+        ),
+    ),
+    cases=(
+        *(_state_case(name) for name in STATES),
+        _execute_case("execute-begin", head=BEGIN),
+        _execute_case("execute-finished", tail=FINISHED),
+    ),
+    needs=("worker",),
+)

@@ -1,0 +1,99 @@
+"""Decoder models: each layer and its feed-forward block, in four model families, from one definition."""
+
+from __future__ import annotations
+
+from transforms.engine.edits import after, before
+from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.rule import Module, ModulePath, Rule, rule
+from transforms.engine.scope import Scope
+from transforms.engine.transform import Case, Transform
+
+LAYER_CALL = "hidden_states, residual = layer(positions, hidden_states, residual, ...)"
+LAYER_BEGIN = "hidden_states, residual = _ucm_hooks.layer_begin(layer, positions, hidden_states, residual)"
+LAYER_FINISHED = "hidden_states, residual = _ucm_hooks.layer_finished(layer, positions, hidden_states, residual)"
+NORM = "hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)"
+MLP = "hidden_states = self.mlp(hidden_states)"
+FFN_BEGIN = "hidden_states, residual = _ucm_hooks.ffn_begin(self, hidden_states, residual)"
+FFN_FINISHED = "hidden_states, residual = _ucm_hooks.ffn_finished(self, hidden_states, residual)"
+
+GOVERNANCE = Governance(
+    why="Methods that act between layers (prefetch for the next one, blending of recomputed tokens, skipping of the "
+    "feed-forward block for reused tokens) need the hidden states there; vLLM passes them through no interface.",
+    how="One call before and one after each decoder layer in the model's loop, and the same around the feed-forward "
+    "block inside the layer; each returns the states that go on. Without a method they return what they were given, "
+    "so a compiled graph contains nothing of them.",
+    processes=(Process.WORKER,),
+    upstream=Upstream(
+        UpstreamStatus.NOT_SUBMITTED,
+        "vLLM's layer outputs for speculative decoding are read-only and collected after the loop; no hook is proposed",
+    ),
+    removal="vLLM offers per-layer callbacks that may replace hidden states, valid under torch.compile.",
+)
+
+
+def _layer_rules(transform: str, model: str) -> tuple[Rule, ...]:
+    scope = Scope(f"{model}.forward")
+    return (
+        rule(f"{transform}.layer-begin", scope, before(LAYER_CALL, LAYER_BEGIN)),
+        rule(f"{transform}.layer-finished", scope, after(LAYER_CALL, LAYER_FINISHED)),
+    )
+
+
+def _ffn_rules(transform: str, layer: str) -> tuple[Rule, ...]:
+    scope = Scope(f"{layer}.forward")
+    return (
+        rule(f"{transform}.ffn-begin", scope, before(NORM, FFN_BEGIN)),
+        rule(f"{transform}.ffn-finished", scope, after(MLP, FFN_FINISHED)),
+    )
+
+
+def _layer_case(transform: str, model: str, name: str, *, begin: str = "", finished: str = "") -> Case:
+    given = (
+        f"class {model}:\n    def forward(self, positions, hidden_states, residual):\n"
+        "        for layer in self.layers:\n{}            hidden_states, residual = layer(positions, hidden_states, "
+        "residual)\n{}        return hidden_states\n"
+    )
+    begin, finished = (code and f"            {code}  # ucm: {transform}.{name}\n" for code in (begin, finished))
+    return Case(f"{transform}.{name}", given.format("", ""), given.format(begin, finished), "0.32.0")
+
+
+def _ffn_case(transform: str, layer: str, name: str, *, begin: str = "", finished: str = "") -> Case:
+    given = (
+        f"class {layer}:\n    def forward(self, hidden_states, residual):\n{{}}        {NORM}\n        {MLP}\n"
+        "{}        return hidden_states, residual\n"
+    )
+    begin, finished = (code and f"        {code}  # ucm: {transform}.{name}\n" for code in (begin, finished))
+    return Case(f"{transform}.{name}", given.format("", ""), given.format(begin, finished), "0.32.0")
+
+
+def _transform(name: str, layer: str, model: str | None) -> Transform:
+    layer_rules = _layer_rules(name, model) if model else ()
+    layer_cases = (
+        (
+            _layer_case(name, model, "layer-begin", begin=LAYER_BEGIN),
+            _layer_case(name, model, "layer-finished", finished=LAYER_FINISHED),
+        )
+        if model
+        else ()
+    )
+    return Transform(
+        id=name,
+        module=Module(id=name, group="models", paths=(ModulePath(f"vllm/model_executor/models/{name}.py"),)),
+        governance=GOVERNANCE,
+        rules=(*layer_rules, *_ffn_rules(name, layer)),
+        cases=(
+            *layer_cases,
+            _ffn_case(name, layer, "ffn-begin", begin=FFN_BEGIN),
+            _ffn_case(name, layer, "ffn-finished", finished=FFN_FINISHED),
+        ),
+        needs=("worker",),
+    )
+
+
+#: Qwen3Model runs the loop that it inherits from Qwen2Model, so its own module has none to change.
+TRANSFORMS = (
+    _transform("llama", "LlamaDecoderLayer", "LlamaModel"),
+    _transform("qwen2", "Qwen2DecoderLayer", "Qwen2Model"),
+    _transform("qwen3", "Qwen3DecoderLayer", None),
+    _transform("qwen3_moe", "Qwen3MoeDecoderLayer", "Qwen3MoeModel"),
+)

@@ -1,0 +1,1 @@
+"""From a release's name to its reviewed, installable overlay."""

@@ -1,0 +1,1 @@
+"""Where the upstream modules of a release come from."""

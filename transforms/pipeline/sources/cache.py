@@ -1,0 +1,71 @@
+"""The content-addressed cache of upstream files.
+
+``blobs/<sha256>`` holds bytes under their own hash; ``releases/<version>.json`` says which artefact a release was read
+from and which blob is its record of files. A blob is written under a temporary name and renamed, so a cut-off run
+leaves nothing half-written under a hash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import platformdirs
+
+from transforms.pipeline.sources.tree import sha256
+
+CACHE_VARIABLE = "UCM_OVERLAY_CACHE"
+
+
+class Cache:
+    """A directory of upstream files, safe for several processes at once."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        chosen = root or os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_path("ucm-overlay")
+        self.root = Path(chosen)
+
+    def blob(self, digest: str) -> bytes | None:
+        """The bytes with this hash, or None; bytes that no longer match their name are dropped."""
+        path = self.root / "blobs" / digest
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if sha256(data) != digest:
+            path.unlink(missing_ok=True)
+            return None
+        return data
+
+    def add_blob(self, data: bytes) -> str:
+        """Keep these bytes; returns their hash."""
+        digest = sha256(data)
+        self._write(self.root / "blobs" / digest, data)
+        return digest
+
+    def release(self, version: str) -> dict[str, Any] | None:
+        """What is known of a release, or None."""
+        try:
+            text = (self.root / "releases" / f"{version}.json").read_text(encoding="utf-8")
+            return cast("dict[str, Any]", json.loads(text))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+    def add_release(self, version: str, known: dict[str, Any]) -> None:
+        """Remember what is known of a release."""
+        text = json.dumps(known, indent=1, sort_keys=True)
+        self._write(self.root / "releases" / f"{version}.json", text.encode())
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise

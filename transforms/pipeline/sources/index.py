@@ -1,0 +1,142 @@
+"""Find the published archives of a vLLM release on the operator's package index."""
+
+from __future__ import annotations
+
+import functools
+import ssl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+from unearth import PackageFinder
+from unearth.fetchers import PyPIClient
+
+from transforms.pipeline.sources.pip_config import PipConfig, read_pip_config
+from transforms.pipeline.sources.tree import SourceError
+
+if TYPE_CHECKING:
+    from unearth import Package
+    from unearth.fetchers import Fetcher
+    from unearth.link import Link
+
+PROJECT = "vllm"
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One published file of a release.
+
+    Attributes:
+        filename: Its name on the index.
+        url: Where it lies, with the credentials of the index if the operator configured any.
+        sha256: Its hash as the index states it; empty if the index states none.
+        is_wheel: A wheel, rather than a source distribution.
+    """
+
+    filename: str
+    url: str
+    sha256: str
+    is_wheel: bool
+
+
+class Index:
+    """The package index that pip is configured for."""
+
+    def __init__(self, config: PipConfig | None = None) -> None:
+        self.config = config or read_pip_config()
+
+    def releases(self) -> list[str]:
+        """All published versions, newest first."""
+        found = {package.version for package in self._packages if package.version}
+        return sorted(found, key=Version, reverse=True)
+
+    def archives(self, release: str) -> list[Archive]:
+        """The archives of a release, the one to prefer first: the wheel that pip would take, then the sdist.
+
+        Raises:
+            SourceError: If the index cannot be reached or does not have the release.
+        """
+        wanted = parse_release(release)
+        found = [p for p in self._packages if p.version and Version(p.version) == wanted]
+        if not found:
+            raise self._unknown(release)
+        return [_archive(package.link) for package in sorted(found, key=_preference)]
+
+    @functools.cached_property
+    def _packages(self) -> list[Package]:
+        client = PyPIClient(
+            trusted_hosts=self.config.trusted_hosts,
+            verify=_verify(self.config),
+            cert=self.config.client_cert,
+            timeout=self.config.timeout,
+            proxy=self.config.proxy,
+        )
+        with client:
+            finder = PackageFinder(
+                session=cast("Fetcher", client),
+                index_urls=self.config.index_urls,
+                find_links=self.config.find_links,
+                ignore_compatibility=True,
+            )
+            packages = [p for p in finder.find_all_packages(PROJECT) if _is_vllm(p)]
+        if not packages:
+            raise SourceError(
+                "no package index is in reach that has vLLM, and the release is not in the cache",
+                where="the index that `python -m pip config list` shows",
+                fix="check the network, the proxy and pip's index settings; or build from a copy that you have: "
+                "--from PATH (a directory, a wheel, an sdist) or --from installed",
+            )
+        return packages
+
+    def _unknown(self, release: str) -> SourceError:
+        newest = ", ".join(self.releases()[:5])
+        return SourceError(
+            f"the package index has no vLLM {release}",
+            where="the index that `python -m pip config list` shows",
+            fix=f"name a published release (newest: {newest}), or build from a copy that you have with --from PATH",
+        )
+
+
+def parse_release(release: str) -> Version:
+    """A release's version.
+
+    Raises:
+        SourceError: If it is not one.
+    """
+    try:
+        return Version(release)
+    except InvalidVersion:
+        raise SourceError(
+            f"{release!r} is not a vLLM release",
+            fix="name a version as the index does, for instance 0.32.0",
+        ) from None
+
+
+def _is_vllm(package: Package) -> bool:
+    return canonicalize_name(package.name) == PROJECT and _parses(package.version)
+
+
+def _parses(version: str | None) -> bool:
+    try:
+        return version is not None and bool(Version(version))
+    except InvalidVersion:
+        return False
+
+
+def _preference(package: Package) -> tuple[int, int]:
+    """Wheels before the sdist, x86-64 before others, the highest build number first, as pip does."""
+    if not package.link.is_wheel:
+        return (2, 0)
+    _, _, build, tags = parse_wheel_filename(package.link.filename)
+    x86 = any(tag.platform.endswith("x86_64") for tag in tags)
+    return (0 if x86 else 1, -(build[0] if build else 0))
+
+
+def _archive(link: Link) -> Archive:
+    hashes = link.hashes or {}
+    return Archive(link.filename, link.url_without_fragment, hashes.get("sha256", ""), link.is_wheel)
+
+
+def _verify(config: PipConfig) -> ssl.SSLContext | bool:
+    return ssl.create_default_context(cafile=config.cert) if config.cert else True

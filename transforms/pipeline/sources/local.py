@@ -1,0 +1,104 @@
+"""Releases that the operator has on disk: a directory, the installed package, or an sdist."""
+
+from __future__ import annotations
+
+import importlib.util
+import tarfile
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transforms.pipeline.sources.tree import Artefact, SourceError, sha256
+
+if TYPE_CHECKING:
+    from transforms.pipeline.sources.cache import Cache
+
+
+class DirectoryTree:
+    """A directory that holds the package ``vllm`` (a checkout, an unpacked archive, ``site-packages``)."""
+
+    def __init__(self, release: str, root: Path, kind: str = "directory", sha: str = "") -> None:
+        self.release = release
+        self.artefact = Artefact(kind, root.name, sha)
+        self._root = root
+
+    def exists(self, path: str) -> bool:
+        return (self._root / path).is_file()
+
+    def read(self, path: str) -> bytes:
+        try:
+            return (self._root / path).read_bytes()
+        except OSError as error:
+            raise SourceError(f"vLLM {self.release} has no readable {path}", where=f"{self._root}: {error}") from error
+
+    def read_many(self, paths: list[str]) -> dict[str, bytes]:
+        return {path: self.read(path) for path in paths}
+
+
+def open_directory(path: Path, release: str | None) -> DirectoryTree:
+    """A source tree in a directory; the directory may be the package itself or hold it.
+
+    Raises:
+        SourceError: If there is no vLLM in it, or its release is neither given nor written there.
+    """
+    root = path.parent if path.name == "vllm" and (path / "__init__.py").is_file() else path
+    if not (root / "vllm" / "__init__.py").is_file():
+        raise SourceError(
+            "this directory does not hold vLLM",
+            where=f"{path} (looked for vllm/__init__.py)",
+            fix="name the directory that contains the package `vllm`, or the package itself",
+        )
+    return DirectoryTree(release or _written_release(root), root)
+
+
+def open_installed(release: str | None) -> DirectoryTree:
+    """The vLLM that this interpreter would import, without importing it.
+
+    Raises:
+        SourceError: If none is installed.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise SourceError(
+            "no vLLM is installed in this environment",
+            where="--from installed",
+            fix="run the command with the interpreter that has vLLM: "
+            "`/path/to/env/bin/python -m transforms build-overlay --from installed`",
+        )
+    root = Path(spec.origin).parent.parent
+    return DirectoryTree(release or metadata.version("vllm"), root, kind="installed")
+
+
+def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
+    """An unpacked source distribution; it is unpacked once per content, beside the cache.
+
+    Raises:
+        SourceError: If it cannot be read.
+    """
+    digest = sha256(path.read_bytes())
+    target = cache.root / "sdists" / digest
+    try:
+        if not target.is_dir():
+            partial = target.with_suffix(".part")
+            with tarfile.open(path) as archive:
+                archive.extractall(partial, filter="data")
+            partial.rename(target)
+        top = next(entry for entry in target.iterdir() if (entry / "vllm").is_dir())
+    except (OSError, tarfile.TarError, StopIteration) as error:
+        raise SourceError(f"this is not a readable vLLM sdist: {error}", where=str(path)) from error
+    version = release or path.name.removesuffix(".tar.gz").partition("-")[2]
+    return DirectoryTree(version, top, kind="sdist", sha=digest)
+
+
+def _written_release(root: Path) -> str:
+    """The version that an unpacked archive states in its metadata."""
+    for name in ("PKG-INFO", *(str(p.relative_to(root)) for p in root.glob("vllm-*.dist-info/METADATA"))):
+        if (root / name).is_file():
+            for line in (root / name).read_text(encoding="utf-8").splitlines():
+                if line.startswith("Version:"):
+                    return line.partition(":")[2].strip()
+    raise SourceError(
+        "the release of this directory is not written in it",
+        where=str(root),
+        fix="say which release it is: --release X.Y.Z --from PATH",
+    )

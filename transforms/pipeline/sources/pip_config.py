@@ -1,0 +1,104 @@
+"""The operator's package-index settings, asked from pip itself.
+
+pip is where an operator has already written the index, the mirror, the proxy and the certificates. `pip config list`
+merges its files and its environment in pip's own order, so nothing has to be configured a second time.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from transforms.pipeline.sources.tree import SourceError
+
+#: pip's precedence for one option: the environment, then the command's section, then the global one.
+SECTIONS = (":env:", "install", "download", "global")
+
+
+@dataclass(frozen=True)
+class PipConfig:
+    """What pip would use to reach an index.
+
+    Attributes:
+        index_urls: The index and the extra indexes, in pip's order; empty with ``no-index``.
+        find_links: Further places to look for archives.
+        trusted_hosts: Hosts whose certificate is not checked.
+        cert: A CA bundle, or None for the default.
+        client_cert: A client certificate with its key, or None.
+        proxy: A proxy for every request, or None.
+        timeout: Seconds for one connection.
+    """
+
+    index_urls: tuple[str, ...]
+    find_links: tuple[str, ...] = ()
+    trusted_hosts: tuple[str, ...] = ()
+    cert: str | None = None
+    client_cert: str | None = None
+    proxy: str | None = None
+    timeout: float = 30.0
+
+
+def read_pip_config() -> PipConfig:
+    """Ask the pip of this interpreter for its settings.
+
+    Raises:
+        SourceError: If pip is not there or does not answer.
+    """
+    values = _settings(_pip("config", "list"))
+
+    def first(option: str) -> str | None:
+        return next((values[f"{section}.{option}"] for section in SECTIONS if f"{section}.{option}" in values), None)
+
+    def words(option: str) -> tuple[str, ...]:
+        return tuple((first(option) or "").split())
+
+    no_index = (first("no-index") or "").lower() in {"1", "true", "yes", "on"}
+    index = first("index-url") or ("" if no_index else _default_index())
+    return PipConfig(
+        index_urls=() if no_index else (index, *words("extra-index-url")),
+        find_links=words("find-links"),
+        trusted_hosts=words("trusted-host"),
+        cert=first("cert"),
+        client_cert=first("client-cert"),
+        proxy=first("proxy"),
+        timeout=float(first("timeout") or first("default-timeout") or 30.0),
+    )
+
+
+def _pip(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    wide = {**os.environ, "COLUMNS": "1000"}  # or the help is wrapped in the middle of an address
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=wide)  # noqa: S603 - fixed words
+    if done.returncode:
+        raise SourceError(
+            "pip does not answer, so the package index that you use is not known",
+            where=f"{sys.executable} -m pip {' '.join(arguments)}: {done.stderr.strip()[-400:]}",
+            fix="install pip in this environment, or name the sources with --from PATH",
+        )
+    return done.stdout
+
+
+def _settings(listing: str) -> dict[str, str]:
+    """Parse the ``section.option='value'`` lines of `pip config list`."""
+    settings = {}
+    for line in listing.splitlines():
+        name, separator, value = line.partition("=")
+        if separator:
+            settings[name.strip()] = str(ast.literal_eval(value))
+    return settings
+
+
+def _default_index() -> str:
+    """The index that pip uses when nothing is configured: its own help is where it says so."""
+    found = re.search(r"\(default\s+(https?://[^\s)]+)\)", _pip("install", "--help"))
+    if found is None:
+        raise SourceError(
+            "pip's default package index could not be read from its help",
+            where=f"{sys.executable} -m pip install --help",
+            fix="set the index for pip (`pip config set global.index-url URL`), or name the sources with --from PATH",
+        )
+    return found.group(1)
