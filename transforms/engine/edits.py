@@ -238,7 +238,7 @@ def _statements(code: str, rule: str) -> list[cst.BaseStatement]:
         body[0] = head.with_changes(trailing_whitespace=comment)
     else:
         suite = cst.ensure_type(cast("cst.BaseCompoundStatement", head).body, cst.IndentedBlock)
-        body[0] = cast("cst.BaseStatement", head.with_changes(body=suite.with_changes(header=comment)))
+        body[0] = head.with_changes(body=suite.with_changes(header=comment))
     return body
 
 

@@ -1,0 +1,35 @@
+"""The errors that an operator of a running vLLM meets: each says what, where and what to do."""
+
+from __future__ import annotations
+
+
+class UcmError(Exception):
+    """A condition that its reader can act on.
+
+    Args:
+        what: What went wrong, in one sentence.
+        where: The file, setting or module concerned; empty if the sentence says it.
+        fix: What to do about it.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  to do: {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(UcmError):
+    """A setting is unknown, of the wrong type, or names something that is not there."""
+
+
+class SparseMethodError(UcmError):
+    """A sparse method was asked for what it cannot do."""

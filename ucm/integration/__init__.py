@@ -1,0 +1,1 @@
+"""Where UCM meets inference engines."""

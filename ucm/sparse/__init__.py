@@ -1,0 +1,1 @@
+"""Sparse attention: the interface of a method, and the methods."""
