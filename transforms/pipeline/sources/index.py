@@ -134,8 +134,8 @@ def _preference(package: Package) -> tuple[int, int]:
 
 
 def _archive(link: Link) -> Archive:
-    hashes = link.hashes or {}
-    return Archive(link.filename, link.url_without_fragment, hashes.get("sha256", ""), link.is_wheel)
+    stated = (link.hash_option or {}).get("sha256", [])
+    return Archive(link.filename, link.url_without_fragment, stated[0] if stated else "", link.is_wheel)
 
 
 def _verify(config: PipConfig) -> ssl.SSLContext | bool:

@@ -111,6 +111,8 @@ def num_slots_sparsed(
     slots: int = method.num_slots(request, num_new_tokens, num_external_computed_tokens or 0)
     if slots != INVALID_SLOT:
         getattr(scheduler, _SLOTS)[request.request_id] = slots
+    else:  # a second attempt in the same step may have turned dense
+        getattr(scheduler, _SLOTS).pop(request.request_id, None)
     if num_external_computed_tokens:
         getattr(scheduler, _EXTERNAL)[request.request_id] = num_external_computed_tokens
     return slots

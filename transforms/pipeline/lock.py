@@ -1,0 +1,193 @@
+"""The lock: what was reviewed of an overlay, so that nothing else is ever built.
+
+``overlays/vllm-X/lock.json`` says, per module, which upstream content becomes which rewritten content by which rules;
+``changes.diff`` beside it is the change itself. Both are written by `accept` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from packaging.version import Version
+
+from transforms.engine.edits import MARK
+from transforms.engine.errors import OverlayError
+from transforms.engine.report import Status
+from transforms.pipeline.diff import overlay_diff
+from transforms.pipeline.sources.tree import sha256
+
+if TYPE_CHECKING:
+    from transforms.engine.report import Outcome
+    from transforms.pipeline.rewrite import Overlay, RewrittenModule
+
+OVERLAYS = Path(__file__).parents[2] / "overlays"
+SCHEMA = 1
+#: An object that holds no other, with at most one list.
+INNERMOST = re.compile(r"\{[^{}\[\]]*(\[[^{}\[\]]*\])?[^{}\[\]]*\}")
+
+Lock = dict[str, Any]
+
+
+class LockError(OverlayError):
+    """An overlay is not what was reviewed, or was not reviewed at all."""
+
+
+def make_lock(overlay: Overlay, serial: int) -> Lock:
+    """The lock of an overlay.
+
+    Args:
+        overlay: The overlay.
+        serial: Our count of published overlays for the release; it is the wheel's post-release number.
+    """
+    unchanged = [o for o in overlay.outcomes if o.status in {Status.NOT_APPLICABLE, Status.UPSTREAMED}]
+    return {
+        "schema": SCHEMA,
+        "release": overlay.release,
+        "serial": serial,
+        "upstream": {
+            "kind": overlay.artefact.kind,
+            "name": overlay.artefact.name,
+            "sha256": overlay.artefact.sha256,
+        },
+        "modules": [_module(module) for module in overlay.modules],
+        "not_inserted": [{"rule": o.rule, "status": o.status.value, "reason": o.detail} for o in unchanged],
+    }
+
+
+def _module(module: RewrittenModule) -> dict[str, Any]:
+    lines = marked_lines(module.rewritten)
+    return {
+        "name": module.name,
+        "path": module.path,
+        "group": module.group,
+        "upstream_sha256": sha256(module.upstream),
+        "rewritten_sha256": sha256(module.rewritten),
+        "rules": [_rule(o, lines) for o in module.outcomes if o.status is Status.APPLIED],
+    }
+
+
+def _rule(outcome: Outcome, lines: dict[str, list[int]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": outcome.rule, "hits": outcome.hits}
+    if outcome.variant:
+        found["variant"] = outcome.variant
+    if outcome.rule in lines:
+        found["lines"] = lines[outcome.rule]
+    return found
+
+
+def marked_lines(rewritten: bytes) -> dict[str, list[int]]:
+    """The lines of a rewritten module that carry each rule's mark."""
+    found: dict[str, list[int]] = {}
+    for number, line in enumerate(rewritten.decode().splitlines(), 1):
+        _, mark, rule = line.partition(MARK)
+        if mark:
+            found.setdefault(rule.strip(), []).append(number)
+    return found
+
+
+def directory(release: str, overlays: Path = OVERLAYS) -> Path:
+    """Where a release's reviewed overlay lies."""
+    return overlays / f"vllm-{release}"
+
+
+def reviewed_releases(overlays: Path = OVERLAYS) -> list[str]:
+    """The releases with a lock, oldest first."""
+    names = (path.parent.name.removeprefix("vllm-") for path in overlays.glob("vllm-*/lock.json"))
+    return sorted(names, key=Version)
+
+
+def read_lock(release: str, overlays: Path = OVERLAYS) -> Lock | None:
+    """The reviewed lock of a release, or None.
+
+    Raises:
+        LockError: If it cannot be read.
+    """
+    path = directory(release, overlays) / "lock.json"
+    try:
+        lock = cast("Lock", json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise LockError("a lock is not JSON", where=f"{path}: {error}", fix="restore it with git checkout") from error
+    if lock.get("schema") != SCHEMA:
+        raise LockError(
+            f"a lock has schema {lock.get('schema')}, and this is the code for {SCHEMA}",
+            where=str(path),
+            fix="use the checkout that wrote it, or review the release again",
+        )
+    return lock
+
+
+def check_reviewed(overlay: Overlay, overlays: Path = OVERLAYS) -> Lock:
+    """The reviewed lock of exactly this overlay.
+
+    Raises:
+        LockError: If there is none, or it differs; the message lists what differs and how to review it.
+    """
+    release = overlay.release
+    lock = read_lock(release, overlays)
+    if lock is None:
+        raise LockError(
+            f"the overlay of vLLM {release} has not been reviewed",
+            where=str(directory(release, overlays)),
+            fix=f"read it with `nox -s review -- {release}`, then accept it with `nox -s review -- {release} --accept`",
+        )
+    differences = compare(lock, make_lock(overlay, lock["serial"]))
+    diff_path = directory(release, overlays) / "changes.diff"
+    if not differences and diff_path.read_text(encoding="utf-8") != overlay_diff(overlay):
+        differences = ["changes.diff is not the diff of these modules"]
+    if differences:
+        raise LockError(
+            f"the overlay of vLLM {release} is not the one that was reviewed:\n    " + "\n    ".join(differences),
+            where=str(directory(release, overlays)),
+            fix=f"read the change with `nox -s review -- {release}`, then accept it with "
+            f"`nox -s review -- {release} --accept`",
+        )
+    return lock
+
+
+def compare(reviewed: Lock, made: Lock) -> list[str]:
+    """What differs between two locks, for a person; where the sources were read from does not count."""
+    was, now = ({m["path"]: m for m in lock["modules"]} for lock in (reviewed, made))
+    found = [f"{path}: no longer rewritten" for path in was.keys() - now.keys()]
+    found += [f"{path}: rewritten, and was not" for path in now.keys() - was.keys()]
+    for path in sorted(was.keys() & now.keys()):
+        if was[path]["upstream_sha256"] != now[path]["upstream_sha256"]:
+            found.append(f"{path}: the upstream file is another")
+        elif was[path] != now[path]:
+            found.append(f"{path}: the same upstream file is rewritten differently")
+    if not found and reviewed["not_inserted"] != made["not_inserted"]:
+        found.append("the rules that are not applicable or upstreamed are others")
+    return sorted(found)
+
+
+def accept(overlay: Overlay, *, bump: bool = False, overlays: Path = OVERLAYS) -> Path:
+    """Write the lock and the diff of an overlay: the reviewer's signature.
+
+    Args:
+        overlay: The overlay that was read.
+        bump: Raise the serial, because a wheel with the present one has been published.
+        overlays: The directory of all reviewed overlays.
+
+    Returns:
+        The overlay's directory.
+    """
+    before = read_lock(overlay.release, overlays)
+    serial = (before["serial"] if before else 0) + (1 if bump or not before else 0)
+    lock = make_lock(overlay, serial)
+    if before and not compare(before, lock):
+        lock["upstream"] = before["upstream"]  # the same content from elsewhere: keep the published artefact's name
+    target = directory(overlay.release, overlays)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "lock.json").write_text(dump(lock), encoding="utf-8")
+    (target / "changes.diff").write_text(overlay_diff(overlay), encoding="utf-8")
+    return target
+
+
+def dump(data: Lock) -> str:
+    """JSON as we keep it: readable in a diff, one line per rule, the same on every machine."""
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    return INNERMOST.sub(lambda found: " ".join(found[0].split()), text) + "\n"

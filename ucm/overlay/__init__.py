@@ -1,0 +1,1 @@
+"""What an installed overlay needs at import time, and what tells an operator about it. Standard library only."""

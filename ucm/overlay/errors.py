@@ -1,0 +1,30 @@
+"""Why a rewritten module is not loaded: each an ImportError, so that no vLLM runs half rewritten by mistake."""
+
+from __future__ import annotations
+
+
+class OverlayImportError(ImportError):
+    """A shadowed module cannot be loaded as reviewed.
+
+    Args:
+        what: What went wrong.
+        details: Lines that show it: the module, paths, hashes.
+        ways_out: What the operator can do.
+    """
+
+    def __init__(self, what: str, details: list[str], ways_out: list[str], *, name: str | None = None) -> None:
+        lines = [f"UCM overlay: {what}", *(f"    {line}" for line in details)]
+        lines += ["  ways out:", *(f"    - {line}" for line in ways_out)] if ways_out else []
+        super().__init__("\n".join(lines), name=name)
+
+
+class UpstreamMismatchError(OverlayImportError):
+    """The installed vLLM module is not the one that the overlay was made from."""
+
+
+class TamperedOverlayError(OverlayImportError):
+    """A file of the overlay is not the one that was reviewed."""
+
+
+class InactiveOverlayError(OverlayImportError):
+    """An overlay is installed and does not act in this process."""

@@ -1,0 +1,49 @@
+"""The kill switches: which groups of rewritten modules an operator has turned off.
+
+``UCM_DISABLE_PATCHES=1`` turns everything off. ``UCM_DISABLE_<GROUP>_PATCH=1`` turns off one group, for instance
+``UCM_DISABLE_ATTENTION_PATCH=1``, and with it every group whose rewritten modules rely on that one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ALL = "UCM_DISABLE_PATCHES"
+VERBOSE = "UCM_PATCH_VERBOSE"
+OFF = frozenset({"", "0", "false", "no", "off"})
+
+
+def is_set(variable: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a switch is on: set to anything but an empty string, 0, false, no or off."""
+    value = (os.environ if environ is None else environ).get(variable, "")
+    return value.strip().lower() not in OFF
+
+
+def variable_of(group: str) -> str:
+    """The variable that turns a group off."""
+    return f"UCM_DISABLE_{group.upper()}_PATCH"
+
+
+def disabled_groups(needs: Mapping[str, tuple[str, ...]], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The groups that are off, each with the reason.
+
+    Args:
+        needs: For each group, the groups that it relies on.
+        environ: The environment; the process's own by default.
+    """
+    if is_set(ALL, environ):
+        return dict.fromkeys(needs, f"{ALL} is set")
+    off = {group: f"{variable_of(group)} is set" for group in needs if is_set(variable_of(group), environ)}
+    changed = True
+    while changed:
+        changed = False
+        for group, others in needs.items():
+            cause = next((other for other in others if other in off), None)
+            if group not in off and cause:
+                off[group] = f"it relies on {cause}, which is off: {off[cause]}"
+                changed = True
+    return off
