@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from transforms.engine.candidates import nearest_definitions, nearest_statements, places
+from transforms.engine.edits import MARK
 from transforms.engine.patterns import pattern
 from transforms.engine.report import Outcome, Status
 from transforms.engine.tree import Path, get, replace
@@ -29,8 +30,8 @@ class Attempt:
     already: int
 
     def fits(self, expect: int) -> bool:
-        """Whether it found one scope with the expected number of anchors, or its own insertions."""
-        return len(self.scopes) == 1 and (len(self.hits) == expect or self.already == expect)
+        """Whether it found one scope with the expected number of anchors, and none of its own insertions."""
+        return len(self.scopes) == 1 and len(self.hits) == expect and not self.already
 
 
 def apply_rules(module: cst.Module, rules: Sequence[Rule], path: str, release: str) -> tuple[cst.Module, list[Outcome]]:
@@ -49,22 +50,27 @@ def apply_rules(module: cst.Module, rules: Sequence[Rule], path: str, release: s
     for rule in rules:
         module, outcome = apply_rule(module, rule, path, release)
         if outcome.candidates:  # say where they are in the file that the reader has, not in our half-rewritten one
-            outcome = apply_rule(upstream, rule, path, release)[1]
+            told = apply_rule(upstream, rule, path, release)[1]
+            outcome = told if told.status is outcome.status else outcome
         outcomes.append(outcome)
     return module, outcomes
 
 
 def apply_rule(module: cst.Module, rule: Rule, path: str, release: str) -> tuple[cst.Module, Outcome]:
     """Apply one rule to a parsed module; see `apply_rules`."""
-    if rule.upstreamed and _has(module, rule.upstreamed):
+    if rule.upstreamed and _has(module, rule.upstreamed, rule.id):
         return module, Outcome(rule.id, Status.UPSTREAMED, path, detail=rule.upstreamed.note)
     attempts = [_attempt(module, variant, rule) for variant in rule.variants]
+    done = next((attempt for attempt in attempts if attempt.already == rule.expect), None)
+    if done:
+        return module, _outcome(rule, Status.PRESENT, path, done, "", ())
     fitting = [attempt for attempt in attempts if attempt.fits(rule.expect)]
     if len(fitting) > 1:
         fitting = [a for a in fitting if release in a.variant.releases] or fitting
     if len(fitting) != 1:
         return module, _failure(module, rule, path, release, attempts, fitting)
-    return _applied(module, rule, path, fitting[0])
+    refused = _refusal(module, rule, path, release, fitting[0])
+    return (module, refused) if refused else _applied(module, rule, path, fitting[0])
 
 
 def _attempt(module: cst.Module, variant: Variant, rule: Rule) -> Attempt:
@@ -75,23 +81,31 @@ def _attempt(module: cst.Module, variant: Variant, rule: Rule) -> Attempt:
     return Attempt(variant, tuple(scopes), tuple(variant.edit.find(scope)), variant.edit.applied(scope, rule.id))
 
 
+def _refusal(module: cst.Module, rule: Rule, path: str, release: str, attempt: Attempt) -> Outcome | None:
+    """Why a rule whose anchor is there must not be applied all the same, or None."""
+    scope, edit = get(module, attempt.scopes[0]), attempt.variant.edit
+    for text in rule.never:
+        hits = [(*attempt.scopes[0], *hit) for hit in pattern(text).find(scope)]
+        if hits:
+            detail = f"`{text}` must not occur here, and does"
+            return _outcome(rule, Status.FORBIDDEN, path, attempt, detail, places(module, hits))
+    for hit in attempt.hits:
+        obstacle = edit.obstacle(scope, hit)
+        if obstacle:
+            detail = f"nothing can be inserted at `{edit.anchor}`: {obstacle}"
+            return _absent(rule, path, release) or _outcome(
+                rule, Status.MISSING, path, attempt, detail, places(module, [(*attempt.scopes[0], *hit)])
+            )
+    return None
+
+
 def _applied(module: cst.Module, rule: Rule, path: str, attempt: Attempt) -> tuple[cst.Module, Outcome]:
     variant, scope_path = attempt.variant, attempt.scopes[0]
     scope = get(module, scope_path)
-    forbidden = [(text, p) for text in rule.never for p in pattern(text).find(scope)]
-    if forbidden:
-        text, hit = forbidden[0]
-        found = places(module, [(*scope_path, *hit)])
-        detail = f"`{text}` must not occur here, and does"
-        return module, Outcome(
-            rule.id, Status.FORBIDDEN, path, str(variant.scope), variant.name, detail=detail, candidates=found
-        )
-    if attempt.already:
-        return module, Outcome(rule.id, Status.PRESENT, path, str(variant.scope), variant.name, attempt.already)
     for hit in reversed(attempt.hits):  # from the last to the first, so that the paths stay true
         scope = variant.edit.apply(scope, hit, rule.id)
     changed = cast("cst.Module", replace(module, scope_path, scope))
-    return changed, Outcome(rule.id, Status.APPLIED, path, str(variant.scope), variant.name, len(attempt.hits))
+    return changed, _outcome(rule, Status.APPLIED, path, attempt, "", ())
 
 
 def _failure(
@@ -106,13 +120,16 @@ def _failure(
     if len(best.scopes) > 1:
         detail = f"{len(best.scopes)} places are {best.variant.scope}; one must be"
         return _outcome(rule, Status.AMBIGUOUS, path, best, detail, places(module, list(best.scopes)))
+    if best.already:
+        detail = f"its insertion stands here {best.already} times; {rule.expect} expected"
+        return _outcome(rule, Status.AMBIGUOUS, path, best, detail, places(module, list(best.scopes)))
     if len(best.hits) > rule.expect:
         hits = [(*best.scopes[0], *hit) for hit in best.hits]
         detail = f"`{best.variant.edit.anchor}` matches {len(hits)} times; {rule.expect} expected"
         return _outcome(rule, Status.AMBIGUOUS, path, best, detail, places(module, hits))
-    reason = rule.absence(release)
-    if reason:
-        return Outcome(rule.id, Status.NOT_APPLICABLE, path, detail=reason)
+    absent = _absent(rule, path, release)
+    if absent:
+        return absent
     if not best.scopes:
         detail = f"there is no {best.variant.scope}"
         return _outcome(rule, Status.MISSING, path, best, detail, nearest_definitions(module, best.variant.scope.name))
@@ -121,15 +138,21 @@ def _failure(
     return _outcome(rule, Status.MISSING, path, best, detail, near)
 
 
+def _absent(rule: Rule, path: str, release: str) -> Outcome | None:
+    reason = rule.absence(release)
+    return Outcome(rule.id, Status.NOT_APPLICABLE, path, detail=reason) if reason else None
+
+
 def _outcome(
     rule: Rule, status: Status, path: str, attempt: Attempt, detail: str, candidates: tuple[Candidate, ...]
 ) -> Outcome:
     scope, name = str(attempt.variant.scope), attempt.variant.name
-    return Outcome(rule.id, status, path, scope, name, len(attempt.hits), detail, candidates)
+    hits = attempt.already or len(attempt.hits)
+    return Outcome(rule.id, status, path, scope, name, hits, detail, candidates)
 
 
-def _has(module: cst.Module, sign: Upstreamed) -> bool:
+def _has(module: cst.Module, sign: Upstreamed, rule: str) -> bool:
     scopes = sign.scope.find(module)
     if not sign.anchor:
-        return bool(scopes) and not any("# ucm: " in module.code_for_node(get(module, s)) for s in scopes)
+        return bool(scopes) and not any(MARK + rule in module.code_for_node(get(module, s)) for s in scopes)
     return any(pattern(sign.anchor).find(get(module, scope)) for scope in scopes)

@@ -10,7 +10,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from transforms.engine.report import Candidate
 from transforms.engine.scope import definitions, statements
-from transforms.engine.tree import code_of, get, walk
+from transforms.engine.tree import code_of, get
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,15 +39,19 @@ def nearest_statements(module: cst.Module, scope: Path, anchor: str) -> tuple[Ca
 
 def nearest_definitions(module: cst.Module, name: str) -> tuple[Candidate, ...]:
     """The classes and functions whose names are most like a scope's."""
-    names = difflib.get_close_matches(name, list(definitions(module)), n=SHOWN, cutoff=0.5)
-    wanted = {n.rpartition(".")[2] for n in names}
-    lines = _line_numbers(module)
-    found = [n for _, n in walk(module) if isinstance(n, cst.ClassDef | cst.FunctionDef) and n.name.value in wanted]
-    return tuple(_candidate(lines, node) for node in found[:SHOWN])
+    found = dict(definitions(module))
+    names = difflib.get_close_matches(name, found, n=SHOWN, cutoff=0.5)
+    return places(module, [found[name] for name in names])
 
 
 def _first_line(node: cst.CSTNode) -> str:
-    return code_of(node).partition("\n")[0]
+    """The line at which the node's position lies: comments and decorators before it are not it."""
+    bare = node
+    if isinstance(node, cst.ClassDef | cst.FunctionDef):
+        bare = node.with_changes(leading_lines=(), decorators=(), lines_after_decorators=())
+    elif isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
+        bare = node.with_changes(leading_lines=())
+    return code_of(bare).partition("\n")[0]
 
 
 def _candidate(lines: dict[int, int], node: cst.CSTNode) -> Candidate:

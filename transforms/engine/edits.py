@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import libcst as cst
 
+from transforms.engine.arguments import appended
 from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.flow import leaves
 from transforms.engine.patterns import pattern
 from transforms.engine.tree import code_of, enclosing_statement, get, insert_statements, replace, walk
 
@@ -38,6 +40,9 @@ class Edit(Protocol):
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
         """How often this rule's insertion is there already."""
+
+    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
+        """Why nothing can be inserted at one of the found paths; empty if it can."""
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         """The scope with the insertion at one of the found paths."""
@@ -66,12 +71,25 @@ class Beside:
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
         return _count_marked(scope, self.code, rule)
 
-    def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
-        place = _own_statement(scope, path) if self.level == "outer" else enclosing_statement(scope, path)
+    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
+        place = self._place(scope, path)
         if place is None:
-            raise RuleDefinitionError("an anchor does not lie in a statement", where=rule, fix=self.anchor)
-        block, index = place
+            return "it does not stand on lines of its own in a block"
+        if self.side == "after" and leaves(get(scope, _statement_path(place))):
+            return "control never gets past it"
+        return ""
+
+    def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
+        block, index = cast("tuple[Path, int]", self._place(scope, path))
         return insert_statements(scope, block, index + (self.side == "after"), _statements(self.code, rule))
+
+    def _place(self, scope: cst.CSTNode, path: Path) -> tuple[Path, int] | None:
+        """The block and the index of the statement in it, if the match has that statement to itself."""
+        outer = self.level == "outer"
+        place = _own_statement(scope, path) if outer else enclosing_statement(scope, path)
+        if place is None or _shares_line(get(scope, _statement_path(place))):
+            return None
+        return place if outer or not _is_conditional(scope, path, _statement_path(place)) else None
 
 
 def before(anchor: str, code: str, level: Literal["inner", "outer"] = "inner") -> Beside:
@@ -89,13 +107,16 @@ class AtStart:
     """Statements at the start of a function, after its docstring; in a module, before its first real import."""
 
     code: str
-    anchor: str = "..."
+    anchor: str = "its start"
 
     def find(self, scope: cst.CSTNode) -> list[Path]:
         return [_body_path(scope)]
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
         return _count_marked(scope, self.code, rule)
+
+    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
+        return _one_line_body(scope, path)
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         body = cast("cst.IndentedBlock | cst.Module", get(scope, path)).body
@@ -110,15 +131,17 @@ class AtEnd:
     """Statements at the end of a function that falls off its end."""
 
     code: str
-    anchor: str = "..."
+    anchor: str = "its end"
 
     def find(self, scope: cst.CSTNode) -> list[Path]:
-        path = _body_path(scope)
-        body = cast("cst.IndentedBlock", get(scope, path)).body
-        return [] if _leaves(body[-1]) else [path]
+        return [_body_path(scope)]
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
         return _count_marked(scope, self.code, rule)
+
+    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
+        body = cast("cst.IndentedBlock", get(scope, path)).body
+        return _one_line_body(scope, path) or ("control never gets there" if any(map(leaves, body)) else "")
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         length = len(cast("cst.IndentedBlock", get(scope, path)).body)
@@ -141,8 +164,15 @@ class Keyword:
         return pattern(self.anchor).find(scope)
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        calls = (cast("cst.Call", get(scope, path)) for path in self.find(scope))
-        return sum(any(a.keyword is not None and code_of(a).startswith(self.code) for a in c.args) for c in calls)
+        value = code_of(cst.parse_expression(self.value))
+        return sum(code_of(a.value) == value for path in self.find(scope) for a in self._given(get(scope, path)))
+
+    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
+        call = cast("cst.Call", get(scope, path))
+        if self._given(call):
+            return f"it gives {self.name} already"
+        bare = (a for a in call.args if isinstance(a.value, cst.GeneratorExp) and not a.value.lpar)
+        return "its only argument is a generator without brackets" if any(bare) else ""
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         call = cast("cst.Call", get(scope, path))
@@ -151,7 +181,12 @@ class Keyword:
             value=cst.parse_expression(self.value),
             equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
         )
-        return replace(scope, path, call.with_changes(args=_appended(call, argument, rule)))
+        arguments = appended(call.args, argument, call.whitespace_before_args, MARK + rule)
+        return replace(scope, path, call.with_changes(args=arguments))
+
+    def _given(self, call: cst.CSTNode) -> list[cst.Arg]:
+        arguments = cast("cst.Call", call).args
+        return [a for a in arguments if a.keyword is not None and a.keyword.value == self.name]
 
 
 @dataclass(frozen=True)
@@ -159,21 +194,24 @@ class Parameter:
     """One more parameter of a function, the last that can be passed by position, with a default."""
 
     code: str
-    anchor: str = "def"
+    anchor: str = "its parameters"
 
     def find(self, scope: cst.CSTNode) -> list[Path]:
         return [()] if isinstance(scope, cst.FunctionDef) else []
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        wanted = self._parsed().name.value
-        return sum(isinstance(n, cst.Param) and n.name.value == wanted for _, n in walk(scope))
+        wanted, given = self._parsed().name.value, cast("cst.FunctionDef", scope).params
+        return sum(p.name.value == wanted for p in (*given.posonly_params, *given.params, *given.kwonly_params))
+
+    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
+        rest = cast("cst.FunctionDef", scope).params.star_arg
+        return f"it would take what callers pass to *{rest.name.value}" if isinstance(rest, cst.Param) else ""
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         function = cast("cst.FunctionDef", scope)
-        layout = function.params.params[-1].comma
-        last = function.params.params[-1].with_changes(comma=_comma_like(function.params.params))
-        added = self._parsed().with_changes(comma=_marked_comma(layout, rule))
-        return function.with_deep_changes(function.params, params=[*function.params.params[:-1], last, added])
+        given = function.params
+        parameters = appended(given.params, self._parsed(), function.whitespace_before_params, MARK + rule)
+        return function.with_changes(params=given.with_changes(params=parameters))
 
     def _parsed(self) -> cst.Param:
         function = cst.ensure_type(cst.parse_statement(f"def f({self.code}): ..."), cst.FunctionDef)
@@ -188,7 +226,7 @@ class Field:
     """One more field of a dataclass, with a default, after its last field."""
 
     code: str
-    anchor: str = "class"
+    anchor: str = "its fields"
 
     def find(self, scope: cst.CSTNode) -> list[Path]:
         if not isinstance(scope, cst.ClassDef):
@@ -199,6 +237,9 @@ class Field:
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
         return _count_marked(scope, self.code, rule)
+
+    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
+        return ""
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         index = cast("int", path[-1][1])
@@ -221,6 +262,9 @@ class Method:
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
         return _count_marked(scope, self.code, rule)
+
+    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
+        return ""
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         method = cst.ensure_type(_statements(self.code, rule)[0], cst.FunctionDef)
@@ -261,12 +305,34 @@ def _mark_of(node: cst.CSTNode) -> str | None:
 def _own_statement(scope: cst.CSTNode, path: Path) -> tuple[Path, int] | None:
     """The statement of the scope's own body that holds the node at a path."""
     body = _body_path(scope)
+    if len(path) <= len(body) or path[: len(body)] != body:
+        return None
     name, index = path[len(body)]
-    return (body, index) if name == "body" and index is not None else None
+    is_block = isinstance(get(scope, body), cst.Module | cst.IndentedBlock)
+    return (body, index) if is_block and name == "body" and index is not None else None
+
+
+def _statement_path(place: tuple[Path, int]) -> Path:
+    block, index = place
+    return (*block, ("body", index))
+
+
+def _shares_line(statement: cst.CSTNode) -> bool:
+    return isinstance(statement, cst.SimpleStatementLine) and len(statement.body) > 1
+
+
+def _is_conditional(scope: cst.CSTNode, path: Path, statement: Path) -> bool:
+    """Whether the node at a path is part of a one-line suite or an ``elif`` of the statement around it."""
+    below = (get(scope, path[:length]) for length in range(len(statement) + 1, len(path) + 1))
+    return any(isinstance(node, cst.SimpleStatementSuite | cst.If) for node in below)
 
 
 def _body_path(scope: cst.CSTNode) -> Path:
     return () if isinstance(scope, cst.Module) else (("body", None),)
+
+
+def _one_line_body(scope: cst.CSTNode, path: Path) -> str:
+    return "its body stands on one line" if isinstance(get(scope, path), cst.SimpleStatementSuite) else ""
 
 
 def _is_docstring(statement: cst.CSTNode) -> bool:
@@ -284,45 +350,5 @@ def _is_future_import(statement: cst.CSTNode) -> bool:
     )
 
 
-def _leaves(statement: cst.CSTNode) -> bool:
-    return isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[-1], cst.Return | cst.Raise)
-
-
 def _is_field(statement: cst.CSTNode) -> bool:
     return isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.AnnAssign)
-
-
-def _appended(call: cst.Call, argument: cst.Arg, rule: str) -> list[cst.Arg]:
-    """The call's arguments with one more, laid out as the call is."""
-    if not call.args:
-        return [argument]
-    *rest, last = call.args
-    return [
-        *rest,
-        last.with_changes(comma=_comma_like(call.args), whitespace_after_arg=cst.SimpleWhitespace("")),
-        argument.with_changes(
-            comma=_marked_comma(last.comma, rule),
-            whitespace_after_arg=last.whitespace_after_arg,
-        ),
-    ]
-
-
-def _comma_like(items: tuple[cst.Arg, ...] | list[cst.Arg] | object) -> cst.Comma:
-    """The comma that separates the items already there: on one line, or one line each."""
-    sequence = cast("list[cst.Arg]", items)
-    if len(sequence) > 1 and isinstance(sequence[-2].comma, cst.Comma):
-        comma = sequence[-2].comma
-        if isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace):
-            plain = comma.whitespace_after.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=())
-            return comma.with_changes(whitespace_after=plain)
-        return comma
-    return cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-
-
-def _marked_comma(last: cst.Comma | cst.MaybeSentinel, rule: str) -> cst.Comma | cst.MaybeSentinel:
-    """The comma after the added item: where the closing bracket has its own line, there is room for the mark."""
-    if isinstance(last, cst.Comma) and isinstance(last.whitespace_after, cst.ParenthesizedWhitespace):
-        comment = cst.TrailingWhitespace(whitespace=cst.SimpleWhitespace("  "), comment=cst.Comment(MARK + rule))
-        space = last.whitespace_after.with_changes(first_line=comment, empty_lines=())
-        return last.with_changes(whitespace_after=space)
-    return last

@@ -71,22 +71,24 @@ def _parse(text: str) -> cst.CSTNode:
         raise RuleDefinitionError(
             "a pattern is neither an expression nor a statement", where=repr(text), fix=str(error)
         ) from None
-    if isinstance(statement, cst.SimpleStatementLine):
-        return statement.body[0]
-    return statement
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return statement
+    if len(statement.body) != 1:
+        raise RuleDefinitionError("a pattern is not one statement", where=repr(text))
+    return statement.body[0]
 
 
 def _same(wanted: object, found: object) -> bool:
     if isinstance(wanted, cst.Name) and wanted.value == "_":
         return isinstance(found, cst.BaseExpression)
+    if isinstance(wanted, cst.BaseSuite) and isinstance(found, cst.BaseSuite):
+        return _is_ellipsis(wanted) or _same(_statements(wanted), _statements(found))
     if type(wanted) is not type(found):
-        return _same_block(wanted, found)
+        return False
     if isinstance(wanted, cst.Call) and isinstance(found, cst.Call):
         return _same(wanted.func, found.func) and _same_arguments(wanted.args, found.args)
     if isinstance(wanted, cst.SimpleString) and isinstance(found, cst.SimpleString):
         return wanted.evaluated_value == found.evaluated_value
-    if isinstance(wanted, cst.BaseSuite):
-        return _is_ellipsis(wanted) or _same_fields(wanted, found)
     if isinstance(wanted, cst.CSTNode):
         return _same_fields(wanted, found)
     if isinstance(wanted, tuple | list) and isinstance(found, tuple | list):
@@ -94,9 +96,9 @@ def _same(wanted: object, found: object) -> bool:
     return wanted == found
 
 
-def _same_block(wanted: object, found: object) -> bool:
-    """A body of ``...`` matches a body of any kind."""
-    return isinstance(wanted, cst.BaseSuite) and isinstance(found, cst.BaseSuite) and _is_ellipsis(wanted)
+def _statements(suite: cst.BaseSuite) -> list[cst.CSTNode]:
+    """The statements of a suite, whichever of them share a line."""
+    return [s for line in suite.body for s in (line.body if isinstance(line, cst.SimpleStatementLine) else (line,))]
 
 
 def _same_fields(wanted: cst.CSTNode, found: object) -> bool:

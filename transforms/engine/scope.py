@@ -43,14 +43,14 @@ class Scope:
         return paths
 
 
-def definitions(module: cst.Module) -> Iterator[str]:
-    """The qualified names of the classes, methods and functions of a module."""
+def definitions(module: cst.Module) -> Iterator[tuple[str, Path]]:
+    """The qualified names of the classes, methods and functions of a module, and where they are."""
     for path, node in _members(module):
         name = node.name.value
-        yield name
+        yield name, path
         if isinstance(node, cst.ClassDef):
-            for _, member in _members(get(module, path)):
-                yield f"{name}.{member.name.value}"
+            for below, member in _members(node):
+                yield f"{name}.{member.name.value}", (*path, *below)
 
 
 def _definitions(node: cst.CSTNode, name: str) -> list[Path]:

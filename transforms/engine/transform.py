@@ -60,12 +60,16 @@ class Transform:
         self.governance.check(self.id)
         twice = [i for i, n in Counter(r.id for r in self.rules).items() if n > 1]
         strangers = [r.id for r in self.rules if not r.id.startswith(f"{self.id}.")]
-        bare = {r.id for r in self.rules} - {case.rule for case in self.cases}
-        for problem, ids in (("is used twice", twice), ("does not start with the transform's", strangers)):
+        rules, cases = {r.id for r in self.rules}, {case.rule for case in self.cases}
+        problems = {
+            "a rule's id is used twice": twice,
+            "a rule's id does not start with the transform's": strangers,
+            "a rule has no case": sorted(rules - cases),
+            "a case names no rule of its transform": sorted(cases - rules),
+        }
+        for problem, ids in problems.items():
             if ids:
-                raise RuleDefinitionError(f"a rule's id {problem}", where=f"{self.id}: {', '.join(ids)}")
-        if bare:
-            raise RuleDefinitionError("a rule has no case", where=f"{self.id}: {', '.join(sorted(bare))}")
+                raise RuleDefinitionError(problem, where=f"{self.id}: {', '.join(ids)}")
 
     @property
     def all_rules(self) -> tuple[Rule, ...]:

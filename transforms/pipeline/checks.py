@@ -22,7 +22,7 @@ HOOKS = "_ucm_hooks"
 HOOKS_SOURCE = Path(__file__).parents[2] / "ucm" / "integration" / "vllm" / "hooks.py"
 #: Names whose use means that a module depends on where its file lies.
 TIED_TO_ITS_PLACE = frozenset({"__file__", "__path__", "__spec__", "__loader__", "__cached__"})
-RESOURCE_READERS = frozenset({"get_data", "resources", "getsourcefile", "getfile"})
+RESOURCE_READERS = frozenset({"pkgutil.get_data", "importlib.resources", "inspect.getfile", "inspect.getsourcefile"})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -103,9 +103,11 @@ def _check_may_be_shadowed(module: RewrittenModule, tree: ast.Module) -> None:
     if module.path.endswith("__init__.py"):
         raise _error(module, "is a package's __init__: shadowing it would cut the package off from its other modules")
     for node in ast.walk(tree):
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        if (isinstance(node, ast.Name) and name in TIED_TO_ITS_PLACE) or name in RESOURCE_READERS:
-            raise _error(module, f"depends on where its file lies: `{name}`", getattr(node, "lineno", 0))
+        if not isinstance(node, ast.Name | ast.Attribute):
+            continue
+        name = ast.unparse(node)
+        if name in TIED_TO_ITS_PLACE | RESOURCE_READERS:
+            raise _error(module, f"depends on where its file lies: `{name}`", node.lineno)
 
 
 def _check_hooks(module: RewrittenModule, signatures: dict[str, ast.arguments | None]) -> None:

@@ -55,8 +55,8 @@ def check_active(finder: Any, directory: str) -> None:
             [f"{name}: {origin}" for name, origin in late],
             [
                 (
-                    "find what imports vLLM at interpreter start (another .pth file, sitecustomize, another import hook): "
-                    "`ucm doctor` lists them"
+                    "find what imports vLLM at interpreter start (another .pth file, sitecustomize, another import "
+                    "hook): `ucm doctor` lists them"
                 ),
                 DISABLE,
             ],
