@@ -1,0 +1,57 @@
+"""From a name to a method."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.errors import ConfigError
+from ucm.sparse.base import Role, SparseMethod
+from ucm.sparse.factory import METHODS, create_method
+from ucm.sparse.probe import Probe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Own(SparseMethod):
+    pass
+
+
+def test_a_method_that_comes_with_ucm(tmp_path: Path) -> None:
+    assert type(create_method("Probe", None, Role.WORKER, {"report_dir": str(tmp_path)})) is Probe
+
+
+def test_a_method_of_ones_own() -> None:
+    config, options = object(), {"ratio": 0.3}
+    method = create_method(f"{__name__}:Own", config, Role.SCHEDULER, options)
+    assert type(method) is Own
+    assert method.vllm_config is config
+    assert method.role is Role.SCHEDULER
+    assert method.options is options
+
+
+def test_every_name_leads_to_a_method(tmp_path: Path) -> None:
+    for name in METHODS:
+        assert isinstance(create_method(name, None, Role.WORKER, {"report_dir": str(tmp_path)}), SparseMethod)
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(ConfigError, match="there is no sparse method 'Prob'") as caught:
+        create_method("Prob", None, Role.WORKER, {})
+    assert "Probe" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["ucm.no_such_module:Method", "ucm.sparse.base:NoSuchClass"])
+def test_a_name_that_leads_nowhere(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be loaded") as caught:
+        create_method(name, None, Role.WORKER, {})
+    assert repr(name) in caught.value.what
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("name", ["ucm.sparse.base:Role", "ucm.sparse.base:INVALID_SLOT"])
+def test_what_is_no_method(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a sparse method"):
+        create_method(name, None, Role.WORKER, {})

@@ -1,0 +1,311 @@
+"""The probe: what it counts, what it leaves alone, and that its reports survive."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ucm
+from ucm.errors import ConfigError, UcmError
+from ucm.integration.vllm import hooks
+from ucm.sparse.base import INVALID_SLOT, Role, SparseMethod
+from ucm.sparse.counters import HEADER, MAGIC, VERSION
+from ucm.sparse.probe import HOOKS, IN_MODEL, METADATA_RECEIVED, Probe, ProcessReport, read_reports
+
+STEP = SimpleNamespace(ucm_sparse_metadata=None)
+
+FORKED = """
+import multiprocessing, sys
+from pathlib import Path
+from ucm.sparse.base import Role
+from ucm.sparse.probe import Probe
+
+def work():
+    inherited.request_freed(None)
+    worker = Probe(None, Role.WORKER, options)
+    worker.execute_begin(None, None, None)
+
+options = {"report_dir": sys.argv[1]}
+inherited = Probe(None, Role.SCHEDULER, options)
+inherited.request_added(None)
+child = multiprocessing.get_context("fork").Process(name="Worker-0", target=work)
+child.start()
+child.join()
+inherited.request_added(None)
+print(child.pid, child.exitcode)
+"""
+
+KILLED = """
+import os, signal, sys
+from ucm.sparse.base import Role
+from ucm.sparse.probe import Probe
+
+probe = Probe(None, Role.WORKER, {"report_dir": sys.argv[1]})
+for _ in range(1000):
+    probe.execute_begin(None, None, None)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def probe(directory: Path, role: Role = Role.WORKER) -> Probe:
+    return Probe(None, role, {"report_dir": str(directory)})
+
+
+def only_report(directory: Path) -> ProcessReport:
+    (report,) = read_reports(directory)
+    return report
+
+
+def fired(report: ProcessReport) -> dict[str, int]:
+    return {name: count for name, count in report.counts.items() if count}
+
+
+def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, str(directory)]
+    root = Path(ucm.__file__).parents[1]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=root)
+
+
+def arguments_of(name: str) -> list[object]:
+    parameters = inspect.signature(getattr(SparseMethod, name)).parameters
+    return [object() for _ in parameters][1:]
+
+
+def stand_in_for_torch(monkeypatch: pytest.MonkeyPatch, *, compiling: bool) -> None:
+    torch: Any = ModuleType("torch")
+    torch.compiler = SimpleNamespace(is_compiling=lambda: compiling)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+
+def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
+    probe(tmp_path)
+    report = only_report(tmp_path)
+    assert report == ProcessReport(os.getpid(), "MainProcess", (Role.WORKER,), dict.fromkeys(report.counts, 0))
+    assert list(report.counts) == [*HOOKS, METADATA_RECEIVED]
+    assert HOOKS[0] == "request_added"
+    assert HOOKS[-1] == "execute_finished"
+    assert set(vars(SparseMethod)) - set(HOOKS) == {
+        *(name for name in vars(SparseMethod) if name.startswith("__")),
+        "allocate_slots",
+    }
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_is_counted_and_answers_as_the_base_class_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    stand_in_for_torch(monkeypatch, compiling=False)
+    method = probe(tmp_path)
+    arguments = arguments_of(name)
+    found = getattr(method, name)(*arguments)
+    assert fired(only_report(tmp_path)) == {name: 1}
+    if name != "build_metadata":
+        neutral = getattr(SparseMethod(None, Role.WORKER, {}), name)(*arguments)
+        assert found == neutral
+    getattr(method, name)(*arguments)
+    assert fired(only_report(tmp_path)) == {name: 2}
+
+
+@pytest.mark.parametrize("name", IN_MODEL)
+def test_what_is_traced_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    stand_in_for_torch(monkeypatch, compiling=True)
+    arguments = arguments_of(name)
+    found = getattr(probe(tmp_path), name)(*arguments)
+    assert found == getattr(SparseMethod(None, Role.WORKER, {}), name)(*arguments)
+    assert fired(only_report(tmp_path)) == {}
+
+
+def test_the_hooks_of_the_model_are_those_that_may_be_traced() -> None:
+    first, behind_last = HOOKS.index("kv_write_begin"), HOOKS.index("execute_finished")
+    assert HOOKS[first:behind_last] == IN_MODEL
+
+
+def test_torch_compile_traces_through_without_a_graph_break(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="only an end-to-end environment has torch")
+    method = probe(tmp_path)
+
+    def layer(hidden: Any, residual: Any) -> Any:
+        hidden, residual = method.ffn_begin(None, hidden, residual)
+        hidden, residual = method.layer_finished(None, None, hidden + residual, residual)
+        return hidden
+
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+    assert fired(only_report(tmp_path)) == {}
+    layer(torch.ones(2), torch.ones(2))
+    assert fired(only_report(tmp_path)) == {"layer_finished": 1, "ffn_begin": 1}
+
+
+def test_requests_stay_dense(tmp_path: Path) -> None:
+    assert probe(tmp_path, Role.SCHEDULER).num_slots(None, 7, 0) == INVALID_SLOT
+
+
+def test_metadata_that_travelled_is_counted_where_it_arrives(tmp_path: Path) -> None:
+    scheduler, worker = probe(tmp_path, Role.SCHEDULER), probe(tmp_path)
+    for number in (1, 2):
+        metadata = scheduler.build_metadata(STEP)
+        assert pickle.loads(pickle.dumps(metadata)) == {"step": number}  # noqa: S301 - as vLLM's queue does
+        worker.update_states(None, SimpleNamespace(ucm_sparse_metadata=metadata))
+    worker.update_states(None, STEP)
+    worker.update_states(None, SimpleNamespace())
+    assert fired(only_report(tmp_path)) == {"build_metadata": 2, "update_states": 4, METADATA_RECEIVED: 2}
+
+
+def test_both_roles_of_a_process_share_a_file(tmp_path: Path) -> None:
+    scheduler = probe(tmp_path, Role.SCHEDULER)
+    assert only_report(tmp_path).roles == (Role.SCHEDULER,)
+    worker = probe(tmp_path)
+    scheduler.request_added(None)
+    worker.execute_begin(None, None, None)
+    assert only_report(tmp_path).roles == (Role.SCHEDULER, Role.WORKER)
+    assert fired(only_report(tmp_path)) == {"request_added": 1, "execute_begin": 1}
+
+
+def test_it_counts_behind_the_real_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_worker", None)
+    config = SimpleNamespace(additional_config={"ucm_sparse_config": {"Probe": {"report_dir": str(tmp_path)}}})
+    scheduler, request = (
+        SimpleNamespace(vllm_config=config, kv_cache_manager=SimpleNamespace()),
+        SimpleNamespace(request_id="r1"),
+    )
+    step = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())
+    hooks.scheduler_init(scheduler)
+    hooks.worker_init(config)
+    hooks.request_added(scheduler, request)
+    assert hooks.num_slots_sparsed(scheduler, request, 1) == INVALID_SLOT
+    hooks.scheduler_output_built(scheduler, step)
+    hooks.update_states(None, step)
+    wanted = ["request_added", "num_slots", "build_metadata", "update_states", METADATA_RECEIVED]
+    assert fired(only_report(tmp_path)) == dict.fromkeys(wanted, 1)
+
+
+def test_a_forked_child_counts_in_a_file_of_its_own(tmp_path: Path) -> None:
+    done = run(FORKED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    child_pid, exit_code = map(int, done.stdout.split())
+    assert exit_code == 0
+    reports = {report.pid == child_pid: report for report in read_reports(tmp_path)}
+    parent, child = reports[False], reports[True]
+    assert (parent.process, parent.roles) == ("MainProcess", (Role.SCHEDULER,))
+    assert fired(parent) == {"request_added": 2}
+    assert (child.process, child.roles) == ("Worker-0", (Role.SCHEDULER, Role.WORKER))
+    assert fired(child) == {"request_freed": 1, "execute_begin": 1}
+
+
+def test_a_killed_process_leaves_its_counts(tmp_path: Path) -> None:
+    assert run(KILLED, tmp_path).returncode == -signal.SIGKILL
+    report = only_report(tmp_path)
+    assert report.roles == (Role.WORKER,)
+    assert fired(report) == {"execute_begin": 1000}
+    assert [path.name for path in tmp_path.iterdir()] == [f"probe-{report.pid}.bin"]
+
+
+def test_a_later_process_of_the_same_id_starts_from_zero(tmp_path: Path) -> None:
+    earlier = tmp_path / f"probe-{os.getpid()}.bin"
+    earlier.write_bytes(b"an earlier run's")
+    probe(tmp_path)
+    assert fired(only_report(tmp_path)) == {}
+
+
+def test_the_directory_is_made(tmp_path: Path) -> None:
+    probe(tmp_path / "new" / "reports").requests_finished(None, ["r1"])
+    assert fired(only_report(tmp_path / "new" / "reports")) == {"requests_finished": 1}
+
+
+def test_an_empty_directory_has_no_reports(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "probe-7.tmp").touch()
+    assert read_reports(tmp_path) == []
+
+
+def test_no_directory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UcmError, match="there is no such report directory") as caught:
+        read_reports(tmp_path / "missing")
+    assert caught.value.where == str(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({}, "does not know where to report"),
+        ({"report_dir": ""}, "does not know where to report"),
+        ({"report_dir": 3}, "does not know where to report"),
+        ({"report_dir": "reports", "report_file": "x"}, "has no option 'report_file'"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as caught:
+        Probe(None, Role.WORKER, options)
+    assert caught.value.where.startswith("ucm_sparse_config.Probe")
+    assert "report_dir" in caught.value.fix
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="no report can be written") as caught:
+        probe(tmp_path / "file" / "below")
+    assert str(tmp_path / "file" / "below") in caught.value.where
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / f"probe-{os.getpid()}.bin").mkdir()
+    with pytest.raises(ConfigError, match="no report can be written"):
+        probe(tmp_path)
+
+
+def _file(about: object, values: bytes, version: int = VERSION) -> bytes:
+    text = json.dumps(about).encode()
+    start = -(-(HEADER.size + len(text)) // 8) * 8
+    return (HEADER.pack(MAGIC, version, 2, len(text)) + text).ljust(start, b"\0") + values
+
+
+GOOD = {"pid": 7, "process": "EngineCore", "names": ["a", "b"]}
+
+
+def test_the_format_of_a_report(tmp_path: Path) -> None:
+    (tmp_path / "probe-7.bin").write_bytes(_file(GOOD, struct.pack("=QQ", 3, 2**40)))
+    assert only_report(tmp_path) == ProcessReport(7, "EngineCore", (Role.WORKER,), {"a": 3, "b": 2**40})
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "does not start as one"),
+        (MAGIC, "does not start as one"),
+        (b"\x7fELF" + bytes(60), "does not start as one"),
+        (_file(GOOD, bytes(16), version=2), "has version 2, this UCM reads 1"),
+        (HEADER.pack(MAGIC, VERSION, 0, 4) + b"{\xff\xff}", "description is damaged"),
+        (_file({"pid": 7, "process": "x"}, b""), "description is damaged"),
+        (_file([1], b""), "description is damaged"),
+        (_file(GOOD | {"pid": "seven"}, bytes(16)), "description is damaged"),
+        (_file(GOOD, bytes(16))[:30], "description is damaged"),
+        (_file(GOOD, bytes(15)), "holds 15 bytes of counters, 2 counters need 8 each"),
+        (_file(GOOD, bytes(24)), "holds 24 bytes of counters"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "",
+)
+def test_a_damaged_or_foreign_file(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "probe-7.bin"
+    path.write_bytes(content)
+    with pytest.raises(UcmError, match=why) as caught:
+        read_reports(tmp_path)
+    assert caught.value.where == str(path)
+    assert caught.value.fix
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "probe-7.bin").mkdir()
+    with pytest.raises(UcmError, match="cannot be read") as caught:
+        read_reports(tmp_path)
+    assert caught.value.where.endswith("probe-7.bin")
