@@ -295,8 +295,8 @@ def _count_marked(scope: cst.CSTNode, code: str, rule: str) -> int:
 def _mark_of(node: cst.CSTNode) -> str | None:
     if isinstance(node, cst.SimpleStatementLine):
         comment = node.trailing_whitespace.comment
-    elif isinstance(node, cst.BaseCompoundStatement) and isinstance(node.body, cst.IndentedBlock):
-        comment = node.body.header.comment
+    elif isinstance(suite := getattr(node, "body", None), cst.IndentedBlock):
+        comment = suite.header.comment
     else:
         return None
     return comment.value if comment else None

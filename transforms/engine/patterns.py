@@ -69,7 +69,7 @@ def _parse(text: str) -> cst.CSTNode:
         statement = cst.parse_statement(text)
     except cst.ParserSyntaxError as error:
         raise RuleDefinitionError(
-            "a pattern is neither an expression nor a statement", where=repr(text), fix=str(error)
+            "a pattern is neither an expression nor a statement", where=repr(text), fix=error.message
         ) from None
     if not isinstance(statement, cst.SimpleStatementLine):
         return statement
