@@ -111,7 +111,10 @@ def _regenerate(options: argparse.Namespace) -> int:
     changed = regenerate(options.releases or reviewed_releases(), console)
     for path in changed:
         print(path)  # noqa: T201 - the result
-    console.print(f"{len(changed)} files differ from what was there" if changed else "nothing changed", markup=False)
+    if changed:
+        console.print("these files were not up to date; read the change with git diff, and commit it", markup=False)
+        return 1
+    console.print("every lock, diff and generated page is up to date", markup=False)
     return 0
 
 
