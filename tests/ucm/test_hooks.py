@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -309,14 +310,35 @@ def test_a_step_carries_slots_external_tokens_and_metadata_of_scheduled_requests
     assert step.ucm_sparse_metadata is ANSWERS["build_metadata"]
 
 
-def test_an_estimate_does_not_outlive_its_step() -> None:
+def test_an_estimate_does_not_outlive_its_step_but_loaded_tokens_wait_for_theirs() -> None:
     scheduler = Scheduler(recording([]))
     hooks.scheduler_init(scheduler)
     hooks.num_slots_sparsed(scheduler, Request(), 7, 3)
     hooks.scheduler_output_built(scheduler, Step())
+    steps = [Step({"r1": 7}), Step({"r1": 1})]
+    for step in steps:
+        hooks.scheduler_output_built(scheduler, step)
+    assert [step.ucm_sparsed_slots for step in steps] == [{}, {}]
+    assert [step.ucm_external_computed_tokens for step in steps] == [{"r1": 3}, {}]
+
+
+@pytest.mark.parametrize("event", [hooks.request_preempted, hooks.request_freed])
+def test_what_was_noted_of_a_request_goes_with_it(event: Callable[[Any, Any], None]) -> None:
+    scheduler = Scheduler(recording([]))
+    hooks.scheduler_init(scheduler)
+    hooks.num_slots_sparsed(scheduler, Request(), 7, 3)
+    event(scheduler, Request())
     step = Step({"r1": 7})
     hooks.scheduler_output_built(scheduler, step)
     assert step.ucm_sparsed_slots == step.ucm_external_computed_tokens == {}
+
+
+def test_the_compile_cache_sees_a_method_that_the_connector_settings_name() -> None:
+    settings: dict[str, Any] = {"ucm_sparse_config": {f"{__name__}:Recorder": {"calls": []}}}
+    config = VllmConfig({})
+    config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=settings)
+    hooks.worker_init(config)
+    assert config.additional_config == settings
 
 
 def test_a_preempted_request_that_is_scheduled_again_needs_a_new_estimate() -> None:

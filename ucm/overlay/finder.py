@@ -99,8 +99,8 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
         [
             f"install the vLLM that the overlay is for: `pip install vllm=={manifest.release}`",
             (
-                "build and install an overlay for the vLLM that you have: `nox -s build-overlay -- RELEASE`, or "
-                "`--from installed` if you changed it yourself"
+                "build and install an overlay for the vLLM that you have: `nox -s build-overlay -- RELEASE`, or, if "
+                "you changed it yourself, review and accept it with `--from <its environment>`"
             ),
             f"run upstream's vLLM, without UCM: set {ALL}=1",
         ],

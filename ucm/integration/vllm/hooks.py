@@ -60,7 +60,7 @@ _worker: SparseMethod | None = None
 
 def _create(vllm_config: Any, role: Role) -> SparseMethod | None:
     """The configured method's instance for one side; the imports are only paid for where one is configured."""
-    from ucm.integration.vllm.config import sparse_method_config  # noqa: PLC0415
+    from ucm.integration.vllm.config import KEY, sparse_method_config  # noqa: PLC0415
 
     configured = sparse_method_config(vllm_config)
     if configured is None:
@@ -70,6 +70,10 @@ def _create(vllm_config: Any, role: Role) -> SparseMethod | None:
 
     name, options = configured
     method = create_method(name, vllm_config, role, options)
+    if isinstance(getattr(vllm_config, "additional_config", None), dict):
+        # vLLM's compile cache keys on this dictionary and not on the connector's settings: without a trace of the
+        # method here, a graph that was compiled without its layer calls would be loaded for a run with them.
+        vllm_config.additional_config.setdefault(KEY, {name: options})
     get_logger().info("[UCM.Sparse] %s is active on the %s side", name, role.value)
     return method
 
@@ -130,17 +134,17 @@ def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
     """A step is decided: fill the fields that travel to the workers with it.
 
     ``ucm_sparsed_slots`` and ``ucm_external_computed_tokens`` map the ids of the step's requests to slots and to tokens
-    loaded from outside; ``ucm_sparse_metadata`` is what the method built. Requests that got an estimate but were not
-    scheduled after all are left out.
+    loaded from outside; ``ucm_sparse_metadata`` is what the method built. A request that got an estimate but was not
+    scheduled after all is left out. One that waits for an asynchronous load is first scheduled in a later step; its
+    count of loaded tokens goes with that step.
     """
     method = getattr(scheduler, _METHOD, None)
     if method is None:
         return
     for field, name in (("ucm_sparsed_slots", _SLOTS), ("ucm_external_computed_tokens", _EXTERNAL)):
         noted = getattr(scheduler, name)
-        scheduled = {r: n for r, n in noted.items() if r in scheduler_output.num_scheduled_tokens}
-        setattr(scheduler_output, field, scheduled)
-        noted.clear()
+        setattr(scheduler_output, field, {r: noted.pop(r) for r in scheduler_output.num_scheduled_tokens if r in noted})
+    getattr(scheduler, _SLOTS).clear()
     scheduler_output.ucm_sparse_metadata = method.build_metadata(scheduler_output)
 
 
@@ -148,7 +152,7 @@ def request_preempted(scheduler: Any, request: Any) -> None:
     """A running request has lost its blocks, and with them its place in this step."""
     method = getattr(scheduler, _METHOD, None)
     if method is not None:
-        getattr(scheduler, _SLOTS).pop(request.request_id, None)
+        _forget(scheduler, request)
         method.request_preempted(request)
 
 
@@ -156,7 +160,14 @@ def request_freed(scheduler: Any, request: Any) -> None:
     """A request has ended."""
     method = getattr(scheduler, _METHOD, None)
     if method is not None:
+        _forget(scheduler, request)
         method.request_freed(request)
+
+
+def _forget(scheduler: Any, request: Any) -> None:
+    """Drop what was noted of a request for a step that it will not be in."""
+    for name in (_SLOTS, _EXTERNAL):
+        getattr(scheduler, name).pop(request.request_id, None)
 
 
 # The worker's side.

@@ -1,0 +1,49 @@
+"""What the documents name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from transforms.pipeline.package import group_needs
+from transforms.pipeline.releases import REVIEWED
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_session_that_is_named_exists(document: str) -> None:
+    noxfile = text("noxfile.py")
+    sessions = set(re.findall(r'@nox\.session\(name="([\w-]+)"\)', noxfile))
+    sessions |= set(re.findall(r"@nox\.session\ndef (\w+)", noxfile))
+    named = set(re.findall(r"nox -s ([\w-]+)", text(document)))
+    assert named
+    assert named <= sessions
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_linked_file_exists(document: str) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", text(document)):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_readme_names_every_switch() -> None:
+    readme = text("README.md")
+    for group in group_needs():
+        assert f"{group.upper()}_PATCH=1" in readme
+
+
+def test_the_readme_counts_the_releases() -> None:
+    assert f"{len(REVIEWED)} releases ({REVIEWED[0]} to {REVIEWED[-1]})" in " ".join(text("README.md").split())
+
+
+def test_the_reviewed_releases_are_those_with_a_lock() -> None:
+    kept = {path.parent.name.removeprefix("vllm-") for path in (ROOT / "overlays").glob("*/lock.json")}
+    assert kept == set(REVIEWED)

@@ -1,0 +1,77 @@
+"""Who may import whom: the rooms of the house, checked on the imports themselves."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: For each room: the top-level names, or dotted prefixes, that its files must not import, and the subfolders that are
+#: rooms of their own.
+ROOMS = {
+    "transforms/engine": (("transforms.pipeline", "transforms.registry", "ucm", "vllm", "torch"), ()),
+    "transforms/pipeline": (("ucm", "vllm", "torch"), ()),
+    "transforms": (("ucm", "vllm", "torch"), ("engine", "pipeline")),
+    "ucm": (("transforms", "libcst", "vllm"), ()),
+    "ucm/overlay": (("transforms", "libcst", "vllm", "torch", "numpy", "ucm.sparse", "ucm.integration"), ()),
+    "ucm/sparse": (("ucm.integration", "ucm.overlay"), ()),
+}
+#: Third-party packages that the runtime may need at import: none.
+RUNTIME_MAY_IMPORT: frozenset[str] = frozenset()
+
+
+def files(room: str, apart: tuple[str, ...]) -> list[Path]:
+    root = ROOT / room
+    return [path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in apart]
+
+
+def imports(path: Path, *, at_import_time: bool) -> set[str]:
+    """The modules that a file imports: all of them, or those that importing the file runs."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(_run_at_import(tree)) if at_import_time else list(ast.walk(tree))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return found | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def _run_at_import(tree: ast.AST) -> list[ast.AST]:
+    """The statements outside functions and outside `if TYPE_CHECKING`."""
+    found: list[ast.AST] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        found += [node, *_run_at_import(node)]
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_nothing_that_it_may_not(room: str) -> None:
+    forbidden, apart = ROOMS[room]
+    found = files(room, apart)
+    assert found
+    for path in found:
+        lazily_allowed = room == "ucm"  # the runtime may import vLLM inside a function
+        for name in imports(path, at_import_time=lazily_allowed):
+            strangers = [f for f in forbidden if name == f or name.startswith(f"{f}.")]
+            assert not strangers, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_the_runtime_needs_nothing_but_the_standard_library_at_import() -> None:
+    allowed = sys.stdlib_module_names | RUNTIME_MAY_IMPORT | {"ucm"}
+    for path in files("ucm", ()):
+        strangers = {name for name in imports(path, at_import_time=True) if name.partition(".")[0] not in allowed}
+        assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
+
+
+def test_transforms_know_no_engine_internals_of_each_other() -> None:
+    """A transform may use another's module record, and nothing of the pipeline."""
+    for path in files("transforms", ("engine", "pipeline")):
+        if path.name == "__main__.py":
+            continue
+        strangers = {n for n in imports(path, at_import_time=False) if n.startswith("transforms.pipeline")}
+        assert not strangers, f"{path.name} imports {strangers}"
