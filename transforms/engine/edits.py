@@ -200,7 +200,9 @@ class Parameter:
         return [()] if isinstance(scope, cst.FunctionDef) else []
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        wanted, given = self._parsed().name.value, cast("cst.FunctionDef", scope).params
+        if not isinstance(scope, cst.FunctionDef):
+            return 0
+        wanted, given = self._parsed().name.value, scope.params
         return sum(p.name.value == wanted for p in (*given.posonly_params, *given.params, *given.kwonly_params))
 
     def obstacle(self, scope: cst.CSTNode, path: Path) -> str:

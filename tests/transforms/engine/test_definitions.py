@@ -1,0 +1,156 @@
+"""Rules, transforms and governance records that are written wrongly are refused where they stand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from transforms.engine.edits import AtEnd, AtStart
+from transforms.engine.errors import OverlayError, RuleDefinitionError
+from transforms.engine.governance import FEWEST_WORDS, Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.releases import ALL_RELEASES, Absent, Releases
+from transforms.engine.report import Candidate, Outcome, Status
+from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
+from transforms.engine.scope import Scope
+from transforms.engine.transform import HOOKS_IMPORT, Case, Transform
+
+WORDS = "six words that answer the question"
+RECORD = Governance(
+    why=WORDS,
+    how=WORDS,
+    processes=(Process.WORKER,),
+    upstream=Upstream(UpstreamStatus.NOT_SUBMITTED, WORDS, "https://example.org/1"),
+    removal=WORDS,
+)
+MODULE = Module(
+    "t", "t", (ModulePath("pkg/new.py", Releases(since="2")), ModulePath("pkg/old.py", Releases(before="2")))
+)
+
+
+def _rule(id_: str, code: str = "_ucm_hooks.go()") -> Rule:
+    return rule(id_, Scope("f"), AtEnd(code))
+
+
+def _transform(*rules: Rule, cases: tuple[str, ...] | None = None, record: Governance = RECORD) -> Transform:
+    shown = cases if cases is not None else tuple(r.id for r in rules)
+    return Transform("t", MODULE, record, rules, tuple(Case(r, "a", "b", "1") for r in shown))
+
+
+class TestRule:
+    def test_needs_a_variant(self) -> None:
+        with pytest.raises(RuleDefinitionError, match="at least one variant"):
+            Rule("t.r", ())
+
+    def test_needs_a_match(self) -> None:
+        with pytest.raises(RuleDefinitionError, match="one match"):
+            rule("t.r", Scope("f"), AtEnd("a()"), expect=0)
+
+    def test_its_variants_have_different_names(self) -> None:
+        variant = Variant(Scope("f"), AtEnd("a()"), name="x")
+        with pytest.raises(RuleDefinitionError, match="one name") as caught:
+            Rule("t.r", (variant, variant))
+        assert "t.r" in str(caught.value)
+
+    def test_says_why_it_is_absent(self) -> None:
+        absent = (Absent(Releases("1", "2"), "first"), Absent(Releases(since="3"), "second"))
+        given = rule("t.r", Scope("f"), AtEnd("a()"), absent=absent)
+        assert [given.absence(r) for r in ("0.9", "1.5", "2", "3.1")] == [None, "first", None, "second"]
+
+
+class TestModule:
+    def test_the_known_place_comes_first_and_the_others_are_tried(self) -> None:
+        assert MODULE.candidates("2.0") == ["pkg/new.py", "pkg/old.py"]
+        assert MODULE.candidates("1.9") == ["pkg/old.py", "pkg/new.py"]
+
+
+class TestTransform:
+    def test_the_import_of_the_hooks_comes_first(self) -> None:
+        given = _transform(_rule("t.a"), _rule("t.b"))
+        assert [r.id for r in given.all_rules] == ["t.import", "t.a", "t.b"]
+        assert given.all_rules[0].variants == (Variant(Scope(), AtStart(HOOKS_IMPORT)),)
+
+    def test_no_import_without_a_hook(self) -> None:
+        assert [r.id for r in _transform(_rule("t.a", "x: int = 0")).all_rules] == ["t.a"]
+
+    @pytest.mark.parametrize(
+        ("ids", "cases", "problem"),
+        [
+            (("t.a", "t.a"), None, "id is used twice"),
+            (("u.a",), None, "does not start with the transform's"),
+            (("tt.a",), None, "does not start with the transform's"),
+            (("t.a", "t.b"), ("t.a",), "has no case"),
+            (("t.a",), ("t.a", "t.c"), "names no rule"),
+        ],
+    )
+    def test_is_refused(self, ids: tuple[str, ...], cases: tuple[str, ...] | None, problem: str) -> None:
+        with pytest.raises(RuleDefinitionError, match=problem) as caught:
+            _transform(*map(_rule, ids), cases=cases)
+        assert "where: t: " in str(caught.value)
+
+
+class TestGovernance:
+    def test_a_whole_record_passes(self) -> None:
+        RECORD.check("t")
+
+    @pytest.mark.parametrize("name", ["why", "how", "removal"])
+    @pytest.mark.parametrize("text", ["", "because", "word " * (FEWEST_WORDS - 1)])
+    def test_every_question_is_answered(self, name: str, text: str) -> None:
+        changed: dict[str, Any] = {name: text}
+        with pytest.raises(RuleDefinitionError, match=f"`{name}` does not answer"):
+            _transform(_rule("t.a"), record=dataclasses.replace(RECORD, **changed))
+
+    @pytest.mark.parametrize(
+        ("changed", "problem"),
+        [
+            ({"processes": ()}, "names no process"),
+            ({"upstream": Upstream(UpstreamStatus.SUBMITTED, "soon")}, "`upstream.reason` does not answer"),
+            ({"upstream": Upstream(UpstreamStatus.SUBMITTED, WORDS, "github.com/1")}, "not an https address"),
+            ({"upstream": Upstream(UpstreamStatus.SUBMITTED, WORDS, "http://github.com/1")}, "not an https address"),
+        ],
+    )
+    def test_is_refused(self, changed: dict[str, Any], problem: str) -> None:
+        with pytest.raises(RuleDefinitionError, match=problem) as caught:
+            dataclasses.replace(RECORD, **changed).check("area")
+        assert "where: transform area" in str(caught.value)
+
+    def test_a_link_may_be_lacking_where_a_reason_is_given(self) -> None:
+        dataclasses.replace(RECORD, upstream=Upstream(UpstreamStatus.NOT_SUBMITTED, WORDS)).check("t")
+
+
+class TestReleases:
+    @pytest.mark.parametrize(
+        ("given", "inside", "outside", "text"),
+        [
+            (ALL_RELEASES, ("0.1", "99"), (), "all releases"),
+            (Releases(since="0.10.0"), ("0.10.0", "0.10.1.1", "0.33.0"), ("0.9.2", "0.10.0rc1"), "since 0.10.0"),
+            (Releases(before="0.10.0"), ("0.9.2", "0.9.10", "0.10.0rc1"), ("0.10.0", "0.10.0.post1"), "before 0.10.0"),
+            (
+                Releases("0.9.2", "0.18.1"),
+                ("0.9.2", "0.18.0", "0.18.0.post1"),
+                ("0.9.1", "0.18.1"),
+                "0.9.2 up to, without, 0.18.1",
+            ),
+        ],
+    )
+    def test_is_half_open(self, given: Releases, inside: tuple[str, ...], outside: tuple[str, ...], text: str) -> None:
+        assert all(release in given for release in inside)
+        assert not any(release in given for release in outside)
+        assert str(given) == text
+
+
+class TestReport:
+    def test_failed_are_those_that_stop_a_build(self) -> None:
+        assert {s for s in Status if s.failed} == {Status.MISSING, Status.AMBIGUOUS, Status.FORBIDDEN}
+
+    def test_describes_a_plain_outcome_in_one_line(self) -> None:
+        assert Outcome("t.r", Status.APPLIED, "m.py", "f").describe() == "applied: t.r in m.py (f)"
+
+    def test_describes_everything_that_helps(self) -> None:
+        outcome = Outcome("t.r", Status.MISSING, "", detail="it is gone", candidates=(Candidate(3, "a()"),))
+        assert outcome.describe() == "missing: t.r in no module\n    it is gone\n    nearest: line 3: a()"
+
+    def test_an_error_says_what_where_and_what_to_do(self) -> None:
+        assert str(OverlayError("a")) == "a"
+        assert str(OverlayError("a", where="b", fix="c")) == "a\n  where: b\n  to do: c"
