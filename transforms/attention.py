@@ -34,6 +34,9 @@ KV_BEGIN = "layer_slot_mapping = _ucm_hooks.kv_write_begin(layer_name, key, valu
 KV_FINISHED = "_ucm_hooks.kv_write_finished(layer_name, kv_cache, layer_slot_mapping)"
 KV_WRITE = "attn_layer.impl.do_kv_cache_update(...)"
 
+#: What the known UCM's own patches for 0.9.2 and 0.11.0 put into the operators: sources with it are not vLLM's.
+PATCHED_ALREADY = ("maybe_execute_sparse_attention_begin(...)",)
+
 MLA_OUTPUT = Scope("unified_mla_attention_with_output")
 
 NO_RETURNING_OP = Absent(
@@ -85,9 +88,20 @@ TRANSFORM = Transform(
         removal="vLLM offers plugins a callback per attention layer, with replaceable attention metadata.",
     ),
     rules=(
-        rule("attention.begin", Scope("unified_attention"), before(FORWARD, BEGIN), absent=(NO_RETURNING_OP,)),
+        rule(
+            "attention.begin",
+            Scope("unified_attention"),
+            before(FORWARD, BEGIN),
+            absent=(NO_RETURNING_OP,),
+            never=PATCHED_ALREADY,
+        ),
         rule("attention.finished", Scope("unified_attention"), after(FORWARD, FINISHED), absent=(NO_RETURNING_OP,)),
-        rule("attention.output-begin", Scope("unified_attention_with_output"), before(FORWARD, BEGIN)),
+        rule(
+            "attention.output-begin",
+            Scope("unified_attention_with_output"),
+            before(FORWARD, BEGIN),
+            never=PATCHED_ALREADY,
+        ),
         rule("attention.output-finished", Scope("unified_attention_with_output"), after(FORWARD, FINISHED)),
         rule("attention.mla-begin", Scope("unified_mla_attention"), before(MLA_FORWARD, MLA_BEGIN), absent=NO_MLA_OP),
         rule(

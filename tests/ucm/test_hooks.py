@@ -223,6 +223,7 @@ def _as_tuple(found: Any) -> tuple[Any, ...]:
 @pytest.fixture(autouse=True)
 def _no_worker_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_worker", None)
+    monkeypatch.setattr(hooks, "_schedules_sparsely", False)
 
 
 @by_hook

@@ -56,6 +56,8 @@ _METHOD = "_ucm_sparse_method"
 _SLOTS = "_ucm_sparsed_slots"
 _EXTERNAL = "_ucm_external_computed_tokens"
 _worker: SparseMethod | None = None
+#: Whether any scheduler of this process has a method; spares the others the look at themselves.
+_schedules_sparsely = False
 
 
 def _create(vllm_config: Any, role: Role) -> SparseMethod | None:
@@ -83,8 +85,10 @@ def _create(vllm_config: Any, role: Role) -> SparseMethod | None:
 
 def scheduler_init(scheduler: Any) -> None:
     """A scheduler exists: create the method's instance for it, if one is configured."""
+    global _schedules_sparsely  # noqa: PLW0603 - see where it is defined
     method = _create(scheduler.vllm_config, Role.SCHEDULER)
     if method is not None:
+        _schedules_sparsely = True
         setattr(scheduler, _METHOD, method)
         setattr(scheduler, _SLOTS, {})
         setattr(scheduler, _EXTERNAL, {})
@@ -93,7 +97,7 @@ def scheduler_init(scheduler: Any) -> None:
 
 def request_added(scheduler: Any, request: Any) -> None:
     """A new request has entered the queue."""
-    method = getattr(scheduler, _METHOD, None)
+    method = getattr(scheduler, _METHOD, None) if _schedules_sparsely else None
     if method is not None:
         method.request_added(request)
 
@@ -109,7 +113,7 @@ def num_slots_sparsed(
         num_new_tokens: Tokens that the step will compute for it.
         num_external_computed_tokens: Tokens that a connector will load; None for a running request.
     """
-    method = getattr(scheduler, _METHOD, None)
+    method = getattr(scheduler, _METHOD, None) if _schedules_sparsely else None
     if method is None:
         return INVALID_SLOT
     slots: int = method.num_slots(request, num_new_tokens, num_external_computed_tokens or 0)
@@ -138,7 +142,7 @@ def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
     scheduled after all is left out. One that waits for an asynchronous load is first scheduled in a later step; its
     count of loaded tokens goes with that step.
     """
-    method = getattr(scheduler, _METHOD, None)
+    method = getattr(scheduler, _METHOD, None) if _schedules_sparsely else None
     if method is None:
         return
     for field, name in (("ucm_sparsed_slots", _SLOTS), ("ucm_external_computed_tokens", _EXTERNAL)):
@@ -150,7 +154,7 @@ def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
 
 def request_preempted(scheduler: Any, request: Any) -> None:
     """A running request has lost its blocks, and with them its place in this step."""
-    method = getattr(scheduler, _METHOD, None)
+    method = getattr(scheduler, _METHOD, None) if _schedules_sparsely else None
     if method is not None:
         _forget(scheduler, request)
         method.request_preempted(request)
@@ -158,7 +162,7 @@ def request_preempted(scheduler: Any, request: Any) -> None:
 
 def request_freed(scheduler: Any, request: Any) -> None:
     """A request has ended."""
-    method = getattr(scheduler, _METHOD, None)
+    method = getattr(scheduler, _METHOD, None) if _schedules_sparsely else None
     if method is not None:
         _forget(scheduler, request)
         method.request_freed(request)
