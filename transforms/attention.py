@@ -40,7 +40,7 @@ PATCHED_ALREADY = ("maybe_execute_sparse_attention_begin(...)",)
 MLA_OUTPUT = Scope("unified_mla_attention_with_output")
 
 NO_RETURNING_OP = Absent(
-    Releases(since="0.20.2"),
+    Releases(since="0.20.0"),
     "the operator that returns its output is gone: every backend writes into unified_attention_with_output's buffer",
 )
 NO_KV_WRITE_OP = Absent(Releases(before="0.16.0"), "the KV write is no operator of its own: impl.forward does it")

@@ -1,4 +1,4 @@
-"""The V1 block table: a row that can be emptied, which releases before 0.19.1 lack."""
+"""The V1 block table: a row that can be emptied, which releases before 0.19.0 lack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def clear_row(self, row_idx: int) -> None:
 
 
 def _rule(name: str, cls: str) -> Rule:
-    native = Upstreamed(Scope(f"{cls}.clear_row"), f"{cls}.clear_row is vLLM's own from 0.19.1")
+    native = Upstreamed(Scope(f"{cls}.clear_row"), f"{cls}.clear_row is vLLM's own from 0.19.0")
     return Rule(f"block_table.{name}", (Variant(Scope(cls), Method("add_row", CODE)),), upstreamed=native)
 
 
@@ -35,15 +35,15 @@ TRANSFORM = Transform(
     module=MODULE,
     governance=Governance(
         why="When a method replaces a running request's blocks, the stale tail of its row must not be read; before "
-        "0.19.1 the table can be overwritten but not emptied.",
+        "0.19.0 the table can be overwritten but not emptied.",
         how="One method on each of the two table classes, whose body is one call. Releases that have the method keep "
         "their own, and the rule reports that.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.RELEASED,
-            "vLLM 0.19.1 and later have clear_row on both classes, with the same meaning",
+            "vLLM 0.19.0 and later have clear_row on both classes, with the same meaning",
         ),
-        removal="The oldest supported release is 0.19.1 or newer, all of which have clear_row.",
+        removal="The oldest supported release is 0.19.0 or newer, all of which have clear_row.",
     ),
     rules=(_rule("clear-row", "BlockTable"), _rule("clear-row-groups", "MultiGroupBlockTable")),
     cases=(_case("clear-row", "BlockTable"), _case("clear-row-groups", "MultiGroupBlockTable")),

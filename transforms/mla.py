@@ -37,7 +37,7 @@ OP_ELSEWHERE = Absent(
 RETURNING_OP = Scope("unified_mla_attention")
 NO_RETURNING_OP = (
     OP_ELSEWHERE,
-    Absent(Releases(since="0.20.2"), "the operator that returns its output is gone: MLA writes into a buffer"),
+    Absent(Releases(since="0.20.0"), "the operator that returns its output is gone: MLA writes into a buffer"),
 )
 
 

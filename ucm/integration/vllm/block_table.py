@@ -6,7 +6,7 @@ from typing import Any
 
 
 def clear_row(table: Any, row_idx: int) -> None:
-    """Empty a row, as `BlockTable.clear_row` of vLLM 0.19.1 and later does.
+    """Empty a row, as `BlockTable.clear_row` of vLLM 0.19.0 and later does.
 
     Args:
         table: A ``BlockTable`` or ``MultiGroupBlockTable``.
