@@ -1,0 +1,85 @@
+"""The subcommand ``ucm doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucm.doctor.findings import Finding, Status, has_error
+from ucm.doctor.render import render, wants_colour
+from ucm.doctor.report import Report, as_data, examine
+from ucm.doctor.run import CHECK, check_run, run_engine
+from ucm.errors import UcmError
+from ucm.overlay.switches import disabled_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DEFAULT_TIMEOUT = 300.0
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand.
+
+    Args:
+        commands: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = commands.add_parser(
+        "doctor",
+        help="does the overlay act on the vLLM of this environment, and if not, why",
+        description="Say whether the overlay acts on the vLLM of this environment, and if not, why and what to do.",
+        epilog="Exit code: 0 all good or warnings only, 1 an error was found, 2 an error of use.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object; its keys: pydoc ucm.doctor")
+    parser.add_argument(
+        "--run", action="store_true", help="also run a short real engine, and count the hooks in each process"
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="with --run: a model, in place of a tiny random one")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="S",
+        help=f"with --run: end it after so many seconds ({DEFAULT_TIMEOUT:.0f})",
+    )
+    parser.set_defaults(handle=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Examine, and print the report.
+
+    Raises:
+        UcmError: If the options contradict each other, or name no model.
+    """
+    if not options.run and (options.model is not None or options.timeout is not None):
+        raise UcmError("--model and --timeout belong to --run", fix="add --run, or leave them out")
+    report = examine()
+    if options.run:
+        report = _run(report, options.model, options.timeout or DEFAULT_TIMEOUT)
+    _print([json.dumps(as_data(report), indent=1) if options.json else render(report, colour=wants_colour())])
+    return int(has_error(report.findings))
+
+
+def _run(report: Report, model: Path | None, timeout: float) -> Report:
+    manifest = report.overlays[0].manifest if report.overlays else None
+    if manifest is None or has_error(report.findings):
+        skipped = Finding(CHECK, Status.WARNING, "no engine was started, because of the errors above")
+        return report.with_findings([skipped])
+    _print([f"ucm: running a short engine, about a minute (at most {timeout:.0f} s) …"], sys.stderr)
+    run = run_engine(model, timeout, manifest, disabled_groups(manifest.needs))
+    return report.with_findings(check_run(run), run)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError("it must be more than 0")
+    return seconds
+
+
+def _print(lines: Iterable[str], stream: Any = None) -> None:
+    for line in lines:
+        (stream or sys.stdout).write(f"{line}\n")
+    (stream or sys.stdout).flush()

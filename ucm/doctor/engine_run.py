@@ -1,0 +1,86 @@
+"""The child of ``ucm doctor --run``: a short run of a real vLLM engine, in an interpreter of its own.
+
+``python -m ucm.doctor.engine_run PLAN RESULT`` reads the plan that `ucm.doctor.run` wrote, and writes what it saw. The
+requests are made so that every kind of step comes by: a prompt longer than a step's budget, the same prompt again, and
+more tokens than the tiny cache can hold.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+#: Ten usable blocks: one request of full length fits even where a backend insists on blocks of 16 tokens, and the last
+#: round's requests do not fit together where it takes the 32.
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,  # the engine's own count of preemptions is the probe's cross-check
+    "max_model_len": 160,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "num_gpu_blocks_override": 11,
+    "gpu_memory_utilization": 0.1,
+    "seed": 0,
+}
+#: For each round, the requests as (length of the prompt, tokens to generate).
+ROUNDS = (((150, 4),), ((150, 4),), ((20, 90), (20, 90), (20, 90), (20, 90), (5, 30)))
+PREEMPTIONS = "vllm:num_preemptions"
+PREFIX_HITS = "vllm:prefix_cache_hits"
+
+
+def main() -> None:
+    """Run the engine as planned."""
+    plan, result = (Path(argument) for argument in sys.argv[1:3])
+    result.write_text(json.dumps(run(json.loads(plan.read_text()))), encoding="utf-8")
+
+
+def run(plan: dict[str, Any]) -> dict[str, Any]:
+    """Start the engine, serve the rounds, ask the workers.
+
+    Args:
+        plan: ``model``, ``load_format`` and ``report_dir``.
+    """
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - the only module of the runtime's that starts an engine
+
+    began = time.monotonic()
+    engine = LLM(
+        model=plan["model"],
+        load_format=plan["load_format"],
+        additional_config={"ucm_sparse_config": {"Probe": {"report_dir": plan["report_dir"]}}},
+        worker_extension_cls="ucm.doctor.worker_facts.WorkerFacts",
+        **SETTINGS,
+    )
+    started = time.monotonic()
+    for requests in ROUNDS:
+        prompts = [{"prompt_token_ids": prompt(place, length)} for place, (length, _) in enumerate(requests)]
+        sampling = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False) for _, n in requests]
+        engine.generate(prompts, sampling, use_tqdm=False)
+    counters = counters_of(engine)
+    return {
+        "requests": sum(map(len, ROUNDS)),
+        "preemptions": counters.get(PREEMPTIONS),
+        "prefix_hit_tokens": counters.get(PREFIX_HITS),
+        "workers": engine.collective_rpc("ucm_facts"),
+        "seconds": {"start": round(started - began, 1), "generate": round(time.monotonic() - started, 1)},
+    }
+
+
+def prompt(place: int, length: int) -> list[int]:
+    """A prompt that shares no block with one of another place, and all with itself."""
+    return [3 + (place * 97 + token * 7) % 500 for token in range(length)]
+
+
+def counters_of(engine: Any) -> dict[str, int]:
+    """The engine's own counters by name; none in releases that do not hand them out."""
+    metrics = engine.get_metrics() if hasattr(engine, "get_metrics") else []
+    return {metric.name: metric.value for metric in metrics if isinstance(getattr(metric, "value", None), int)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""All static checks together, and the report as plain data; its keys are described in `ucm.doctor`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ucm
+from ucm.doctor.findings import Finding, Status, has_error, worst
+from ucm.doctor.overlay_checks import (
+    ModuleState,
+    Overlay,
+    check_modules,
+    check_overlay,
+    find_overlays,
+    states_of,
+)
+from ucm.doctor.settings import (
+    check_plugins,
+    check_python,
+    check_runtime,
+    check_switches,
+    other_runtimes,
+    python_version,
+    runtime_directory,
+    switches,
+)
+from ucm.doctor.startup import (
+    ImportHooks,
+    StartUpFile,
+    check_import_hook,
+    check_others,
+    check_start_up_file,
+    import_hooks,
+    own_modules_of_vllm,
+    site_directories,
+    start_up_files,
+)
+from ucm.doctor.vllm_install import Vllm, check_vllm, find_vllm
+from ucm.overlay.switches import disabled_groups
+
+if TYPE_CHECKING:
+    from ucm.doctor.run import Run
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        runtimes: What else is called ``ucm``.
+        vllm: The installed vLLM, if any.
+        overlays: The installed overlays.
+        hooks: The import hooks of this process.
+        files: The start-up files with code.
+        switches: The variables that turn something off.
+        modules: The shadowed modules of the overlay that acts.
+        findings: What the checks say.
+        run: What a run of the engine showed, if there was one.
+    """
+
+    runtimes: list[str]
+    vllm: Vllm | None
+    overlays: list[Overlay]
+    hooks: ImportHooks
+    files: list[StartUpFile]
+    switches: list[str]
+    modules: list[ModuleState]
+    findings: list[Finding]
+    run: Run | None = None
+
+    def with_findings(self, findings: list[Finding], run: Run | None = None) -> Report:
+        """The same, with what a run showed."""
+        return replace(self, run=run, findings=self.findings + findings)
+
+    @property
+    def verdict(self) -> str:
+        """Everything in one sentence."""
+        if not self.overlays:
+            return "No overlay of UCM is installed: vLLM runs unchanged."
+        if has_error(self.findings):
+            count = sum(finding.status is Status.ERROR for finding in self.findings)
+            return f"UCM's overlay does not work as it should: {count} error{'s' if count > 1 else ''}."
+        on = sum(state.disabled is None for state in self.modules)
+        if not on:
+            return "UCM's overlay is installed and switched off: vLLM runs unchanged."
+        manifest = self.overlays[0].manifest
+        release = manifest.release if manifest else ""
+        return f"UCM's overlay acts: {on} of its {len(self.modules)} modules replace those of vLLM {release} at import."
+
+    @property
+    def todo(self) -> list[str]:
+        """What to do, the gravest first, each once."""
+        graded = [f for status in reversed(Status) for f in self.findings if f.status is status]
+        return list(dict.fromkeys(line for finding in graded for line in finding.todo))
+
+
+def examine() -> Report:
+    """Make all static checks; neither vLLM nor torch is imported."""
+    early = own_modules_of_vllm()
+    runtimes, files, hooks, on = other_runtimes(), start_up_files(), import_hooks(), switches()
+    vllm, overlays = find_vllm(), find_overlays()
+    overlay = overlays[0] if overlays else None
+    manifest = overlay.manifest if overlay else None
+    disabled = disabled_groups(manifest.needs) if manifest else {}
+    active = hooks.position is not None
+    states = states_of(manifest, vllm, disabled, active=active) if manifest else []
+    findings = [
+        check_python(),
+        check_runtime(runtimes),
+        check_vllm(vllm, manifest.release if manifest else None),
+        check_overlay(overlays, vllm),
+    ]
+    if overlay is not None:
+        findings += [check_start_up_file(overlay.directory), check_import_hook(hooks, overlay.directory, early)]
+    findings.append(check_others(hooks, files))
+    if manifest is not None and vllm is not None and active:
+        findings += check_modules(states, manifest, vllm)
+    findings.append(check_switches(on, manifest.needs if manifest else {}, disabled))
+    if overlay is not None:
+        findings.append(check_plugins())
+    return Report(runtimes, vllm, overlays, hooks, files, on, states, findings)
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    """The report as what ``--json`` prints."""
+    return {
+        "schema": SCHEMA,
+        "status": worst(report.findings).value,
+        "verdict": report.verdict,
+        "python": {
+            "version": python_version(),
+            "executable": sys.executable,
+            "site_directories": [str(place) for place in site_directories()],
+        },
+        "runtime": {
+            "version": ucm.__version__,
+            "directory": str(runtime_directory()),
+            "others": report.runtimes,
+        },
+        "vllm": _vllm(report.vllm),
+        "overlays": [_overlay(overlay) for overlay in report.overlays],
+        "import_hook": {
+            "position": report.hooks.position,
+            "ahead": list(report.hooks.ahead),
+            "others": list(report.hooks.others),
+        },
+        "start_up_files": [
+            {"path": str(file.path), "touches_vllm": file.touches_vllm, "ours": file.ours} for file in report.files
+        ],
+        "switches": report.switches,
+        "modules": [_module(state) for state in report.modules],
+        "findings": [
+            {
+                "check": finding.check,
+                "status": finding.status.value,
+                "what": finding.what,
+                "details": list(finding.details),
+                "todo": list(finding.todo),
+            }
+            for finding in report.findings
+        ],
+        "run": report.run.as_data() if report.run else None,
+        "next": report.todo,
+    }
+
+
+def _vllm(vllm: Vllm | None) -> dict[str, Any] | None:
+    if vllm is None:
+        return None
+    return {
+        "directory": str(vllm.directory),
+        "distribution": vllm.distribution or None,
+        "version": vllm.version or None,
+        "stated": vllm.stated or None,
+        "release": vllm.release,
+        "nearest": vllm.nearest or None,
+        "files": vllm.files,
+        "differing": list(vllm.differing),
+        "agree": vllm.agree,
+    }
+
+
+def _overlay(overlay: Overlay) -> dict[str, Any]:
+    return {
+        "version": overlay.version or None,
+        "release": overlay.manifest.release if overlay.manifest else None,
+        "directory": str(overlay.directory),
+    }
+
+
+def _module(state: ModuleState) -> dict[str, Any]:
+    return {
+        "name": state.module.name,
+        "group": state.module.group,
+        "upstream": state.upstream,
+        "rewritten": state.rewritten,
+        "disabled": state.disabled,
+        "loads": str(state.loads) if state.loads else None,
+    }

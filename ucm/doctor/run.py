@@ -1,0 +1,265 @@
+"""``ucm doctor --run``: start a short real engine in a child process, and read what its probe counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucm.doctor.expected import Expectation, Facts, expectations
+from ucm.doctor.findings import Finding, Status
+from ucm.errors import UcmError
+from ucm.sparse.probe import ProcessReport, read_reports
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucm.overlay.manifest import Manifest
+
+CHECK = "run"
+FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
+TAIL_LINES = 30
+#: A Llama small enough for any machine: its weights are random.
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+#: What the child gets where the operator has not decided otherwise.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "UCM_PATCH_VERBOSE": "1",
+}
+
+
+@dataclass(frozen=True)
+class HookResult:
+    """One hook in a run.
+
+    Attributes:
+        expectation: Whether it had to fire.
+        fired: How often it did, by process id; only the processes of its role.
+    """
+
+    expectation: Expectation
+    fired: dict[int, int]
+
+    @property
+    def missing(self) -> list[int]:
+        """The processes in which it should have fired oftener."""
+        return [pid for pid, count in self.fired.items() if count < self.expectation.at_least]
+
+    @property
+    def status(self) -> str:
+        """``ok``, ``missing`` or ``not expected``."""
+        if not self.expectation.at_least:
+            return "not expected"
+        return "missing" if self.missing or not self.fired else "ok"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the engine.
+
+    Attributes:
+        outcome: `FINISHED`, `FAILED` or `TIMED_OUT`.
+        seconds: How long it took in all.
+        pid: The child's process id: vLLM's main process.
+        output: Its kept log; None if it finished.
+        tail: The end of that.
+        saw: What the engine told; empty unless it finished.
+        processes: What the probe counted.
+        hooks: The hooks of the seam; empty unless it finished.
+    """
+
+    outcome: str
+    seconds: float
+    pid: int
+    output: Path | None = None
+    tail: list[str] = field(default_factory=list)
+    saw: dict[str, Any] = field(default_factory=dict)
+    processes: list[ProcessReport] = field(default_factory=list)
+    hooks: list[HookResult] = field(default_factory=list)
+
+    def name_of(self, pid: int) -> str:
+        """A process as an operator knows it."""
+        return next((report.process for report in self.processes if report.pid == pid), "MainProcess")
+
+    def as_data(self) -> dict[str, Any]:
+        """As plain data; the keys are described in `ucm.doctor`."""
+        return {
+            "outcome": self.outcome,
+            "seconds": self.seconds,
+            "output": str(self.output) if self.output else None,
+            "tail": self.tail,
+            "saw": self.saw or None,
+            "processes": [
+                {"pid": p.pid, "process": p.process, "roles": [role.value for role in p.roles], "counts": p.counts}
+                for p in self.processes
+            ],
+            "hooks": [
+                {
+                    "hook": result.expectation.hook.name,
+                    "role": result.expectation.hook.role.value,
+                    "expected": result.expectation.at_least > 0,
+                    "reason": result.expectation.reason or None,
+                    "fired": {str(pid): count for pid, count in result.fired.items()},
+                    "status": result.status,
+                }
+                for result in self.hooks
+            ],
+        }
+
+
+def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled: Mapping[str, str]) -> Run:
+    """Run the engine once.
+
+    Args:
+        model: A model's directory; a tiny random one is made if None.
+        timeout: Seconds after which the whole run is ended.
+        manifest: The overlay's.
+        disabled: The groups that are off, with the reasons.
+
+    Raises:
+        UcmError: If the directory holds no model.
+    """
+    if model is not None and not (model / "config.json").is_file():
+        raise UcmError("there is no config.json", where=str(model), fix="give a model's directory, or no --model")
+    directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
+    reports = directory / "reports"
+    reports.mkdir()
+    plan = {**_model(model, directory), "report_dir": str(reports)}
+    (directory / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    began = time.monotonic()
+    outcome, pid = _child(directory, timeout)
+    seconds = round(time.monotonic() - began, 1)
+    processes = read_reports(reports)
+    result = directory / "result.json"
+    if outcome != FINISHED:
+        output = directory / "output.log"
+        tail = output.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        return Run(outcome, seconds, pid, output, tail, processes=processes)
+    saw = json.loads(result.read_text(encoding="utf-8"))
+    shutil.rmtree(directory)
+    expected = expectations(manifest, disabled, Facts.of(saw))
+    return Run(outcome, seconds, pid, saw=saw, processes=processes, hooks=[_result(e, processes) for e in expected])
+
+
+def _model(model: Path | None, directory: Path) -> dict[str, str]:
+    if model is not None:
+        weights = any(any(model.glob(pattern)) for pattern in WEIGHTS)
+        return {"model": str(model.resolve()), "load_format": "auto" if weights else "dummy"}
+    model = directory / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    return {"model": str(model), "load_format": "dummy"}
+
+
+def _child(directory: Path, timeout: float) -> tuple[str, int]:
+    """A fresh interpreter, so that the overlay is activated as it is for the operator's vLLM, or is not."""
+    command = [sys.executable, "-m", "ucm.doctor.engine_run", "plan.json", "result.json"]
+    with (directory / "output.log").open("wb") as output:
+        child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            command,
+            cwd=directory,
+            env=ENVIRONMENT | os.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return (FAILED if child.wait(timeout) else FINISHED), child.pid
+        except subprocess.TimeoutExpired:
+            return TIMED_OUT, child.pid
+        finally:
+            _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the child and whatever it has left behind: all of it is in the session that was made for it."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    finally:
+        child.wait()
+
+
+def _result(expectation: Expectation, processes: list[ProcessReport]) -> HookResult:
+    hook = expectation.hook
+    fired = {
+        p.pid: max((p.counts[counter] for counter in hook.counters), default=1) if expectation.at_least else 0
+        for p in processes
+        if hook.role in p.roles
+    }
+    return HookResult(expectation, fired)
+
+
+def check_run(run: Run) -> list[Finding]:
+    """Did every hook fire that had to, in every process that had to?"""
+    if run.outcome != FINISHED:
+        return [_broken(run)]
+    findings = [_missing(run, result) for result in run.hooks if result.status == "missing"]
+    if findings:
+        return findings
+    expected = [result for result in run.hooks if result.expectation.at_least]
+    what = (
+        f"all {len(expected)} hooks that this run had use for fired: {run.saw['requests']} requests, "
+        f"{run.saw['preemptions']} preemptions, {run.seconds:.0f} s"
+    )
+    if not expected:
+        what = f"vLLM served {run.saw['requests']} requests in {run.seconds:.0f} s; no hook was on"
+    return [Finding(CHECK, Status.OK, what)]
+
+
+def _broken(run: Run) -> Finding:
+    how = "did not finish in time" if run.outcome == TIMED_OUT else "failed"
+    return Finding(
+        CHECK,
+        Status.ERROR,
+        f"the engine {how}, after {run.seconds:.0f} s",
+        (f"its whole output: {run.output}",),
+        (
+            "read the end of its output, above",
+            "find out whether upstream's vLLM runs here: UCM_DISABLE_PATCHES=1 ucm doctor --run",
+            *(["give it more time: ucm doctor --run --timeout SECONDS"] if run.outcome == TIMED_OUT else []),
+        ),
+    )
+
+
+def _missing(run: Run, result: HookResult) -> Finding:
+    hook, least = result.expectation.hook, result.expectation.at_least
+    if not result.fired:
+        what = f"no {hook.role.value} process called {hook.name}"
+    else:
+        places = [f"{run.name_of(pid)} (pid {pid})" for pid in result.missing]
+        times = f"{min(result.fired.values())} of at least {least} times"
+        what = f"{', '.join(places)}: {hook.name} fired {times}"
+    todo = "what each process loads from the overlay is in its log: UCM_PATCH_VERBOSE=1"
+    return Finding(CHECK, Status.ERROR, what, todo=(todo, "report it, with the output of: ucm doctor --run --json"))

@@ -1,0 +1,103 @@
+"""The process's own side: Python, the runtime, and the variables that turn things off."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ucm
+from ucm.doctor.distributions import package_directories, providers
+from ucm.doctor.findings import Finding, Status
+from ucm.overlay.switches import ALL, is_set, variable_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+RUNTIME = "ucm-runtime"
+PLUGINS, PLUGIN = "VLLM_PLUGINS", "ucm_overlay"
+
+
+def python_version() -> str:
+    """The interpreter's version, as three numbers."""
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def check_python() -> Finding:
+    """Which interpreter answers."""
+    return Finding("python", Status.OK, python_version(), (sys.executable,))
+
+
+def runtime_directory() -> Path:
+    """Where the package ``ucm`` of this process lies."""
+    return Path(ucm.__file__).resolve().parent
+
+
+def other_runtimes() -> list[str]:
+    """What else on ``sys.path`` is called ``ucm``: distributions by name, copies by directory."""
+    own = runtime_directory()
+    others = [p for p in providers("ucm") if p.name != RUNTIME]
+    named = [f"{p.name} {p.version} in {p.site}" for p in others]
+    known = {own, *(p.site / "ucm" for p in others)}
+    return named + [str(place) for place in package_directories("ucm") if place not in known]
+
+
+def check_runtime(others: list[str]) -> Finding:
+    """Is there one package ``ucm``, and is it ours?"""
+    what = f"{RUNTIME} {ucm.__version__}"
+    place = str(runtime_directory())
+    if not others:
+        return Finding("runtime", Status.OK, what, (place,))
+    return Finding(
+        "runtime",
+        Status.ERROR,
+        f"{what}, and {len(others)} more under the name ucm: which one vLLM imports is a matter of chance",
+        (f"this one: {place}", *(f"also: {other}" for other in others)),
+        (
+            "uninstall the others (uc-manager's: pip uninstall uc-manager), or take their directories off sys.path",
+            f"then: {sys.executable} -m pip install --force-reinstall --no-deps <{RUNTIME} wheel>",
+        ),
+    )
+
+
+def switches(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The UCM_DISABLE_* variables that are on."""
+    environ = os.environ if environ is None else environ
+    return sorted(name for name in environ if name.startswith("UCM_DISABLE_") and is_set(name, environ))
+
+
+def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disabled: Mapping[str, str]) -> Finding:
+    """What is turned off, and what goes with it.
+
+    Args:
+        on: The variables that are on.
+        groups: The overlay's groups, each with those that it relies on.
+        disabled: The groups that are off, with the reasons.
+    """
+    check = "switches"
+    if not on:
+        return Finding(check, Status.OK, "none is set")
+    known = {ALL, *map(variable_of, groups)}
+    unknown = [name for name in on if groups and name not in known]
+    details = [f"{group} is off: {reason}" for group, reason in disabled.items()]
+    details += [f"{name} names no group of this overlay and does nothing" for name in unknown]
+    todo = f"to have {'it' if len(on) == 1 else 'them'} back: unset {' '.join(on)}"
+    if ALL in on:
+        return Finding(check, Status.WARNING, f"{ALL} is set: vLLM runs as upstream made it", todo=(todo,))
+    return Finding(check, Status.WARNING, f"set: {', '.join(on)}", tuple(details), (todo,))
+
+
+def check_plugins() -> Finding:
+    """May vLLM call the entry point that stops a process in which the overlay is inactive?"""
+    check, allowed = "plugins", os.environ.get(PLUGINS)
+    if allowed is None or PLUGIN in allowed.split(","):
+        return Finding(check, Status.OK, "vLLM will check in each of its processes that the overlay acts")
+    wanted = f"{allowed},{PLUGIN}" if allowed else PLUGIN
+    return Finding(
+        check,
+        Status.WARNING,
+        f"{PLUGINS} leaves {PLUGIN} out: a process in which the overlay is inactive goes unnoticed",
+        (f"{PLUGINS}={allowed}",),
+        (f"export {PLUGINS}={wanted}",),
+    )

@@ -1,0 +1,200 @@
+"""What happens at interpreter start: the .pth files that this Python reads, and the import hooks in this process."""
+
+from __future__ import annotations
+
+import re
+import site
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucm.doctor.findings import Finding, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+OVERLAY_PACKAGE = "ucm_vllm_overlay"
+PTH = f"{OVERLAY_PACKAGE}.pth"
+CUSTOMISATIONS = ("sitecustomize", "usercustomize")
+#: Words by which a start-up file or an import hook shows that vLLM is its business.
+TOUCHES_VLLM = re.compile(r"(?<![A-Za-z0-9_])(vllm|ucm|uc[-_]manager|unified[-_]cache)", re.IGNORECASE)
+#: Packages whose import hooks only answer for names of their own.
+HARMLESS = ("_distutils_hack", "_virtualenv", "__editable___", "six")
+
+
+@dataclass(frozen=True)
+class StartUpFile:
+    """A file that runs code when the interpreter starts.
+
+    Attributes:
+        path: Where it lies.
+        touches_vllm: Whether it names vLLM or UCM.
+        ours: Whether it is the overlay's own.
+    """
+
+    path: Path
+    touches_vllm: bool
+    ours: bool
+
+
+@dataclass(frozen=True)
+class ImportHooks:
+    """The import hooks of this process.
+
+    Attributes:
+        position: Where the overlay's finder stands on ``sys.meta_path``; None if it does not.
+        directory: The overlay that it serves.
+        ahead: The hooks before it that are not Python's own.
+        others: All that are not Python's own, without ours.
+    """
+
+    position: int | None
+    directory: Path | None
+    ahead: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+def site_directories() -> list[Path]:
+    """The directories whose .pth files this interpreter reads."""
+    if sys.flags.no_site:
+        return []
+    directories = site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        directories = [site.getusersitepackages(), *directories]
+    return list(dict.fromkeys(Path(directory).resolve() for directory in directories))
+
+
+def start_up_files() -> list[StartUpFile]:
+    """The .pth files with code in them, then sitecustomize and usercustomize."""
+    found = []
+    for directory in site_directories():
+        for path in sorted(directory.glob("*.pth")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            code = [line for line in lines if line.startswith(("import ", "import\t"))]
+            if code:
+                touches = any(TOUCHES_VLLM.search(line) for line in code)
+                found.append(StartUpFile(path, touches, path.name == PTH))
+    for name in CUSTOMISATIONS:
+        loaded = sys.modules.get(name)
+        if loaded is not None and loaded.__file__:
+            path = Path(loaded.__file__)
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found.append(StartUpFile(path, TOUCHES_VLLM.search(text) is not None, ours=False))
+    return found
+
+
+def import_hooks() -> ImportHooks:
+    """What stands on ``sys.meta_path``, in this process."""
+    names = [_name(finder) for finder in sys.meta_path]
+    ours = [place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")]
+    foreign = [(place, name) for place, name in enumerate(names) if not _is_pythons(name) and place not in ours]
+    position = ours[0] if ours else None
+    boot = sys.modules.get(f"{OVERLAY_PACKAGE}._boot")
+    directory = Path(boot.__file__).resolve().parent if boot is not None and boot.__file__ else None
+    ahead = tuple(name for place, name in foreign if position is not None and place < position)
+    return ImportHooks(position, directory, ahead, tuple(name for _, name in foreign))
+
+
+def check_start_up_file(overlay: Path) -> Finding:
+    """Does the overlay's .pth lie where this Python reads it?
+
+    Args:
+        overlay: The overlay package's directory.
+    """
+    check, place = "start-up file", overlay.parent
+    if sys.flags.no_site:
+        what = "this Python was started with -S and reads no .pth file"
+        return Finding(check, Status.ERROR, what, todo=("start vLLM without -S",))
+    if place.resolve() not in site_directories():
+        return Finding(
+            check,
+            Status.ERROR,
+            "the overlay lies where Python does not read .pth files: it is importable, and never activated",
+            (
+                f"overlay: {place}",
+                "reached through PYTHONPATH, or put there by `pip install --target`",
+                *(f"read: {directory}" for directory in site_directories()),
+            ),
+            (
+                f"take {place} off PYTHONPATH",
+                f"install the wheel into the environment: {sys.executable} -m pip install <overlay wheel>",
+            ),
+        )
+    if not (place / PTH).is_file():
+        return Finding(
+            check,
+            Status.ERROR,
+            f"{PTH} is missing: the overlay is never activated",
+            (str(place),),
+            (_reinstall(),),
+        )
+    return Finding(check, Status.OK, f"{PTH} lies where this Python reads it", (str(place),))
+
+
+def check_import_hook(hooks: ImportHooks, overlay: Path, loaded: Iterable[str]) -> Finding:
+    """Is the overlay's finder in place in this process, in time and first?
+
+    Args:
+        hooks: What stands on ``sys.meta_path``.
+        overlay: The overlay package's directory.
+        loaded: The modules of vLLM that were loaded before us.
+    """
+    check = "import hook"
+    if hooks.position is None:
+        in_order = check_start_up_file(overlay).status is Status.OK
+        return Finding(
+            check,
+            Status.ERROR,
+            "not found in this process: the Scheduler and the attention of its vLLM are not rewritten",
+            (f"{PTH} did not run when {sys.executable} started",),
+            (_reinstall(),) if in_order else (),
+        )
+    if hooks.directory is not None and hooks.directory != overlay.resolve():
+        what = "in place, and serves another overlay than the one found"
+        details = (f"serves: {hooks.directory}", f"found first on sys.path: {overlay}")
+        return Finding(check, Status.ERROR, what, details, ("keep one of the two",))
+    early = sorted(loaded)
+    if early:
+        names = tuple(f"loaded already: {name}" for name in early[:5])
+        what = "in place, but vLLM had been imported when the interpreter started"
+        return Finding(check, Status.ERROR, what, names, ("remove the start-up file that imports vLLM",))
+    if hooks.ahead:
+        what = f"in place as number {hooks.position + 1} on sys.meta_path: others are asked before it"
+        todo = ("remove what installs them, or see with `ucm doctor --run` that they let our modules through",)
+        return Finding(check, Status.WARNING, what, hooks.ahead, todo)
+    return Finding(check, Status.OK, f"in place, number {hooks.position + 1} on sys.meta_path of this process")
+
+
+def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
+    """Does anything else reach for vLLM at start?"""
+    check = "other hooks"
+    named = [f"start-up file: {file.path}" for file in files if file.touches_vllm and not file.ours]
+    named += [f"import hook: {name}" for name in hooks.others if TOUCHES_VLLM.search(name)]
+    if named:
+        return Finding(
+            check,
+            Status.WARNING,
+            "something else reaches for vLLM when Python starts; it may replace what the overlay rewrites",
+            tuple(named),
+            ("uninstall what put it there (for uc-manager's: `pip uninstall uc-manager`)",),
+        )
+    return Finding(check, Status.OK, "nothing else reaches for vLLM when Python starts")
+
+
+def own_modules_of_vllm() -> list[str]:
+    """The modules of vLLM that this process has loaded; none, unless something at interpreter start did."""
+    return [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
+
+
+def _name(finder: object) -> str:
+    kind = finder if isinstance(finder, type) else type(finder)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith(HARMLESS) or name.partition(".")[0] in sys.stdlib_module_names
+
+
+def _reinstall() -> str:
+    return f"reinstall the overlay: {sys.executable} -m pip install --force-reinstall --no-deps <overlay wheel>"

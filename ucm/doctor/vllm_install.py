@@ -1,0 +1,129 @@
+"""The vLLM of this environment: where it lies, and which release it is by its files. Nothing of it is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ucm.doctor.distributions import providers
+from ucm.doctor.findings import Finding, Status
+from ucm.overlay.finder import sha256_of
+
+FINGERPRINTS = Path(__file__).parents[1] / "overlay" / "fingerprints.json"
+CHECK = "vLLM"
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """An installed vLLM.
+
+    Attributes:
+        directory: The package's directory.
+        distribution: The distribution that provides it; empty if there is no metadata.
+        version: What that says; empty as well.
+        stated: What ``VLLM_VERSION`` says; empty if unset.
+        nearest: The known release whose files fit best; empty if none fits.
+        files: How many files were compared.
+        differing: The paths that differ from the nearest release.
+    """
+
+    directory: Path
+    distribution: str
+    version: str
+    stated: str
+    nearest: str
+    files: int
+    differing: tuple[str, ...]
+
+    @property
+    def release(self) -> str | None:
+        """The release that it is by content."""
+        return self.nearest if self.nearest and not self.differing else None
+
+    @property
+    def agree(self) -> bool | None:
+        """Whether metadata (or ``VLLM_VERSION``) and content name the same release; None if either is silent."""
+        said = self.stated or self.version
+        if not said or self.release is None:
+            return None
+        return said.removeprefix("v").partition("+")[0] == self.release
+
+
+def find_vllm() -> Vllm | None:
+    """The vLLM that this interpreter would import, or None."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.origin:
+        return None
+    directory = Path(spec.origin).resolve().parent
+    own = [p for p in providers("vllm") if p.name == "vllm" or p.site / "vllm" == directory]
+    name, version = (own[0].name, own[0].version) if own else ("", "")
+    nearest, files, differing = identify(directory)
+    return Vllm(directory, name, version, os.environ.get("VLLM_VERSION", ""), nearest, files, differing)
+
+
+def identify(directory: Path) -> tuple[str, int, tuple[str, ...]]:
+    """The known release whose files fit best, how many were compared, and those that differ."""
+    known: dict[str, dict[str, str]] = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
+    hash_of = cache(lambda path: sha256_of(directory.parent / path))
+    differing = {
+        release: tuple(path for path, wanted in files.items() if hash_of(path) != wanted)
+        for release, files in known.items()
+    }
+    nearest = min(known, key=lambda release: len(differing[release]) / len(known[release]))
+    if len(differing[nearest]) == len(known[nearest]):
+        return "", len(known[nearest]), ()
+    return nearest, len(known[nearest]), differing[nearest]
+
+
+def check_vllm(vllm: Vllm | None, wanted: str | None) -> Finding:
+    """Is vLLM there, and which.
+
+    Args:
+        vllm: What was found.
+        wanted: The release that the installed overlay is for, if there is one.
+    """
+    if vllm is None:
+        return _not_installed(wanted)
+    place = str(vllm.directory)
+    said = f"VLLM_VERSION says {vllm.stated}" if vllm.stated else f"{vllm.distribution} says {vllm.version}"
+    if vllm.release is None:
+        fits = vllm.files - len(vllm.differing)
+        what = "its files are of no release known here"
+        if vllm.nearest:
+            what = f"its files are of no release known here; {vllm.nearest} is nearest ({fits} of {vllm.files} files)"
+        details = (place, *([said] if vllm.stated or vllm.version else []), *(f"differs: {d}" for d in vllm.differing))
+        return Finding(CHECK, Status.WARNING, what, details)
+    what = f"{vllm.release} by content ({vllm.files} of {vllm.files} files)"
+    if vllm.agree is False:
+        todo = ("unset VLLM_VERSION, or set it to the release that the files are",) if vllm.stated else ()
+        return Finding(CHECK, Status.WARNING, f"{what}, but {said}: the overlay goes by content", (place,), todo)
+    return Finding(CHECK, Status.OK, what, (place,))
+
+
+def _not_installed(wanted: str | None) -> Finding:
+    package = f"vllm=={wanted}" if wanted else "vllm"
+    spec = importlib.util.find_spec("vllm")
+    stray = list(spec.submodule_search_locations or []) if spec else []
+    if stray:
+        return Finding(
+            CHECK,
+            Status.ERROR,
+            "not installed: Python finds directories named vllm without an __init__.py",
+            tuple(stray),
+            ("start in another directory, or take it off PYTHONPATH", f"{sys.executable} -m pip install {package}"),
+        )
+    return Finding(
+        CHECK,
+        Status.ERROR,
+        "not installed for this Python",
+        (f"looked through {len(sys.path)} entries of sys.path of {sys.executable}",),
+        (
+            f"install it: {sys.executable} -m pip install {package}",
+            "or ask the Python that runs vLLM: /path/to/that/python -m ucm.cli doctor",
+        ),
+    )
