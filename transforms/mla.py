@@ -130,13 +130,13 @@ TRANSFORM = Transform(
                 Variant(
                     IMPL,
                     before(WHOLE_DECODE, _begin("layer", "decode", "decode_q")),
-                    Releases("0.11.0", "0.16.0"),
+                    Releases("0.10.2", "0.16.0"),
                     "whole query",
                 ),
                 Variant(
                     IMPL,
                     before(SPLIT_DECODE, _begin("layer", "decode", "(decode_ql_nope, decode_q_pe)")),
-                    Releases(before="0.11.0"),
+                    Releases(before="0.10.2"),
                     "split query",
                 ),
             ),
@@ -148,13 +148,13 @@ TRANSFORM = Transform(
                 Variant(
                     IMPL,
                     after(WHOLE_DECODE, _finished("layer", "decode", "attn_out")),
-                    Releases("0.11.0", "0.16.0"),
+                    Releases("0.10.2", "0.16.0"),
                     "whole query",
                 ),
                 Variant(
                     IMPL,
                     after(SPLIT_DECODE, _finished("layer", "decode", "output[:num_decode_tokens]")),
-                    Releases(before="0.11.0"),
+                    Releases(before="0.10.2"),
                     "split query",
                 ),
             ),

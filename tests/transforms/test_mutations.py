@@ -1,0 +1,133 @@
+"""Real modules, changed as a new release might change them: harmlessly, and so that a rule must not be applied."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import libcst as cst
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.transforms.mutations import HARMFUL, HARMLESS, mutated, sites
+from tests.transforms.upstream import parsed
+from transforms.engine import apply
+from transforms.engine.apply import apply_rule, apply_rules
+from transforms.engine.report import Candidate, Status
+from transforms.registry import TRANSFORMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.transforms.mutations import Site
+    from transforms.engine.report import Outcome
+    from transforms.engine.transform import Transform
+    from transforms.engine.tree import Path
+
+RELEASES = ("0.9.0", "0.11.0", "0.16.0", "0.19.1", "0.26.0", "0.33.0")
+HOOKS = "_ucm_hooks"
+EACH = [
+    pytest.param(release, transform, id=f"{release}-{transform.id}")
+    for release in RELEASES
+    for transform in TRANSFORMS
+    if not any(release in absent.releases for absent in transform.module.absent)
+]
+
+
+@functools.lru_cache(maxsize=1)
+def module_of(release: str, transform: Transform) -> tuple[str, cst.Module]:
+    found = parsed(transform, release)
+    assert found is not None
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def places_of(release: str, transform: Transform) -> tuple[list[Site], list[Path]]:
+    """All places of a module, and the regions that the rules look at."""
+    _, module = module_of(release, transform)
+    scopes = [path for rule in transform.rules for variant in rule.variants for path in variant.scope.find(module)]
+    return sites(module), scopes
+
+
+@functools.lru_cache(maxsize=1)
+def result_of(release: str, transform: Transform) -> tuple[list[Outcome], Counter[str]]:
+    """What becomes of the rules on the module as published, and what they insert."""
+    path, module = module_of(release, transform)
+    changed, outcomes = apply_rules(module, transform.all_rules, path, release)
+    return outcomes, inserted(changed.code)
+
+
+def inserted(code: str) -> Counter[str]:
+    """What stands in a module that calls or names UCM, each with the definitions and blocks around it."""
+    return Counter(f"{place}: {ast.unparse(node)}" for place, node in _insertions(ast.parse(code), ""))
+
+
+def _insertions(node: ast.AST, place: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        inside = place
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inside = f"{place}/{child.name}"
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.keyword):
+            inside = f"{place}/{type(child).__name__}"
+        if _is_insertion(child):
+            yield inside, child
+        yield from _insertions(child, inside)
+
+
+def _is_insertion(node: ast.AST) -> bool:
+    if isinstance(node, ast.AnnAssign):
+        return isinstance(node.target, ast.Name) and node.target.id.startswith("ucm_")
+    if isinstance(node, ast.ImportFrom):
+        return any(alias.asname == HOOKS for alias in node.names)
+    hook = node.func if isinstance(node, ast.Call) else node
+    return isinstance(hook, ast.Attribute) and isinstance(hook.value, ast.Name) and hook.value.id == HOOKS
+
+
+@pytest.mark.parametrize(("release", "transform"), EACH)
+def test_harmless_changes_change_nothing_for_the_rules(release: str, transform: Transform) -> None:
+    path, module = module_of(release, transform)
+    places, scopes = places_of(release, transform)
+    outcomes, wanted = result_of(release, transform)
+
+    @settings(derandomize=True, deadline=None, max_examples=4, suppress_health_check=list(HealthCheck), database=None)
+    @given(kinds=st.lists(st.sampled_from(sorted(HARMLESS)), min_size=3, unique=True), seed=st.integers(0, 2**32))
+    def check(kinds: list[str], seed: int) -> None:
+        code = mutated(module, places, scopes, kinds, seed).code
+        compile(code, path, "exec", dont_inherit=True)
+        changed, found = apply_rules(cst.parse_module(code), transform.all_rules, path, release)
+        assert found == outcomes
+        compile(changed.code, path, "exec", dont_inherit=True)
+        assert inserted(changed.code) == wanted
+
+    check()
+
+
+@pytest.mark.parametrize(("release", "transform"), EACH)
+def test_harmful_changes_are_never_applied_over(
+    release: str, transform: Transform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> tuple[Candidate, ...]:
+        return ()
+
+    for name in ("places", "nearest_statements", "nearest_definitions"):  # slow, and tested where they are defined
+        monkeypatch.setattr(apply, name, none)
+    path, module = module_of(release, transform)
+    for rule in transform.rules:
+        if apply_rule(module, rule, path, release)[1].status is not Status.APPLIED:
+            continue
+        for name, change in HARMFUL.items():
+            harmed = change(module, rule, release)
+            result, outcome = apply_rule(harmed, rule, path, release)
+            assert outcome.status.failed, f"{name}: {outcome.describe()}"
+            assert result is harmed
+
+
+@pytest.mark.parametrize("kind", sorted(HARMLESS))
+def test_each_harmless_kind_changes_something(kind: str) -> None:
+    transform = next(t for t in TRANSFORMS if t.id == "scheduler")
+    _, module = module_of("0.33.0", transform)
+    places, scopes = places_of("0.33.0", transform)
+    assert mutated(module, places, scopes, [kind], 0).code != module.code
