@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,10 @@ from rich.console import Console
 
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.build import build_overlay
+from transforms.pipeline.drift.machine import as_data
+from transforms.pipeline.drift.model import Drift, measure
+from transforms.pipeline.drift.page import write_drift
+from transforms.pipeline.drift.terminal import print_matrix, print_release
 from transforms.pipeline.generate import regenerate
 from transforms.pipeline.lock import reviewed_releases
 from transforms.pipeline.package import BUILD, Built, build_runtime
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Progress and errors go here, results to standard output.
 console = Console(stderr=True, highlight=False)
+#: The width of results where no terminal gives one.
+FILE_WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     add_origin(build)
     build.set_defaults(run=_build)
 
+    drift = commands.add_parser("drift", help="try every rule on releases, also ones never seen, and say what moved")
+    drift.add_argument("releases", nargs="*", metavar="RELEASE", help="default: the newest reviewed one; `all`: each")
+    drift.add_argument("--json", action="store_true", help="for a program")
+    drift.add_argument("--page", action="store_true", help="write build/drift/index.html")
+    add_origin(drift)
+    drift.set_defaults(run=_drift)
+
     generate = commands.add_parser("regenerate", help="write every lock, diff and generated page anew")
     generate.add_argument("releases", nargs="*", metavar="RELEASE", help="default: all reviewed ones")
     generate.set_defaults(run=_regenerate)
@@ -61,10 +76,23 @@ def add_origin(command: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a directory, wheel or sdist of vLLM, or `installed`; default: the package index that pip uses",
     )
+    command.add_argument(
+        "--release", metavar="X.Y.Z", help="which release the sources of --from are, where they do not state it"
+    )
 
 
-def chosen_releases(names: list[str], origin: str | None) -> list[str | None]:
-    """The releases that a command line means."""
+def chosen_releases(options: argparse.Namespace) -> list[str | None]:
+    """The releases that a command line means.
+
+    Raises:
+        OverlayError: If it names one twice over, or several for the same sources.
+    """
+    names, origin = [*options.releases, *filter(None, [options.release])], options.origin
+    if origin and (len(names) > 1 or names == ["all"]):
+        raise OverlayError(
+            "--from names the sources of one release, and the command line names several",
+            fix="name one release with --from, or none where the sources state it",
+        )
     if names == ["all"]:
         return [*reviewed_releases()]
     if not names:
@@ -87,7 +115,7 @@ def newest_reviewed() -> str:
 
 
 def _build(options: argparse.Namespace) -> int:
-    releases = chosen_releases(options.releases, options.origin)
+    releases = chosen_releases(options)
     jobs = [(release, options.origin, options.out) for release in releases]
     built = list(each_release(_build_one, jobs, console))
     runtime = build_runtime(options.out)
@@ -105,6 +133,30 @@ def _build(options: argparse.Namespace) -> int:
 def _build_one(job: tuple[str | None, str | None, Path]) -> Built:
     release, origin, out = job
     return build_overlay(release, origin, out=out)
+
+
+def _drift(options: argparse.Namespace) -> int:
+    jobs = [(release, options.origin) for release in chosen_releases(options)]
+    drifts = list(each_release(_drift_one, jobs, console))
+    if options.json:
+        print(json.dumps(as_data(drifts), indent=1, ensure_ascii=False))  # noqa: T201 - the result
+    elif len(drifts) == 1:
+        print_release(drifts[0], output())
+    else:
+        print_matrix(drifts, output())
+    if options.page:
+        console.print(f"page: {write_drift(drifts)}", markup=False, soft_wrap=True)
+    return 0 if all(drift.applies for drift in drifts) else 1
+
+
+def _drift_one(job: tuple[str | None, str | None]) -> Drift:
+    return measure(*job)
+
+
+def output() -> Console:
+    """The console of results."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if known else FILE_WIDTH)
 
 
 def _regenerate(options: argparse.Namespace) -> int:

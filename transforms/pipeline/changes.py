@@ -1,0 +1,163 @@
+"""What an overlay does otherwise than the overlay of the reviewed release before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from transforms.pipeline.diff import overlay_diff
+from transforms.pipeline.hunks import Inserted, inserted
+from transforms.pipeline.lock import OVERLAYS, Lock, directory, make_lock, read_lock, reviewed_releases
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transforms.pipeline.rewrite import Overlay
+
+
+class Change(Enum):
+    """How a rule's insertion relates to the one in the release before."""
+
+    NEW = "new"
+    GONE = "gone"
+    REWORDED = "other text"
+    MOVED = "other place"
+    SHIFTED = "other line"
+    SAME = "unchanged"
+
+
+@dataclass(frozen=True)
+class RuleChange:
+    """What became of one rule since the release before.
+
+    Attributes:
+        change: The kind of change; of several, the one that most needs reading.
+        notes: All that changed, for a person.
+        lines: Where its insertions start now.
+        lines_before: Where they started.
+    """
+
+    change: Change
+    notes: tuple[str, ...] = ()
+    lines: tuple[int, ...] = ()
+    lines_before: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """What became of a module since the release before.
+
+    Attributes:
+        path: Its path; empty if it is no longer rewritten.
+        path_before: Its path then; empty if it was not rewritten.
+        upstream_changed: Whether vLLM's own file has other content; None where one of the two is not rewritten.
+    """
+
+    path: str
+    path_before: str
+    upstream_changed: bool | None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """All that changed since the release before.
+
+    Attributes:
+        since: The release before; empty if there is none, and then nothing is listed.
+        rules: By rule, for those inserted in either release.
+        modules: By transform, for those rewritten in either release.
+    """
+
+    since: str
+    rules: dict[str, RuleChange]
+    modules: dict[str, ModuleChange]
+
+
+def previous_reviewed(release: str, overlays: Path = OVERLAYS) -> str:
+    """The newest reviewed release before this one; empty if there is none."""
+    older = [r for r in reviewed_releases(overlays) if Version(r) < Version(release)]
+    return older[-1] if older else ""
+
+
+def changes_since_previous(overlay: Overlay, overlays: Path = OVERLAYS) -> Changes:
+    """Compare an overlay with that of the reviewed release before it."""
+    since = previous_reviewed(overlay.release, overlays)
+    before = read_lock(since, overlays) if since else None
+    if before is None:
+        return Changes("", {}, {})
+    now = make_lock(overlay, before["serial"])
+    then = inserted((directory(since, overlays) / "changes.diff").read_text(encoding="utf-8"))
+    rules = _rules(before, now, then, inserted(overlay_diff(overlay)))
+    order = [outcome.rule for outcome in overlay.outcomes]
+    known = {rule: rules[rule] for rule in order if rule in rules}
+    return Changes(since, known | rules, _modules(before, now))
+
+
+def _rules(before: Lock, now: Lock, then: dict[str, Inserted], present: dict[str, Inserted]) -> dict[str, RuleChange]:
+    was_there, is_there = _forms(before), _forms(now)
+    was_not, is_not = _reasons(before), _reasons(now)
+    nothing, found = Inserted("", (), ()), {}
+    for rule in sorted(was_there.keys() | is_there.keys()):
+        old, new = then.get(rule, nothing), present.get(rule, nothing)
+        if rule not in was_there:
+            found[rule] = RuleChange(Change.NEW, _reason("was", was_not.get(rule)), new.lines)
+        elif rule not in is_there:
+            found[rule] = RuleChange(Change.GONE, _reason("now", is_not.get(rule)), (), old.lines)
+        else:
+            found[rule] = _compared(old, new, was_there[rule], is_there[rule])
+    return found
+
+
+def _forms(lock: Lock) -> dict[str, str]:
+    """The form of each inserted rule: its variant."""
+    return {
+        rule["id"]: rule.get("variant", "") or "the only form" for module in lock["modules"] for rule in module["rules"]
+    }
+
+
+def _reasons(lock: Lock) -> dict[str, str]:
+    """Why each of the other rules is not inserted."""
+    return {entry["rule"]: f"{entry['status']}: {entry['reason']}" for entry in lock["not_inserted"]}
+
+
+def _reason(when: str, reason: str | None) -> tuple[str, ...]:
+    return (f"{when} {reason}",) if reason else ()
+
+
+def _compared(was: Inserted, now: Inserted, form_before: str, form: str) -> RuleChange:
+    moves = [f"from {was.path}"] * (was.path != now.path)
+    moves += [f"variant {form}, was {form_before}"] * (form_before != form)
+    shifted = was.path == now.path and was.lines != now.lines
+    notes = {
+        Change.MOVED: "; ".join(moves),
+        Change.SHIFTED: shift(was.lines, now.lines) if shifted else "",
+        Change.REWORDED: f"it inserted `{' / '.join(was.text)}`" if was.text != now.text else "",
+    }
+    kind = next((c for c in (Change.REWORDED, Change.MOVED, Change.SHIFTED) if notes[c]), Change.SAME)
+    return RuleChange(kind, tuple(filter(None, notes.values())), now.lines, was.lines)
+
+
+def shift(before: tuple[int, ...], now: tuple[int, ...]) -> str:
+    """How far lines moved, or what they were."""
+    by = {new - old for old, new in zip(before, now, strict=False)}
+    if len(before) == len(now) and len(by) == 1:
+        return f"{by.pop():+d} lines"
+    return f"was at {', '.join(map(str, before))}"
+
+
+def _modules(before: Lock, now: Lock) -> dict[str, ModuleChange]:
+    was, is_now = _by_transform(before), _by_transform(now)
+    found = {}
+    for transform in [*is_now, *(t for t in was if t not in is_now)]:
+        old, new = was.get(transform), is_now.get(transform)
+        changed = old["upstream_sha256"] != new["upstream_sha256"] if old and new else None
+        found[transform] = ModuleChange(new["path"] if new else "", old["path"] if old else "", changed)
+    return found
+
+
+def _by_transform(lock: Lock) -> dict[str, dict[str, Any]]:
+    """The modules of a lock under the transforms that changed them, which the ids of their rules name."""
+    return {module["rules"][0]["id"].partition(".")[0]: module for module in lock["modules"] if module["rules"]}

@@ -1,0 +1,144 @@
+"""Try every rule on a release and compare with the reviewed release before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from transforms.engine.errors import OverlayError
+from transforms.engine.report import Outcome, Status
+from transforms.pipeline.changes import Change, ModuleChange, RuleChange, changes_since_previous
+from transforms.pipeline.checks import check_overlay
+from transforms.pipeline.diff import overlay_diff
+from transforms.pipeline.hunks import inserted
+from transforms.pipeline.lock import OVERLAYS, read_lock
+from transforms.pipeline.rewrite import rewrite
+from transforms.pipeline.sources.open import open_sources
+from transforms.registry import TRANSFORMS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from transforms.engine.transform import Transform
+    from transforms.pipeline.rewrite import Overlay
+    from transforms.pipeline.sources.tree import Artefact, SourceTree
+
+#: An import of the hooks into a module that calls none of them is left out with the module.
+NOTHING_TO_CALL = "no other rule inserts anything into this module"
+
+
+@dataclass(frozen=True)
+class RuleDrift:
+    """One rule in one release.
+
+    Attributes:
+        transform: The transform that it belongs to.
+        outcome: What became of it.
+        lines: Where its insertions start in the rewritten module.
+        change: How that compares with the release before; None where there is nothing to compare.
+    """
+
+    transform: str
+    outcome: Outcome
+    lines: tuple[int, ...]
+    change: RuleChange | None
+
+    @property
+    def failed(self) -> bool:
+        """Whether no overlay can be built because of it."""
+        return self.outcome.status.failed or self.outcome.status is Status.PRESENT
+
+    @property
+    def moved(self) -> bool:
+        """Whether it came another way than in the release before: another path, variant or text, or newly."""
+        return self.change is not None and self.change.change not in {Change.SAME, Change.SHIFTED}
+
+
+@dataclass(frozen=True)
+class Drift:
+    """All rules in one release.
+
+    Attributes:
+        release: The release.
+        reviewed: Whether it has a lock.
+        since: The reviewed release before it; empty if there is none.
+        artefact: What its sources were read from; None if they could not be.
+        rules: In the order of the transforms.
+        modules: What became of each module since the release before, by transform.
+        problem: What the checks of the rewritten modules object to, or why there are no sources; empty if nothing.
+    """
+
+    release: str
+    reviewed: bool
+    since: str
+    artefact: Artefact | None
+    rules: tuple[RuleDrift, ...]
+    modules: dict[str, ModuleChange]
+    problem: str
+
+    @property
+    def failures(self) -> list[RuleDrift]:
+        """The rules that stop a build."""
+        return [rule for rule in self.rules if rule.failed]
+
+    @property
+    def applies(self) -> bool:
+        """Whether an overlay can be built."""
+        return not self.problem and not self.failures
+
+    @property
+    def counts(self) -> Counter[Status]:
+        """How many rules have each status."""
+        return Counter(rule.outcome.status for rule in self.rules)
+
+
+def measure(release: str | None, origin: str | None = None, overlays: Path = OVERLAYS) -> Drift:
+    """Try every rule on a release.
+
+    Args:
+        release: The release; may be None where ``origin`` tells it.
+        origin: None for the package index, ``installed``, or a path.
+        overlays: The reviewed overlays.
+    """
+    try:
+        return measure_tree(open_sources(release, origin), TRANSFORMS, overlays)
+    except OverlayError as error:
+        return Drift(release or str(origin), False, "", None, (), {}, str(error))
+
+
+def measure_tree(tree: SourceTree, transforms: Sequence[Transform], overlays: Path = OVERLAYS) -> Drift:
+    """Try every rule on a source tree.
+
+    Raises:
+        SourceError: If its files cannot be read.
+    """
+    overlay = rewrite(tree, transforms)
+    changes = changes_since_previous(overlay, overlays)
+    lines = {rule: found.lines for rule, found in inserted(overlay_diff(overlay), transforms).items()}
+    owner = {rule.id: transform.id for transform in transforms for rule in transform.all_rules}
+    rules = tuple(
+        RuleDrift(owner[o.rule], o, lines.get(o.rule, ()), changes.rules.get(o.rule)) for o in _outcomes(overlay)
+    )
+    reviewed = read_lock(overlay.release, overlays) is not None
+    return Drift(overlay.release, reviewed, changes.since, overlay.artefact, rules, changes.modules, _problem(overlay))
+
+
+def _outcomes(overlay: Overlay) -> list[Outcome]:
+    """The outcomes; an import into a module that is left out is told as what it is."""
+    rewritten = {outcome.rule for module in overlay.modules for outcome in module.outcomes}
+    return [
+        replace(o, status=Status.NOT_APPLICABLE, detail=NOTHING_TO_CALL)
+        if o.status is Status.APPLIED and o.rule not in rewritten
+        else o
+        for o in overlay.outcomes
+    ]
+
+
+def _problem(overlay: Overlay) -> str:
+    try:
+        check_overlay(overlay)
+    except OverlayError as error:
+        return str(error)
+    return ""

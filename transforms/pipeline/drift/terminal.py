@@ -1,0 +1,149 @@
+"""Drift for a person at a terminal: one release in full, several as a matrix."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from transforms.engine.report import Status
+from transforms.pipeline.changes import Change
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from transforms.pipeline.drift.model import Drift, RuleDrift
+
+MOVED = "◆"
+NO_SOURCES = "-"
+SYMBOLS: dict[Status, tuple[str, str]] = {
+    Status.APPLIED: ("●", "green"),
+    Status.NOT_APPLICABLE: ("·", "dim"),
+    Status.UPSTREAMED: ("↑", "cyan"),
+    Status.MISSING: ("✗", "bold red"),
+    Status.AMBIGUOUS: ("?", "bold red"),
+    Status.FORBIDDEN: ("!", "bold red"),
+    Status.PRESENT: ("=", "bold red"),
+}
+
+
+def symbol(rule: RuleDrift) -> tuple[str, str]:
+    """The character and the style of one rule in one release."""
+    if rule.outcome.status is Status.APPLIED and rule.moved:
+        return MOVED, "yellow"
+    return SYMBOLS[rule.outcome.status]
+
+
+def print_release(drift: Drift, console: Console) -> None:
+    """One release: every rule with its place, what moved, and what to know of the failures."""
+    kind = "reviewed" if drift.reviewed else "not reviewed yet"
+    since = f", compared with the overlay of {drift.since}" if drift.since else ""
+    console.print(Text(f"vLLM {drift.release}: {kind}{since}", style="bold"))
+    if drift.artefact:
+        console.print(Text(f"read from the {drift.artefact.kind} {drift.artefact.name}", style="dim"))
+    for transform, rules in groupby(drift.rules, key=lambda rule: rule.transform):
+        _print_module(drift, transform, list(rules), console)
+    _print_verdict(drift, console)
+
+
+def _print_module(drift: Drift, transform: str, rules: list[RuleDrift], console: Console) -> None:
+    change = drift.modules.get(transform)
+    heading = Text(f"\n{transform}", style="bold")
+    heading.append(f"  {rules[0].outcome.path or 'no module'}", style="not bold")
+    if change and change.path and change.path_before and change.path != change.path_before:
+        heading.append(f"  (was {change.path_before})", style="not bold yellow")
+    elif change and change.upstream_changed is not None:
+        heading.append("  upstream file changed" if change.upstream_changed else "  same upstream file", "not bold dim")
+    console.print(heading)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=1)
+    table.add_column(no_wrap=True, min_width=24)
+    table.add_column(justify="right", no_wrap=True, min_width=5)
+    table.add_column()
+    above = ""
+    for rule in rules:
+        mark, style = symbol(rule)
+        lines, note = ", ".join(map(str, rule.lines)), explain(rule)
+        said = "as above" if len(note) > len("as above") and note == above else note
+        table.add_row(Text(mark, style), rule.outcome.rule, lines, Text(said, _style(rule)))
+        above = note
+    console.print(table)
+
+
+def explain(rule: RuleDrift) -> str:
+    """What to know of one rule beside its status and its lines."""
+    outcome, change = rule.outcome, rule.change
+    if outcome.status is not Status.APPLIED:
+        gone = change is not None and change.change is Change.GONE and not rule.failed
+        return f"{outcome.status.value}{', was inserted before' if gone else ''}: {outcome.detail}"
+    parts = ["new"] if change is not None and change.change is Change.NEW else []
+    parts += change.notes if change else ()
+    told = any("variant" in part for part in parts)
+    return "; ".join([f"variant {outcome.variant}"] * (bool(outcome.variant) and not told) + parts)
+
+
+def _style(rule: RuleDrift) -> str:
+    return "red" if rule.failed else "yellow" if rule.moved else "dim"
+
+
+def _print_verdict(drift: Drift, console: Console) -> None:
+    console.print()
+    for rule in drift.failures:
+        console.print(Text(rule.outcome.describe(), "red"))
+    if drift.problem:
+        told = f"the rewritten modules fail their check: {drift.problem}" if drift.rules else drift.problem
+        console.print(Text(told, "red"))
+    counts = drift.counts
+    console.print(Text(", ".join(f"{counts[status]} {status.value}" for status in SYMBOLS if counts[status])))
+    verdict = "every rule applies" if drift.applies else "no overlay can be built"
+    console.print(Text(f"vLLM {drift.release}: {verdict}", _verdict_style(drift.applies)))
+
+
+def _verdict_style(fine: bool) -> str:
+    return "bold green" if fine else "bold red"
+
+
+def print_matrix(drifts: Sequence[Drift], console: Console) -> None:
+    """Rule by release, as many releases side by side as the terminal is wide, then the failures in full."""
+    cells = {drift.release: {rule.outcome.rule: symbol(rule) for rule in drift.rules} for drift in drifts}
+    rules = list(dict.fromkeys(rule.outcome.rule for drift in drifts for rule in drift.rules))
+    width = max(map(len, rules), default=0)
+    room = max(1, (console.width - width) // 2)
+    for start in range(0, len(drifts), room):
+        shown = [drift.release for drift in drifts[start : start + room]]
+        _print_header(shown, width, console)
+        for rule in rules:
+            line = Text(rule.ljust(width))
+            for release in shown:
+                line.append(" ").append(*cells[release].get(rule, (NO_SOURCES, "dim")))
+            console.print(line, no_wrap=True)
+        console.print()
+    console.print(_legend())
+    for drift in drifts:
+        if not drift.applies:
+            _print_verdict(drift, console)
+    fine = sum(drift.applies for drift in drifts)
+    console.print(Text(f"{fine} of {len(drifts)} releases: every rule applies", _verdict_style(fine == len(drifts))))
+
+
+def _print_header(releases: Sequence[str], width: int, console: Console) -> None:
+    """The releases from top to bottom, above their columns."""
+    shared = "0." if all(release.startswith("0.") for release in releases) else ""
+    names = [release.removeprefix(shared) for release in releases]
+    height = max(map(len, names))
+    columns = [name.rjust(height) for name in names]
+    for row in range(height):
+        label = f"rule in vLLM {shared}…" if row == height - 1 else ""
+        console.print(Text(label.ljust(width) + "".join(f" {c[row]}" for c in columns), "bold"), no_wrap=True)
+
+
+def _legend() -> Text:
+    legend = Text()
+    for status, (mark, style) in SYMBOLS.items():
+        legend.append(mark, style).append(f" {status.value}   ")
+    legend.append(f"\n{MOVED}", "yellow")
+    return legend.append(" applied; new since the release before, or by another module, variant or text")

@@ -1,0 +1,23 @@
+"use strict";
+const root = document.documentElement;
+const THEMES = ["auto", "light", "dark"];
+let theme = "auto";
+try { theme = localStorage.getItem("ucm-theme") || "auto"; } catch { /* a page from disk may have no storage */ }
+
+function showTheme() {
+  if (theme === "auto") delete root.dataset.theme; else root.dataset.theme = theme;
+  const button = document.getElementById("theme");
+  if (button) button.textContent = `Theme: ${theme}`;
+}
+
+function nextTheme() {
+  theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+  try { localStorage.setItem("ucm-theme", theme); } catch { /* as above */ }
+  showTheme();
+}
+
+showTheme();
+document.addEventListener("DOMContentLoaded", () => {
+  showTheme();
+  document.getElementById("theme").addEventListener("click", nextTheme);
+});
