@@ -86,6 +86,9 @@ def _check_single() -> None:
 
 
 def installed_overlays() -> dict[str, str]:
-    """The installed overlay distributions: where each lies, and its version."""
+    """The installed overlay distributions: where each lies, and its version.
+
+    A directory that sys.path names twice (in an environment whose ``lib64`` is a link to ``lib``) counts once.
+    """
     found = metadata.distributions(name=DISTRIBUTION)
-    return {str(d.locate_file("")): d.version for d in found}
+    return {str(Path(str(d.locate_file(""))).resolve()): d.version for d in found}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class OverlayImportError(ImportError):
     """A shadowed module cannot be loaded as reviewed.
@@ -16,6 +19,11 @@ class OverlayImportError(ImportError):
         lines = [f"UCM overlay: {what}", *(f"    {line}" for line in details)]
         lines += ["  ways out:", *(f"    - {line}" for line in ways_out)] if ways_out else []
         super().__init__("\n".join(lines), name=name)
+        self._parts = (what, details, ways_out)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel whole from a child process to the one that waits for it."""
+        return functools.partial(type(self), name=self.name), self._parts
 
 
 class UpstreamMismatchError(OverlayImportError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
+import threading
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -17,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ucm.logger import get_logger
 from ucm.overlay.errors import TamperedOverlayError, UpstreamMismatchError
 from ucm.overlay.manifest import REINSTALL, Manifest, ShadowedModule, read_manifest
-from ucm.overlay.switches import ALL, VERBOSE, disabled_groups, is_set
+from ucm.overlay.switches import RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+#: The searches for vLLM's own files that are under way: thread and module.
+_searches: set[tuple[int, str]] = set()
 
 
 class State:
@@ -58,10 +63,15 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
         TamperedOverlayError: If the overlay's file is not the one that was reviewed.
     """
     known = state(directory)
-    module = known.manifest.modules[name]
-    if module.group in known.disabled:
-        return None
-    upstream = _upstream_spec(finder, name, path)
+    module = known.manifest.module(name)
+    search = (threading.get_ident(), name)
+    if module.group in known.disabled or search in _searches:
+        return None  # in a search, another finder asks us in turn: it wants vLLM's own as well
+    _searches.add(search)
+    try:
+        upstream = _upstream_spec(finder, name, path)
+    finally:
+        _searches.remove(search)
     if upstream is None or upstream.origin is None:
         return None
     check_upstream(known.manifest, module, Path(upstream.origin))
@@ -102,7 +112,7 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
                 "build and install an overlay for the vLLM that you have: `nox -s build-overlay -- RELEASE`, or, if "
                 "you changed it yourself, review and accept it with `--from <its environment>`"
             ),
-            f"run upstream's vLLM, without UCM: set {ALL}=1",
+            RUN_UPSTREAM,
         ],
         name=module.name,
     )
@@ -117,7 +127,7 @@ def check_rewritten(manifest: Manifest, module: ShadowedModule) -> Path:
     raise TamperedOverlayError(
         f"the rewritten {module.name} is not the one that was reviewed",
         [f"file:       {location}", f"its sha256: {found}", f"reviewed:   {module.rewritten_sha256}"],
-        [REINSTALL, f"run upstream's vLLM, without UCM: set {ALL}=1"],
+        [REINSTALL, RUN_UPSTREAM],
         name=module.name,
     )
 

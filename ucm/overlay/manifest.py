@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucm.overlay.errors import TamperedOverlayError
+from ucm.overlay.switches import RUN_UPSTREAM
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+MANIFEST = "manifest.json"
 REINSTALL = "reinstall the overlay wheel: `pip install --force-reinstall --no-deps <wheel>`"
 
 
@@ -55,6 +57,21 @@ class Manifest:
     modules: dict[str, ShadowedModule]
     needs: dict[str, tuple[str, ...]]
 
+    def module(self, name: str) -> ShadowedModule:
+        """What is known of a module.
+
+        Raises:
+            TamperedOverlayError: If the manifest is not that of the finder beside it.
+        """
+        if name not in self.modules:
+            raise TamperedOverlayError(
+                f"its manifest does not know {name}, which its finder shadows",
+                [str(self.directory / MANIFEST)],
+                [REINSTALL, RUN_UPSTREAM],
+                name=name,
+            )
+        return self.modules[name]
+
     def file(self, module: ShadowedModule) -> Path:
         """Where a module's rewritten source lies."""
         return self.directory / "modules" / module.path
@@ -66,7 +83,7 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         TamperedOverlayError: If it is missing, cut short or not what the build wrote.
     """
-    path = directory / "manifest.json"
+    path = directory / MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         modules = [
@@ -83,5 +100,7 @@ def read_manifest(directory: Path) -> Manifest:
         ]
         needs = {group: tuple(others) for group, others in data["needs"].items()}
         return Manifest(directory, data["release"], data["version"], {m.name: m for m in modules}, needs)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TamperedOverlayError("its manifest cannot be read", [f"{path}: {error!r}"], [REINSTALL]) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TamperedOverlayError(
+            "its manifest cannot be read", [f"{path}: {error!r}"], [REINSTALL, RUN_UPSTREAM]
+        ) from error

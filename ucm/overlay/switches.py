@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ALL = "UCM_DISABLE_PATCHES"
+RUN_UPSTREAM = f"run upstream's vLLM, without UCM: set {ALL}=1"
 VERBOSE = "UCM_PATCH_VERBOSE"
 OFF = frozenset({"", "0", "false", "no", "off"})
 

@@ -1,0 +1,1 @@
+"""The import-time half, in real interpreters and virtual environments."""

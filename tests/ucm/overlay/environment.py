@@ -1,0 +1,80 @@
+"""Virtual environments for tests: what is installed where, and programs run in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Another interpreter for the environments, for instance that of another Python release.
+PYTHON = os.environ.get("UCM_TEST_PYTHON", sys.executable)
+SITE_DIRECTORY = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment without pip.
+
+    Attributes:
+        root: Its directory.
+        python: Its interpreter.
+        site: Its site-packages directory.
+    """
+
+    root: Path
+    python: Path
+    site: Path
+
+    @classmethod
+    def create(cls, root: Path) -> Environment:
+        subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(root)], check=True)
+        python = root / "bin" / "python"
+        answer = subprocess.run([python, "-c", SITE_DIRECTORY], check=True, capture_output=True, text=True)
+        return cls(root, python, Path(answer.stdout.strip()))
+
+    def install(self, *wheels: Path, into: Path | None = None) -> None:
+        """Unpack pure wheels, which is all that pip does with them."""
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(into or self.site)
+
+    def write(self, name: str, text: str) -> Path:
+        """A file in site-packages."""
+        path = self.site / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def upstream_file(self, module: str) -> Path:
+        """Where vLLM's own file of a module lies."""
+        return self.site / (module.replace(".", "/") + ".py")
+
+    def overlay_file(self, module: str) -> Path:
+        """Where the rewritten file of a module lies."""
+        return self.site / "ucm_vllm_overlay" / "modules" / (module.replace(".", "/") + ".py")
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run the interpreter with nothing of the tests' own environment but these variables."""
+        environ = {"PATH": os.environ["PATH"], "HOME": str(self.root), **variables}
+        command = [str(self.python), *arguments]
+        return subprocess.run(
+            command, check=False, capture_output=True, text=True, env=environ, cwd=self.root, timeout=60
+        )
+
+    def run(self, code: str, *flags: str, **variables: str) -> str:
+        """What a program that must succeed prints."""
+        done = self.start(*flags, "-c", code, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def origin(self, module: str, *flags: str, **variables: str) -> Path:
+        """The file that a module is loaded from."""
+        return Path(self.run(f"import {module} as module; print(module.__file__)", *flags, **variables))
+
+    def fail(self, code: str, *flags: str, **variables: str) -> str:
+        """What a program that must not succeed says."""
+        done = self.start(*flags, "-c", code, **variables)
+        assert done.returncode != 0, done.stdout
+        return done.stderr
