@@ -182,7 +182,8 @@ def check_modules(states: list[ModuleState], manifest: Manifest, vllm: Vllm) -> 
 
 
 def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Finding:
-    release, serves, package = vllm.release, manifest.release, vllm.distribution or "vllm"
+    release, serves = vllm.release, manifest.release
+    package, place = vllm.distribution or "vllm", vllm.directory.parent
     if release and release != serves:
         what = f"the overlay is for vLLM {serves}, installed is {release}: vLLM will not start"
         todo = (
@@ -196,7 +197,7 @@ def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Find
         )
         todo = (
             f"if they were edited by accident: {PIP} install --force-reinstall --no-deps {package}=={serves}",
-            "if they are meant to be so, build an overlay from them: nox -s build-overlay -- --from installed",
+            f"if they are meant to be so, review an overlay made from them: nox -s review -- --from {place}",
         )
     return Finding(
         MODULES,

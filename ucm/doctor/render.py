@@ -64,14 +64,26 @@ def _loads(state: ModuleState) -> str:
 
 def _run(run: Run) -> list[str]:
     if not run.hooks:
-        return [f"The engine's last words ({run.outcome})", *(f"  | {line}" for line in run.tail)]
-    pids = list(dict.fromkeys([run.pid, *(p.pid for p in run.processes)]))
-    rows = [("hook", *(f"{run.name_of(pid)} {pid}" for pid in pids), "")]
+        tail = run.tail or ["(nothing)"]
+        return [f"The end of the engine's output ({run.outcome})", *(f"  | {line}" for line in tail)]
+    lines = []
+    expected = [result for result in run.hooks if result.expectation.at_least]
+    if expected:
+        pids = list(dict.fromkeys([run.pid, *(p.pid for p in run.processes)]))
+        rows = [("hook", *(f"{run.name_of(pid)} {pid}" for pid in pids), "")]
+        for result in expected:
+            counts = [_count(result.fired.get(pid, 0)) for pid in pids]
+            rows.append((result.expectation.hook.name, *counts, result.status))
+        lines += [*_table(rows, right=range(1, len(pids) + 1)), ""]
+    idle: dict[str, list[str]] = {}
     for result in run.hooks:
-        counts = [_count(result.fired.get(pid, 0)) for pid in pids]
-        remark = result.expectation.reason if result.status == "not expected" else result.status
-        rows.append((result.expectation.hook.name, *counts, remark))
-    return _table(rows, right=range(1, len(pids) + 1))
+        if not result.expectation.at_least:
+            idle.setdefault(result.expectation.reason, []).append(result.expectation.hook.name)
+    return [
+        *lines,
+        "  not expected in this run",
+        *(f"    {reason}: {', '.join(hooks)}" for reason, hooks in idle.items()),
+    ]
 
 
 def _count(times: int) -> str:

@@ -214,7 +214,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def _result(expectation: Expectation, processes: list[ProcessReport]) -> HookResult:
     hook = expectation.hook
     fired = {
-        p.pid: max((p.counts[counter] for counter in hook.counters), default=1) if expectation.at_least else 0
+        p.pid: min((p.counts[counter] for counter in hook.counters), default=1) if expectation.at_least else 0
         for p in processes
         if hook.role in p.roles
     }

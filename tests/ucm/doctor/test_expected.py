@@ -1,0 +1,146 @@
+"""Which hooks a run must have seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ucm.doctor.expected import FIELDS, HOOKS, MODELS, OUTPUT, V1_RUNNER, V2_RUNNER, Facts, expectations
+from ucm.integration.vllm import hooks
+from ucm.overlay.manifest import Manifest, ShadowedModule
+from ucm.overlay.switches import disabled_groups
+from ucm.sparse import probe
+
+V1_CPU = Facts(
+    requests=7,
+    preemptions=2,
+    runner=frozenset({V1_RUNNER}),
+    model=frozenset({f"{MODELS}llama"}),
+    mla=False,
+    plain=True,
+    separate_kv_write=True,
+)
+SCHEDULER = ("num_slots_sparsed", "request_added", "request_freed", "request_preempted", "scheduler_init")
+V1 = ("blocks_updated", "execute_begin", "execute_finished", "update_states", "worker_requests_finished")
+V2 = ("v2_execute_begin", "v2_execute_finished", "v2_requests_added", "v2_requests_finished", "v2_requests_updated")
+ATTENTION = ("attention_begin", "attention_finished")
+KV_WRITE = ("kv_write_begin", "kv_write_finished")
+LAYERS = ("ffn_begin", "ffn_finished", "layer_begin", "layer_finished")
+ALL = {
+    "vllm.v1.core.sched.scheduler": ("scheduler", (*SCHEDULER, "scheduler_output_built")),
+    OUTPUT: ("scheduler", ()),
+    "vllm.v1.core.kv_cache_manager": ("kv_cache_manager", ("allocate_slots",)),
+    "vllm.model_executor.layers.attention.attention": ("attention", (*ATTENTION, *KV_WRITE)),
+    "vllm.model_executor.layers.attention.mla_attention": ("attention", (*ATTENTION, "mla_begin", "mla_finished")),
+    "vllm.v1.worker.gpu_worker": ("worker", ("worker_init",)),
+    V1_RUNNER: ("model_runner", V1),
+    V2_RUNNER: ("model_runner_v2", V2),
+    "vllm.v1.worker.gpu.block_table": ("model_runner_v2", ("v2_append_block_ids",)),
+    "vllm.v1.worker.block_table": ("model_runner", ("clear_row",)),
+    f"{MODELS}llama": ("models", LAYERS),
+    f"{MODELS}qwen2": ("models", LAYERS),
+}
+NEEDS: dict[str, tuple[str, ...]] = {
+    "scheduler": ("kv_cache_manager",),
+    "kv_cache_manager": (),
+    "worker": (),
+    **dict.fromkeys(("attention", "model_runner", "model_runner_v2", "models"), ("worker",)),
+}
+
+
+def manifest(modules: dict[str, Any]) -> Manifest:
+    made = {
+        name: ShadowedModule(name, name.replace(".", "/"), group, "", "", called, ())
+        for name, (group, called) in modules.items()
+    }
+    return Manifest(Path(), "0.32.0", "0.32.0.post1", made, NEEDS)
+
+
+def unexpected(facts: Facts, modules: dict[str, Any] = ALL, **environ: str) -> dict[str, str]:
+    """The hooks that need not fire, with the reasons."""
+    found = expectations(manifest(modules), disabled_groups(NEEDS, environ), facts)
+    return {e.hook.name: e.reason for e in found if not e.at_least}
+
+
+V2_OFF = dict.fromkeys((*V2, "v2_append_block_ids"), "the V1 model runner ran")
+MLA_OFF = dict.fromkeys(("mla_begin", "mla_finished"), "the model has no MLA layers")
+NEVER = {
+    "allocate_slots": "the probe keeps all requests dense",
+    "clear_row": "only called by a sparse method that replaces blocks",
+}
+V1_OFF = dict.fromkeys(V1, "the V2 model runner ran")
+
+
+def test_it_knows_every_hook_of_the_seam() -> None:
+    assert {hook.name for hook in HOOKS} - {FIELDS} == set(hooks.__all__) - {"INVALID_SLOT"}
+
+
+def test_it_reads_what_the_probe_counts() -> None:
+    assert {counter for hook in HOOKS for counter in hook.counters} == {*probe.HOOKS, probe.METADATA_RECEIVED}
+
+
+def test_the_v1_runner_on_a_cpu() -> None:
+    assert unexpected(V1_CPU) == NEVER | V2_OFF | MLA_OFF
+
+
+def test_the_v2_runner() -> None:
+    facts = replace(V1_CPU, runner=frozenset({V2_RUNNER}))
+    assert unexpected(facts) == {**NEVER, **V1_OFF, **MLA_OFF}
+
+
+def test_an_mla_model() -> None:
+    facts = replace(V1_CPU, mla=True, plain=False, separate_kv_write=False, model=frozenset())
+    found = unexpected(facts)
+    assert set(found) == {*NEVER, *V2_OFF, *KV_WRITE, *LAYERS}
+    assert found["kv_write_begin"] == "the model has MLA layers only"
+    assert found["ffn_begin"] == "the model has no layers of llama"
+
+
+def test_a_backend_that_writes_inside_its_attention() -> None:
+    found = unexpected(replace(V1_CPU, separate_kv_write=False))
+    assert set(found) == {*NEVER, *V2_OFF, *MLA_OFF, *KV_WRITE}
+    assert found["kv_write_begin"] == "this backend writes keys and values inside its attention"
+
+
+@pytest.mark.parametrize(("preemptions", "at_least"), [(0, 0), (3, 3), (None, 1)])
+def test_preemption(preemptions: int | None, at_least: int) -> None:
+    found = expectations(manifest(ALL), {}, replace(V1_CPU, preemptions=preemptions))
+    assert {e.hook.name: e.at_least for e in found}["request_preempted"] == at_least
+
+
+def test_every_request_counts() -> None:
+    found = {e.hook.name: e.at_least for e in expectations(manifest(ALL), {}, V1_CPU)}
+    assert (found["request_added"], found["request_freed"], found["worker_init"]) == (7, 7, 1)
+
+
+def test_a_release_without_a_place() -> None:
+    without = {name: about for name, about in ALL.items() if "attention" not in name}
+    found = unexpected(V1_CPU, without)
+    assert found["attention_begin"] == found["mla_begin"] == "vLLM 0.32.0 has no place for it"
+
+
+def test_a_group_that_is_off() -> None:
+    found = unexpected(V1_CPU, UCM_DISABLE_MODEL_RUNNER_PATCH="1")
+    reason = "group model_runner is off: UCM_DISABLE_MODEL_RUNNER_PATCH is set"
+    assert found["execute_begin"] == found[FIELDS] == reason
+    assert "scheduler_output_built" not in found
+
+
+def test_everything_hangs_on_the_worker() -> None:
+    found = unexpected(V1_CPU, UCM_DISABLE_WORKER_PATCH="1")
+    assert set(found) == {hook.name for hook in HOOKS} - {*SCHEDULER, "scheduler_output_built"}
+
+
+def test_facts_from_what_the_engine_told() -> None:
+    kinds = [
+        {"mla": False, "backend": "A", "separate_kv_write": False},
+        {"mla": True, "backend": "B", "separate_kv_write": True},
+    ]
+    workers = [{"pid": 7, "runner": [V1_RUNNER], "model": ["a"], "attention": kinds[:1]}]
+    workers.append({"pid": 8, "runner": [], "model": ["b"], "attention": kinds[1:]})
+    facts = Facts.of({"requests": 7, "preemptions": None, "workers": workers})
+    assert (facts.mla, facts.plain, facts.separate_kv_write) == (True, True, False)
+    assert facts.model == {"a", "b"}

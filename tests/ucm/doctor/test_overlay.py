@@ -1,0 +1,160 @@
+"""The overlay's place, its files and its import hook, as the doctor sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.ucm.doctor.site import MODULES, RELEASE, Site, write_overlay, write_vllm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOOK = """
+import sys
+
+class Stranger:
+    def find_spec(self, name, path=None, target=None):
+        return None
+
+sys.meta_path.insert(0, Stranger())
+"""
+
+
+def shadow(site: Site) -> Path:
+    return site.packages / "ucm_vllm_overlay" / "modules" / MODULES[0][0]
+
+
+def test_the_runtime_without_an_overlay(bare: Site) -> None:
+    write_vllm(bare.packages)
+    answer = bare.ask()
+    assert (answer.code, answer.statuses()) == (1, {"overlay": "error"})
+    assert answer.data["verdict"] == "No overlay of UCM is installed: vLLM runs unchanged."
+    found = answer.finding("overlay")
+    assert "there is no import hook, and nothing of vLLM's Scheduler" in found["details"][0]
+    assert found["todo"][0].endswith(f"nox -s build-overlay -- {RELEASE}")
+    assert f"pip install build/wheels/ucm_vllm_overlay-{RELEASE}.*.whl" in found["todo"][1]
+    assert answer.data["modules"] == []
+
+
+def test_two_overlays(site: Site, tmp_path: Path) -> None:
+    write_overlay(tmp_path / "second", "0.32.0.post2")
+    answer = site.ask(PYTHONPATH=str(tmp_path / "second"))
+    assert answer.code == 1
+    found = answer.finding("overlay")
+    assert found["what"] == "2 overlays are installed, and only the first acts"
+    assert found["details"] == [
+        f"0.32.0.post2: {tmp_path / 'second'}",
+        f"0.32.0.post1: {site.packages.resolve()}",
+    ]
+
+
+def test_two_overlays_and_the_later_one_acts(site: Site, tmp_path: Path) -> None:
+    write_overlay(tmp_path / "second", "0.32.0.post2")
+    (site.packages / "a.pth").write_text(
+        f"import ucm_vllm_overlay._boot; import sys; sys.path[:0] = ['{tmp_path}/second']"
+    )
+    found = site.ask().finding("import hook")
+    assert (found["status"], found["what"]) == ("error", "in place, and serves another overlay than the one found")
+
+
+def test_an_overlay_that_is_reached_through_pythonpath(bare: Site, tmp_path: Path) -> None:
+    write_vllm(bare.packages)
+    write_overlay(tmp_path / "target")
+    answer = bare.ask(PYTHONPATH=str(tmp_path / "target"))
+    assert answer.code == 1
+    assert answer.statuses() == {"start-up file": "error", "import hook": "error"}
+    found = answer.finding("start-up file")
+    assert "does not read .pth files" in found["what"]
+    assert "`pip install --target`" in found["details"][1]
+    assert found["todo"][0] == f"take {tmp_path / 'target'} off PYTHONPATH"
+    assert answer.finding("import hook")["what"].startswith("not found in this process")
+    assert answer.data["import_hook"]["position"] is None
+    assert answer.data["modules"][0]["loads"] == str(bare.packages / MODULES[0][0])
+
+
+def test_the_pth_is_missing(site: Site) -> None:
+    (site.packages / "ucm_vllm_overlay.pth").unlink()
+    answer = site.ask()
+    assert answer.finding("start-up file")["what"] == "ucm_vllm_overlay.pth is missing: the overlay is never activated"
+    assert answer.data["next"][0].startswith("reinstall the overlay: ")
+
+
+def test_the_pth_does_nothing(site: Site) -> None:
+    (site.packages / "ucm_vllm_overlay.pth").write_text("# emptied\n")
+    answer = site.ask()
+    assert answer.statuses() == {"import hook": "error"}
+    assert answer.finding("import hook")["todo"][0].startswith("reinstall the overlay: ")
+
+
+def test_a_python_that_skips_site(site: Site) -> None:
+    answer = site.ask(flags=("-S",), PYTHONPATH=str(site.packages))
+    assert answer.finding("start-up file")["what"] == "this Python was started with -S and reads no .pth file"
+
+
+def test_an_isolated_python(site: Site) -> None:
+    assert site.ask(flags=("-I",)).statuses() == {}
+
+
+def test_a_truncated_file(site: Site) -> None:
+    shadow(site).write_bytes(shadow(site).read_bytes()[:10])
+    answer = site.ask()
+    assert (answer.code, answer.statuses()) == (1, {"modules": "error"})
+    found = answer.finding("modules")
+    assert found["what"] == "1 of the overlay's files is not the reviewed one: vLLM will not start"
+    assert found["details"] == [f"changed: {shadow(site).resolve()}"]
+    assert answer.data["modules"][0]["loads"] is None
+
+
+def test_a_missing_file(site: Site) -> None:
+    shadow(site).unlink()
+    assert site.ask().data["modules"][0]["rewritten"] == "missing"
+
+
+def test_a_truncated_manifest(site: Site) -> None:
+    path = site.packages / "ucm_vllm_overlay" / "manifest.json"
+    path.write_text(path.read_text()[:100])
+    answer = site.ask()
+    assert (answer.code, answer.statuses()) == (1, {"overlay": "error"})
+    assert answer.finding("overlay")["what"] == "its manifest cannot be read"
+    assert str(path.resolve()) in answer.finding("overlay")["details"][0]
+
+
+def test_a_start_up_file_that_reaches_for_vllm(site: Site) -> None:
+    (site.packages / "uc_manager_hook.py").touch()
+    (site.packages / "zz.pth").write_text("import uc_manager_hook\n")
+    (site.packages / "harmless.pth").write_text("import sys\n")
+    answer = site.ask()
+    assert (answer.code, answer.statuses()) == (0, {"other hooks": "warning"})
+    assert answer.finding("other hooks")["details"] == [f"start-up file: {site.packages.resolve() / 'zz.pth'}"]
+    assert [file["touches_vllm"] for file in answer.data["start_up_files"]] == [False, True, True]
+
+
+def test_a_sitecustomize_that_reaches_for_vllm(site: Site) -> None:
+    path = site.packages / "sitecustomize.py"
+    path.write_text("# patches vllm\n")
+    assert site.ask().finding("other hooks")["details"] == [f"start-up file: {path.resolve()}"]
+
+
+def test_vllm_is_imported_at_start(site: Site) -> None:
+    (site.packages / "zz.pth").write_text("import vllm\n")
+    found = site.ask().finding("import hook")
+    assert (found["status"], found["details"]) == ("error", ["loaded already: vllm"])
+
+
+def test_a_hook_that_is_asked_first(site: Site) -> None:
+    (site.packages / "patching.py").write_text(HOOK)
+    (site.packages / "zz.pth").write_text("import patching\n")
+    answer = site.ask()
+    assert (answer.code, answer.statuses()) == (0, {"import hook": "warning"})
+    assert answer.data["import_hook"] == {
+        "position": 1,
+        "ahead": ["patching.Stranger"],
+        "others": ["patching.Stranger"],
+    }
+
+
+def test_a_hook_that_names_vllm(site: Site) -> None:
+    (site.packages / "vllm_patcher.py").write_text(HOOK.replace("insert(0, ", "append("))
+    (site.packages / "zz.pth").write_text("import vllm_patcher\n")
+    details = site.ask().finding("other hooks")["details"]
+    assert details[1] == "import hook: vllm_patcher.Stranger"

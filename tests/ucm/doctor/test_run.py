@@ -1,0 +1,137 @@
+"""`ucm doctor --run`, with an engine that only calls hooks."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ucm.doctor.expected import Expectation, Hook
+from ucm.doctor.run import HookResult, Run, check_run
+from ucm.sparse.base import Role
+from ucm.sparse.counters import ProcessReport
+
+if TYPE_CHECKING:
+    from tests.ucm.doctor.site import Answer, Site
+
+
+def hooks(answer: Answer) -> dict[str, Any]:
+    return {hook["hook"]: hook for hook in answer.data["run"]["hooks"]}
+
+
+def test_every_hook_fires(site: Site) -> None:
+    answer = site.doctor("--run", "--json")
+    assert answer.code == 0, answer.out
+    run = answer.data["run"]
+    assert list(run) == ["outcome", "seconds", "output", "tail", "saw", "processes", "hooks"]
+    assert (run["outcome"], run["output"], run["tail"]) == ("finished", None, [])
+    (process,) = run["processes"]
+    assert (process["process"], process["roles"]) == ("MainProcess", ["scheduler", "worker"])
+    added = hooks(answer)["request_added"]
+    assert added == {
+        "hook": "request_added",
+        "role": "scheduler",
+        "expected": True,
+        "reason": None,
+        "fired": {str(process["pid"]): 7},
+        "status": "ok",
+    }
+    assert hooks(answer)["mla_begin"]["reason"] == "the model has no MLA layers"
+    assert hooks(answer)["ffn_begin"]["reason"] == "vLLM 0.32.0 has no place for it"
+    assert "running a short engine" in answer.err
+    assert answer.finding("run")["what"].startswith("all 5 hooks that this run had use for fired: 7 requests, ")
+
+
+def test_its_table(site: Site) -> None:
+    lines = site.doctor("--run").out.splitlines()
+    added = next(line for line in lines if line.startswith("  request_added"))
+    assert added.split() == ["request_added", "7", "ok"]
+    assert "    the model has no MLA layers: mla_begin" in lines
+
+
+def test_a_hook_is_forgotten(site: Site) -> None:
+    answer = site.doctor("--run", "--json", FAKE_ENGINE="forget")
+    assert answer.code == 1
+    pid = answer.data["run"]["processes"][0]["pid"]
+    assert answer.finding("run")["what"] == f"MainProcess (pid {pid}): request_freed fired 0 of at least 7 times"
+    assert hooks(answer)["request_freed"]["status"] == "missing"
+    assert hooks(answer)["request_added"]["status"] == "ok"
+
+
+def test_the_engine_fails(site: Site) -> None:
+    answer = site.doctor("--run", "--json", FAKE_ENGINE="fail")
+    assert answer.code == 1
+    run = answer.data["run"]
+    assert (run["outcome"], run["hooks"]) == ("failed", [])
+    assert run["tail"][-1] == "RuntimeError: the engine is out of order"
+    output = Path(run["output"])
+    assert "the engine is out of order" in output.read_text()
+    found = answer.finding("run")
+    assert found["what"].startswith("the engine failed")
+    assert found["details"] == [f"its whole output: {output}"]
+    text = site.doctor("--run", FAKE_ENGINE="fail").out
+    assert "  | RuntimeError: the engine is out of order" in text
+
+
+def test_the_engine_hangs(site: Site) -> None:
+    answer = site.doctor("--run", "--json", "--timeout", "3", FAKE_ENGINE="hang")
+    assert answer.code == 1
+    run = answer.data["run"]
+    assert (run["outcome"], run["tail"]) == ("timed out", ["about to hang"])
+    assert 3 <= run["seconds"] < 20
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout  # noqa: S607
+    assert f"{site.python} -m ucm.doctor.engine_run" not in listed
+
+
+def test_all_is_switched_off(site: Site) -> None:
+    answer = site.doctor("--run", "--json", UCM_DISABLE_PATCHES="1")
+    assert answer.code == 0
+    assert answer.finding("run")["what"].endswith("no hook was on")
+    assert hooks(answer)["request_added"]["reason"] == "group scheduler is off: UCM_DISABLE_PATCHES is set"
+
+
+def test_nothing_is_started_when_something_is_wrong(bare: Site) -> None:
+    answer = bare.doctor("--run", "--json")
+    assert (answer.code, answer.data["run"]) == (1, None)
+    assert answer.finding("run")["what"] == "no engine was started, because of the errors above"
+
+
+def test_a_model_of_ones_own(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert site.doctor("--run", "--model", str(tmp_path)).code == 0
+
+
+def test_a_directory_without_a_model(site: Site, tmp_path: Path) -> None:
+    answer = site.doctor("--run", "--model", str(tmp_path))
+    assert (answer.code, answer.out) == (2, "")
+    assert "ucm: there is no config.json\n  where: " in answer.err
+
+
+@pytest.mark.parametrize("arguments", [("--timeout", "5"), ("--model", "x")])
+def test_options_of_a_run_without_one(site: Site, arguments: tuple[str, ...]) -> None:
+    answer = site.doctor(*arguments)
+    assert (answer.code, answer.out) == (2, "")
+    assert "--model and --timeout belong to --run" in answer.err
+    assert "Traceback" not in answer.err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
+def test_a_wrong_timeout(site: Site, seconds: str) -> None:
+    answer = site.doctor("--run", f"--timeout={seconds}")
+    assert answer.code == 2
+    assert "argument --timeout" in answer.err
+
+
+def test_no_process_took_the_role() -> None:
+    nobody = HookResult(Expectation(Hook("worker_init", Role.WORKER), 1), {})
+    (found,) = check_run(Run("finished", 1.0, 7, hooks=[nobody]))
+    assert found.what == "no worker process called worker_init"
+
+
+def test_one_of_two_workers_is_named() -> None:
+    workers = [ProcessReport(pid, f"Worker-{pid}", (Role.WORKER,), {}) for pid in (8, 9)]
+    result = HookResult(Expectation(Hook("execute_begin", Role.WORKER), 1), {8: 3, 9: 0})
+    (found,) = check_run(Run("finished", 1.0, 7, processes=workers, hooks=[result]))
+    assert found.what == "Worker-9 (pid 9): execute_begin fired 0 of at least 1 times"
