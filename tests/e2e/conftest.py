@@ -1,0 +1,32 @@
+"""What the end-to-end tests share: the engines of the release that ``UCM_E2E_RELEASE`` names."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.e2e.scenarios import Runs
+
+VARIABLE = "UCM_E2E_RELEASE"
+
+
+@pytest.fixture(scope="session")
+def release() -> str:
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        pytest.skip(f"starts real vLLM engines: `nox -s e2e`, or set {VARIABLE}=0.32.0")
+    return wanted
+
+
+@pytest.fixture(scope="session")
+def runs(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    from tests.e2e.scenarios import Runs  # noqa: PLC0415 - the build's packages are only needed where engines run
+
+    made = Runs(release, tmp_path_factory.mktemp("engines"))
+    yield made
+    made.close()

@@ -1,0 +1,115 @@
+"""A tiny Llama with random weights whose outputs depend on all of their context.
+
+vLLM's own dummy weights are so small that the next token follows from the last one alone: wrong keys and values would
+not show. These weights are drawn at a scale at which attention matters, and are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import random
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCABULARY = 512
+MAX_LENGTH = 768
+LAYERS = 4
+_HIDDEN, _HEAD, _HEADS, _KV_HEADS, _INNER = 128, 64, 2, 1, 256
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": _HIDDEN,
+    "intermediate_size": _INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _KV_HEADS,
+    "head_dim": _HEAD,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": MAX_LENGTH,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+}
+
+
+def write_model(directory: Path) -> Path:
+    """Write configuration, weights and tokenizer into a directory, unless they are there."""
+    if not (directory / "model.safetensors").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(directory, VOCABULARY)
+        (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+        draft = directory / "model.part"
+        draft.write_bytes(_safetensors(_shapes(), random.Random(0)))  # noqa: S311 - weights, no secrets
+        draft.rename(directory / "model.safetensors")
+    return directory
+
+
+def write_tokenizer(directory: Path, size: int) -> None:
+    """Write a tokenizer of whole words: `w0`, `w1`, …."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, size)}}
+    special = [
+        {"id": i, "content": w, "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False}
+        for w, i in list(words.items())[:3]
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<pad>"},
+    }
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<pad>"}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, _HIDDEN),
+        "model.norm.weight": (_HIDDEN,),
+        "lm_head.weight": (VOCABULARY, _HIDDEN),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (_HIDDEN,),
+            f"{prefix}.post_attention_layernorm.weight": (_HIDDEN,),
+            f"{prefix}.self_attn.q_proj.weight": (_HEADS * _HEAD, _HIDDEN),
+            f"{prefix}.self_attn.k_proj.weight": (_KV_HEADS * _HEAD, _HIDDEN),
+            f"{prefix}.self_attn.v_proj.weight": (_KV_HEADS * _HEAD, _HIDDEN),
+            f"{prefix}.self_attn.o_proj.weight": (_HIDDEN, _HEADS * _HEAD),
+            f"{prefix}.mlp.gate_proj.weight": (_INNER, _HIDDEN),
+            f"{prefix}.mlp.up_proj.weight": (_INNER, _HIDDEN),
+            f"{prefix}.mlp.down_proj.weight": (_HIDDEN, _INNER),
+        }
+    return shapes
+
+
+def _safetensors(shapes: dict[str, tuple[int, ...]], source: random.Random) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    values = array.array("f")
+    for name, shape in shapes.items():
+        start = 4 * len(values)
+        if len(shape) == 1:
+            values.extend([1.0] * shape[0])
+        else:
+            rows, columns = shape
+            limit = 1.0 if "embed" in name else 2.5 / columns**0.5
+            values.extend(source.uniform(-limit, limit) for _ in range(rows * columns))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, 4 * len(values)]}
+    if sys.byteorder == "big":
+        values.byteswap()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + values.tobytes()

@@ -1,0 +1,29 @@
+"""The tests that need vLLM's own objects run with the interpreter that has it, against the installed runtime."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.scenarios import Runs
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+#: Warnings of torch and vLLM are no concern of ours, and conftest.py needs packages that are not there.
+OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
+
+
+@pytest.mark.parametrize("file", ["tests/e2e/test_block_table.py", "tests/ucm/test_probe.py"])
+def test_with_real_objects(runs: Runs, file: str) -> None:
+    python = runs.environments.overlay.python
+    done = subprocess.run(
+        [python, "-P", "-m", "pytest", *OPTIONS, file], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout

@@ -1,0 +1,36 @@
+"""A real engine refuses to run half rewritten: it ends, with our message, in whichever process it was found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.engine import PATIENCE
+from tests.e2e.scenarios import EDITED, TAMPERED
+
+if TYPE_CHECKING:
+    from tests.e2e.scenarios import Runs
+
+pytestmark = pytest.mark.e2e
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tampered", f"UCM overlay: the rewritten {_dotted(TAMPERED)} is not the one that was reviewed"),
+        ("edited", f"UCM overlay: {_dotted(EDITED)} is not the file of vLLM"),
+        ("on PYTHONPATH", "UCM overlay: it is installed, and its finder does not run in this process"),
+    ],
+)
+def test_the_engine_ends_with_our_message(runs: Runs, name: str, message: str) -> None:
+    run = runs[name]
+    assert run.code > 0
+    assert run.seconds < PATIENCE
+    assert not run.phases
+    assert message in run.log
+    assert "ways out:" in run.log
