@@ -103,11 +103,20 @@ def _check_may_be_shadowed(module: RewrittenModule, tree: ast.Module) -> None:
     if module.path.endswith("__init__.py"):
         raise _error(module, "is a package's __init__: shadowing it would cut the package off from its other modules")
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Name | ast.Attribute):
+        if not isinstance(node, ast.Name | ast.Attribute | ast.Import | ast.ImportFrom):
             continue
-        name = ast.unparse(node)
-        if name in TIED_TO_ITS_PLACE | RESOURCE_READERS:
-            raise _error(module, f"depends on where its file lies: `{name}`", node.lineno)
+        found = _names(node) & (TIED_TO_ITS_PLACE | RESOURCE_READERS)
+        if found:
+            raise _error(module, f"depends on where its file lies: `{found.pop()}`", node.lineno)
+
+
+def _names(node: ast.Name | ast.Attribute | ast.Import | ast.ImportFrom) -> set[str]:
+    """What a name or an import names, dotted."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom):
+        return {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return {ast.unparse(node)}
 
 
 def _check_hooks(module: RewrittenModule, signatures: dict[str, ast.arguments | None]) -> None:

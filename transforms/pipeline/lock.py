@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 
 OVERLAYS = Path(__file__).parents[2] / "overlays"
 SCHEMA = 1
+PARTS = ("release", "serial", "upstream", "modules", "not_inserted")
+RESTORE = "restore it with git checkout"
 #: An object that holds no other, with at most one list.
 INNERMOST = re.compile(r"\{[^{}\[\]]*(\[[^{}\[\]]*\])?[^{}\[\]]*\}")
+#: A line break of the layout; in a string it would be escaped.
+INDENT = re.compile(r"\n *")
 
 Lock = dict[str, Any]
 
@@ -81,7 +86,7 @@ def _rule(outcome: Outcome, lines: dict[str, list[int]]) -> dict[str, Any]:
 def marked_lines(rewritten: bytes) -> dict[str, list[int]]:
     """The lines of a rewritten module that carry each rule's mark."""
     found: dict[str, list[int]] = {}
-    for number, line in enumerate(rewritten.decode().splitlines(), 1):
+    for number, line in enumerate(io.StringIO(rewritten.decode(), newline="\n"), 1):
         _, mark, rule = line.partition(MARK)
         if mark:
             found.setdefault(rule.strip(), []).append(number)
@@ -110,14 +115,19 @@ def read_lock(release: str, overlays: Path = OVERLAYS) -> Lock | None:
         lock = cast("Lock", json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except json.JSONDecodeError as error:
-        raise LockError("a lock is not JSON", where=f"{path}: {error}", fix="restore it with git checkout") from error
+    except ValueError as error:
+        raise LockError("a lock is not JSON", where=f"{path}: {error}", fix=RESTORE) from error
+    if not isinstance(lock, dict):
+        raise LockError("a lock is damaged", where=f"{path}: it is no object", fix=RESTORE)
     if lock.get("schema") != SCHEMA:
         raise LockError(
             f"a lock has schema {lock.get('schema')}, and this is the code for {SCHEMA}",
             where=str(path),
             fix="use the checkout that wrote it, or review the release again",
         )
+    missing = [part for part in PARTS if part not in lock]
+    if missing:
+        raise LockError("a lock is damaged", where=f"{path}: it lacks {', '.join(missing)}", fix=RESTORE)
     return lock
 
 
@@ -136,8 +146,7 @@ def check_reviewed(overlay: Overlay, overlays: Path = OVERLAYS) -> Lock:
             fix=f"read it with `nox -s review -- {release}`, then accept it with `nox -s review -- {release} --accept`",
         )
     differences = compare(lock, make_lock(overlay, lock["serial"]))
-    diff_path = directory(release, overlays) / "changes.diff"
-    if not differences and diff_path.read_text(encoding="utf-8") != overlay_diff(overlay):
+    if not differences and not _has_diff(overlay, overlays):
         differences = ["changes.diff is not the diff of these modules"]
     if differences:
         raise LockError(
@@ -147,6 +156,11 @@ def check_reviewed(overlay: Overlay, overlays: Path = OVERLAYS) -> Lock:
             f"`nox -s review -- {release} --accept`",
         )
     return lock
+
+
+def _has_diff(overlay: Overlay, overlays: Path) -> bool:
+    path = directory(overlay.release, overlays) / "changes.diff"
+    return path.is_file() and path.read_bytes() == overlay_diff(overlay).encode()
 
 
 def compare(reviewed: Lock, made: Lock) -> list[str]:
@@ -190,4 +204,4 @@ def accept(overlay: Overlay, *, bump: bool = False, overlays: Path = OVERLAYS) -
 def dump(data: Lock) -> str:
     """JSON as we keep it: readable in a diff, one line per rule, the same on every machine."""
     text = json.dumps(data, indent=1, ensure_ascii=False)
-    return INNERMOST.sub(lambda found: " ".join(found[0].split()), text) + "\n"
+    return INNERMOST.sub(lambda found: INDENT.sub(" ", found[0]), text) + "\n"

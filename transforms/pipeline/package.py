@@ -8,6 +8,7 @@ the time.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 DISTRIBUTION = "ucm-vllm-overlay"
 PACKAGE = "ucm_vllm_overlay"
 RUNTIME = "ucm-runtime"
+#: The time of every file in a wheel, in seconds since 1970: zip knows none before 1980.
+DATE = "1580601600"
 #: The files that are rendered from a template of the same name.
 RENDERED = (
     "pyproject.toml",
@@ -67,14 +70,15 @@ def overlay_version(release: str, serial: int) -> str:
     """The overlay's version: the release's, with our serial as its post-release number.
 
     An index accepts no local versions, so the serial cannot stand behind a plus. A vLLM post-release counts in
-    hundreds: 0.8.5.post1 with serial 2 is 0.8.5.post102.
+    hundreds: 0.8.5.post1 with serial 2 is 0.8.5.post102. So does a development release, which can have no
+    post-release: 0.33.0.dev7 with serial 2 is 0.33.0.dev702.
     """
     version = Version(release)
-    parts = release.partition("+")
-    base = parts[0].partition(".post")[0].partition(".dev")[0]
-    post = (version.post or 0) * 100 + serial
-    development = f".dev{version.dev}" if version.dev is not None else ""
-    return f"{base}.post{post}{development}{parts[1]}{parts[2]}"
+    before = "".join(str(part) for part in version.pre or ())
+    post = (version.post or 0) * 100 + (serial if version.dev is None else 0)
+    development = f".dev{version.dev * 100 + serial}" if version.dev is not None else ""
+    local = f"+{version.local}" if version.local else ""
+    return f"{version.base_version}{before}{f'.post{post}' if post else ''}{development}{local}"
 
 
 def build_package(overlay: Overlay, lock: Lock, out: Path = BUILD) -> Built:
@@ -130,7 +134,10 @@ def build_wheel(source: Path, out: Path) -> Path:
     """
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out.resolve())]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)  # noqa: S603 - fixed words
+    environ = {**os.environ, "SOURCE_DATE_EPOCH": DATE}
+    done = subprocess.run(  # noqa: S603 - fixed words
+        command, cwd=source, capture_output=True, text=True, check=False, env=environ
+    )
     if done.returncode:
         raise PackageError(
             "hatchling could not build the wheel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 if TYPE_CHECKING:
     from transforms.pipeline.lock import Lock
@@ -19,7 +20,7 @@ def make_sbom(lock: Lock, version: str) -> dict[str, Any]:
         version: The overlay's version.
     """
     upstream = lock["upstream"]
-    vllm = f"pkg:pypi/vllm@{lock['release']}"
+    vllm = f"pkg:pypi/vllm@{quote(lock['release'])}"
     artefact: dict[str, Any] = {
         "type": "library",
         "bom-ref": vllm,
@@ -31,7 +32,7 @@ def make_sbom(lock: Lock, version: str) -> dict[str, Any]:
     }
     if upstream["sha256"]:
         artefact["hashes"] = [{"alg": "SHA-256", "content": upstream["sha256"]}]
-    overlay = f"pkg:pypi/ucm-vllm-overlay@{version}"
+    overlay = f"pkg:pypi/ucm-vllm-overlay@{quote(version)}"
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",

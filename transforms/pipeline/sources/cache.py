@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import platformdirs
 
-from transforms.pipeline.sources.tree import sha256
+from transforms.pipeline.sources.tree import SourceError, sha256
 
 CACHE_VARIABLE = "UCM_OVERLAY_CACHE"
 
@@ -32,7 +32,7 @@ class Cache:
         path = self.root / "blobs" / digest
         try:
             data = path.read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return None
         if sha256(data) != digest:
             path.unlink(missing_ok=True)
@@ -50,7 +50,7 @@ class Cache:
         try:
             text = (self.root / "releases" / f"{version}.json").read_text(encoding="utf-8")
             return cast("dict[str, Any]", json.loads(text))
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (OSError, ValueError):
             return None
 
     def add_release(self, version: str, known: dict[str, Any]) -> None:
@@ -58,14 +58,31 @@ class Cache:
         text = json.dumps(known, indent=1, sort_keys=True)
         self._write(self.root / "releases" / f"{version}.json", text.encode())
 
-    @staticmethod
-    def _write(path: Path, data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+    def archive(self, filename: str, digest: str) -> Path | None:
+        """Where a whole archive with this hash is kept, or None."""
+        path = self.root / "archives" / filename
+        return path if path.is_file() and sha256(path.read_bytes()) == digest else None
+
+    def add_archive(self, filename: str, data: bytes) -> Path:
+        """Keep a whole archive; returns where."""
+        path = self.root / "archives" / filename
+        self._write(path, data)
+        return path
+
+    def _write(self, path: Path, data: bytes) -> None:
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data)
+                Path(name).replace(path)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise SourceError(
+                "the cache of upstream files cannot be written",
+                where=f"{self.root}: {error}",
+                fix=f"name another directory in {CACHE_VARIABLE}",
+            ) from error

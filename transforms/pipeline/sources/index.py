@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 import ssl
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import httpx2
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
-from unearth import PackageFinder
+from unearth import Link, PackageFinder
+from unearth.collector import LinkCollectError
 from unearth.fetchers import PyPIClient
 
 from transforms.pipeline.sources.pip_config import PipConfig, read_pip_config
@@ -18,9 +21,11 @@ from transforms.pipeline.sources.tree import SourceError
 if TYPE_CHECKING:
     from unearth import Package
     from unearth.fetchers import Fetcher
-    from unearth.link import Link
 
 PROJECT = "vllm"
+CONFIGURED = "the index that `python -m pip config list` shows"
+# It warns of each place that has no vLLM; an error of ours names them if none has.
+logging.getLogger("unearth").addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Index:
 
     def releases(self) -> list[str]:
         """All published versions, newest first."""
-        found = {package.version for package in self._packages if package.version}
+        found = {p.version for p in self._packages if p.version and not p.link.is_yanked}
         return sorted(found, key=Version, reverse=True)
 
     def archives(self, release: str) -> list[Archive]:
@@ -65,25 +70,18 @@ class Index:
 
     @functools.cached_property
     def _packages(self) -> list[Package]:
-        client = PyPIClient(
-            trusted_hosts=self.config.trusted_hosts,
-            verify=_verify(self.config),
-            cert=self.config.client_cert,
-            timeout=self.config.timeout,
-            proxy=self.config.proxy,
-        )
-        with client:
+        with _Client(self.config) as client:
             finder = PackageFinder(
                 session=cast("Fetcher", client),
                 index_urls=self.config.index_urls,
                 find_links=self.config.find_links,
                 ignore_compatibility=True,
             )
-            packages = [p for p in finder.find_all_packages(PROJECT) if _is_vllm(p)]
+            packages = [p for p in finder.find_all_packages(PROJECT, allow_yanked=True) if _is_vllm(p)]
         if not packages:
             raise SourceError(
                 "no package index is in reach that has vLLM, and the release is not in the cache",
-                where="the index that `python -m pip config list` shows",
+                where="; ".join(client.problems) or CONFIGURED,
                 fix="check the network, the proxy and pip's index settings; or build from a copy that you have: "
                 "--from PATH (a directory, a wheel, an sdist) or --from installed",
             )
@@ -93,9 +91,37 @@ class Index:
         newest = ", ".join(self.releases()[:5])
         return SourceError(
             f"the package index has no vLLM {release}",
-            where="the index that `python -m pip config list` shows",
+            where=CONFIGURED,
             fix=f"name a published release (newest: {newest}), or build from a copy that you have with --from PATH",
         )
+
+
+class _Client(PyPIClient):
+    """Notes the places that do not answer, and lets the finder go on to the next."""
+
+    def __init__(self, config: PipConfig) -> None:
+        self.problems: list[str] = []
+        proxied = httpx2.HTTPTransport(verify=False, cert=config.client_cert, proxy=config.proxy)
+        super().__init__(
+            trusted_hosts=config.trusted_hosts,
+            verify=_verify(config),
+            cert=config.client_cert,
+            timeout=config.timeout,
+            proxy=config.proxy,
+            # left alone, a trusted host would be reached past the proxy
+            mounts={f"all://{host}": proxied for host in config.trusted_hosts} if config.proxy else {},
+        )
+
+    def get(self, url: Any, **options: Any) -> httpx2.Response:
+        place = Link(str(url)).redacted
+        try:
+            answer = super().get(url, **options)
+        except httpx2.HTTPError as error:
+            self.problems.append(f"{place}: {error}")
+            raise LinkCollectError(str(error)) from error
+        if answer.is_error:
+            self.problems.append(f"{place}: {answer.status_code} {answer.reason_phrase}")
+        return answer
 
 
 def parse_release(release: str) -> Version:
@@ -139,4 +165,11 @@ def _archive(link: Link) -> Archive:
 
 
 def _verify(config: PipConfig) -> ssl.SSLContext | bool:
-    return ssl.create_default_context(cafile=config.cert) if config.cert else True
+    try:
+        return ssl.create_default_context(cafile=config.cert) if config.cert else True
+    except OSError as error:
+        raise SourceError(
+            "the certificates that pip is configured for cannot be read",
+            where=f"{config.cert}: {error}",
+            fix="correct pip's `cert` setting (`python -m pip config list`)",
+        ) from error

@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transforms.pipeline.sources.index import parse_release
 from transforms.pipeline.sources.tree import Artefact, SourceError, sha256
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 class DirectoryTree:
     """A directory that holds the package ``vllm`` (a checkout, an unpacked archive, ``site-packages``)."""
 
-    def __init__(self, release: str, root: Path, kind: str = "directory", sha: str = "") -> None:
-        self.release = release
-        self.artefact = Artefact(kind, root.name, sha)
+    def __init__(self, release: str, root: Path, artefact: Artefact) -> None:
+        self.release = str(parse_release(release))
+        self.artefact = artefact
         self._root = root
 
     def exists(self, path: str) -> bool:
@@ -51,9 +52,8 @@ def open_directory(path: Path, release: str | None) -> DirectoryTree:
             fix="name the directory that contains the package `vllm`, the package itself, or the virtual environment "
             "that it is installed in",
         )
-    return DirectoryTree(
-        release or _written_release(root), root, "installed" if root.name == "site-packages" else "directory"
-    )
+    kind = "installed" if root.name == "site-packages" else "directory"
+    return DirectoryTree(release or _written_release(root), root, Artefact(kind, root.name, ""))
 
 
 def open_installed(release: str | None) -> DirectoryTree:
@@ -70,7 +70,7 @@ def open_installed(release: str | None) -> DirectoryTree:
             fix="name the environment that has it: --from /path/to/its/venv",
         )
     root = Path(spec.origin).parent.parent
-    return DirectoryTree(release or _written_release(root), root, kind="installed")
+    return DirectoryTree(release or _written_release(root), root, Artefact("installed", root.name, ""))
 
 
 def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
@@ -90,8 +90,7 @@ def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
         top = next(entry for entry in target.iterdir() if (entry / "vllm").is_dir())
     except (OSError, tarfile.TarError, StopIteration) as error:
         raise SourceError(f"this is not a readable vLLM sdist: {error}", where=str(path)) from error
-    version = release or path.name.removesuffix(".tar.gz").partition("-")[2]
-    return DirectoryTree(version, top, kind="sdist", sha=digest)
+    return DirectoryTree(release or _written_release(top), top, Artefact("sdist", path.name, digest))
 
 
 def _written_release(root: Path) -> str:
@@ -107,5 +106,5 @@ def _written_release(root: Path) -> str:
     raise SourceError(
         "the release of this directory is not written in it",
         where=str(root),
-        fix="say which release it is: --release X.Y.Z --from PATH",
+        fix="say which release it is, before --from: `build-overlay X.Y.Z --from PATH`",
     )

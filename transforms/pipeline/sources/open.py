@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import requests
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
@@ -10,9 +12,12 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from transforms.pipeline.sources.cache import Cache
 from transforms.pipeline.sources.index import Archive, Index, parse_release
 from transforms.pipeline.sources.local import open_directory, open_installed, open_sdist
-from transforms.pipeline.sources.pip_config import PipConfig, read_pip_config
-from transforms.pipeline.sources.tree import SourceError, SourceTree, sha256
-from transforms.pipeline.sources.wheel import WheelTree
+from transforms.pipeline.sources.session import open_session
+from transforms.pipeline.sources.tree import Artefact, SourceError, SourceTree, sha256
+from transforms.pipeline.sources.wheel import Place, WheelTree, read_record
+
+if TYPE_CHECKING:
+    from transforms.pipeline.sources.pip_config import PipConfig
 
 
 def open_sources(release: str | None, origin: str | None = None, cache: Cache | None = None) -> SourceTree:
@@ -27,26 +32,60 @@ def open_sources(release: str | None, origin: str | None = None, cache: Cache | 
         SourceError: If the sources cannot be found or read.
     """
     cache = cache or Cache()
+    release = str(parse_release(release)) if release else None
     if origin == "installed":
         return open_installed(release)
     if origin is not None:
         return _open_path(Path(origin), release, cache)
     if release is None:
         raise SourceError("no release was named", fix="name one, for instance 0.32.0")
-    return _open_published(str(parse_release(release)), cache)
+    return _open_cached(release, cache) or _open_published(release, cache)
+
+
+def _open_cached(release: str, cache: Cache) -> SourceTree | None:
+    """A published release that was read before, without asking the index; None if it was not."""
+    known = cache.release(release) or {}
+    filename, digest, record = (str(known.get(key, "")) for key in ("filename", "sha256", "record"))
+    if not filename.endswith(".whl"):
+        path = cache.archive(filename, digest) if filename else None
+        return open_sdist(path, release, cache) if path else None
+    data = cache.blob(record) if record else None
+    if data is None:
+        return None
+    place = functools.partial(_published_place, release, filename)
+    return WheelTree(release, Artefact("wheel", filename, digest), cache, data, place)
 
 
 def _open_published(release: str, cache: Cache) -> SourceTree:
-    known = cache.release(release)
-    record = cache.blob(known["record"]) if known else None
-    if known and record is not None:
-        archive = Archive(known["filename"], known["url"], known["sha256"], is_wheel=True)
-        return WheelTree(release, archive, cache, None, record.decode())
     index = Index()
-    archives = index.archives(release)
-    if archives[0].is_wheel:
-        return WheelTree.fetch(release, archives[0], cache, index.config)
-    return open_sdist(download(archives[0], cache, index.config), release, cache)
+    archive = index.archives(release)[0]
+    known = {"filename": archive.filename, "sha256": archive.sha256}
+    if not archive.is_wheel:
+        path = download(archive, cache, index.config)
+        cache.add_release(release, known)
+        return open_sdist(path, release, cache)
+    record = read_record(archive, index.config)
+    cache.add_release(release, {**known, "record": cache.add_blob(record)})
+    return _wheel_tree(release, archive, cache, record, index.config)
+
+
+def _wheel_tree(
+    release: str, archive: Archive, cache: Cache, record: bytes, config: PipConfig | None = None
+) -> WheelTree:
+    artefact = Artefact("wheel", archive.filename, archive.sha256)
+    return WheelTree(release, artefact, cache, record, lambda: (archive, config))
+
+
+def _published_place(release: str, filename: str) -> Place:
+    """Where the index has a wheel that was read before."""
+    index = Index()
+    for archive in index.archives(release):
+        if archive.filename == filename:
+            return archive, index.config
+    raise SourceError(
+        f"the package index no longer has {filename}, of which the cache holds a part",
+        fix="name another index for pip, or build from a copy that you have with --from PATH",
+    )
 
 
 def _open_path(path: Path, release: str | None, cache: Cache) -> SourceTree:
@@ -65,29 +104,21 @@ def _open_path(path: Path, release: str | None, cache: Cache) -> SourceTree:
             fix="name a .whl, a .tar.gz or a directory",
         ) from None
     archive = Archive(path.name, path.resolve().as_uri(), sha256(path.read_bytes()), is_wheel=True)
-    return WheelTree.fetch(release or version, archive, cache, None)
+    return _wheel_tree(release or version, archive, cache, read_record(archive, None))
 
 
-def download(archive: Archive, cache: Cache, config: PipConfig | None = None) -> Path:
+def download(archive: Archive, cache: Cache, config: PipConfig) -> Path:
     """Fetch a whole archive into the cache and check its hash.
 
     Raises:
         SourceError: If it cannot be fetched or is not what the index promised.
     """
-    target = cache.root / "archives" / archive.filename
-    if target.is_file() and sha256(target.read_bytes()) == archive.sha256:
-        return target
-    config = config or read_pip_config()
-    proxies = {"http": config.proxy, "https": config.proxy} if config.proxy else None
     try:
-        answer = requests.get(
-            archive.url, timeout=config.timeout, verify=config.cert or True, cert=config.client_cert, proxies=proxies
-        )
-        answer.raise_for_status()
+        with open_session(config, archive.url) as session:
+            answer = session.get(archive.url, timeout=config.timeout)
+            answer.raise_for_status()
     except requests.RequestException as error:
         raise SourceError(f"{archive.filename} could not be fetched: {error}", fix="run it again") from error
     if archive.sha256 and sha256(answer.content) != archive.sha256:
         raise SourceError(f"{archive.filename} is not the file that the index promises: its hash differs")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(answer.content)
-    return target
+    return cache.add_archive(archive.filename, answer.content)

@@ -1,0 +1,124 @@
+"""The diff: that git and patch make the reviewed overlay of it, and that it holds nothing else of vLLM."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transforms.pipeline.build import make_overlay
+from transforms.pipeline.diff import module_diff, overlay_diff
+from transforms.pipeline.lock import directory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transforms.pipeline.rewrite import Overlay
+
+GIT_APPLY = ("git", "apply", "--unidiff-zero", "-")
+PATCH = ("patch", "--quiet", "-p1")
+TOOLS = pytest.mark.parametrize(
+    "tool",
+    [GIT_APPLY, pytest.param(PATCH, marks=pytest.mark.skipif(not shutil.which("patch"), reason="no patch"))],
+    ids=["git", "patch"],
+)
+RANGE = re.compile(r"@@ -\d+,(\d+) \+\d+,(\d+) @@")
+LINES = st.lists(st.sampled_from(["a\n", "b\n", "c\n", "\n", "-- a/x\n", "\x0c\n", "\u2028\n"]), max_size=12)
+
+
+def applied(root: Path, diff: str, files: dict[str, bytes], tool: tuple[str, ...]) -> dict[str, bytes]:
+    """The files after the diff."""
+    for path, data in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+    subprocess.run(tool, cwd=root, input=diff.encode(), check=True)
+    return {path: (root / path).read_bytes() for path in files}
+
+
+def upstream(overlay: Overlay) -> dict[str, bytes]:
+    return {module.path: module.upstream for module in overlay.modules}
+
+
+def rewritten(overlay: Overlay) -> dict[str, bytes]:
+    return {module.path: module.rewritten for module in overlay.modules}
+
+
+def assert_zero_context(diff: str) -> None:
+    """Each hunk holds the lines that its range counts, and each of them is added or removed."""
+    for header, body in re.findall(r"^(@@ .*)\n((?:[^-@].*\n|-(?!-- a/).*\n)*)", diff, re.MULTILINE):
+        removed, added = (int(count) for count in RANGE.fullmatch(header).groups())  # type: ignore[union-attr]
+        lines = body.splitlines()
+        assert [line[0] for line in lines] == ["-"] * removed + ["+"] * added
+
+
+@TOOLS
+def test_the_miniature(tmp_path: Path, overlay: Overlay, tool: tuple[str, ...]) -> None:
+    assert applied(tmp_path, overlay_diff(overlay), upstream(overlay), tool) == rewritten(overlay)
+
+
+def test_a_published_release(tmp_path: Path) -> None:
+    """Git makes the reviewed overlay of the real sources, and no upstream line is in it that did not change."""
+    overlay = make_overlay("0.32.0")
+    diff = overlay_diff(overlay)
+    assert applied(tmp_path, diff, upstream(overlay), GIT_APPLY) == rewritten(overlay)
+    assert_zero_context(diff)
+    for module in overlay.modules:
+        before, after = (data.decode().split("\n") for data in (module.upstream, module.rewritten))
+        removed = re.findall(
+            r"^-(?!-- a/)(.*)$", module_diff(module.path, module.upstream, module.rewritten), re.MULTILINE
+        )
+        assert all(before.count(line) > after.count(line) for line in removed)
+    assert diff == overlay_diff(overlay)
+    assert diff.encode() == (directory("0.32.0") / "changes.diff").read_bytes()
+
+
+@TOOLS
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"a\nb", b"a\nx\nb"),
+        (b"a\nb", b"a\nb\n"),
+        (b"a\nb\n", b"a\nb"),
+        (b"a\nb", b"a\nc"),
+        (b"a", b"b"),
+        (b"a\n", b"x\na\n"),
+        (b"a\r\nb\r\n", b"a\r\nx\r\nb\r\n"),
+        (b"a\n'\x0c\x1c\xe2\x80\xa8'\nb\n", b"a\n'\x0c\x1c\xe2\x80\xa8'\nx\nb\n"),
+        (b"b\na\n-- a/x\n", b"a\n++ b/x\n"),
+    ],
+    ids=["no-end", "end-added", "end-lost", "end-changed", "one-line", "start", "crlf", "odd-breaks", "like-a-header"],
+)
+def test_unusual_files(tmp_path: Path, before: bytes, after: bytes, tool: tuple[str, ...]) -> None:
+    extra = ("--binary",) if tool is PATCH and b"\r" in before else ()
+    assert applied(tmp_path, module_diff("x.py", before, after), {"x.py": before}, (*tool, *extra)) == {"x.py": after}
+
+
+def test_an_insertion_names_the_line_before_it() -> None:
+    assert module_diff("x.py", b"a\nb\n", b"a\nnew\nb\n") == "--- a/x.py\n+++ b/x.py\n@@ -1,0 +2,1 @@\n+new\n"
+    assert module_diff("x.py", b"a\n", b"new\na\n").endswith("@@ -0,0 +1,1 @@\n+new\n")
+    assert module_diff("x.py", b"a\nb\nc\n", b"a\nc\n").endswith("@@ -2,1 +1,0 @@\n-b\n")
+
+
+def test_nothing_changed_is_no_diff() -> None:
+    assert module_diff("x.py", b"a\n", b"a\n") == ""
+
+
+@settings(deadline=None)
+@given(LINES, LINES)
+def test_any_change_read_back(before: list[str], after: list[str]) -> None:
+    """A reader that knows the format alone gets the second file from the first."""
+    diff = module_diff("x", "".join(before).encode(), "".join(after).encode())
+    result, taken = [], 0
+    parts = re.split(r"(?:^|\n)@@ -(\d+),(\d+) \+\d+,(\d+) @@\n", diff)
+    for start, removed, _added, body in zip(*[iter(parts[1:])] * 4, strict=True):
+        at = int(start) - (1 if int(removed) else 0)
+        lines = [line + "\n" for line in body.removesuffix("\n").split("\n")]
+        assert [line[1:] for line in lines[: int(removed)]] == before[at : at + int(removed)]
+        result += before[taken:at] + [line[1:] for line in lines[int(removed) :]]
+        taken = at + int(removed)
+    assert result + before[taken:] == after

@@ -1,0 +1,34 @@
+"""Connections that are made as pip would make them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import requests
+
+if TYPE_CHECKING:
+    from transforms.pipeline.sources.pip_config import PipConfig
+
+
+def open_session(config: PipConfig | None, url: str) -> requests.Session:
+    """A session for one address.
+
+    Args:
+        config: pip's settings; None for none.
+        url: The address: a trusted host's certificate is not checked.
+    """
+    session = requests.Session()
+    if config is None:
+        return session
+    session.verify = not _is_trusted(config, url) and (config.cert or True)
+    session.cert = config.client_cert
+    if config.proxy:
+        session.proxies = {"http": config.proxy, "https": config.proxy}
+        session.trust_env = False  # the environment's proxies would take precedence
+    return session
+
+
+def _is_trusted(config: PipConfig, url: str) -> bool:
+    parts = urlsplit(url)
+    return not {parts.hostname, f"{parts.hostname}:{parts.port}"}.isdisjoint(config.trusted_hosts)
