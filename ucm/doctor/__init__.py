@@ -20,9 +20,9 @@ process and counts the hooks that fire in each of its processes.
 - ``modules``: each ``name``, ``group``; ``upstream`` and ``rewritten``: ``ok``, ``changed`` or ``missing``;
   ``disabled``, the reason or null; ``loads``, the file that Python would load, null where importing would fail.
 - ``findings``: each ``check``, ``status``, ``what``, ``details``, ``todo``.
-- ``run``: null, or ``outcome`` (``finished``, ``failed``, ``timed out``); ``seconds``; ``output``, the kept log of a
-  run that did not finish, and ``tail``, its end; ``saw``, what the engine told; ``processes``, each ``pid``,
-  ``process``, ``roles``, ``counts``; ``hooks``, each ``hook``, ``role``, ``expected``, ``reason`` (why not),
-  ``fired`` by process id, ``status`` (``ok``, ``missing``, ``not expected``).
+- ``run``: null, or ``outcome`` (``finished``, ``failed``, ``timed out``); ``seconds``; ``output``, the kept log (null
+  if all went well), and ``tail``, its end if the run did not finish; ``saw``, what the engine told; ``processes``,
+  each ``pid``, ``process``, ``roles``, ``counts``; ``hooks``, each ``hook``, ``role``, ``expected``, ``reason`` (why
+  not), ``fired`` by process id, ``status`` (``ok``, ``missing``, ``not expected``).
 - ``next``: what to do, in order.
 """

@@ -18,7 +18,7 @@ from ucm.overlay.switches import disabled_groups
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-DEFAULT_TIMEOUT = 300.0
+DEFAULT_TIMEOUT = 600.0
 
 
 def add_parser(commands: Any) -> None:
@@ -67,7 +67,7 @@ def _run(report: Report, model: Path | None, timeout: float) -> Report:
     if manifest is None or has_error(report.findings):
         skipped = Finding(CHECK, Status.WARNING, "no engine was started, because of the errors above")
         return report.with_findings([skipped])
-    _print([f"ucm: running a short engine, about a minute (at most {timeout:.0f} s) …"], sys.stderr)
+    _print([f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …"], sys.stderr)
     run = run_engine(model, timeout, manifest, disabled_groups(manifest.needs))
     return report.with_findings(check_run(run), run)
 

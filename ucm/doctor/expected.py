@@ -154,7 +154,7 @@ def _unused(module: str, facts: Facts) -> str:
     if module.startswith(V2_PACKAGE) and not v2:
         return "the V1 model runner ran"
     if module.startswith(MODELS) and module not in facts.model:
-        return f"the model has no layers of {module.removeprefix(MODELS)}"
+        return "the model's layers are none of those that are rewritten"
     if ".mla" in module and not facts.mla:
         return "the model has no MLA layers"
     if module.endswith(".attention.attention") and not facts.plain:

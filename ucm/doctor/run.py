@@ -90,8 +90,8 @@ class Run:
         outcome: `FINISHED`, `FAILED` or `TIMED_OUT`.
         seconds: How long it took in all.
         pid: The child's process id: vLLM's main process.
-        output: Its kept log; None if it finished.
-        tail: The end of that.
+        output: Its kept log; None if all went well.
+        tail: The end of that, unless the run finished.
         saw: What the engine told; empty unless it finished.
         processes: What the probe counted.
         hooks: The hooks of the seam; empty unless it finished.
@@ -159,15 +159,16 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     outcome, pid = _child(directory, timeout)
     seconds = round(time.monotonic() - began, 1)
     processes = read_reports(reports)
-    result = directory / "result.json"
+    output = directory / "output.log"
     if outcome != FINISHED:
-        output = directory / "output.log"
         tail = output.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         return Run(outcome, seconds, pid, output, tail, processes=processes)
-    saw = json.loads(result.read_text(encoding="utf-8"))
+    saw = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    hooks = [_result(expected, processes) for expected in expectations(manifest, disabled, Facts.of(saw))]
+    if any(result.status == "missing" for result in hooks):
+        return Run(outcome, seconds, pid, output, saw=saw, processes=processes, hooks=hooks)
     shutil.rmtree(directory)
-    expected = expectations(manifest, disabled, Facts.of(saw))
-    return Run(outcome, seconds, pid, saw=saw, processes=processes, hooks=[_result(e, processes) for e in expected])
+    return Run(outcome, seconds, pid, saw=saw, processes=processes, hooks=hooks)
 
 
 def _model(model: Path | None, directory: Path) -> dict[str, str]:
@@ -247,7 +248,7 @@ def _broken(run: Run) -> Finding:
         (f"its whole output: {run.output}",),
         (
             "read the end of its output, above",
-            "find out whether upstream's vLLM runs here: UCM_DISABLE_PATCHES=1 ucm doctor --run",
+            "find out whether upstream's vLLM runs here: the same command with UCM_DISABLE_PATCHES=1",
             *(["give it more time: ucm doctor --run --timeout SECONDS"] if run.outcome == TIMED_OUT else []),
         ),
     )
@@ -261,5 +262,5 @@ def _missing(run: Run, result: HookResult) -> Finding:
         places = [f"{run.name_of(pid)} (pid {pid})" for pid in result.missing]
         times = f"{min(result.fired.values())} of at least {least} times"
         what = f"{', '.join(places)}: {hook.name} fired {times}"
-    todo = "what each process loads from the overlay is in its log: UCM_PATCH_VERBOSE=1"
-    return Finding(CHECK, Status.ERROR, what, todo=(todo, "report it, with the output of: ucm doctor --run --json"))
+    log = f"what each process loaded from the overlay: grep UCM.Patch {run.output}"
+    return Finding(CHECK, Status.ERROR, what, todo=(log, "report it, with the output of: ucm doctor --run --json"))

@@ -149,6 +149,7 @@ class Site:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(away)}
         elsewhere = self.root / "elsewhere"
         elsewhere.mkdir(exist_ok=True)
+        clean["TMPDIR"] = str(elsewhere)  # where a run that went wrong keeps its log
         done = subprocess.run(
             command, cwd=elsewhere, env=clean | environ, capture_output=True, text=True, check=False, timeout=60
         )

@@ -96,7 +96,7 @@ def test_an_mla_model() -> None:
     found = unexpected(facts)
     assert set(found) == {*NEVER, *V2_OFF, *KV_WRITE, *LAYERS}
     assert found["kv_write_begin"] == "the model has MLA layers only"
-    assert found["ffn_begin"] == "the model has no layers of llama"
+    assert found["ffn_begin"] == "the model's layers are none of those that are rewritten"
 
 
 def test_a_backend_that_writes_inside_its_attention() -> None:

@@ -57,6 +57,7 @@ def test_a_hook_is_forgotten(site: Site) -> None:
     pid = answer.data["run"]["processes"][0]["pid"]
     assert answer.finding("run")["what"] == f"MainProcess (pid {pid}): request_freed fired 0 of at least 7 times"
     assert hooks(answer)["request_freed"]["status"] == "missing"
+    assert Path(answer.data["run"]["output"]).is_file()
     assert hooks(answer)["request_added"]["status"] == "ok"
 
 
