@@ -144,7 +144,8 @@ def shift(before: tuple[int, ...], now: tuple[int, ...]) -> str:
     """How far lines moved, or what they were."""
     by = {new - old for old, new in zip(before, now, strict=False)}
     if len(before) == len(now) and len(by) == 1:
-        return f"{by.pop():+d} lines"
+        distance = by.pop()
+        return f"{distance:+d} line{'s' if abs(distance) != 1 else ''}"
     return f"was at {', '.join(map(str, before))}"
 
 

@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from transforms.engine.errors import OverlayError
-from transforms.pipeline.build import build_overlay
+from transforms.pipeline.build import build_overlay, make_overlay
 from transforms.pipeline.drift.machine import as_data
 from transforms.pipeline.drift.model import Drift, measure
 from transforms.pipeline.drift.page import write_drift
 from transforms.pipeline.drift.terminal import print_matrix, print_release
-from transforms.pipeline.generate import regenerate
-from transforms.pipeline.lock import reviewed_releases
+from transforms.pipeline.generate import regenerate, write_generated
+from transforms.pipeline.lock import accept, reviewed_releases
 from transforms.pipeline.package import BUILD, Built, build_runtime
 from transforms.pipeline.parallel import each_release
+from transforms.pipeline.review.model import Verdict, make_review, summary
+from transforms.pipeline.review.page import write_review
+from transforms.pipeline.review.terminal import print_review
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from transforms.pipeline.rewrite import Overlay
 
 #: Progress and errors go here, results to standard output.
 console = Console(stderr=True, highlight=False)
@@ -37,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except OverlayError as error:
-        console.print(f"error: {error}", style="red", markup=False)
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("stopped", markup=False)
@@ -61,6 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     drift.add_argument("--page", action="store_true", help="write build/drift/index.html")
     add_origin(drift)
     drift.set_defaults(run=_drift)
+
+    review = commands.add_parser("review", help="read an overlay before it is accepted: a page, or the terminal")
+    review.add_argument("releases", nargs="*", metavar="RELEASE", help="one; default: the newest reviewed one")
+    review.add_argument("--terminal", action="store_true", help="print the review as well")
+    review.add_argument("--accept", action="store_true", help="write lock and diff: sign what was read")
+    review.add_argument("--bump", action="store_true", help="with --accept: raise our serial, for a new wheel")
+    add_origin(review)
+    review.set_defaults(run=_review)
 
     generate = commands.add_parser("regenerate", help="write every lock, diff and generated page anew")
     generate.add_argument("releases", nargs="*", metavar="RELEASE", help="default: all reviewed ones")
@@ -151,6 +164,43 @@ def _drift(options: argparse.Namespace) -> int:
 
 def _drift_one(job: tuple[str | None, str | None]) -> Drift:
     return measure(*job)
+
+
+def _review(options: argparse.Namespace) -> int:
+    releases = chosen_releases(options)
+    if len(releases) != 1 or (options.bump and not options.accept):
+        raise OverlayError(
+            "review reads one release, and --bump belongs to --accept", fix="for instance: `nox -s review -- 0.32.0`"
+        )
+    with console.status(f"vLLM {releases[0] or 'from the given sources'}"):
+        overlay = make_overlay(releases[0], options.origin)
+        review = make_review(overlay)
+        page = write_review(review)
+    if options.terminal:
+        print_review(review, output())
+    for line in [*summary(review), f"page: {page}"]:
+        print(line)  # noqa: T201 - the result
+    if options.accept:
+        _accept(overlay, bump=options.bump)
+    elif review.verdict is not Verdict.SAME:
+        given = f" --from {options.origin}" if options.origin else ""
+        console.print(
+            f"when you have read it: nox -s review -- {overlay.release}{given} --accept", markup=False, soft_wrap=True
+        )
+    return 0
+
+
+def _accept(overlay: Overlay, *, bump: bool) -> None:
+    target = accept(overlay, bump=bump)
+    write_generated()
+    for path in sorted(target.iterdir()):
+        print(f"wrote: {path}")  # noqa: T201 - the result
+    console.print(
+        f"and with them the fingerprints and docs/transforms.md. Commit all of it, then: "
+        f"nox -s build-overlay -- {overlay.release}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def output() -> Console:

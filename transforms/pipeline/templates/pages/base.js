@@ -6,8 +6,8 @@ try { theme = localStorage.getItem("ucm-theme") || "auto"; } catch { /* a page f
 
 function showTheme() {
   if (theme === "auto") delete root.dataset.theme; else root.dataset.theme = theme;
-  const button = document.getElementById("theme");
-  if (button) button.textContent = `Theme: ${theme}`;
+  const name = document.getElementById("theme-name");
+  if (name) name.textContent = theme;
 }
 
 function nextTheme() {

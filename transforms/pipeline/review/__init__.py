@@ -1,0 +1,1 @@
+"""What a reviewer reads before an overlay is accepted: as a page, and in the terminal."""

@@ -1,0 +1,117 @@
+"""The review as one HTML file: every module side by side, its record beside each change, nothing from the network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+from transforms.pipeline.changes import Change
+from transforms.pipeline.package import BUILD
+from transforms.pipeline.pages import write_page
+from transforms.pipeline.review.highlight import highlighted
+from transforms.pipeline.review.regions import lines_of, regions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transforms.engine.report import Outcome
+    from transforms.pipeline.changes import RuleChange
+    from transforms.pipeline.review.model import ModuleReview, Review
+    from transforms.pipeline.review.regions import Region
+
+CONTEXT = 10
+#: The changes that a reviewer must read; a shift of lines alone is none.
+TELLING = (Change.NEW, Change.GONE, Change.REWORDED, Change.MOVED)
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """One row with its code as HTML."""
+
+    old: int | None
+    new: int | None
+    left: Markup
+    right: Markup
+    changed: bool
+
+
+@dataclass(frozen=True)
+class ShownRegion:
+    """A change with its context, or folded lines.
+
+    Attributes:
+        rows: The rows to show; none where folded.
+        folded: The folded lines as HTML.
+        old: The first line's number in the upstream file.
+        new: The same in the rewritten file.
+        count: How many lines are folded.
+        scope: Where the change stands.
+        rules: Its rules with their outcomes and what became of them since the release before.
+    """
+
+    rows: tuple[ShownRow, ...]
+    folded: Markup
+    old: int
+    new: int
+    count: int
+    scope: str
+    rules: tuple[tuple[Outcome, RuleChange | None], ...]
+
+
+def write_review(review: Review, out: Path = BUILD) -> Path:
+    """Write the page of a review below a directory: ``review/vllm-X/index.html``."""
+    reasons = groupby(review.lock["not_inserted"], key=lambda entry: (entry["status"], entry["reason"]))
+    return write_page(
+        out / "review" / f"vllm-{review.release}" / "index.html",
+        "review.html.j2",
+        review=review,
+        shown=[(module, _regions(module, review)) for module in review.modules],
+        not_inserted=[(*reason, [entry["rule"] for entry in entries]) for reason, entries in reasons],
+        telling=TELLING,
+        to_read=[(rule, c) for rule, c in review.changes.rules.items() if c.change in TELLING],
+        changes=list(Change),
+        counts={transform: _counts(transform, review) for transform in review.changes.modules},
+        news={module.transform.id: _news(module, review) for module in review.modules},
+    )
+
+
+def _news(module: ModuleReview, review: Review) -> int:
+    """How many of a module's rules are to be read anew."""
+    changes = (review.changes.rules.get(rule) for rule in module.outcomes)
+    return sum(change is not None and change.change in TELLING for change in changes)
+
+
+def _counts(transform: str, review: Review) -> str:
+    rules = review.changes.rules.items()
+    counts = Counter(c.change for rule, c in rules if rule.partition(".")[0] == transform)
+    return ", ".join(f"{counts[change]} {change.value}" for change in Change if counts[change])
+
+
+def _regions(module: ModuleReview, review: Review) -> list[ShownRegion]:
+    new = highlighted(lines_of(module.module.rewritten))
+    old_lines = lines_of(module.module.upstream)
+    return [_region(region, module, review, new, old_lines) for region in regions(module.module, CONTEXT)]
+
+
+def _region(region: Region, module: ModuleReview, review: Review, new: list[str], old_lines: list[str]) -> ShownRegion:
+    first = region.rows[0]
+    start = (first.old or 1, first.new or 1)
+    if not region.changed:
+        folded = "\n".join(new[row.new - 1] for row in region.rows if row.new)
+        return ShownRegion((), _html(folded), *start, len(region.rows), "", ())
+    rows = []
+    for row in region.rows:
+        right = new[row.new - 1] if row.new else ""
+        left = right if not row.changed else highlighted([old_lines[row.old - 1]])[0] if row.old else ""
+        rows.append(ShownRow(row.old, row.new, _html(left), _html(right), row.changed))
+    rules = tuple((module.outcomes[rule], review.changes.rules.get(rule)) for rule in region.rules)
+    return ShownRegion(tuple(rows), _html(""), *start, 0, region.scope, rules)
+
+
+def _html(text: str) -> Markup:
+    """HTML that `highlighted` has escaped."""
+    return Markup(text)  # noqa: S704 - escaped where it was made
