@@ -98,7 +98,7 @@ document.addEventListener("DOMContentLoaded", () => {
         if (lines) {
           const told = document.createElement("span");
           told.className = "hits";
-          told.textContent = `found ${lines} times here`;
+          told.textContent = `${lines} found here`;
           fold.querySelector(".label").after(told);
           hits += lines;
         }
