@@ -156,14 +156,13 @@ def _may_change_quotes(value: str) -> bool:
 
 def sites(module: cst.Module) -> list[Site]:
     """The places that a mutation may change: all but those within an f-string, which must stay on its line."""
-    return list(_outside_strings((), module))
-
-
-def _outside_strings(path: Path, node: cst.CSTNode) -> list[Site]:
-    found = [(path, node)]
-    if not isinstance(node, cst.FormattedString):
-        for step, child in children(node):
-            found += _outside_strings((*path, step), child)
+    found: list[Site] = []
+    waiting: list[Site] = [((), module)]
+    while waiting:
+        path, node = waiting.pop()
+        found.append((path, node))
+        if not isinstance(node, cst.FormattedString):
+            waiting += [((*path, step), child) for step, child in children(node)][::-1]
     return found
 
 
@@ -188,7 +187,8 @@ def mutated(
         for some, most in ((inside, INSIDE), (fitting, ELSEWHERE)):
             chosen += [(i, kind) for i in rng.sample(some, min(most, len(some)))]
     root: cst.CSTNode = module
-    for index, kind in sorted(set(chosen), reverse=True):
+    last_first = sorted(set(chosen), key=lambda one: (one[0], one[1] != "statements"), reverse=True)
+    for index, kind in last_first:  # at one place, the insertion that moves the place itself comes after all others
         root = HARMLESS[kind][0](root, places[index][0], rng)
     return cast("cst.Module", root)
 

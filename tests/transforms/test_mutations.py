@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.transforms.mutations import HARMFUL, HARMLESS, mutated, sites
@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 
 RELEASES = ("0.9.0", "0.11.0", "0.16.0", "0.19.1", "0.26.0", "0.33.0")
 HOOKS = "_ucm_hooks"
+#: The same examples everywhere, and none made smaller: one takes seconds.
+PROFILE = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=4,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
 EACH = [
     pytest.param(release, transform, id=f"{release}-{transform.id}")
     for release in RELEASES
@@ -92,7 +101,7 @@ def test_harmless_changes_change_nothing_for_the_rules(release: str, transform: 
     places, scopes = places_of(release, transform)
     outcomes, wanted = result_of(release, transform)
 
-    @settings(derandomize=True, deadline=None, max_examples=4, suppress_health_check=list(HealthCheck), database=None)
+    @settings(PROFILE)
     @given(kinds=st.lists(st.sampled_from(sorted(HARMLESS)), min_size=3, unique=True), seed=st.integers(0, 2**32))
     def check(kinds: list[str], seed: int) -> None:
         code = mutated(module, places, scopes, kinds, seed).code

@@ -7,6 +7,7 @@ path names the fields that lead to one node, and only the nodes on it are rebuil
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import libcst as cst
@@ -25,21 +26,28 @@ Block: TypeAlias = cst.Module | cst.IndentedBlock
 
 def children(node: cst.CSTNode) -> Iterator[tuple[Step, cst.CSTNode]]:
     """The direct children of a node with the step to each, in source order."""
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
+    for name in _fields(type(node)):
+        value = getattr(node, name)
         if isinstance(value, cst.CSTNode):
-            yield (field.name, None), value
+            yield (name, None), value
         elif isinstance(value, (tuple, list)):
             for index, item in enumerate(value):
                 if isinstance(item, cst.CSTNode):
-                    yield (field.name, index), item
+                    yield (name, index), item
+
+
+@functools.cache
+def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def walk(node: cst.CSTNode, path: Path = ()) -> Iterator[tuple[Path, cst.CSTNode]]:
     """A node and all its descendants, each with its path, parents first."""
-    yield path, node
-    for step, child in children(node):
-        yield from walk(child, (*path, step))
+    waiting = [(path, node)]
+    while waiting:
+        here, found = waiting.pop()
+        yield here, found
+        waiting += [((*here, step), child) for step, child in children(found)][::-1]
 
 
 def get(root: cst.CSTNode, path: Path) -> cst.CSTNode:
