@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e.scenarios import Runs
+    from tests.e2e.scenarios import Environments, Runs
 
 VARIABLE = "UCM_E2E_RELEASE"
 
@@ -24,9 +24,16 @@ def release() -> str:
 
 
 @pytest.fixture(scope="session")
-def runs(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    from tests.e2e.scenarios import Runs  # noqa: PLC0415 - the build's packages are only needed where engines run
+def environments(release: str) -> Environments:
+    from tests.e2e.scenarios import Environments  # noqa: PLC0415 - only engines need the build's packages
 
-    made = Runs(release, tmp_path_factory.mktemp("engines"))
+    return Environments(release)
+
+
+@pytest.fixture(scope="session")
+def runs(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    from tests.e2e.scenarios import Runs  # noqa: PLC0415
+
+    made = Runs(environments, tmp_path_factory.mktemp("engines"))
     yield made
     made.close()

@@ -113,3 +113,35 @@ def _safetensors(shapes: dict[str, tuple[int, ...]], source: random.Random) -> b
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + values.tobytes()
+
+
+#: What vLLM's own tests need to know of the model that they name.
+OPT: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+    "torch_dtype": "float16",
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+
+
+def write_hub(directory: Path) -> Path:
+    """A model hub's cache with nothing but the configuration of ``facebook/opt-125m`` and a small tokenizer."""
+    model = directory / "hub" / "models--facebook--opt-125m"
+    snapshot = model / "snapshots" / "0000"
+    snapshot.mkdir(parents=True, exist_ok=True)
+    (model / "refs").mkdir(exist_ok=True)
+    (model / "refs" / "main").write_text("0000", encoding="utf-8")
+    (snapshot / "config.json").write_text(json.dumps(OPT), encoding="utf-8")
+    write_tokenizer(snapshot, VOCABULARY)
+    return directory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,18 +93,15 @@ SCENARIOS = {
 
 
 class Runs:
-    """The scenarios of one release, run on demand; the first question starts them all."""
+    """The scenarios of one release; all are started at once, and run two at a time."""
 
-    def __init__(self, release: str, directory: Path) -> None:
-        self.environments = Environments(release)
+    def __init__(self, environments: Environments, directory: Path) -> None:
+        self.environments = environments
         self._directory = directory
         self._pool = ThreadPoolExecutor(2)
-        self._futures: dict[str, Future[Run]] = {}
+        self._futures = {name: self._pool.submit(self._run, name) for name in SCENARIOS}
 
     def __getitem__(self, name: str) -> Run:
-        if not self._futures:
-            order = sorted(SCENARIOS, key=lambda other: other != name)
-            self._futures = {other: self._pool.submit(self._run, other) for other in order}
         return self._futures[name].result()
 
     def directory(self, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -17,16 +18,37 @@ ROWS: tuple[list[int], ...] = ([11, 12, 13], [21], [])
 DEVICE = torch.device("cpu")
 
 
+def _make(table: Any, **arguments: Any) -> Any:
+    """A table of a release that takes these arguments, or some of them."""
+    known = inspect.signature(table).parameters
+    arguments |= {"pin_memory": False, "device": DEVICE}
+    return table(**{name: value for name, value in arguments.items() if name in known})
+
+
 def _single() -> Any:
-    table = tables.BlockTable(16, 4, 8, 64, pin_memory=False, device=DEVICE, cp_kv_cache_interleave_size=1)
+    table = _make(
+        tables.BlockTable,
+        block_size=16,
+        max_num_reqs=4,
+        max_num_blocks_per_req=8,
+        max_num_batched_tokens=64,
+        kernel_block_size=16,
+        cp_kv_cache_interleave_size=1,
+    )
     for row, blocks in enumerate(ROWS):
         table.add_row(blocks, row)
     return table
 
 
 def _groups() -> Any:
-    table = tables.MultiGroupBlockTable(
-        4, 64, pin_memory=False, device=DEVICE, block_sizes=[16, 32], max_num_blocks=[8, 8]
+    table = _make(
+        tables.MultiGroupBlockTable,
+        max_num_reqs=4,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        block_sizes=[16, 32],
+        kernel_block_sizes=[16, 32],
+        max_num_blocks=[8, 8],
     )
     for row, blocks in enumerate(ROWS):
         table.add_row((blocks, [block + 100 for block in blocks]), row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,10 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.e2e.scenarios import Runs
+
 pytestmark = pytest.mark.e2e
 
-PYTHON = "UCM_E2E_PYTHON"
 SCHEDULER = {
     "num_slots_sparsed",
     "request_added",
@@ -43,11 +43,8 @@ KV_WRITE = {"kv_write_begin", "kv_write_finished"}
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    python = os.environ.get(PYTHON)
-    if not python:
-        pytest.skip(f"{PYTHON} names no interpreter with vLLM, ucm-runtime and an overlay")
-    return run(python, tmp_path_factory.mktemp("doctor"))
+def answer(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(str(runs.environments.overlay.python), tmp_path_factory.mktemp("doctor"))
 
 
 def run(python: str, directory: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.e2e.scenarios import Runs
+    from tests.e2e.scenarios import Environments
 
 pytestmark = pytest.mark.e2e
 
@@ -19,8 +19,8 @@ OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=defau
 
 
 @pytest.mark.parametrize("file", ["tests/e2e/test_block_table.py", "tests/ucm/test_probe.py"])
-def test_with_real_objects(runs: Runs, file: str) -> None:
-    python = runs.environments.overlay.python
+def test_with_real_objects(environments: Environments, file: str) -> None:
+    python = environments.overlay.python
     done = subprocess.run(
         [python, "-P", "-m", "pytest", *OPTIONS, file], cwd=ROOT, capture_output=True, text=True, check=False
     )

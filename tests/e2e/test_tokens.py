@@ -59,5 +59,5 @@ def test_tokens_are_those_of_plain_vllm_when_compiled(runs: Runs) -> None:
     assert plain.code == 0, plain.log[-4000:]
     assert overlay.code == 0, overlay.log[-4000:]
     for name in ("compiled plain", "compiled overlay"):
-        assert list((runs.directory(name) / "inductor").rglob("*.so")), "nothing was compiled"
+        assert list(runs.directory(name).rglob("*.so")), "nothing was compiled"
     assert overlay.tokens == plain.tokens

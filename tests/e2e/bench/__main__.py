@@ -1,0 +1,79 @@
+"""Measure, print a table with the goal beside each figure, and keep the numbers under ``build/bench/``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.e2e.bench import building, running, start
+from tests.e2e.bench.figure import Figure
+from tests.e2e.environment import plain, with_overlay
+from transforms.pipeline.package import BUILD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SECTIONS = ("start", "build", "download", "scheduler", "engine")
+RELEASE = "0.32.0"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the sections; figures are shown, never judged by an exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.bench", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--release", default=RELEASE, help=f"default: {RELEASE}")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.sections) - set(SECTIONS))
+    if unknown:
+        parser.error(f"there is no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+    figures = []
+    for figure in measure(options.release, options.sections or SECTIONS):
+        print(f"{figure.name}: {figure.value:.4g} {figure.unit}", file=sys.stderr, flush=True)
+        figures.append(figure)
+    _show(figures)
+    directory = BUILD / "bench"
+    directory.mkdir(parents=True, exist_ok=True)
+    machine = {"processors": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    kept = {"release": options.release, "machine": machine, "figures": [dataclasses.asdict(f) for f in figures]}
+    (directory / "figures.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    return 0
+
+
+def measure(release: str, sections: Sequence[str]) -> Iterator[Figure]:
+    """The figures of some sections."""
+    if "start" in sections:
+        yield from start.interpreter_start(release)
+    if "build" in sections:
+        yield from building.build(release)
+    if "download" in sections:
+        yield from building.download()
+    if "scheduler" in sections:
+        yield from running.scheduler(plain(release), with_overlay(release))
+    if "engine" in sections:
+        overlay = with_overlay(release)
+        for found in running.decoding(plain(release), overlay):
+            if isinstance(found, Figure):
+                yield found
+            else:
+                yield from start.content_checks(overlay, found)
+
+
+def _show(figures: Sequence[Figure]) -> None:
+    table = Table("figure", "measured", "goal", "met")
+    for figure in figures:
+        goal = "" if figure.goal is None else f"≤ {figure.goal:g} {figure.unit}".strip()
+        met = {True: "yes", False: "no", None: ""}[figure.met]
+        table.add_row(figure.name, f"{figure.value:.4g} {figure.unit}".strip(), goal, met)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What it costs to run: the scheduler alone, and decoding in a whole engine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e.bench.figure import Figure, alternate, median_ratio
+from tests.e2e.engine import INSIDE, MODEL, Run, run_engine, variables
+from tests.e2e.model import VOCABULARY, write_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.e2e.environment import Environment
+
+SCHEDULER_PAIRS = 8
+REQUESTS, STEPS = 256, 400
+ENGINE_PAIRS = 2
+DECODE_REPEATS, DECODE_REQUESTS, DECODE_TOKENS = 6, 16, 400
+ROOMY = {"num_gpu_blocks_override": 600, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+
+
+def scheduler(plain: Environment, overlay: Environment) -> Iterator[Figure]:
+    """`Scheduler.schedule()` with many running requests, in alternating fresh processes."""
+    write_model(MODEL)
+    sides = [lambda environment=environment: _schedule_seconds(environment) for environment in (plain, overlay)]
+    without, with_ = alternate(sides, SCHEDULER_PAIRS)
+    detail = {
+        "requests": REQUESTS,
+        "pairs": SCHEDULER_PAIRS,
+        "without_us": [1e6 * seconds for seconds in without],
+        "with_us": [1e6 * seconds for seconds in with_],
+    }
+    yield Figure("Scheduler.schedule(), ratio", median_ratio(without, with_), "", 1.01, detail)
+
+
+def _schedule_seconds(environment: Environment) -> float:
+    """The median call of one process."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [environment.python, INSIDE / "schedule.py", MODEL, REQUESTS, STEPS]
+        done = subprocess.run(
+            [str(word) for word in command],
+            env={**variables(Path(directory)), "PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return float(statistics.median(json.loads(done.stdout.splitlines()[-1])))
+
+
+def decoding(plain: Environment, overlay: Environment) -> Iterator[Figure | Run]:
+    """Decode throughput of whole engines; the last engine with the overlay comes along, for what it loaded."""
+    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    last: list[Run] = []
+
+    def side(name: str, environment: Environment) -> float:
+        with tempfile.TemporaryDirectory() as directory:
+            run = run_engine(environment, Path(directory), engine=ROOMY, batches=_batches())
+        if run.code:
+            raise RuntimeError(run.log[-2000:])
+        seconds[name] += [phase["seconds"] for phase in list(run.phases.values())[1:]]
+        last[:] = [run] if name == "with" else last
+        return run.seconds
+
+    alternate([lambda: side("without", plain), lambda: side("with", overlay)], ENGINE_PAIRS)
+    tokens = DECODE_REQUESTS * DECODE_TOKENS
+    detail = {name: {"tokens_per_s": [tokens / one for one in many]} for name, many in seconds.items()}
+    yield Figure(
+        "decoding in an engine, time ratio", median_ratio(seconds["without"], seconds["with"]), "", None, detail
+    )
+    yield from last
+
+
+def _batches() -> dict[str, list[list[dict[str, Any]]]]:
+    params = {"max_tokens": DECODE_TOKENS, "ignore_eos": True, "temperature": 0.0}
+    requests = [{"prompt": [3 + n, VOCABULARY - 1 - n, 9], "params": params} for n in range(DECODE_REQUESTS)]
+    return {f"decode {number}": [requests] for number in range(DECODE_REPEATS + 1)}
