@@ -70,14 +70,18 @@ class Index:
 
     @functools.cached_property
     def _packages(self) -> list[Package]:
-        with _Client(self.config) as client:
+        config = self.config
+        with _Client(config) as client:
             finder = PackageFinder(
                 session=cast("Fetcher", client),
-                index_urls=self.config.index_urls,
-                find_links=self.config.find_links,
+                index_urls=config.index_urls,
+                find_links=config.find_links,
                 ignore_compatibility=True,
             )
-            packages = [p for p in finder.find_all_packages(PROJECT, allow_yanked=True) if _is_vllm(p)]
+            if not config.index_urls and not config.find_links:
+                finder.sources.clear()  # left alone, it asks the public index, which pip is then forbidden to do
+            found = finder.find_all_packages(PROJECT, allow_yanked=True)
+            packages = [p for p in found if _is_vllm(p)]
         if not packages:
             raise SourceError(
                 "no package index is in reach that has vLLM, and the release is not in the cache",

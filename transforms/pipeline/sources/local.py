@@ -6,6 +6,7 @@ import email.parser
 import importlib.util
 import os
 import tarfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,7 @@ def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
                 archive.extractall(partial, filter="data")
             partial.rename(target)
         top = next(entry for entry in target.iterdir() if (entry / "vllm").is_dir())
-    except (OSError, tarfile.TarError, StopIteration) as error:
+    except (OSError, EOFError, zlib.error, tarfile.TarError, StopIteration) as error:
         raise SourceError(f"this is not a readable vLLM sdist: {error}", where=str(path)) from error
     return DirectoryTree(release or _written_release(top), top, Artefact("sdist", path.name, digest))
 
@@ -106,5 +107,5 @@ def _written_release(root: Path) -> str:
     raise SourceError(
         "the release of this directory is not written in it",
         where=str(root),
-        fix="say which release it is, before --from: `build-overlay X.Y.Z --from PATH`",
+        fix="say which release it is: --release X.Y.Z --from PATH",
     )

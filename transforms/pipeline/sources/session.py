@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import requests
 
 if TYPE_CHECKING:
     from transforms.pipeline.sources.pip_config import PipConfig
+
+
+class _Session(requests.Session):
+    """A session whose own certificates count before those that the environment names."""
+
+    def merge_environment_settings(self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:
+        own = self.verify if verify is None else verify
+        return super().merge_environment_settings(url, proxies, stream, own, cert)
 
 
 def open_session(config: PipConfig | None, url: str) -> requests.Session:
@@ -18,7 +26,7 @@ def open_session(config: PipConfig | None, url: str) -> requests.Session:
         config: pip's settings; None for none.
         url: The address: a trusted host's certificate is not checked.
     """
-    session = requests.Session()
+    session = _Session()
     if config is None:
         return session
     session.verify = not _is_trusted(config, url) and (config.cert or True)
