@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.releases import REVIEWED
 from transforms.pipeline.package import group_needs
-from transforms.pipeline.releases import REVIEWED
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.releases import REVIEWED
 from tests.transforms.upstream import parsed
 from transforms.engine.apply import apply_rules
 from transforms.engine.report import Status
-from transforms.pipeline.releases import REVIEWED
 from transforms.registry import TRANSFORMS
 
 if TYPE_CHECKING:

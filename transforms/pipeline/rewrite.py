@@ -87,9 +87,11 @@ def rewrite(tree: SourceTree, transforms: Sequence[Transform] = TRANSFORMS) -> O
             outcomes += _without_module(transform, tree.release)
             continue
         module = _rewrite_module(transform, path, sources[path], tree.release)
-        outcomes += module.outcomes
         if any(_is_change(outcome, transform) for outcome in module.outcomes):
             modules.append(module)
+            outcomes += module.outcomes
+        else:
+            outcomes += [_left_out(outcome) for outcome in module.outcomes]
     return Overlay(tree.release, tree.artefact, tuple(modules), tuple(outcomes))
 
 
@@ -122,6 +124,14 @@ def _with_notice(source: bytes, release: str) -> bytes:
 def _is_change(outcome: Outcome, transform: Transform) -> bool:
     """Whether an outcome is more than the import of hooks that nothing would call."""
     return outcome.status not in {Status.UPSTREAMED, Status.NOT_APPLICABLE} and outcome.rule != f"{transform.id}.import"
+
+
+def _left_out(outcome: Outcome) -> Outcome:
+    """The outcome of a rule in a module that is not shadowed, because nothing but the import would be inserted."""
+    if outcome.status is not Status.APPLIED:
+        return outcome
+    detail = "no other rule inserts anything into this module, so nothing would call a hook"
+    return Outcome(outcome.rule, Status.NOT_APPLICABLE, outcome.path, detail=detail)
 
 
 def _absence(transform: Transform, release: str) -> str | None:

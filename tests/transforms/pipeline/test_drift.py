@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from tests.releases import REVIEWED
 from tests.transforms.pipeline.memory import (
     OUTPUT,
     OUTPUT_SOURCE,
@@ -27,7 +28,6 @@ from transforms.pipeline.drift.model import Drift, measure, measure_tree
 from transforms.pipeline.drift.page import write_drift
 from transforms.pipeline.drift.terminal import print_matrix, print_release
 from transforms.pipeline.lock import accept
-from transforms.pipeline.releases import REVIEWED
 
 if TYPE_CHECKING:
     from pathlib import Path

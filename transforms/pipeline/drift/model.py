@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transforms.engine.errors import OverlayError
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from transforms.engine.transform import Transform
     from transforms.pipeline.rewrite import Overlay
     from transforms.pipeline.sources.tree import Artefact, SourceTree
-
-#: An import of the hooks into a module that calls none of them is left out with the module.
-NOTHING_TO_CALL = "no other rule inserts anything into this module"
 
 
 @dataclass(frozen=True)
@@ -119,21 +116,10 @@ def measure_tree(tree: SourceTree, transforms: Sequence[Transform], overlays: Pa
     lines = {rule: found.lines for rule, found in inserted(overlay_diff(overlay), transforms).items()}
     owner = {rule.id: transform.id for transform in transforms for rule in transform.all_rules}
     rules = tuple(
-        RuleDrift(owner[o.rule], o, lines.get(o.rule, ()), changes.rules.get(o.rule)) for o in _outcomes(overlay)
+        RuleDrift(owner[o.rule], o, lines.get(o.rule, ()), changes.rules.get(o.rule)) for o in overlay.outcomes
     )
     reviewed = read_lock(overlay.release, overlays) is not None
     return Drift(overlay.release, reviewed, changes.since, overlay.artefact, rules, changes.modules, _problem(overlay))
-
-
-def _outcomes(overlay: Overlay) -> list[Outcome]:
-    """The outcomes; an import into a module that is left out is told as what it is."""
-    rewritten = {outcome.rule for module in overlay.modules for outcome in module.outcomes}
-    return [
-        replace(o, status=Status.NOT_APPLICABLE, detail=NOTHING_TO_CALL)
-        if o.status is Status.APPLIED and o.rule not in rewritten
-        else o
-        for o in overlay.outcomes
-    ]
 
 
 def _problem(overlay: Overlay) -> str:

@@ -1,4 +1,4 @@
-"""The releases whose overlays are reviewed and kept in this repository."""
+"""The releases that this repository promises: each has a reviewed overlay, and the tests go through all of them."""
 
 from __future__ import annotations
 
