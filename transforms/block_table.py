@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from transforms.engine.edits import Method
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.members import Method
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant
 from transforms.engine.scope import Scope
 from transforms.engine.transform import Case, Transform

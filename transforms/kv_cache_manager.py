@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from transforms.engine.edits import Parameter, after
+from transforms.engine.edits import after
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.members import Parameter
 from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope

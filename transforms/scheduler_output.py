@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from transforms.engine.edits import Field
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.members import Field
 from transforms.engine.rule import Module, ModulePath, Rule, rule
 from transforms.engine.scope import Scope
 from transforms.engine.transform import Case, Transform

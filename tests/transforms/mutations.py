@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import libcst as cst
 
-from transforms.engine.edits import Field
 from transforms.engine.flow import leaves
+from transforms.engine.members import Field
 from transforms.engine.tree import Path, children, enclosing_statement, get, insert_statements, replace, walk
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from transforms.engine.candidates import nearest_definitions, nearest_statements, places
-from transforms.engine.edits import MARK
+from transforms.engine.marks import MARK
 from transforms.engine.patterns import pattern
 from transforms.engine.report import Outcome, Status
 from transforms.engine.tree import Path, get, replace

@@ -1,8 +1,7 @@
-"""The closed set of changes that a rule can make: each inserts, none removes.
+"""The changes that a rule can make: each inserts, none removes. Here are those that insert statements.
 
 An edit finds the nodes that it attaches to inside a scope, and rebuilds the scope's root with its insertion at one of
-them. What it inserts carries the rule's mark, a trailing ``# ucm: <rule id>``, wherever the layout has room for one:
-the reader of a rewritten module can look any line up, and a second run recognises its own work.
+them. `transforms.engine.members` has the edits that insert arguments, parameters, fields and methods.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import libcst as cst
 
-from transforms.engine.arguments import appended
-from transforms.engine.errors import RuleDefinitionError
-from transforms.engine.flow import leaves
+from transforms.engine.flow import leaves, returns
+from transforms.engine.marks import count_marked, marked_statements
 from transforms.engine.patterns import pattern
-from transforms.engine.tree import code_of, enclosing_statement, get, insert_statements, replace, walk
+from transforms.engine.tree import enclosing_statement, get, insert_statements
 
 if TYPE_CHECKING:
     from transforms.engine.tree import Path
-
-MARK = "# ucm: "
 
 
 class Edit(Protocol):
@@ -69,7 +65,7 @@ class Beside:
         return pattern(self.anchor).find(scope)
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        return _count_marked(scope, self.code, rule)
+        return count_marked(scope, self.code, rule)
 
     def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
         place = self._place(scope, path)
@@ -81,7 +77,7 @@ class Beside:
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         block, index = cast("tuple[Path, int]", self._place(scope, path))
-        return insert_statements(scope, block, index + (self.side == "after"), _statements(self.code, rule))
+        return insert_statements(scope, block, index + (self.side == "after"), marked_statements(self.code, rule))
 
     def _place(self, scope: cst.CSTNode, path: Path) -> tuple[Path, int] | None:
         """The block and the index of the statement in it, if the match has that statement to itself."""
@@ -113,7 +109,7 @@ class AtStart:
         return [_body_path(scope)]
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        return _count_marked(scope, self.code, rule)
+        return count_marked(scope, self.code, rule)
 
     def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
         return _one_line_body(scope, path)
@@ -123,7 +119,7 @@ class AtStart:
         index = 0
         while index < len(body) and (_is_docstring(body[index]) or _is_future_import(body[index])):
             index += 1
-        return insert_statements(scope, path, index, _statements(self.code, rule))
+        return insert_statements(scope, path, index, marked_statements(self.code, rule))
 
 
 @dataclass(frozen=True)
@@ -137,171 +133,17 @@ class AtEnd:
         return [_body_path(scope)]
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        return _count_marked(scope, self.code, rule)
+        return count_marked(scope, self.code, rule)
 
     def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
         body = cast("cst.IndentedBlock", get(scope, path)).body
-        return _one_line_body(scope, path) or ("control never gets there" if any(map(leaves, body)) else "")
+        if _one_line_body(scope, path) or any(map(leaves, body)):
+            return _one_line_body(scope, path) or "control never gets there"
+        return "the function may return before its end" if returns(get(scope, path)) else ""
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
         length = len(cast("cst.IndentedBlock", get(scope, path)).body)
-        return insert_statements(scope, path, length, _statements(self.code, rule))
-
-
-@dataclass(frozen=True)
-class Keyword:
-    """One more keyword argument of a call."""
-
-    anchor: str
-    name: str
-    value: str
-
-    @property
-    def code(self) -> str:
-        return f"{self.name}={self.value}"
-
-    def find(self, scope: cst.CSTNode) -> list[Path]:
-        return pattern(self.anchor).find(scope)
-
-    def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        value = code_of(cst.parse_expression(self.value))
-        return sum(code_of(a.value) == value for path in self.find(scope) for a in self._given(get(scope, path)))
-
-    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
-        call = cast("cst.Call", get(scope, path))
-        if self._given(call):
-            return f"it gives {self.name} already"
-        bare = (a for a in call.args if isinstance(a.value, cst.GeneratorExp) and not a.value.lpar)
-        return "its only argument is a generator without brackets" if any(bare) else ""
-
-    def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
-        call = cast("cst.Call", get(scope, path))
-        argument = cst.Arg(
-            keyword=cst.Name(self.name),
-            value=cst.parse_expression(self.value),
-            equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-        )
-        arguments = appended(call.args, argument, call.whitespace_before_args, MARK + rule)
-        return replace(scope, path, call.with_changes(args=arguments))
-
-    def _given(self, call: cst.CSTNode) -> list[cst.Arg]:
-        arguments = cast("cst.Call", call).args
-        return [a for a in arguments if a.keyword is not None and a.keyword.value == self.name]
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One more parameter of a function, the last that can be passed by position, with a default."""
-
-    code: str
-    anchor: str = "its parameters"
-
-    def find(self, scope: cst.CSTNode) -> list[Path]:
-        return [()] if isinstance(scope, cst.FunctionDef) else []
-
-    def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        if not isinstance(scope, cst.FunctionDef):
-            return 0
-        wanted, given = self._parsed().name.value, scope.params
-        return sum(p.name.value == wanted for p in (*given.posonly_params, *given.params, *given.kwonly_params))
-
-    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
-        rest = cast("cst.FunctionDef", scope).params.star_arg
-        return f"it would take what callers pass to *{rest.name.value}" if isinstance(rest, cst.Param) else ""
-
-    def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
-        function = cast("cst.FunctionDef", scope)
-        given = function.params
-        parameters = appended(given.params, self._parsed(), function.whitespace_before_params, MARK + rule)
-        return function.with_changes(params=given.with_changes(params=parameters))
-
-    def _parsed(self) -> cst.Param:
-        function = cst.ensure_type(cst.parse_statement(f"def f({self.code}): ..."), cst.FunctionDef)
-        parameter = function.params.params[0]
-        if parameter.default is None:
-            raise RuleDefinitionError("an inserted parameter has no default", where=self.code)
-        return parameter
-
-
-@dataclass(frozen=True)
-class Field:
-    """One more field of a dataclass, with a default, after its last field."""
-
-    code: str
-    anchor: str = "its fields"
-
-    def find(self, scope: cst.CSTNode) -> list[Path]:
-        if not isinstance(scope, cst.ClassDef):
-            return []
-        body = scope.body.body
-        last = max((i for i, s in enumerate(body) if _is_field(s)), default=None)
-        return [] if last is None else [(("body", None), ("body", last))]
-
-    def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        return _count_marked(scope, self.code, rule)
-
-    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
-        return ""
-
-    def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
-        index = cast("int", path[-1][1])
-        return insert_statements(scope, path[:-1], index + 1, _statements(self.code, rule))
-
-
-@dataclass(frozen=True)
-class Method:
-    """One more method of a class, after the method that the anchor names."""
-
-    anchor: str
-    code: str
-
-    def find(self, scope: cst.CSTNode) -> list[Path]:
-        if not isinstance(scope, cst.ClassDef):
-            return []
-        body = scope.body.body
-        named = (i for i, s in enumerate(body) if isinstance(s, cst.FunctionDef) and s.name.value == self.anchor)
-        return [(("body", None), ("body", i)) for i in named]
-
-    def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        return _count_marked(scope, self.code, rule)
-
-    def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
-        return ""
-
-    def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
-        method = cst.ensure_type(_statements(self.code, rule)[0], cst.FunctionDef)
-        spaced = method.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-        index = cast("int", path[-1][1])
-        return insert_statements(scope, path[:-1], index + 1, [spaced])
-
-
-def _statements(code: str, rule: str) -> list[cst.BaseStatement]:
-    """Parse what is to be inserted; its first line carries the mark."""
-    body: list[cst.BaseStatement] = list(cst.parse_module(code).body)
-    comment = cst.TrailingWhitespace(whitespace=cst.SimpleWhitespace("  "), comment=cst.Comment(MARK + rule))
-    head = body[0]
-    if isinstance(head, cst.SimpleStatementLine):
-        body[0] = head.with_changes(trailing_whitespace=comment)
-    else:
-        suite = cst.ensure_type(cast("cst.BaseCompoundStatement", head).body, cst.IndentedBlock)
-        body[0] = head.with_changes(body=suite.with_changes(header=comment))
-    return body
-
-
-def _count_marked(scope: cst.CSTNode, code: str, rule: str) -> int:
-    """How many statements in the scope carry the rule's mark and are what it would insert."""
-    wanted = code_of(_statements(code, rule)[0])
-    return sum(code_of(n) == wanted for _, n in walk(scope) if _mark_of(n) == MARK + rule)
-
-
-def _mark_of(node: cst.CSTNode) -> str | None:
-    if isinstance(node, cst.SimpleStatementLine):
-        comment = node.trailing_whitespace.comment
-    elif isinstance(suite := getattr(node, "body", None), cst.IndentedBlock):
-        comment = suite.header.comment
-    else:
-        return None
-    return comment.value if comment else None
+        return insert_statements(scope, path, length, marked_statements(self.code, rule))
 
 
 def _own_statement(scope: cst.CSTNode, path: Path) -> tuple[Path, int] | None:
@@ -350,7 +192,3 @@ def _is_future_import(statement: cst.CSTNode) -> bool:
         isinstance(s, cst.ImportFrom) and isinstance(s.module, cst.Name) and s.module.value == "__future__"
         for s in statement.body
     )
-
-
-def _is_field(statement: cst.CSTNode) -> bool:
-    return isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.AnnAssign)

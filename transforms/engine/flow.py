@@ -1,10 +1,10 @@
-"""Whether control gets past a statement: what is inserted after one that it never passes would be dead."""
+"""Whether control gets to a place: what is inserted where it never comes, or not always, would not run."""
 
 from __future__ import annotations
 
 import libcst as cst
 
-from transforms.engine.tree import walk
+from transforms.engine.tree import children, walk
 
 
 def leaves(statement: cst.CSTNode) -> bool:
@@ -25,6 +25,13 @@ def leaves(statement: cst.CSTNode) -> bool:
     if isinstance(statement, cst.Else | cst.With):
         return _block_leaves(statement.body)
     return isinstance(statement, cst.SimpleStatementLine) and any(map(leaves, statement.body))
+
+
+def returns(node: cst.CSTNode) -> bool:
+    """Whether there is a ``return`` below a node, outside the functions that it defines."""
+    if isinstance(node, cst.FunctionDef | cst.Lambda):
+        return False
+    return isinstance(node, cst.Return) or any(returns(child) for _, child in children(node))
 
 
 def _block_leaves(block: cst.BaseSuite) -> bool:

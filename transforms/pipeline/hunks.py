@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transforms.engine.edits import MARK
+from transforms.engine.marks import MARK
 from transforms.pipeline.rewrite import NOTICE
 from transforms.registry import TRANSFORMS
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from packaging.version import Version
 
-from transforms.engine.edits import MARK
 from transforms.engine.errors import OverlayError
+from transforms.engine.marks import MARK
 from transforms.engine.report import Status
 from transforms.pipeline.diff import overlay_diff
 from transforms.pipeline.sources.tree import sha256

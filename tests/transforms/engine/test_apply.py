@@ -6,7 +6,8 @@ import libcst as cst
 import pytest
 
 from transforms.engine.apply import apply_rule, apply_rules
-from transforms.engine.edits import AtEnd, AtStart, Keyword, Method, after, before
+from transforms.engine.edits import AtEnd, AtStart, after, before
+from transforms.engine.members import Keyword, Method
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.report import Candidate, Outcome, Status
 from transforms.engine.rule import Rule, Upstreamed, Variant, rule

@@ -9,8 +9,9 @@ import libcst as cst
 import pytest
 
 from transforms.engine.apply import apply_rule
-from transforms.engine.edits import AtEnd, AtStart, Field, Keyword, Method, Parameter, after, before
+from transforms.engine.edits import AtEnd, AtStart, after, before
 from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.members import Field, Keyword, Method, Parameter
 from transforms.engine.report import Outcome, Status
 from transforms.engine.rule import rule
 from transforms.engine.scope import Scope
@@ -226,7 +227,13 @@ class TestAtEnd:
     def test_refuses_an_end_that_is_never_reached(self, code: str) -> None:
         assert refused(body(code), AtEnd("new()")).endswith("control never gets there")
 
-    @pytest.mark.parametrize("code", ["if a:\n    return 1\n", "while True:\n    break\n", "with a:\n    b()\n"])
+    @pytest.mark.parametrize("code", ["if a:\n    return 1\n", "for a in b:\n    if a:\n        return\n"])
+    def test_refuses_an_end_that_a_return_may_skip(self, code: str) -> None:
+        assert refused(body(code), AtEnd("new()")).endswith("the function may return before its end")
+
+    @pytest.mark.parametrize(
+        "code", ["def g():\n    return 1\n", "if a:\n    raise E\n", "while True:\n    break\n", "with a:\n    b()\n"]
+    )
     def test_takes_an_end_that_may_be_reached(self, code: str) -> None:
         assert inserted(body(code), AtEnd("new()")) == body(f"{code}new()  # ucm: t.r\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.releases import REVIEWED
-from transforms.engine.edits import MARK
+from transforms.engine.marks import MARK
 from transforms.pipeline.generate import FINGERPRINTS, TRANSFORMS_PAGE, fingerprints
 from transforms.pipeline.lock import directory, read_lock, reviewed_releases
 from transforms.pipeline.transforms_page import transforms_page
