@@ -56,7 +56,7 @@ def measure(release: str, sections: Sequence[str]) -> Iterator[Figure]:
     if "download" in sections:
         yield from building.download()
     if "scheduler" in sections:
-        yield from running.scheduler(plain(release), with_overlay(release))
+        yield from running.scheduler(with_overlay(release))
     if "engine" in sections:
         overlay = with_overlay(release)
         for found in running.decoding(plain(release), overlay):
