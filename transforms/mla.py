@@ -49,6 +49,9 @@ def _finished(layer: str, phase: str, output: str) -> str:
     return f'_ucm_hooks.mla_finished({layer}, "{phase}", {output})'
 
 
+#: From 0.24.0 the prefill half may write into another buffer than the decode half.
+OWN_BUFFER = "self.impl.forward_mha(..., output=mha_output[num_mqa_tokens:num_actual_toks])"
+SHARED_BUFFER = "self.impl.forward_mha(..., output=output[num_mqa_tokens:])"
 MHA, MQA = "self.impl.forward_mha(...)", "self.impl.forward_mqa(...)"
 PREFILL, DECODE = "self._forward_prefill(...)", "self._forward_decode(...)"
 SPLIT_DECODE = "self._forward_decode(decode_ql_nope, decode_q_pe, ...)"
@@ -58,7 +61,7 @@ GIVEN = """\
 class MLAAttention:
     def forward_impl(self, q, kv_cache, attn_metadata, output):
         if num_mha_tokens > 0:
-{prefill_begin}            self.impl.forward_mha(q, kv_cache, attn_metadata, output=output)
+{prefill_begin}            self.impl.forward_mha(q, kv_cache, attn_metadata, output=output[num_mqa_tokens:])
 {prefill_finished}        if num_mqa_tokens > 0:
             mqa_q = q[:num_mqa_tokens]
 {decode_begin}            attn_out, lse = self.impl.forward_mqa(mqa_q, kv_cache, attn_metadata, self)
@@ -113,7 +116,16 @@ TRANSFORM = Transform(
             "mla.prefill-finished",
             (
                 Variant(
-                    LAYER, after(MHA, _finished("self", "prefill", "output[num_mqa_tokens:]")), SINCE_LAYER, "layer"
+                    LAYER,
+                    after(OWN_BUFFER, _finished("self", "prefill", "mha_output[num_mqa_tokens:num_actual_toks]")),
+                    Releases(since="0.24.0"),
+                    "own buffer",
+                ),
+                Variant(
+                    LAYER,
+                    after(SHARED_BUFFER, _finished("self", "prefill", "output[num_mqa_tokens:]")),
+                    Releases("0.16.0", "0.24.0"),
+                    "shared buffer",
                 ),
                 Variant(
                     IMPL,

@@ -50,5 +50,5 @@ def build_overlay(
         OverlayError: If it cannot be made, or is not what was reviewed.
     """
     overlay = make_overlay(release, origin)
-    lock = check_reviewed(overlay, overlays)
+    lock = check_reviewed(overlay, overlays, origin)
     return build_package(overlay, lock, out)

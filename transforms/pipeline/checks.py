@@ -122,7 +122,7 @@ def _names(node: ast.Name | ast.Attribute | ast.Import | ast.ImportFrom) -> set[
 def _check_hooks(module: RewrittenModule, signatures: dict[str, ast.arguments | None]) -> None:
     for use in hook_uses(module.rewritten):
         if use.hook not in signatures:
-            raise _error(module, f"calls a hook that the seam does not have: {use.hook}", use.line)
+            raise _error(module, f"calls a hook that ucm/integration/vllm/hooks.py does not have: {use.hook}", use.line)
         arguments = signatures[use.hook]
         if use.call is not None and arguments is not None and not _accepts(arguments, use.call):
             raise _error(module, f"calls {use.hook} with arguments that it does not take", use.line)

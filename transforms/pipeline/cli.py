@@ -70,8 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     review = commands.add_parser("review", help="read an overlay before it is accepted: a page, or the terminal")
     review.add_argument("releases", nargs="*", metavar="RELEASE", help="one; default: the newest reviewed one")
     review.add_argument("--terminal", action="store_true", help="print the review as well")
-    review.add_argument("--accept", action="store_true", help="write lock and diff: sign what was read")
-    review.add_argument("--bump", action="store_true", help="with --accept: raise our serial, for a new wheel")
+    review.add_argument("--accept", action="store_true", help="write lock and diff: from now on this is what is built")
     add_origin(review)
     review.set_defaults(run=_review)
 
@@ -87,7 +86,8 @@ def add_origin(command: argparse.ArgumentParser) -> None:
         "--from",
         dest="origin",
         metavar="PATH",
-        help="a directory, wheel or sdist of vLLM, or `installed`; default: the package index that pip uses",
+        help="a virtual environment, directory, wheel or sdist that has vLLM, or `installed` for the environment that "
+        "runs this command; default: the package index that pip uses",
     )
     command.add_argument(
         "--release", metavar="X.Y.Z", help="which release the sources of --from are, where they do not state it"
@@ -168,10 +168,8 @@ def _drift_one(job: tuple[str | None, str | None]) -> Drift:
 
 def _review(options: argparse.Namespace) -> int:
     releases = chosen_releases(options)
-    if len(releases) != 1 or (options.bump and not options.accept):
-        raise OverlayError(
-            "review reads one release, and --bump belongs to --accept", fix="for instance: `nox -s review -- 0.32.0`"
-        )
+    if len(releases) != 1:
+        raise OverlayError("review reads one release at a time", fix="for instance: `nox -s review -- 0.32.0`")
     with console.status(f"vLLM {releases[0] or 'from the given sources'}"):
         overlay = make_overlay(releases[0], options.origin)
         review = make_review(overlay)
@@ -181,7 +179,7 @@ def _review(options: argparse.Namespace) -> int:
     for line in [*summary(review), f"page: {page}"]:
         print(line)  # noqa: T201 - the result
     if options.accept:
-        _accept(overlay, bump=options.bump)
+        _accept(overlay)
     elif review.verdict is not Verdict.SAME:
         given = f" --from {options.origin}" if options.origin else ""
         console.print(
@@ -190,8 +188,8 @@ def _review(options: argparse.Namespace) -> int:
     return 0
 
 
-def _accept(overlay: Overlay, *, bump: bool) -> None:
-    target = accept(overlay, bump=bump)
+def _accept(overlay: Overlay) -> None:
+    target = accept(overlay)
     write_generated()
     for path in sorted(target.iterdir()):
         print(f"wrote: {path}")  # noqa: T201 - the result
@@ -210,7 +208,7 @@ def output() -> Console:
 
 
 def _regenerate(options: argparse.Namespace) -> int:
-    changed = regenerate(options.releases or reviewed_releases(), console)
+    changed = regenerate(options.releases or [r for r in reviewed_releases() if "+" not in r], console)
     for path in changed:
         print(path)  # noqa: T201 - the result
     if changed:

@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transforms.engine.errors import OverlayError
 from transforms.pipeline.build import make_overlay
-from transforms.pipeline.lock import OVERLAYS, accept, directory, read_lock, reviewed_releases
+from transforms.pipeline.lock import OVERLAYS, accepted_files, read_lock, reviewed_releases
 from transforms.pipeline.parallel import each_release
 from transforms.pipeline.transforms_page import transforms_page
 
@@ -24,8 +25,12 @@ FINGERPRINTS = ROOT / "ucm" / "overlay" / "fingerprints.json"
 TRANSFORMS_PAGE = ROOT / "docs" / "transforms.md"
 
 
+class RegenerationError(OverlayError):
+    """Some overlays cannot be made again; nothing was written."""
+
+
 def regenerate(releases: Sequence[str], console: Console) -> list[Path]:
-    """Write everything generated anew.
+    """Write everything generated anew: all of it, or nothing.
 
     Args:
         releases: The releases whose overlays are made again.
@@ -33,11 +38,23 @@ def regenerate(releases: Sequence[str], console: Console) -> list[Path]:
 
     Returns:
         The files whose content changed, relative to the repository.
+
+    Raises:
+        RegenerationError: Naming every release that fails, and why.
     """
-    kept = [d / name for d in map(directory, releases) for name in ("lock.json", "changes.diff")]
-    kept += [FINGERPRINTS, TRANSFORMS_PAGE]
+    made = list(each_release(_made_again, [(release,) for release in releases], console))
+    failed = [f"{release}: {problem}" for release, problem, _ in made if problem]
+    if failed:
+        raise RegenerationError(
+            f"{len(failed)} of {len(made)} overlays cannot be made again, and nothing was written:\n"
+            + "\n".join(failed),
+            fix="`nox -s drift -- all` shows every rule in every release",
+        )
+    files = {path: text for _, _, texts in made for path, text in texts.items()}
+    kept = [*files, FINGERPRINTS, TRANSFORMS_PAGE]
     before = {path: path.read_bytes() if path.exists() else b"" for path in kept}
-    list(each_release(_accept_again, [(release,) for release in releases], console))
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
     write_generated()
     return [path.relative_to(ROOT) for path in kept if path.read_bytes() != before[path]]
 
@@ -62,5 +79,10 @@ def fingerprints(overlays: Path = OVERLAYS) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _accept_again(job: tuple[str]) -> None:
-    accept(make_overlay(job[0]))
+def _made_again(job: tuple[str]) -> tuple[str, str, dict[Path, str]]:
+    """A release, what is wrong with it (nothing, if empty), and the files of its overlay."""
+    (release,) = job
+    try:
+        return release, "", accepted_files(make_overlay(release))
+    except OverlayError as error:
+        return release, str(error), {}

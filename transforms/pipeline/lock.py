@@ -131,19 +131,25 @@ def read_lock(release: str, overlays: Path = OVERLAYS) -> Lock | None:
     return lock
 
 
-def check_reviewed(overlay: Overlay, overlays: Path = OVERLAYS) -> Lock:
+def check_reviewed(overlay: Overlay, overlays: Path = OVERLAYS, origin: str | None = None) -> Lock:
     """The reviewed lock of exactly this overlay.
+
+    Args:
+        overlay: The overlay that was made.
+        overlays: The directory of all reviewed overlays.
+        origin: Where its sources came from, for the way out that the message names.
 
     Raises:
         LockError: If there is none, or it differs; the message lists what differs and how to review it.
     """
     release = overlay.release
+    review = f"nox -s review -- {release}" + (f" --from {origin}" if origin else "")
     lock = read_lock(release, overlays)
     if lock is None:
         raise LockError(
             f"the overlay of vLLM {release} has not been reviewed",
             where=str(directory(release, overlays)),
-            fix=f"read it with `nox -s review -- {release}`, then accept it with `nox -s review -- {release} --accept`",
+            fix=f"read it with `{review}`, then accept it with `{review} --accept`",
         )
     differences = compare(lock, make_lock(overlay, lock["serial"]))
     if not differences and not _has_diff(overlay, overlays):
@@ -152,8 +158,7 @@ def check_reviewed(overlay: Overlay, overlays: Path = OVERLAYS) -> Lock:
         raise LockError(
             f"the overlay of vLLM {release} is not the one that was reviewed:\n    " + "\n    ".join(differences),
             where=str(directory(release, overlays)),
-            fix=f"read the change with `nox -s review -- {release}`, then accept it with "
-            f"`nox -s review -- {release} --accept`",
+            fix=f"read the change with `{review}`, then accept it with `{review} --accept`",
         )
     return lock
 
@@ -178,27 +183,58 @@ def compare(reviewed: Lock, made: Lock) -> list[str]:
     return sorted(found)
 
 
-def accept(overlay: Overlay, *, bump: bool = False, overlays: Path = OVERLAYS) -> Path:
-    """Write the lock and the diff of an overlay: the reviewer's signature.
-
-    Args:
-        overlay: The overlay that was read.
-        bump: Raise the serial, because a wheel with the present one has been published.
-        overlays: The directory of all reviewed overlays.
+def accept(overlay: Overlay, overlays: Path = OVERLAYS) -> Path:
+    """Write the lock and the diff of an overlay: it was read, and is to be built from now on.
 
     Returns:
         The overlay's directory.
+
+    Raises:
+        LockError: If it would put one's own vLLM in the place of the published one's.
+    """
+    for path, text in accepted_files(overlay, overlays).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return directory(overlay.release, overlays)
+
+
+def accepted_files(overlay: Overlay, overlays: Path = OVERLAYS) -> dict[Path, str]:
+    """What `accept` writes.
+
+    The serial, our count of overlays for the release, rises by itself when a module is rewritten differently than in
+    the lock before: no two different wheels have one version.
+
+    Raises:
+        LockError: As `accept`.
     """
     before = read_lock(overlay.release, overlays)
-    serial = (before["serial"] if before else 0) + (1 if bump or not before else 0)
-    lock = make_lock(overlay, serial)
-    if before and not compare(before, lock):
-        lock["upstream"] = before["upstream"]  # the same content from elsewhere: keep the published artefact's name
+    lock = make_lock(overlay, before["serial"] if before else 1)
+    if before:
+        _check_same_upstream(before, lock, directory(overlay.release, overlays))
+        if _contents(before, "upstream_sha256") == _contents(lock, "upstream_sha256"):
+            lock["upstream"] = before["upstream"]  # the same content from elsewhere: keep the published archive's name
+        if _contents(before, "rewritten_sha256") != _contents(lock, "rewritten_sha256"):
+            lock["serial"] += 1
     target = directory(overlay.release, overlays)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "lock.json").write_text(dump(lock), encoding="utf-8")
-    (target / "changes.diff").write_text(overlay_diff(overlay), encoding="utf-8")
-    return target
+    return {target / "lock.json": dump(lock), target / "changes.diff": overlay_diff(overlay)}
+
+
+def _contents(lock: Lock, which: str) -> dict[str, str]:
+    return {module["path"]: module[which] for module in lock["modules"]}
+
+
+def _check_same_upstream(before: Lock, lock: Lock, place: Path) -> None:
+    """Refuse to put sources that are in no index in the place of a published archive's."""
+    was, now = _contents(before, "upstream_sha256"), _contents(lock, "upstream_sha256")
+    changed = [path for path in was.keys() & now.keys() if was[path] != now[path]]
+    if changed and before["upstream"]["sha256"] and not lock["upstream"]["sha256"]:
+        release = lock["release"]
+        raise LockError(
+            f"these sources of vLLM {release} are not the published ones, whose overlay is in this place:\n    "
+            + "\n    ".join(sorted(changed)),
+            where=str(place),
+            fix=f"give your own vLLM a name of its own: --release {release}+mine --from …",
+        )
 
 
 def dump(data: Lock) -> str:

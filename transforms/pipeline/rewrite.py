@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transforms.pipeline.sources.tree import Artefact, SourceTree
 
 NOTICE = (
-    "# Changed by the UCM overlay for vLLM {release}: each statement that a line marked `ucm:` begins was added by\n"
-    "# the rule that the mark names. The NOTICE file of this distribution says from which sources.\n"
+    "# Changed by the UCM overlay for vLLM {release}. A line that ends in `ucm:` and the name of a rule was added by\n"
+    "# that rule, with the block that it opens. The NOTICE file of this distribution says from which sources.\n"
 )
 
 

@@ -64,6 +64,5 @@ def _notes(rule: Rule) -> list[str]:
 
 
 def _code(rule: Rule) -> list[str]:
-    """What the rule inserts, each form once."""
-    forms = dict.fromkeys(variant.edit.code.strip().partition("\n")[0] for variant in rule.variants)
-    return list(forms)
+    """What the rule inserts, each form once, all of its lines."""
+    return list(dict.fromkeys(" ⏎ ".join(variant.edit.code.strip().splitlines()) for variant in rule.variants))

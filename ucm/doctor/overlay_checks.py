@@ -15,6 +15,7 @@ from ucm.overlay.activation import DISTRIBUTION, installed_overlays
 from ucm.overlay.errors import TamperedOverlayError
 from ucm.overlay.finder import sha256_of
 from ucm.overlay.manifest import Manifest, ShadowedModule, read_manifest
+from ucm.overlay.seam import UPGRADE, missing_hooks
 from ucm.overlay.switches import ALL
 
 if TYPE_CHECKING:
@@ -99,6 +100,10 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None) -> Finding:
     if overlay.manifest is None:
         what, details = "its manifest cannot be read", tuple(overlay.fault.splitlines()[1:2])
         return Finding(OVERLAY, Status.ERROR, what, details, (_reinstall(),))
+    missing = missing_hooks(overlay.manifest)
+    if missing:
+        what = f"{overlay.version} calls hooks that the installed runtime does not have"
+        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), (UPGRADE,))
     what = f"{overlay.version} for vLLM {overlay.manifest.release}, {len(overlay.manifest.modules)} modules"
     return Finding(OVERLAY, Status.OK, what, (str(overlay.directory),))
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.logger import get_logger
 from ucm.overlay.errors import TamperedOverlayError, UpstreamMismatchError
 from ucm.overlay.manifest import REINSTALL, Manifest, ShadowedModule, read_manifest
+from ucm.overlay.seam import check_seam
 from ucm.overlay.switches import RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class State:
 
     def __init__(self, directory: Path) -> None:
         self.manifest = read_manifest(directory)
+        check_seam(self.manifest)
         self.disabled = disabled_groups(self.manifest.needs)
         self.verbose = is_set(VERBOSE)
         for group, reason in self.disabled.items():
@@ -108,9 +110,10 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
         ],
         [
             f"install the vLLM that the overlay is for: `pip install vllm=={manifest.release}`",
+            "build and install an overlay for the vLLM that you have: `nox -s build-overlay -- RELEASE`",
             (
-                "build and install an overlay for the vLLM that you have: `nox -s build-overlay -- RELEASE`, or, if "
-                "you changed it yourself, review and accept it with `--from <its environment>`"
+                "if you changed it yourself, review and accept it under a name of its own: "
+                f"`nox -s review -- --from <its environment> --release {manifest.release}+mine --accept`"
             ),
             RUN_UPSTREAM,
         ],

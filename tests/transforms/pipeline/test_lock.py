@@ -69,7 +69,7 @@ def test_marked_lines_are_counted_as_git_counts_them() -> None:
 
 
 def test_accept_and_check(overlay: Overlay, tmp_path: Path) -> None:
-    target = accept(overlay, overlays=tmp_path)
+    target = accept(overlay, tmp_path)
     assert target == directory(RELEASE, tmp_path)
     assert sorted(path.name for path in target.iterdir()) == ["changes.diff", "lock.json"]
     assert check_reviewed(overlay, tmp_path) == read_lock(RELEASE, tmp_path) == make_lock(overlay, 1)
@@ -109,7 +109,7 @@ def test_an_overlay_that_was_not_reviewed(overlay: Overlay, tmp_path: Path) -> N
 
 
 def test_an_overlay_that_differs(overlay: Overlay, tmp_path: Path) -> None:
-    accept(changed(overlay), overlays=tmp_path)
+    accept(changed(overlay), tmp_path)
     with pytest.raises(LockError) as caught:
         check_reviewed(overlay, tmp_path)
     what, difference, where, fix = str(caught.value).splitlines()
@@ -171,7 +171,7 @@ def test_a_module_more_differs(overlay: Overlay) -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "edited", "line-ends"])
 def test_a_diff_that_is_not_the_overlay_s(overlay: Overlay, tmp_path: Path, damage: str) -> None:
-    diff = accept(overlay, overlays=tmp_path) / "changes.diff"
+    diff = accept(overlay, tmp_path) / "changes.diff"
     if damage == "missing":
         diff.unlink()
     else:
@@ -208,23 +208,34 @@ def test_no_lock_is_none(tmp_path: Path) -> None:
     assert read_lock(RELEASE, tmp_path) is None
 
 
-def test_the_serial_goes_up_only_when_asked(overlay: Overlay, tmp_path: Path) -> None:
+def test_the_serial_goes_up_when_a_module_is_rewritten_differently(overlay: Overlay, tmp_path: Path) -> None:
+    first = overlay.modules[0]
+    other = replace(overlay, modules=(replace(first, rewritten=first.rewritten + b"# more\n"), *overlay.modules[1:]))
     serials = []
-    for bump in (False, False, True, True, False):
-        accept(overlay, bump=bump, overlays=tmp_path)
-        serials.append(check_reviewed(overlay, tmp_path)["serial"])
-    assert serials == [1, 1, 2, 3, 3]
+    for accepted in (overlay, overlay, other, other, overlay):
+        accept(accepted, tmp_path)
+        serials.append(check_reviewed(accepted, tmp_path)["serial"])
+    assert serials == [1, 1, 2, 2, 3]
+
+
+def test_ones_own_vllm_does_not_take_the_place_of_the_published_one(overlay: Overlay, tmp_path: Path) -> None:
+    accept(replace(overlay, artefact=Artefact("wheel", f"vllm-{RELEASE}.whl", "0" * 64)), tmp_path)
+    first = overlay.modules[0]
+    mine = replace(overlay, modules=(replace(first, upstream=first.upstream + b"# mine\n"), *overlay.modules[1:]))
+    with pytest.raises(LockError) as caught:
+        accept(mine, tmp_path)
+    assert first.path in str(caught.value)
+    assert f"--release {RELEASE}+mine" in caught.value.fix
+    accept(replace(mine, release=f"{RELEASE}+mine"), tmp_path)
 
 
 def test_the_published_artefact_keeps_its_name_while_the_content_is_the_same(overlay: Overlay, tmp_path: Path) -> None:
     published = Artefact("wheel", f"vllm-{RELEASE}.whl", "0" * 64)
-    accept(replace(overlay, artefact=published), overlays=tmp_path)
-    accept(overlay, overlays=tmp_path)
+    accept(replace(overlay, artefact=published), tmp_path)
+    accept(overlay, tmp_path)
     assert check_reviewed(overlay, tmp_path)["upstream"]["name"] == published.name
-    accept(changed(overlay), overlays=tmp_path)
-    lock = read_lock(RELEASE, tmp_path)
-    assert lock is not None
-    assert lock["upstream"]["kind"] == "directory"
+    accept(changed(overlay), tmp_path)
+    assert check_reviewed(changed(overlay), tmp_path)["upstream"]["name"] == published.name
 
 
 def test_only_what_does_not_apply_is_listed_as_not_inserted(overlay: Overlay) -> None:

@@ -139,7 +139,7 @@ def test_the_modules_are_the_overlay_s(package: Package, published: Overlay) -> 
         assert data == module.rewritten
         header, first, second = data.decode().splitlines()[:3]
         assert header + "\n" == LICENCE
-        assert first.startswith(f"# Changed by the UCM overlay for vLLM {RELEASE}: ")
+        assert first.startswith(f"# Changed by the UCM overlay for vLLM {RELEASE}. ")
         assert "NOTICE" in second
 
 

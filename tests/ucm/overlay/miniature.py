@@ -138,7 +138,7 @@ def unified_attention_with_output(self, query, key, value, kv_cache, attn_metada
 class MLAAttention:
     def forward_impl(self, q, num_mqa_tokens, num_mha_tokens, kv_cache, attn_metadata, output):
         if num_mha_tokens > 0:
-            self.impl.forward_mha(q, kv_cache, attn_metadata, output=output)
+            self.impl.forward_mha(q, kv_cache, attn_metadata, output=output[num_mqa_tokens:])
         if num_mqa_tokens > 0:
             mqa_q = q[:num_mqa_tokens]
             attn_out, lse = self.impl.forward_mqa(mqa_q, kv_cache, attn_metadata, self)

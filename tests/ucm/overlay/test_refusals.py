@@ -190,6 +190,17 @@ def test_a_manifest_that_is_not_the_finder_s(overlaid: Environment) -> None:
     assert f"- {REINSTALL}\n" in error
 
 
+def test_an_overlay_that_is_newer_than_the_runtime(overlaid: Environment) -> None:
+    """It calls a hook that the runtime lacks: refused at the first import, with the hook's name."""
+    hooks = overlaid.site / "ucm" / "integration" / "vllm" / "hooks.py"
+    hooks.write_text(hooks.read_text().replace('    "request_added",\n', ""))
+    error = overlaid.fail(IMPORT)
+    assert "SeamMismatchError: UCM overlay: it calls hooks that the installed runtime does not have" in error
+    assert "hooks: request_added\n" in error
+    assert "pip install --force-reinstall --no-deps <ucm_runtime wheel>" in error
+    assert f"- {RUN_UPSTREAM}" in error
+
+
 def test_an_unreadable_file_has_no_hash(tmp_path: Path) -> None:
     assert sha256_of(tmp_path / "none") == "unreadable (No such file or directory)"
     assert sha256_of(tmp_path) == "unreadable (Is a directory)"

@@ -40,6 +40,9 @@ def symbol(rule: RuleDrift) -> tuple[str, str]:
 
 def print_release(drift: Drift, console: Console) -> None:
     """One release: every rule with its place, what moved, and what to know of the failures."""
+    if not drift.rules:
+        console.print(Text(f"vLLM {drift.release} could not be tried: {drift.problem}", "red"))
+        return
     kind = "reviewed" if drift.reviewed else "not reviewed yet"
     since = f", compared with the overlay of {drift.since}" if drift.since else ""
     console.print(Text(f"vLLM {drift.release}: {kind}{since}", style="bold"))
@@ -95,12 +98,17 @@ def _print_verdict(drift: Drift, console: Console) -> None:
     for rule in drift.failures:
         console.print(Text(rule.outcome.describe(), "red"))
     if drift.problem:
-        told = f"the rewritten modules fail their check: {drift.problem}" if drift.rules else drift.problem
-        console.print(Text(told, "red"))
+        console.print(Text(f"the rewritten modules fail their check: {drift.problem}", "red"))
     counts = drift.counts
     console.print(Text(", ".join(f"{counts[status]} {status.value}" for status in SYMBOLS if counts[status])))
+    legend = "  ".join(f"{character} {status.value}" for status, (character, _) in SYMBOLS.items())
+    console.print(Text(f"{legend}  {MOVED} applied, and changed since the release before", style="dim"))
     verdict = "every rule applies" if drift.applies else "no overlay can be built"
     console.print(Text(f"vLLM {drift.release}: {verdict}", _verdict_style(drift.applies)))
+    if drift.applies and not drift.reviewed:
+        console.print(Text(f"next: nox -s review -- {drift.release}"))
+    elif not drift.applies:
+        console.print(Text("next: CONTRIBUTING.md, «Try a new vLLM release»; releases before 0.9.0 were never tried"))
 
 
 def _verdict_style(fine: bool) -> str:

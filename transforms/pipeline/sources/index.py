@@ -87,7 +87,7 @@ class Index:
                 "no package index is in reach that has vLLM, and the release is not in the cache",
                 where="; ".join(client.problems) or CONFIGURED,
                 fix="check the network, the proxy and pip's index settings; or build from a copy that you have: "
-                "--from PATH (a directory, a wheel, an sdist) or --from installed",
+                "--from PATH (a virtual environment, a directory, a wheel, an sdist)",
             )
         return packages
 

