@@ -113,7 +113,9 @@ def num_slots_sparsed(
         num_new_tokens: Tokens that the step will compute for it.
         num_external_computed_tokens: Tokens that a connector will load; None for a running request.
     """
-    method = getattr(scheduler, _METHOD, None) if _schedules_sparsely else None
+    if not _schedules_sparsely:  # once per request and step: nothing before it
+        return INVALID_SLOT
+    method = getattr(scheduler, _METHOD, None)
     if method is None:
         return INVALID_SLOT
     slots: int = method.num_slots(request, num_new_tokens, num_external_computed_tokens or 0)
