@@ -1,0 +1,1 @@
+"""The KV store: blocks of KV cache kept outside the accelerator, and found again."""

@@ -1,0 +1,52 @@
+"""What can go wrong in a store. None of these ends a request: the connector recomputes what could not be loaded.
+
+Every class has a ``cause``, a short word that is the label of the failure counters.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ucm.errors import UcmError
+
+
+class StoreError(UcmError):
+    """A block could not be stored or brought back."""
+
+    cause: ClassVar[str] = "other"
+
+
+class BlockMissingError(StoreError):
+    """The block is not in the store, or no longer."""
+
+    cause = "missing"
+
+
+class BlockCorruptError(StoreError):
+    """The block's bytes are not what was stored: cut short, changed, or no block at all. It has been set aside."""
+
+    cause = "corrupt"
+
+
+class BlockForeignError(StoreError):
+    """The block is whole, but of another format version, namespace, key or geometry than what is asked for."""
+
+    cause = "foreign"
+
+
+class IncompleteBlockError(StoreError):
+    """A block was committed before all its shards had arrived; nothing of it is kept."""
+
+    cause = "incomplete"
+
+
+class StoreFullError(StoreError):
+    """The medium has no room, or the writer is too far behind to take more."""
+
+    cause = "full"
+
+
+class StoreUnavailableError(StoreError):
+    """The medium does not answer: a directory that vanished, a permission withdrawn, an input/output error."""
+
+    cause = "unavailable"
