@@ -1,0 +1,46 @@
+"""Sizes in bytes, as people write them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_UNITS = {"b": 1}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)\s*", re.ASCII)
+
+#: How to write a size, for messages.
+SIZE_HELP = "write bytes as a whole number, or a text with a unit such as '512MiB', '200GiB' or '1.5TB'"
+
+
+def parse_size(value: object) -> int:
+    """The bytes that a number or a text such as ``200GiB`` stands for.
+
+    Units of 1024 have an ``i`` (KiB, MiB, GiB, TiB, PiB), those of 1000 have none (kB, MB, GB, TB, PB), in any case. A
+    number is bytes. A bare ``G`` means 1000 to some and 1024 to others and is refused.
+
+    Raises:
+        ValueError: If it is no such size, or less than one byte.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        unit = match["unit"].lower() or "b"
+        if unit not in _UNITS:
+            raise ValueError(f"{match['unit']!r} is not a unit of size")
+        size = int(Decimal(match["number"]) * _UNITS[unit])
+    else:
+        raise ValueError("not a size")
+    if size < 1:
+        raise ValueError("a size is at least one byte")
+    return size
+
+
+def format_size(size: float) -> str:
+    """A size for people: three digits and a unit of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:  # noqa: PLR2004 - the step between the units
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"  # noqa: PLR2004
+        size /= 1024
+    return f"{size:.1f} PiB"

@@ -1,0 +1,72 @@
+"""What pydantic finds, in our words and at the place where the operator wrote it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+from ucm.config.problems import unknown, wrong
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+    from ucm.config.problems import Place
+    from ucm.config.translation import Translation
+    from ucm.errors import ConfigError
+
+#: What to say of each kind of error, and what to do; filled with the error's own figures.
+_WORDS = {
+    "bool_type": ("neither true nor false", "write true or false"),
+    "dict_type": ("not a mapping", "write {{name: value, …}}"),
+    "finite_number": ("not a finite number", "write a finite number"),
+    "float_type": ("not a number", "write a number"),
+    "greater_than": ("{gt} or less", "write more than {gt}"),
+    "greater_than_equal": ("less than {ge}", "write {ge} or more"),
+    "int_type": ("not a whole number", "write a whole number"),
+    "less_than_equal": ("more than {le}", "write {le} or less"),
+    "literal_error": ("not one of those that there are", "write {expected}"),
+    "model_type": ("not a mapping", "write {{name: value, …}}"),
+    "string_type": ("not a text", "write it in quotes"),
+    "tuple_type": ("not a list", "write [first, second, …]"),
+}
+_OURS = "ucm"
+
+
+def refusal(what: str, fix: str) -> PydanticCustomError:
+    """What a validator of ours raises.
+
+    Args:
+        what: What is wrong.
+        fix: What to do about it.
+    """
+    return PydanticCustomError(_OURS, "{what}", {"what": what, "fix": fix})
+
+
+def problems_of(
+    error: ValidationError, model: type[BaseModel], path: tuple[str, ...], out: Translation, top: Place
+) -> list[ConfigError]:
+    """What is wrong with settings, one by one.
+
+    Args:
+        error: What pydantic found.
+        model: What it checked them against.
+        path: Where the model stands among our settings.
+        out: Knows where each setting was written.
+        top: Where the settings stand that were written nowhere.
+    """
+    return [_problem(details, model, path, out, top) for details in error.errors()]
+
+
+def _problem(
+    details: ErrorDetails, model: type[BaseModel], path: tuple[str, ...], out: Translation, top: Place
+) -> ConfigError:
+    kind, context = details["type"], details.get("ctx", {})
+    place, value = out.origin((*path, *details["loc"]), top, details["input"])
+    if kind == "extra_forbidden":
+        return unknown(place, value, model.model_fields)
+    if kind == _OURS:
+        return wrong(place, context["what"], context["fix"], value)
+    what, fix = _WORDS.get(kind, (details["msg"], "see docs/configuration.md"))
+    return wrong(place, what.format_map(context), fix.format_map(context), value)
