@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ucm.config import ConnectorConfig, document
+from ucm.config.upstream import translate
 from ucm.errors import ConfigError
+from ucm.integration.vllm import config
 from ucm.integration.vllm.config import sparse_method_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass
@@ -31,7 +39,7 @@ def additional(value: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "config",
+    "vllm_config",
     [
         object(),
         VllmConfig(),
@@ -41,12 +49,12 @@ def additional(value: object) -> dict[str, object]:
         VllmConfig(None, "an object with a hash of its own"),
     ],
 )
-def test_nothing_configured(config: object) -> None:
-    assert sparse_method_config(config) is None
+def test_nothing_configured(vllm_config: object) -> None:
+    assert sparse_method_config(vllm_config) is None
 
 
 @pytest.mark.parametrize(
-    "config",
+    "vllm_config",
     [
         VllmConfig(connector({"GSA": {"ratio": 0.3}})),
         VllmConfig(None, additional({"GSA": {"ratio": 0.3}})),
@@ -54,13 +62,13 @@ def test_nothing_configured(config: object) -> None:
     ],
     ids=["connector", "additional", "connector-without"],
 )
-def test_a_method_in_either_place(config: VllmConfig) -> None:
-    assert sparse_method_config(config) == ("GSA", {"ratio": 0.3})
+def test_a_method_in_either_place(vllm_config: VllmConfig) -> None:
+    assert sparse_method_config(vllm_config) == ("GSA", {"ratio": 0.3})
 
 
 def test_the_connector_comes_first() -> None:
-    config = VllmConfig(connector({"first": {}}), additional({"second": {}}))
-    assert sparse_method_config(config) == ("first", {})
+    both = VllmConfig(connector({"first": {}}), additional({"second": {}}))
+    assert sparse_method_config(both) == ("first", {})
 
 
 def test_options_are_handed_on_as_they_are() -> None:
@@ -84,3 +92,63 @@ def test_options_that_are_no_mapping(options: object) -> None:
         sparse_method_config(VllmConfig(None, additional({"GSA": options})))
     assert caught.value.where == f"additional_config.ucm_sparse_config.GSA: {options!r}"
     assert caught.value.fix == "write {} for none"
+
+
+def settings_file(directory: Path, text: str) -> dict[str, object]:
+    path = directory / "ucm.yaml"
+    path.write_text(text, encoding="utf-8")
+    return {"UCM_CONFIG_FILE": str(path)}
+
+
+def test_a_method_in_the_connectors_file(tmp_path: Path) -> None:
+    extra = settings_file(tmp_path, "ucm_sparse_config: {GSA: {ratio: 0.3}}\nstore: {pipeline: Empty}\n")
+    assert sparse_method_config(VllmConfig(Transfer(extra))) == ("GSA", {"ratio": 0.3})
+
+
+def test_what_stands_inline_wins_over_the_file(tmp_path: Path) -> None:
+    extra = settings_file(tmp_path, "ucm_sparse_config: {GSA: {}}\n")
+    assert sparse_method_config(VllmConfig(Transfer({**extra, "ucm_sparse_config": {"ESA": {}}}))) == ("ESA", {})
+    assert sparse_method_config(VllmConfig(Transfer({**extra, "ucm_sparse_config": {}}))) is None
+
+
+def test_a_file_without_a_method(tmp_path: Path) -> None:
+    extra = settings_file(tmp_path, "store: {pipeline: Empty}\n")
+    assert sparse_method_config(VllmConfig(Transfer(extra))) is None
+    assert sparse_method_config(VllmConfig(Transfer(extra), additional({"GSA": {}}))) == ("GSA", {})
+
+
+def test_a_method_as_older_files_name_it(tmp_path: Path) -> None:
+    in_file = settings_file(tmp_path, "ucm_sparse_method: GSA\n")
+    for extra in (in_file, {"ucm_sparse_method": "GSA"}):
+        assert sparse_method_config(VllmConfig(Transfer(extra))) == ("GSA", {})
+
+
+def test_what_is_wrong_in_the_file_is_told_with_its_name(tmp_path: Path) -> None:
+    extra = settings_file(tmp_path, "ucm_sparse_config: [GSA]\n")
+    with pytest.raises(ConfigError, match="one name with its options") as caught:
+        sparse_method_config(VllmConfig(Transfer(extra)))
+    assert caught.value.where == f"{tmp_path}/ucm.yaml: ucm_sparse_config: ['GSA']"
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        sparse_method_config(VllmConfig(Transfer({"UCM_CONFIG_FILE": "/nowhere/ucm.yaml"})))
+
+
+def test_the_keys_are_those_of_the_connectors_configuration() -> None:
+    assert config.FILE_KEY == document.FILE_KEY
+    assert config.KEY in ConnectorConfig.model_fields
+    assert config.OLD_KEY in translate(document.Document({config.OLD_KEY: "GSA"}), ()).origins[(config.KEY,)][0].path
+
+
+def test_without_a_file_nothing_is_imported_for_it() -> None:
+    script = (
+        "import sys; from ucm.integration.vllm.config import sparse_method_config\n"
+        "class Transfer: kv_connector_extra_config = {'ucm_sparse_config': {'GSA': {}}}\n"
+        "class Config: kv_transfer_config = Transfer; additional_config = None\n"
+        "assert sparse_method_config(Config) == ('GSA', {})\n"
+        "Transfer.kv_connector_extra_config = {}\n"
+        "assert sparse_method_config(Config) is None\n"
+        "print(sorted(n for n in sys.modules if n.partition('.')[0] in ('yaml', 'pydantic') or n == 'ucm.config'))\n"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"

@@ -77,14 +77,18 @@ def _store(out: Translation, top: Place) -> StoreSettings | None:
         return None
     changed: dict[str, Any] = {}
     if store.pipeline in WITH_POSIX:
-        place, written = out.origin(("store", "directories"), top)
-        places = [place if isinstance(written, str) else place.inside(i) for i in range(len(store.directories))]
-        changed["directories"] = tuple(map(_directory, [out] * len(places), store.directories, places))
+        place, written = out.origin(("store", "directories"), top, out.settings["store"]["directories"])
+        changed["directories"] = tuple(
+            _directory(out, directory, place if isinstance(written, str) else place.inside(index))
+            for index, directory in enumerate(store.directories)
+        )
         _check_capacity(out, top, "posix_capacity", store.posix_capacity, changed["directories"])
     if store.pipeline in WITH_DRAM:
-        place, _ = out.origin(("store", "dram_directory"), top)
-        changed["dram_directory"] = _directory(out, store.dram_directory, place)
-        _check_capacity(out, top, "dram_capacity", store.dram_capacity, (changed["dram_directory"],))
+        if "dram_directory" in store.model_fields_set:  # the usual one is made, and its owner checked, by the store
+            place, _ = out.origin(("store", "dram_directory"), top)
+            changed["dram_directory"] = _directory(out, store.dram_directory, place)
+        directory = changed.get("dram_directory", store.dram_directory)
+        _check_capacity(out, top, "dram_capacity", store.dram_capacity, (directory,))
     return store.model_copy(update=changed)
 
 
@@ -107,7 +111,7 @@ def _check_capacity(
 ) -> None:
     if capacity is None or not all(directories):
         return
-    place, written = out.origin(("store", name), top)
+    place, written = out.origin(("store", name), top, out.settings["store"][name])
     problem = capacity_problem(capacity, [Path(one) for one in directories], place, written)
     if problem is not None:
         out.problems.append(problem)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from typing import TYPE_CHECKING
@@ -42,9 +41,9 @@ def directory_problem(directory: Path, place: Place, written: object) -> ConfigE
 
 
 def capacity_problem(capacity: int, directories: Sequence[Path], place: Place, written: object) -> ConfigError | None:
-    """Whether directories that are there can hold so many bytes, each of their file systems counted once."""
-    sizes = {os.stat(directory).st_dev: shutil.disk_usage(directory).total for directory in directories}  # noqa: PTH116
-    total = sum(sizes.values())
+    """Whether directories, or where they will be made, can hold so many bytes; each file system counts once."""
+    there = [next(one for one in (directory, *directory.parents) if one.exists()) for directory in directories]
+    total = sum({directory.stat().st_dev: shutil.disk_usage(directory).total for directory in there}.values())
     if capacity <= total:
         return None
     what = f"{format_size(capacity)} are more than the file system has in all: {format_size(total)}"

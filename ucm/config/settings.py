@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ucm.config.store_settings import StoreSettings  # noqa: TC001 - pydantic reads the annotations
-from ucm.config.validation import refusal
+from ucm.config.validation import RefusedValueError
 
 
 class ConnectorConfig(BaseModel):
@@ -44,11 +44,13 @@ class ConnectorConfig(BaseModel):
     @classmethod
     def _no_blending(cls, value: dict[str, Any]) -> dict[str, Any]:
         if "Blend" in value:
-            raise refusal("blending is not in this version", "remove it; prefix caching works without")
+            raise RefusedValueError("blending is not in this version", "remove it; prefix caching works without")
         return value
 
     @model_validator(mode="after")
     def _mock_has_a_ratio(self) -> ConnectorConfig:
         if self.connector == "mock" and "hit_ratio" not in self.model_fields_set:
-            raise refusal("the mock connector needs hit_ratio", "add hit_ratio: the share of a prompt to hit, 0 to 1")
+            raise RefusedValueError(
+                "the mock connector needs hit_ratio", "add hit_ratio: the share of a prompt to hit, 0 to 1"
+            )
         return self

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ucm.config.units import SIZE_HELP, parse_size
-from ucm.config.validation import refusal
+from ucm.config.validation import RefusedValueError
 from ucm.store.config import StoreConfig, default_dram_directory
 
 #: The stores that we bring.
@@ -36,7 +36,7 @@ def _size(value: object) -> int:
     try:
         return parse_size(value)
     except ValueError as error:
-        raise refusal(str(error), SIZE_HELP) from error
+        raise RefusedValueError(str(error), SIZE_HELP) from error
 
 
 def _paths(value: object) -> object:
@@ -79,7 +79,7 @@ class StoreSettings(BaseModel):
     def _known_pipeline(cls, value: str) -> str:
         if value not in PIPELINES and not _CLASS.fullmatch(value) and not entry_points(group=GROUP, name=value):
             others = f"the name of an entry point in {GROUP}, or package.module:Class"
-            raise refusal("there is no such store", f"use one of {', '.join(PIPELINES)}, {others}")
+            raise RefusedValueError("there is no such store", f"use one of {', '.join(PIPELINES)}, {others}")
         return value
 
     @model_validator(mode="after")
@@ -87,10 +87,10 @@ class StoreSettings(BaseModel):
         if self.pipeline not in PIPELINES:
             return self
         if self.pipeline in WITH_POSIX and not self.directories:
-            raise refusal(f"the store {self.pipeline!r} needs a directory", "add directories: [/path]")
+            raise RefusedValueError(f"the store {self.pipeline!r} needs a directory", "add directories: [/path]")
         for name, stores in ONLY_WITH.items():
             if name in self.model_fields_set and self.pipeline not in stores:
-                raise refusal(f"{name} means nothing to the store {self.pipeline!r}", f"remove {name}")
+                raise RefusedValueError(f"{name} means nothing to the store {self.pipeline!r}", f"remove {name}")
         return self
 
     def as_store_config(self) -> StoreConfig:

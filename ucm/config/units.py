@@ -39,8 +39,8 @@ def parse_size(value: object) -> int:
 
 def format_size(size: float) -> str:
     """A size for people: three digits and a unit of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:  # noqa: PLR2004 - the step between the units
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"  # noqa: PLR2004
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while size >= 1024 and len(units) > 1:  # noqa: PLR2004 - the step between the units
         size /= 1024
-    return f"{size:.1f} PiB"
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"  # noqa: PLR2004 - three digits

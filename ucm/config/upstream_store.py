@@ -81,7 +81,7 @@ def _store_key(out: Translation, place: Place, key: str, value: object) -> None:
             out.without_effect(place, f"it means nothing to the store {pipeline!r}")
             return
         found = read(out, place, value)
-        if found is not None:
+        if found is not NO_VALUE:
             out.put(("store", field), found, place, value)
     elif key == "store_health":
         _health(out, place, value)
@@ -112,32 +112,32 @@ def _as_it_is(_out: Translation, _place: Place, value: object) -> object:
     return value
 
 
-def _directories(out: Translation, place: Place, value: object) -> list[str] | None:
+def _directories(out: Translation, place: Place, value: object) -> object:
     """UCM separates directories by colons; a list is what one would write first."""
     parts = value.split(":") if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         out.refuse(place, "neither a path nor paths", "write '/a', '/a:/b' or a list of paths", value)
-        return None
+        return NO_VALUE
     found = [part for part in parts if part]
     if not found:
         out.refuse(place, "names no directory", "name one", value)
-        return None
+        return NO_VALUE
     return found
 
 
-def _size(unit: int) -> Callable[[Translation, Place, object], int | None]:
-    """A capacity in a unit; 0 stands for none."""
+def _size(unit: int) -> Callable[[Translation, Place, object], object]:
+    """A capacity in a unit; 0 stands for what holds without one."""
 
-    def read(out: Translation, place: Place, value: object) -> int | None:
+    def read(out: Translation, place: Place, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            out.refuse(place, "not a number of 0 or more", "write a number; 0 means that there is no limit", value)
-            return None
+            out.refuse(place, "not a number of 0 or more", "write a number; 0 is the same as none at all", value)
+            return NO_VALUE
         return int(value * unit) or None
 
     return read
 
 
-_READERS: dict[str, tuple[str, Callable[[Translation, Place, object], object | None]]] = {
+_READERS: dict[str, tuple[str, Callable[[Translation, Place, object], object]]] = {
     "backends": ("directories", _directories),
     "cache_buffer_capacity_gb": ("dram_capacity", _size(GIB)),
     "capacity": ("dram_capacity", _size(1)),

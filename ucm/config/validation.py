@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic_core import PydanticCustomError
-
 from ucm.config.problems import unknown, wrong
 
 if TYPE_CHECKING:
@@ -31,17 +29,20 @@ _WORDS = {
     "string_type": ("not a text", "write it in quotes"),
     "tuple_type": ("not a list", "write [first, second, …]"),
 }
-_OURS = "ucm"
 
 
-def refusal(what: str, fix: str) -> PydanticCustomError:
+class RefusedValueError(ValueError):
     """What a validator of ours raises.
 
     Args:
         what: What is wrong.
         fix: What to do about it.
     """
-    return PydanticCustomError(_OURS, "{what}", {"what": what, "fix": fix})
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.fix = fix
 
 
 def problems_of(
@@ -66,7 +67,8 @@ def _problem(
     place, value = out.origin((*path, *details["loc"]), top, details["input"])
     if kind == "extra_forbidden":
         return unknown(place, value, model.model_fields)
-    if kind == _OURS:
-        return wrong(place, context["what"], context["fix"], value)
+    ours = context.get("error")
+    if isinstance(ours, RefusedValueError):
+        return wrong(place, ours.what, ours.fix, value)
     what, fix = _WORDS.get(kind, (details["msg"], "see docs/configuration.md"))
     return wrong(place, what.format_map(context), fix.format_map(context), value)

@@ -1,8 +1,9 @@
-"""What an operator has asked of UCM, read from vLLM's own configuration.
+"""Which sparse method an operator has asked for, read from vLLM's own configuration.
 
 Two places are read, the first that has the key wins: the KV connector's settings
-(``--kv-transfer-config '{…, "kv_connector_extra_config": {"ucm_sparse_config": {…}}}'``) and, for a sparse method
-without a connector, ``--additional-config '{"ucm_sparse_config": {…}}'``.
+(``--kv-transfer-config '{…, "kv_connector_extra_config": {"ucm_sparse_config": {…}}}'``, or the file that its
+``UCM_CONFIG_FILE`` names) and, for a sparse method without a connector,
+``--additional-config '{"ucm_sparse_config": {…}}'``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from typing import Any
 from ucm.errors import ConfigError
 
 KEY = "ucm_sparse_config"
+#: How UCM's older files name a method without options.
+OLD_KEY = "ucm_sparse_method"
+#: The connector's key for a file with its settings; the same as ``ucm.config.document.FILE_KEY``, which is not
+#: imported here because every vLLM process imports this module, and few have such a file.
+FILE_KEY = "UCM_CONFIG_FILE"
 
 
 def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
@@ -21,20 +27,32 @@ def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
         vllm_config: vLLM's ``VllmConfig``.
 
     Raises:
-        ConfigError: If the setting is not one method with its options.
+        ConfigError: If the setting is not one method with its options, or the file with the settings cannot be read.
     """
-    for place, settings in _places(vllm_config):
-        if settings.get(KEY):
-            return _one_method(place, settings[KEY])
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    extra = getattr(transfer, "kv_connector_extra_config", None)
+    if isinstance(extra, dict) and (found := _of_connector(extra)) is not None:
+        return _one_method(*found)
+    additional = getattr(vllm_config, "additional_config", None)
+    if isinstance(additional, dict) and additional.get(KEY):
+        return _one_method(f"additional_config.{KEY}", additional[KEY])
     return None
 
 
-def _places(vllm_config: Any) -> list[tuple[str, dict[str, Any]]]:
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    extra = getattr(transfer, "kv_connector_extra_config", None)
-    additional = getattr(vllm_config, "additional_config", None)
-    found = [(f"kv_connector_extra_config.{KEY}", extra), (f"additional_config.{KEY}", additional)]
-    return [(place, settings) for place, settings in found if isinstance(settings, dict)]
+def _of_connector(extra: dict[str, Any]) -> tuple[str, object] | None:
+    """The place and the value of a connector's setting; what stands inline wins over the file."""
+    if extra.get(KEY):
+        return f"kv_connector_extra_config.{KEY}", extra[KEY]
+    if FILE_KEY not in extra and OLD_KEY not in extra:
+        return None
+    from ucm.config.document import read_document  # noqa: PLC0415 - most have neither
+
+    document = read_document(extra)
+    for key in (KEY, OLD_KEY):
+        value = document.settings.get(key)
+        if value:
+            return str(document.place(key)), {value: {}} if key == OLD_KEY and isinstance(value, str) else value
+    return None
 
 
 def _one_method(place: str, value: object) -> tuple[str, dict[str, Any]]:

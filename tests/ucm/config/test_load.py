@@ -1,0 +1,174 @@
+"""Loading as a whole: directories made, capacities held against the medium, all problems in one error."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ucm.config import load_connector_config
+from ucm.config.upstream_keys import TOP_LEVEL_WITHOUT_EFFECT
+from ucm.errors import ConfigError
+
+EMPTY = {"store": {"pipeline": "Empty"}}
+TOO_MUCH = 1 << 60
+
+
+def test_the_least_that_has_to_be_said(tmp_path: Path) -> None:
+    config = load_connector_config({"store": {"directories": str(tmp_path / "kv")}})
+    assert config.connector == "direct"
+    assert config.store.directories == (str(tmp_path / "kv"),)
+    assert config.save_decode_blocks
+    assert config.hit_ratio == 1
+    assert config.min_hit_tokens == 0
+    assert config.load_failure == "recompute"
+    assert config.metrics
+
+
+def test_directories_are_made_for_their_owner_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "kv"
+    load_connector_config({"store": {"directories": [str(directory)]}})
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert list(directory.iterdir()) == []
+
+
+def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DISK", str(tmp_path / "disk"))
+    store = load_connector_config({"store": {"directories": ["kv", "~/kv", "${DISK}/kv"]}}).store
+    assert store.directories == tuple(str(tmp_path / name / "kv") for name in (".", "home", "disk"))
+
+
+@pytest.mark.parametrize("inline", [{"load_failure": "fail"}, {"connector": "mock", "hit_ratio": 0}])
+def test_what_is_said_arrives(inline: dict[str, Any]) -> None:
+    config = load_connector_config(EMPTY | inline)
+    assert {name: getattr(config, name) for name in inline} == inline
+
+
+def test_the_file_and_what_wins_over_it_are_said_once(tmp_path: Path, said: list[str]) -> None:
+    path = tmp_path / "ucm.yaml"
+    path.write_text("store: {pipeline: Empty}\nmetrics: false\nenable_event_sync: true\n", "utf-8")
+    for _ in range(2):
+        assert load_connector_config({"UCM_CONFIG_FILE": str(path), "metrics": True}).metrics
+    reason = TOP_LEVEL_WITHOUT_EFFECT["enable_event_sync"]
+    assert said == [
+        f"[UCM.Connector] settings come from {path} (UCM_CONFIG_FILE)",
+        f"[UCM.Connector] metrics: kv_connector_extra_config wins over {path}",
+        f"[UCM.Connector] {path}: enable_event_sync has no effect here: {reason}",
+    ]
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "ucm.yaml"
+    path.write_text(
+        "store:\n"
+        f"  directories: [{tmp_path}/kv, {path}]\n"
+        f"  posix_capacity: {TOO_MUCH}\n"
+        "conector: layerwise\n"
+        "min_hit_tokens: -1\n"
+        "load_failure: retry\n"
+        "metrics_config_path: none.yaml\n",
+        "utf-8",
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({"UCM_CONFIG_FILE": str(path), "use_lite": True})
+    text = str(caught.value)
+    assert text.startswith("6 settings cannot be used\n")
+    for line in (
+        "'conector' is not a setting",
+        f"where: {path}: conector = 'layerwise'",
+        "to do: did you mean 'connector'?",
+        f"{path} is not a directory",
+        f"where: {path}: store.directories[1] = '{path}'",
+        f"where: {path}: min_hit_tokens = -1",
+        f"where: {path}: load_failure = 'retry'",
+        "to do: write 'recompute' or 'fail'",
+        "the configuration file cannot be read: No such file or directory",
+        "where: kv_connector_extra_config: use_lite = True",
+    ):
+        assert line in text
+    assert "posix_capacity" not in text  # nothing to hold it against while a directory is wrong
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "where"),
+    [
+        ({}, "the store 'Posix' needs a directory", "store"),
+        ({"store": None}, "not a mapping", "store = None"),
+        ({"store": {"directories": []}}, "the store 'Posix' needs a directory", "store = {'directories': []}"),
+        ({"store": {"pipeline": "Empty", "fsnc": 1}}, "'fsnc' is not a setting", "store.fsnc = 1"),
+        (EMPTY | {"hit_ratio": 1.5}, "more than 1", "hit_ratio = 1.5"),
+        (EMPTY | {"hit_ratio": float("nan")}, "not a finite number", "hit_ratio = nan"),
+        (EMPTY | {"connector": "mock"}, "the mock connector needs hit_ratio", ""),
+        (EMPTY | {"save_decode_blocks": "no"}, "neither true nor false", "save_decode_blocks = 'no'"),
+        (EMPTY | {"metrics_config_path": 3}, "not a text", "metrics_config_path = 3"),
+        (EMPTY | {"ucm_sparse_config": []}, "not a mapping", "ucm_sparse_config = []"),
+        (EMPTY | {"zzz": 1}, "'zzz' is not a setting", "zzz = 1"),
+    ],
+)
+def test_what_is_wrong(settings: dict[str, Any], what: str, where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config(settings)
+    assert caught.value.what.startswith(what)
+    assert caught.value.where == f"kv_connector_extra_config: {where}".removesuffix(": ")
+    assert caught.value.fix
+
+
+def test_a_key_that_is_like_no_other_is_answered_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config(EMPTY | {"zzz": 1})
+    assert "save_decode_blocks" in caught.value.fix
+    assert "ucm_connectors" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("store", "name"),
+    [
+        ({"pipeline": "Posix", "posix_capacity": TOO_MUCH}, "posix_capacity"),
+        ({"dram_capacity": "900PiB"}, "dram_capacity"),
+    ],
+)
+def test_a_capacity_beyond_the_medium(store: dict[str, Any], name: str, tmp_path: Path) -> None:
+    settings = {"pipeline": "Cache|Posix", "directories": [str(tmp_path)], **store}
+    with pytest.raises(ConfigError, match="are more than the file system has in all: ") as caught:
+        load_connector_config({"store": settings})
+    assert caught.value.where == f"kv_connector_extra_config: store.{name} = {store[name]!r}"
+
+
+def test_a_file_system_counts_once(tmp_path: Path) -> None:
+    two = [str(tmp_path / "a"), str(tmp_path / "b")]
+    total = shutil.disk_usage(tmp_path).total
+    load_connector_config({"store": {"directories": two, "posix_capacity": total}})
+    with pytest.raises(ConfigError, match="more than the file system"):
+        load_connector_config({"store": {"directories": two, "posix_capacity": total + 1}})
+
+
+def test_a_directory_below_one_that_is_not_there_yet_has_its_file_systems_size(tmp_path: Path) -> None:
+    dram = {"pipeline": "Dram", "dram_directory": str(tmp_path / "a" / "b")}
+    total = shutil.disk_usage(tmp_path).total
+    assert load_connector_config({"store": {**dram, "dram_capacity": total}}).store.dram_capacity == total
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_directory_that_may_not_be_written() -> None:
+    """As somebody who is not root, whom nothing is forbidden."""
+    script = (
+        "import os, sys; from ucm.config import load_connector_config\n"
+        "if os.geteuid() == 0: os.setuid(65534)\n"
+        "try: load_connector_config({'store': {'directories': sys.argv[1:]}})\n"
+        "except Exception as error: print(error)\n"
+    )
+    with tempfile.TemporaryDirectory() as closed:
+        Path(closed).chmod(0o555)
+        command = [sys.executable, "-c", script, closed, f"{closed}/below"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"no file can be made in {closed}: Permission denied" in told
+    assert f"{closed}/below is not there and cannot be made: Permission denied" in told
+    assert f"store.directories[1] = '{closed}/below'" in told
