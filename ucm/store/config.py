@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -68,7 +67,7 @@ class StoreConfig:
     aside_keep: int = 16
     touch_seconds: float = 60.0
     stale_seconds: float = 3600.0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -90,7 +89,7 @@ class StoreConfig:
 
 
 _NICEST = 19
-_LEAST: Mapping[str, float] = {
+_LEAST = {
     "posix_capacity_bytes": 1,
     "dram_capacity_bytes": 1,
     "load_threads": 1,

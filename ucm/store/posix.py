@@ -1,0 +1,191 @@
+"""The tier of files: one file per block, in one or several directories."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ucm.errors import ConfigError
+from ucm.store.errors import BlockCorruptError, BlockForeignError, StoreError
+from ucm.store.posix_aside import set_aside
+from ucm.store.posix_directory import Directory
+from ucm.store.posix_layout import check_namespace
+from ucm.store.posix_reader import read_block, read_file
+from ucm.store.posix_writer import BlockFileWriter
+from ucm.store.recent import RecentKeys
+from ucm.store.tier import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
+    from ucm.store.config import StoreConfig
+    from ucm.store.format import HeaderCodec
+
+#: Keys are spread over the directories by their last two bytes.
+_SLOTS = 4096
+
+
+class PosixTier(Tier):
+    """Blocks as files.
+
+    Args:
+        name: The tier's name.
+        roots: Its directories.
+        namespace: What the sharers of blocks have in common.
+        codec: What a block's file looks like; None in an instance that only looks up and prefetches.
+        config: The store's options.
+        capacity_bytes: What it may use.
+
+    Raises:
+        ConfigError: A directory is missing or unusable, or the namespace cannot be one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        roots: Sequence[str],
+        namespace: str,
+        codec: HeaderCodec | None,
+        config: StoreConfig,
+        capacity_bytes: int | None,
+    ) -> None:
+        super().__init__(name)
+        if not roots or len(set(roots)) != len(roots):
+            raise ConfigError(
+                "the Posix tier needs one or more directories, each named once",
+                where="store: directories",
+                fix="name directories that exist and are this user's own",
+            )
+        check_namespace(namespace)
+        posix = name == "posix"
+        self._directories = [
+            Directory(
+                root,
+                namespace,
+                config,
+                direct_io=config.direct_io and posix,
+                fsync=config.fsync and posix,
+            )
+            for root in roots
+        ]
+        self._slots = _slots(roots)
+        self._codec = codec
+        self._capacity_bytes = capacity_bytes
+        self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """One test of a directory entry per key that was not seen a moment ago."""
+        young, old = self._recent.generations()
+        found = []
+        for key in keys:
+            there = key in young or key in old
+            if not there and self._is_there(key):
+                there = True
+                young.add(key)
+            found.append(there)
+        self.counters.looked_up(len(keys), found.count(True))
+        return found
+
+    def prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Stops at the first key that is not there."""
+        young, old = self._recent.generations()
+        hits = 0
+        for key in keys:
+            if key not in young and key not in old:
+                if not self._is_there(key):
+                    break
+                young.add(key)
+            hits += 1
+        self.counters.looked_up(min(hits + 1, len(keys)), hits)
+        return hits
+
+    def read(self, block: BlockTransfer) -> None:
+        """One call to the operating system for a whole block."""
+        directory = self._directory(block.key)
+        try:
+            old = read_block(directory, self._known_codec(), block)
+        except StoreError as error:
+            self._note_failure(directory, block.key, error)
+            raise
+        if old:
+            self._touch(directory.layout.block(block.key))
+
+    def read_file(self, key: BlockKey) -> Buffer:
+        """The file as it is, verified by its own header."""
+        directory = self._directory(key)
+        try:
+            return read_file(directory, key)
+        except StoreError as error:
+            self._note_failure(directory, key, error)
+            raise
+
+    def writer(self, key: BlockKey, file_nbytes: int) -> BlockFileWriter | None:
+        """A writer of a temporary file; None if the block is there."""
+        directory = self._directory(key)
+        if os.path.exists(directory.layout.block(key)):  # noqa: PTH110 - a Path costs as much as the call
+            return None
+        return BlockFileWriter(directory, key, file_nbytes, self._committed)
+
+    def prefetch(self, key: BlockKey) -> None:
+        """Have the kernel read the file into the page cache."""
+        directory = self._directory(key)
+        if directory.direct_io or not directory.reads.allows():
+            return
+        with suppress(OSError):
+            descriptor = os.open(directory.layout.block(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+
+    def stats(self) -> TierStats:
+        """The counters, and what the tier uses."""
+        return self.counters.snapshot(None, self._capacity_bytes)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _directory(self, key: BlockKey) -> Directory:
+        if len(self._directories) == 1:
+            return self._directories[0]
+        return self._directories[self._slots[(key[-2] << 8 | key[-1]) % _SLOTS]]
+
+    def _is_there(self, key: BlockKey) -> bool:
+        directory = self._directory(key)
+        return directory.reads.allows() and os.access(directory.layout.block(key), os.F_OK)
+
+    def _known_codec(self) -> HeaderCodec:
+        if self._codec is None:
+            raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
+        return self._codec
+
+    def _committed(self, key: BlockKey) -> None:
+        self._recent.generations()[0].add(key)
+
+    def _touch(self, path: str) -> None:
+        with suppress(OSError):
+            os.utime(path)
+
+    def _note_failure(self, directory: Directory, key: BlockKey, error: StoreError) -> None:
+        self._recent.drop(key)
+        if isinstance(error, BlockCorruptError | BlockForeignError) and set_aside(
+            directory.layout, key, error, directory.aside_keep
+        ):
+            self.counters.set_aside()
+
+
+def _slots(roots: Sequence[str]) -> list[int]:
+    """Which directory has which keys, by rendezvous: another directory takes its share from all, the rest stays."""
+    if len(roots) == 1:
+        return []
+    weights = [hashlib.blake2b(root.encode(), digest_size=8).digest() for root in roots]
+    return [
+        max(
+            range(len(roots)),
+            key=lambda i: hashlib.blake2b(slot.to_bytes(2, "little"), key=weights[i], digest_size=8).digest(),
+        )
+        for slot in range(_SLOTS)
+    ]

@@ -1,0 +1,127 @@
+"""Writing a block: a temporary file of its own, then one atomic rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucm.store.errors import StoreUnavailableError
+from ucm.store.posix_io import write_direct, write_from
+from ucm.store.posix_layout import FILE_MODE, make_directory, owner_name
+from ucm.store.tier import BlockWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ucm.store.base import BlockKey, Buffer
+    from ucm.store.posix_directory import Directory
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_REOPEN = os.O_WRONLY | os.O_CLOEXEC
+
+
+class BlockFileWriter(BlockWriter):
+    """Writes one block's file.
+
+    Args:
+        directory: Where.
+        key: The block.
+        file_nbytes: How long the file will be.
+        committed: Called with the key once the block is visible.
+    """
+
+    def __init__(
+        self, directory: Directory, key: BlockKey, file_nbytes: int, committed: Callable[[BlockKey], None]
+    ) -> None:
+        self._directory = directory
+        self._key = key
+        self._file_nbytes = file_nbytes
+        self._committed = committed
+        self._path = directory.layout.block(key)
+        self._temporary = f"{directory.layout.temporary}/{owner_name()}"
+        self._created = False
+        self._descriptor = -1
+
+    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
+        """Write at once."""
+        directory = self._directory
+        if not directory.writes.allows():
+            raise StoreUnavailableError("the directory failed often and rests", where=directory.layout.root)
+        try:
+            if directory.direct_io and not self._created and nbytes == self._file_nbytes:
+                if self._write_direct(buffers, nbytes):
+                    return
+            elif self._descriptor < 0:
+                self._open(0)
+            write_from(self._descriptor, buffers, offset, nbytes)
+        except OSError as error:
+            raise directory.write_failed(error, self._temporary) from error
+        directory.writes.succeeded()
+
+    def pause(self) -> None:
+        """Close the file."""
+        self._close()
+
+    def commit(self) -> None:
+        """Rename it into its place; the file before it, if there is one, is replaced."""
+        directory = self._directory
+        try:
+            if directory.fsync:
+                if self._descriptor < 0:
+                    self._open(0)
+                os.fsync(self._descriptor)
+            self._close()
+            self._publish()
+        except OSError as error:
+            raise directory.write_failed(error, self._path) from error
+        self._created = False
+        self._committed(self._key)
+
+    def abort(self) -> None:
+        """Delete the temporary file."""
+        self._close()
+        if self._created:
+            self._created = False
+            with suppress(OSError):
+                Path(self._temporary).unlink()
+
+    def _write_direct(self, buffers: Sequence[Buffer | bytearray], nbytes: int) -> bool:
+        """Try to write the whole file past the page cache; if the file system refuses, leave it open and empty."""
+        try:
+            self._open(os.O_DIRECT)
+            write_direct(self._descriptor, buffers, nbytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._directory.no_direct_io(error)
+            self._close()
+            self._open(0)
+            return False
+        self._directory.writes.succeeded()
+        return True
+
+    def _open(self, flags: int) -> None:
+        if self._created:
+            self._descriptor = os.open(self._temporary, _REOPEN | flags)
+        else:
+            try:
+                self._descriptor = os.open(self._temporary, _CREATE | flags, FILE_MODE)
+            except FileNotFoundError:
+                self._directory.make()
+                self._descriptor = os.open(self._temporary, _CREATE | flags, FILE_MODE)
+            self._created = True
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def _publish(self) -> None:
+        try:
+            os.rename(self._temporary, self._path)  # noqa: PTH104 - a Path costs as much as the call
+        except FileNotFoundError:
+            make_directory(os.path.dirname(self._path))  # noqa: PTH120 - see above
+            os.rename(self._temporary, self._path)  # noqa: PTH104

@@ -1,0 +1,40 @@
+"""Keys that were seen present a moment ago."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ucm.store.base import BlockKey
+
+
+class RecentKeys:
+    """A set that forgets: two generations, of which the older one is dropped when its time is over.
+
+    Args:
+        limit: How many keys are held at most.
+        seconds: How long a key is held at least; twice that at most, for as long as somebody asks.
+    """
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self._half = limit // 2
+        self._seconds = seconds
+        self._young: set[BlockKey] = set()
+        self._old: set[BlockKey] = set()
+        self._turn = 0.0
+
+    def generations(self) -> tuple[set[BlockKey], set[BlockKey]]:
+        """The younger and the older set, for one lookup: new keys go into the younger."""
+        now = time.monotonic()
+        if now >= self._turn or len(self._young) > self._half:
+            # A key seen before a pause of this length is as old as the pause: both sets go.
+            self._old = self._young if now < self._turn + self._seconds else set()
+            self._young = set()
+            self._turn = now + self._seconds
+        return self._young, self._old
+
+    def drop(self, key: BlockKey) -> None:
+        """Forget a key that is gone, or may be."""
+        self._young.discard(key)
+        self._old.discard(key)

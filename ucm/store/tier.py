@@ -1,0 +1,150 @@
+"""A tier: one medium for blocks, used synchronously by the threads of a store.
+
+``ucm.store.tiered`` makes a store of one or several tiers. A tier of another kind derives from ``Tier`` and can then
+stand in a pipeline; a whole store of another kind derives from ``ucm.store.base.KVStore``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from ucm.logger import get_logger
+from ucm.store.base import TierStats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer
+    from ucm.store.errors import StoreError
+
+
+class TierCounters:
+    """What a tier counts; every method may be called from any thread.
+
+    Args:
+        tier: Its name, for the log.
+    """
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._lock = Lock()
+        self._stats = TierStats()
+
+    def looked_up(self, asked: int, found: int) -> None:
+        """Count keys of a lookup."""
+        with self._lock:
+            self._stats.lookups += asked
+            self._stats.hits += found
+
+    def loaded(self, nbytes: int) -> None:
+        """Count a block, or shards of it, that was loaded."""
+        with self._lock:
+            self._stats.loaded_blocks += 1
+            self._stats.loaded_bytes += nbytes
+
+    def dumped(self, nbytes: int) -> None:
+        """Count a block that became visible."""
+        with self._lock:
+            self._stats.dumped_blocks += 1
+            self._stats.dumped_bytes += nbytes
+
+    def evicted(self, blocks: int) -> None:
+        """Count blocks deleted to make room."""
+        with self._lock:
+            self._stats.evicted_blocks += blocks
+
+    def set_aside(self) -> None:
+        """Count a damaged block taken out of the way."""
+        with self._lock:
+            self._stats.set_aside_blocks += 1
+
+    def failed(self, operation: str, error: StoreError) -> None:
+        """Count a failure; the first of each kind is logged."""
+        label = f"{operation}.{error.cause}"
+        with self._lock:
+            failures = self._stats.failures
+            count = failures[label] = failures.get(label, 0) + 1
+        if count == 1:
+            get_logger().warning(
+                "[UCM.Store] %s in tier %s (logged once, counted from now on): %s", label, self._tier, error
+            )
+
+    def snapshot(self, used_bytes: int | None, capacity_bytes: int | None) -> TierStats:
+        """A copy of the counters."""
+        with self._lock:
+            return replace(
+                self._stats,
+                failures=dict(self._stats.failures),
+                used_bytes=used_bytes,
+                capacity_bytes=capacity_bytes,
+            )
+
+
+class BlockWriter(ABC):
+    """One block on its way into a tier: bytes of its file at their places, then ``commit`` or ``abort``.
+
+    Used by one thread at a time. Methods raise StoreError; after one did, ``abort`` is called.
+    """
+
+    @abstractmethod
+    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
+        """Take bytes of the block's file from an offset on; ``nbytes`` in all buffers together."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Give back what is scarce, for instance an open file, until the next call."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the block visible, whole at once."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop what was written. Never raises."""
+
+
+class Tier(ABC):
+    """One medium, opened for one namespace. Methods that transfer raise StoreError, no other one raises at all.
+
+    Args:
+        name: Its name in results and statistics.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counters = TierCounters(name)
+
+    @abstractmethod
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each block is there; cheap."""
+
+    @abstractmethod
+    def prefix(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the first blocks are there without a gap."""
+
+    @abstractmethod
+    def read(self, block: BlockTransfer) -> None:
+        """Fill memory with shards, verified. A damaged block is set aside before the error is raised."""
+
+    @abstractmethod
+    def read_file(self, key: BlockKey) -> Buffer:
+        """A whole block's file, verified; valid until this thread's next call."""
+
+    @abstractmethod
+    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
+        """Begin a block whose file will have this length; None if the tier has it already."""
+
+    @abstractmethod
+    def prefetch(self, key: BlockKey) -> None:
+        """Have the medium read ahead, if it can."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """A snapshot of the counters and the usage."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End its threads."""
