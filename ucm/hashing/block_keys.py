@@ -1,0 +1,115 @@
+"""The keys of a request's blocks, for the connectors: vLLM's own hashes where they do, ours otherwise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucm.hashing.request_content import ContentReader, NotCacheableError, RequestContent
+from ucm.hashing.request_hasher import RequestHasher, RequestHashes
+from ucm.hashing.vllm_hashes import has_hashes, plan_hashes, verified_block_size
+from ucm.logger import get_logger
+
+if TYPE_CHECKING:
+    from ucm.hashing.vllm_hashes import HashPlan
+
+logger = get_logger()
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was found out about one request."""
+
+    content: RequestContent | None  # None: not cacheable
+    hashes: dict[int, RequestHashes] = field(default_factory=dict)  # ours, by block size
+
+
+class BlockKeys:
+    """Names the blocks of an engine's requests; lives in the scheduler's process.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        seed: What our own hashes start from: the digest of the model's identity.
+    """
+
+    def __init__(self, vllm_config: Any, seed: bytes) -> None:
+        self.refused: Counter[str] = Counter()  #: requests that are not cacheable, by reason
+        self._plan: HashPlan = plan_hashes(vllm_config)
+        self._hasher = RequestHasher(seed)
+        self._reader = ContentReader(vllm_config)
+        self._known: dict[str, _Known] = {}
+        #: How many of vLLM's hashes a block has, by block size and whether a request has a salt; 0: ours are used.
+        self._strides: dict[tuple[int, bool], int] = {}
+        if self._plan.uses_vllm:
+            logger.info(
+                "[UCM.Hasher] vLLM's own %s block hashes are the keys: %s", self._plan.algorithm, self._plan.reason
+            )
+        else:
+            logger.info("[UCM.Hasher] UCM's own hashes are the keys: %s", self._plan.reason)
+
+    def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
+        """The keys of a request's whole blocks, as far as its tokens are known now.
+
+        Args:
+            request: vLLM's ``Request``.
+            block_size: Tokens of a block of the KV-cache group in question.
+            first: The first block to name.
+
+        Returns:
+            One key for each whole block from ``first`` on; None if the request must not be cached.
+        """
+        known = self._known.get(request.request_id) or self._look_at(request)
+        if known.content is None:
+            return None
+        if self._plan.uses_vllm and known.content.is_text:
+            stride = self._stride(request, block_size, known.content)
+            if stride:
+                keys: list[bytes] = request.block_hashes[(first + 1) * stride - 1 :: stride]
+                return keys
+        return self._hashed(request, known, block_size, first)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept of a finished request."""
+        self._known.pop(request_id, None)
+
+    def _look_at(self, request: Any) -> _Known:
+        try:
+            known = _Known(self._reader.read(request))
+        except NotCacheableError as error:
+            known = self._refuse(str(error))
+        if not getattr(request, "resumable", False):  # a streaming session's tokens and inputs are replaced as it goes
+            self._known[request.request_id] = known
+        return known
+
+    def _stride(self, request: Any, block_size: int, content: RequestContent) -> int:
+        case = (block_size, content.salt is not None)
+        if case not in self._strides:
+            if not has_hashes(request):
+                return 0
+            size = verified_block_size(request, self._plan, block_size)
+            self._strides[case] = block_size // size if size else 0
+            if not size:
+                logger.warning(
+                    "[UCM.Hasher] vLLM's block hashes are not of a request's tokens and salt alone, or do not divide "
+                    "blocks of %d tokens; UCM's own hashes are used for those",
+                    block_size,
+                )
+        return self._strides[case] if has_hashes(request) else 0
+
+    def _hashed(self, request: Any, known: _Known, block_size: int, first: int) -> list[bytes] | None:
+        tokens = getattr(request, "_all_token_ids", None) or request.all_token_ids  # the list is faster than its view
+        hashes = known.hashes.get(block_size)
+        if hashes is None or len(hashes.keys) * block_size > len(tokens):
+            hashes = known.hashes[block_size] = self._hasher.start(block_size, known.content)
+        try:
+            return hashes.extend(tokens)[first:]
+        except ValueError as error:
+            self._known[request.request_id] = self._refuse(str(error))
+            return None
+
+    def _refuse(self, reason: str) -> _Known:
+        if not self.refused[reason]:
+            logger.warning("[UCM.Hasher] requests are computed without the store: %s", reason)
+        self.refused[reason] += 1
+        return _Known(None)

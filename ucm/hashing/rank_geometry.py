@@ -1,0 +1,119 @@
+"""Which part of the KV a worker holds: its ranks, as a part of where its blocks are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A worker's place in the engine's parallel groups.
+
+    Args:
+        tp: Its tensor-parallel rank.
+        pcp: Its prefill-context-parallel rank.
+        pp: Its pipeline-parallel rank.
+    """
+
+    tp: int
+    pcp: int = 0
+    pp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """The sizes of an engine's parallel groups. Data-parallel replicas hold the same KV and do not count.
+
+    Args:
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        dcp: Decode-context-parallel size; its groups lie within the tensor-parallel ones.
+        pcp: Prefill-context-parallel size.
+        interleave: Tokens that one context-parallel rank keeps in a row.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Parallelism:
+        """The sizes in a ``VllmConfig``; a release that lacks a kind has a size of 1."""
+        config = vllm_config.parallel_config
+
+        def size(*names: str) -> int:
+            return max(int(getattr(config, name, None) or 1) for name in names)
+
+        return cls(
+            tp=size("tensor_parallel_size"),
+            pp=size("pipeline_parallel_size"),
+            dcp=size("decode_context_parallel_size"),
+            pcp=size("prefill_context_parallel_size"),
+            interleave=size("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"),
+        )
+
+    def ranks(self, rank: int) -> Ranks:
+        """The place of a worker, from its rank within the engine; vLLM's order is PP x PCP x TP."""
+        return Ranks(tp=rank % self.tp, pcp=rank // self.tp % self.pcp, pp=rank // (self.tp * self.pcp) % self.pp)
+
+
+def is_replicated(vllm_config: Any, spec: Any = None) -> bool:
+    """Whether all tensor-parallel ranks hold the same KV: multi-head latent attention, apart from context parallelism.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        spec: The ``KVCacheSpec`` of the KV-cache group; without one, the model's kind of attention decides.
+    """
+    layers = list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())
+    if spec is None:
+        model_config = vllm_config.model_config
+        return bool(getattr(model_config, "use_mla", False)) and not getattr(model_config, "is_hybrid", False)
+    return all("MLA" in type(layer).__name__ or getattr(layer, "use_mla", False) for layer in layers)
+
+
+def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks | None = None) -> str:
+    """The directory name for one worker's part of one KV-cache group.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
+        group_id: The KV-cache group's index.
+        spec: The group's ``KVCacheSpec``; None in releases that do not tell it.
+        ranks: The worker's place; by default this process's.
+
+    Returns:
+        For instance ``tp1of4-pp0of1-g0-b16``; ranks whose KV is the same have the same tag.
+    """
+    sizes = Parallelism.of(vllm_config)
+    ranks = ranks or sizes.ranks(int(getattr(vllm_config.parallel_config, "rank", 0)))
+    tensor = f"tpall{sizes.tp}" if is_replicated(vllm_config, spec) else f"tp{ranks.tp}of{sizes.tp}"
+    parts = [tensor, f"pp{ranks.pp}of{sizes.pp}"]
+    if sizes.dcp > 1:
+        parts.append(f"dcp{ranks.tp % sizes.dcp}of{sizes.dcp}x{sizes.interleave}")
+    if sizes.pcp > 1:
+        parts.append(f"pcp{ranks.pcp}of{sizes.pcp}x{sizes.interleave}")
+    block_size = getattr(spec, "block_size", None) or vllm_config.cache_config.block_size
+    return "-".join([*parts, f"g{group_id}", f"b{block_size}"])
+
+
+def rank_tags(vllm_config: Any, group_id: int, *, spec: Any = None) -> list[str]:
+    """The tags of all parts of a group's KV: a block is there if it is there under each of them."""
+    sizes = Parallelism.of(vllm_config)
+    world = sizes.tp * sizes.pcp * sizes.pp
+    tags = (rank_tag(vllm_config, group_id, spec=spec, ranks=sizes.ranks(rank)) for rank in range(world))
+    return list(dict.fromkeys(tags))
+
+
+def must_save(vllm_config: Any, *, spec: Any = None, ranks: Ranks | None = None) -> bool:
+    """Whether this worker saves its part: of several that hold the same KV, the one with the lowest rank does.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
+        spec: The group's ``KVCacheSpec``; None in releases that do not tell it.
+        ranks: The worker's place; by default this process's.
+    """
+    sizes = Parallelism.of(vllm_config)
+    ranks = ranks or sizes.ranks(int(getattr(vllm_config.parallel_config, "rank", 0)))
+    return ranks.tp < sizes.dcp or not is_replicated(vllm_config, spec)

@@ -1,0 +1,214 @@
+"""What shapes a request's KV beside its tokens: LoRA, multimodal inputs, cache salt, prompt embeddings, token types.
+
+Requests of vLLM 0.9.0 to 0.33.0 are understood; what a request carries that we do not know makes it not cacheable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ucm.hashing.adapters import AdapterError, Adapters
+from ucm.hashing.framing import frame
+
+#: What vLLM calls a multimodal input by, if it hashed the input: a hexadecimal digest of 256 or 512 bits, after the
+#: name of a LoRA where the vision tower has one. Anything else is a name that a client or a counter chose.
+_HASHED = re.compile(r"(?:.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+
+#: The arguments of ``Request`` in all releases that we know. Those that shape KV are read below.
+_KNOWN_FIELDS = frozenset(
+    {
+        *("self", "request_id", "client_index", "arrival_time", "priority", "trace_headers", "session_id", "kv_hints"),
+        *("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "lora_request", "cache_salt"),
+        *("mm_features", "multi_modal_inputs", "multi_modal_kwargs", "multi_modal_hashes", "multi_modal_placeholders"),
+        *("sampling_params", "pooling_params", "eos_token_id", "structured_output_request", "block_hasher"),
+        *("resumable", "reasoning_ended", "reasoning_parser_kwargs", "abort_immediately"),
+    }
+)
+
+
+class NotCacheableError(Exception):
+    """A request whose content cannot be identified; its text is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A multimodal input.
+
+    Args:
+        start: The first token of its placeholder.
+        identity: What it is and how long its placeholder is.
+    """
+
+    start: int
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContent:
+    """A request's content beside its tokens; the ``BlockExtra`` of a RequestHasher.
+
+    Args:
+        salt: The request's ``cache_salt``, or None.
+        adapter: The fingerprint of its LoRA adapter, or None.
+        token_types: The encoded token types of a pooling request, or None.
+        media: Its multimodal inputs, by their first token.
+        embeds: The bytes of its prompt embeddings, uint8[tokens, bytes of a row], or None.
+        embeds_dtype: Their dtype's name.
+        embeds_mask: One byte for each prompt token, 1 where the token counts and not its embedding; empty if all are
+            embeddings.
+    """
+
+    salt: str | None = None
+    adapter: bytes | None = None
+    token_types: bytes | None = None
+    media: tuple[Media, ...] = ()
+    embeds: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    embeds_dtype: str = ""
+    embeds_mask: bytes = b""
+
+    @property
+    def is_text(self) -> bool:
+        """Tokens, and at most a salt."""
+        return self.adapter is None and self.token_types is None and not self.media and self.embeds is None
+
+    @property
+    def root(self) -> bytes:
+        """What shapes the KV from the first token on; empty if nothing does."""
+        if self.is_text and self.salt is None:
+            return b""
+        return frame([self.salt, self.adapter, self.token_types, self.embeds_dtype])
+
+    @property
+    def first_block_token(self) -> int | None:
+        """The first token from which single blocks have content of their own."""
+        if self.embeds is not None:
+            return 0
+        return self.media[0].start if self.media else None
+
+    def between(self, start: int, end: int) -> bytes:
+        """The inputs that begin from token ``start`` to ``end``, and the embeddings there."""
+        media = [[item.start, item.identity] for item in self.media if start <= item.start < end]
+        rows = None
+        if self.embeds is not None:
+            rows = hashlib.sha256(self.embeds[start:end].tobytes()).digest()
+        mask = self.embeds_mask[start:end]
+        return frame([media, rows, mask]) if media or rows is not None else b""
+
+
+class ContentReader:
+    """Reads the content of requests.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        lora = getattr(vllm_config, "lora_config", None)
+        names = ("lora_dtype", "long_lora_scaling_factors", "lora_extra_vocab_size", "bias_enabled")
+        self._adapters = Adapters({name: str(getattr(lora, name, None)) for name in names})
+        self._media_is_hashed = _media_is_hashed(vllm_config)
+        self._unknown_fields: dict[type, tuple[str, ...]] = {}
+
+    def read(self, request: Any) -> RequestContent:
+        """The content of a request.
+
+        Args:
+            request: vLLM's ``Request``.
+
+        Raises:
+            NotCacheableError: If it has content that cannot be identified.
+        """
+        kind = type(request)
+        if kind not in self._unknown_fields:
+            parameters = inspect.signature(kind.__init__).parameters
+            named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            unknown = (n for n, p in parameters.items() if p.kind in named and n not in _KNOWN_FIELDS)
+            self._unknown_fields[kind] = tuple(unknown)
+        for name in self._unknown_fields[kind]:
+            if getattr(request, name, None):
+                raise NotCacheableError(f"this vLLM release gives requests {name!r}, which UCM does not know")
+        embeds = getattr(request, "prompt_embeds", None)
+        mask = getattr(request, "prompt_is_token_ids", None)
+        return RequestContent(
+            salt=getattr(request, "cache_salt", None) or None,
+            adapter=self._adapter(request),
+            token_types=_token_types(request),
+            media=self._media(request),
+            embeds=None if embeds is None else _rows(embeds),
+            embeds_dtype="" if embeds is None else str(embeds.dtype),
+            embeds_mask=b"" if embeds is None or mask is None else bytes(map(bool, mask)),
+        )
+
+    def _adapter(self, request: Any) -> bytes | None:
+        lora_request = getattr(request, "lora_request", None)
+        if lora_request is None:
+            return None
+        try:
+            return self._adapters.fingerprint(lora_request)
+        except AdapterError as error:
+            raise NotCacheableError(str(error)) from error
+
+    def _media(self, request: Any) -> tuple[Media, ...]:
+        features = getattr(request, "mm_features", None)
+        if features is not None:
+            found = [
+                (item.modality, getattr(item, "mm_hash", None) or item.identifier, item.mm_position)
+                for item in features
+            ]
+        else:  # up to 0.10.1.1
+            positions = getattr(request, "mm_positions", None) or []
+            hashes = getattr(request, "mm_hashes", None) or [None] * len(positions)
+            found = [("", identifier, position) for identifier, position in zip(hashes, positions, strict=True)]
+        media = [Media(int(at.offset), self._identity(modality, name, at)) for modality, name, at in found]
+        return tuple(sorted(media, key=lambda item: item.start))
+
+    def _identity(self, modality: str, identifier: str | None, position: Any) -> bytes:
+        hashed = _HASHED.fullmatch(identifier or "")
+        if hashed is None or not self._media_is_hashed:
+            raise NotCacheableError(
+                "a multimodal input has a name in place of a hash of its content: a client gave it one, or vLLM hashes "
+                "no inputs because prefix caching and mm_processor_cache_gb are both off"
+            )
+        is_embed = getattr(position, "is_embed", None)
+        mask = None if is_embed is None else _rows(is_embed).tobytes()
+        return frame([modality, hashed[1], int(position.length), mask])
+
+
+def _media_is_hashed(vllm_config: Any) -> bool:
+    """Whether vLLM names multimodal inputs by their content; with all its caches off, it counts them."""
+    if getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", False):
+        return True
+    model_config = getattr(vllm_config, "model_config", None)
+    for holder in (getattr(model_config, "multimodal_config", None), model_config):
+        size = getattr(holder, "mm_processor_cache_gb", None)
+        if size is not None:
+            return bool(size > 0)
+    return True  # up to 0.10.0 an input is hashed, or has no identifier at all
+
+
+def _token_types(request: Any) -> bytes | None:
+    """What a pooling request tells the model beside its tokens, for instance the types of BERT's tokens."""
+    told = getattr(getattr(request, "pooling_params", None), "extra_kwargs", None)
+    if not told:
+        return None
+    try:
+        return frame(told)
+    except TypeError as error:
+        raise NotCacheableError(f"a pooling request's extra_kwargs: {error}") from error
+
+
+def _rows(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of a tensor's rows, uint8[len(tensor), bytes of a row]; of a torch tensor or a NumPy array."""
+    if not isinstance(tensor, np.ndarray):
+        import torch  # noqa: PLC0415 - only there where vLLM is
+
+        flat = tensor.detach().to("cpu").contiguous().view(torch.uint8)  # NumPy has no bfloat16
+        tensor = flat.numpy()
+    rows: np.ndarray[Any, np.dtype[np.uint8]] = np.ascontiguousarray(tensor).view(np.uint8)
+    return rows.reshape(len(rows), -1) if len(rows) else rows
