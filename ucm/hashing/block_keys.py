@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucm.hashing.request_content import ContentReader, NotCacheableError, RequestContent
-from ucm.hashing.request_hasher import RequestHasher, RequestHashes
-from ucm.hashing.vllm_hashes import has_hashes, plan_hashes, verified_block_size
+from ucm.hashing.request_hasher import DIGEST_BYTES, RequestHasher, RequestHashes
+from ucm.hashing.vllm_hashes import HashPlan, has_hashes, plan_hashes, verified_block_size
 from ucm.logger import get_logger
-
-if TYPE_CHECKING:
-    from ucm.hashing.vllm_hashes import HashPlan
 
 logger = get_logger()
 
@@ -35,7 +33,7 @@ class BlockKeys:
 
     def __init__(self, vllm_config: Any, seed: bytes) -> None:
         self.refused: Counter[str] = Counter()  #: requests that are not cacheable, by reason
-        self._plan: HashPlan = plan_hashes(vllm_config)
+        self._plan = plan_hashes(vllm_config)
         self._hasher = RequestHasher(seed)
         self._reader = ContentReader(vllm_config)
         self._known: dict[str, _Known] = {}
@@ -72,6 +70,14 @@ class BlockKeys:
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a finished request."""
         self._known.pop(request_id, None)
+
+    def start_anew(self) -> None:
+        """Name blocks from now on as nobody ever did: what was stored so far is never found again by this engine."""
+        reason = "the prefix cache was reset"
+        self._plan = HashPlan("", b"", reason)
+        self._hasher = RequestHasher(self._hasher.seed + os.urandom(DIGEST_BYTES))
+        self._known.clear()
+        logger.info("[UCM.Hasher] UCM's own hashes are the keys, from a new seed: %s", reason)
 
     def _look_at(self, request: Any) -> _Known:
         try:
