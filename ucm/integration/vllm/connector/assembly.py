@@ -1,0 +1,185 @@
+"""Putting the parts together: one side in the scheduler's process, one in each worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucm.config.load import load_connector_config
+from ucm.errors import ConfigError
+from ucm.hashing.block_keys import BlockKeys
+from ucm.hashing.model_identity import model_identity, namespace
+from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
+from ucm.integration.vllm.connector.commit_gate import CommitGate
+from ucm.integration.vllm.connector.engine_facts import (
+    batches_in_flight,
+    ranks,
+    recovers_from_load_failures,
+    refuse_what_cannot_work,
+)
+from ucm.integration.vllm.connector.groups import cache_groups
+from ucm.integration.vllm.connector.host_memory import HostMemory
+from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
+from ucm.integration.vllm.connector.scheduler import PrefixCacheScheduler
+from ucm.integration.vllm.connector.transfer import HostTransfer
+from ucm.integration.vllm.connector.worker import TransferWorker
+from ucm.integration.vllm.metrics import ConnectorCounters
+from ucm.logger import get_logger
+from ucm.store.factory import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucm.config.settings import ConnectorConfig
+    from ucm.integration.vllm.connector.metadata import StepPlan
+
+
+def connector_settings(vllm_config: Any, kind: str | None) -> ConnectorConfig:
+    """The connector's settings.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kind: How blocks are moved, where the connector's class says it; None leaves it to the settings.
+    """
+    given = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    if kind is not None:
+        given["connector"] = kind
+    return load_connector_config(given)
+
+
+class SchedulerSide:
+    """The connector in the scheduler's process.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not give it.
+        settings: The connector's settings.
+        connector_base: vLLM's connector class.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
+        refuse_what_cannot_work(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        if hasattr(transfer, "kv_load_failure_policy"):
+            # vLLM's own default ends a request whose blocks cannot be loaded; ours computes them.
+            transfer.kv_load_failure_policy = settings.load_failure
+        groups = cache_groups(vllm_config, kv_cache_config)
+        identity = model_identity(vllm_config)
+        self.namespace = namespace(identity)
+        config = settings.store.as_store_config()
+        stores = {
+            group.index: [
+                open_store(config, f"{self.namespace}/{tag}", None)
+                for tag in rank_tags(vllm_config, group.index, spec=group.spec)
+            ]
+            for group in groups.groups
+        }
+        self._stores = [store for of_group in stores.values() for store in of_group]
+        self.counters = ConnectorCounters()
+        self._keys = BlockKeys(vllm_config, identity.digest)
+        self.planner = PrefixCacheScheduler(
+            groups,
+            stores,
+            self._keys,
+            self.counters,
+            batches=batches_in_flight(vllm_config),
+            min_hit_tokens=settings.min_hit_tokens,
+            hit_ratio=1.0 if settings.hit_ratio is None else settings.hit_ratio,
+            save_decode_blocks=settings.save_decode_blocks,
+        )
+        if not recovers_from_load_failures(connector_base, len(groups.groups)):
+            raise ConfigError("leases are not there yet")
+        get_logger().info("[UCM.Connector] namespace %s, %d stores to look up", self.namespace, len(self._stores))
+
+    def start_anew(self) -> None:
+        """Use keys from now on that nobody has used before."""
+        self._keys.start_anew()
+
+    def take_stats(self) -> Any:
+        """What was counted since the last call; None for nothing."""
+        return self.counters.take()
+
+    def close(self) -> None:
+        """Close the stores."""
+        for store in self._stores:
+            store.close()
+
+
+class WorkerSide:
+    """The connector in a worker's process.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not give it.
+        settings: The connector's settings.
+        connector_base: vLLM's connector class.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._connector_base = connector_base
+        self.counters = ConnectorCounters()
+        self._mover: TransferWorker | None = None
+
+    @property
+    def mover(self) -> TransferWorker:
+        """What moves the blocks; there once the KV caches are."""
+        if self._mover is None:
+            raise RuntimeError("vLLM asked for a transfer before it registered its KV caches")
+        return self._mover
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Locate the blocks and open the stores.
+
+        Args:
+            kv_caches: vLLM's KV-cache tensors by layer name.
+        """
+        config = self._vllm_config
+        groups = cache_groups(config, self._kv_cache_config)
+        blocks = self._kv_cache_config.num_blocks if self._kv_cache_config else config.cache_config.num_gpu_blocks
+        about = {"layout": str(getattr(self._kv_cache_config, "kv_cache_layout", None))}
+        memories = {group.index: HostMemory(group, kv_caches, blocks, about) for group in groups.groups}
+        identity = namespace(model_identity(config))
+        store = self._settings.store.as_store_config()
+        transfers = {
+            group.index: HostTransfer(
+                memories[group.index],
+                open_store(
+                    store,
+                    f"{identity}/{rank_tag(config, group.index, spec=group.spec)}",
+                    memories[group.index].geometry,
+                ),
+            )
+            for group in groups.groups
+        }
+        kind = LayerWiseWorker if self._settings.connector == "layerwise" else TransferWorker
+        self._mover = kind(
+            transfers,
+            CommitGate(ranks(config), batches_in_flight(config)),
+            self.counters,
+            saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
+            recovers=recovers_from_load_failures(self._connector_base, len(groups.groups)),
+        )
+        size = sum(transfer.block_bytes for transfer in transfers.values())
+        get_logger().info(
+            "[UCM.Connector] %s: %d layers, %d bytes per block of tokens, namespace %s",
+            self._settings.connector,
+            sum(len(memory.layouts) for memory in memories.values()),
+            size,
+            identity,
+        )
+
+    def begin(self, plan: StepPlan) -> None:
+        """Before a step."""
+        if self._mover is not None:
+            self._mover.begin(plan)
+
+    def take_stats(self) -> Any:
+        """What was counted since the last call; None for nothing."""
+        return self.counters.take()
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        if self._mover is not None:
+            self._mover.close()

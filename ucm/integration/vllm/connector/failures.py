@@ -1,0 +1,42 @@
+"""Counting what went wrong on the data path, and saying it once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ucm.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucm.store.base import BlockKey
+    from ucm.store.errors import StoreError
+
+
+class FailureLog:
+    """Failures of one operation, by cause.
+
+    Args:
+        area: What the log lines start with, for instance ``[UCM.Load]``.
+        consequence: What happens to the blocks, as the log line says it.
+    """
+
+    def __init__(self, area: str, consequence: str) -> None:
+        self._area = area
+        self._consequence = consequence
+        self.counts: Counter[str] = Counter()
+
+    def record(self, failed: Mapping[BlockKey, StoreError]) -> None:
+        """Count failed blocks; the first of each cause is logged with its reason."""
+        for key, error in failed.items():
+            if error.cause not in self.counts:
+                get_logger().warning(
+                    "%s block %s: %s (cause %s; %s; further ones are only counted)",
+                    self._area,
+                    key.hex()[:16],
+                    error,
+                    error.cause,
+                    self._consequence,
+                )
+            self.counts[error.cause] += 1

@@ -1,0 +1,155 @@
+"""Which groups of layers share a block table, and what of each must be there to continue a request.
+
+A model with one kind of attention has one group. With hybrid KV-cache groups each group has block ids of its own: full
+attention needs every block of a prefix, a sliding window the blocks that its window still reaches from the end of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from ucm.integration.vllm.connector.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: The specifications whose blocks hold all that their layers need of a prefix. Compared by exact class name: a class
+#: that derives from one of them may keep state elsewhere.
+FULL_ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec"}
+SLIDING_WINDOW = {"SlidingWindowSpec"}
+UNIFORM = "UniformTypeKVCacheSpecs"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One KV-cache group, as far as moving its blocks is concerned.
+
+    Args:
+        index: Its place among vLLM's groups.
+        block_size: Tokens per block.
+        window: Tokens that a sliding window reaches back, the current one included; None for full attention.
+        page_sizes: Bytes of a block by layer name, without padding; empty where the release does not tell.
+        layer_names: Its layers; empty where the release does not tell, then all registered ones.
+        spec: vLLM's ``KVCacheSpec``; None where the release does not tell.
+    """
+
+    index: int
+    block_size: int
+    window: int | None
+    page_sizes: dict[str, int]
+    layer_names: tuple[str, ...]
+    spec: Any = None
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block that is still read once ``num_tokens`` tokens are computed; whole blocks are counted."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens - self.window + 1) // self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroups:
+    """All groups of a model."""
+
+    groups: tuple[CacheGroup, ...]
+
+    @property
+    def alignment(self) -> int:
+        """Tokens at whose multiples every group has a block boundary."""
+        return lcm(*(group.block_size for group in self.groups))
+
+
+def cache_groups(vllm_config: Any, kv_cache_config: Any) -> CacheGroups:
+    """Read the groups from vLLM's configuration.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not give it to connectors, where a
+            connector means one group.
+
+    Raises:
+        UnsupportedModelError: If a group has state that cannot be restored from blocks of tokens.
+    """
+    if kv_cache_config is None:
+        size = vllm_config.cache_config.block_size
+        return CacheGroups((CacheGroup(0, size, None, {}, ()),))
+    found = [_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
+    if not found:
+        raise UnsupportedModelError(
+            "the model has no KV cache", where="kv_transfer_config", fix="run it without a connector"
+        )
+    return CacheGroups(tuple(found))
+
+
+def _group(index: int, group: Any) -> CacheGroup:
+    specs = _layer_specs(group)
+    for name, spec in specs.items():
+        kind = type(spec).__name__
+        if kind not in FULL_ATTENTION | SLIDING_WINDOW or not getattr(group, "enable_kv_transfer", True):
+            raise UnsupportedModelError(
+                f"KV-cache group {index} is of kind {kind}, which cannot be restored from stored blocks",
+                where=f"layer {name}",
+                fix="run this model without a UCM connector",
+            )
+    first = next(iter(specs.values()))
+    windows = {_window(spec) for spec in specs.values()}
+    return CacheGroup(
+        index=index,
+        block_size=first.block_size,
+        window=None if None in windows else max(w for w in windows if w is not None),
+        page_sizes={name: _unpadded(spec) for name, spec in specs.items()},
+        layer_names=tuple(group.layer_names),
+        spec=group.kv_cache_spec,
+    )
+
+
+def _layer_specs(group: Any) -> dict[str, Any]:
+    spec = group.kv_cache_spec
+    if type(spec).__name__ == UNIFORM:
+        return dict(spec.kv_cache_specs)
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def _window(spec: Any) -> int | None:
+    if type(spec).__name__ not in SLIDING_WINDOW:
+        return None
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def _unpadded(spec: Any) -> int:
+    for attribute in ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes"):
+        value = getattr(spec, attribute, None)
+        if value is not None:
+            return int(value)
+    raise UnsupportedModelError(
+        f"{type(spec).__name__} does not tell the size of its blocks", fix="run this model without a UCM connector"
+    )
+
+
+def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]], num_tokens: int, step: int) -> int:
+    """The most tokens, a multiple of ``step``, at which every group has all the blocks that it still reads.
+
+    Args:
+        groups: The groups.
+        present: For each group, for each of its blocks from the start of the request, whether it can be had.
+        num_tokens: Upper bound.
+        step: Tokens; the groups' alignment.
+    """
+    full = [i for i, group in enumerate(groups) if group.window is None]
+    limit = num_tokens
+    for i in full:
+        row = present[i]
+        gap = next((n for n, there in enumerate(row) if not there), len(row))
+        limit = min(limit, gap * groups[i].block_size)
+    limit -= limit % step
+    windowed = [i for i, group in enumerate(groups) if group.window is not None]
+    while limit > 0 and not all(_reaches(groups[i], present[i], limit) for i in windowed):
+        limit -= step
+    return limit
+
+
+def _reaches(group: CacheGroup, present: Sequence[bool], num_tokens: int) -> bool:
+    end = num_tokens // group.block_size
+    return len(present) >= end and all(present[group.first_needed(num_tokens) : end])

@@ -1,0 +1,92 @@
+"""Moving blocks layer by layer: the first layers arrive while the others are still read, and leave before the last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucm.integration.vllm.connector.commit_gate import Pending
+from ucm.integration.vllm.connector.worker import TransferWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+    from ucm.store.base import Task
+
+#: Layers are loaded in this many portions. Each portion opens every block's file once more.
+PORTIONS = 4
+
+
+class LayerWiseWorker(TransferWorker):
+    """Loads and dumps in portions of layers.
+
+    All portions are asked for at once, first layers first; the store reads them in that order, so that the next
+    portion is in flight while the layers of this one compute.
+    """
+
+    _plan: StepPlan | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Before anything of a step is written."""
+        super().begin(plan)
+        if self._plan is not plan:
+            self._plan = plan
+            self._loading: dict[tuple[int, int], list[tuple[BlockMoves, Task]]] = {}
+            self._dumped: dict[int, set[int]] = {}
+
+    def load(self, plan: StepPlan) -> None:
+        """Start loading what the plan asks for."""
+        for portion in range(PORTIONS):
+            for moves in plan.loads:
+                layers = self._portion(moves.group, portion)
+                if layers:
+                    task = self.start_load(plan, moves, layers)
+                    self._loading.setdefault((moves.group, portion), []).append((moves, task))
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Wait for the portion that the layer is in."""
+        if self._plan is None or not self._loading:
+            return
+        for group, index in self._places(layer_name):
+            portion = next(p for p in range(PORTIONS) if index in self._portion(group, p))
+            self._finish((group, portion))
+
+    def layer_computed(self, layer_name: str) -> None:
+        """Start dumping the layer of the blocks that the step fills."""
+        if self._plan is None or not self._plan.dumps or self.gate.is_wrong(self._plan.step):
+            return
+        for group, index in self._places(layer_name):
+            wanted = [moves for moves in self.own(self._plan.dumps) if moves.group == group]
+            if wanted and index not in self._dumped.setdefault(group, set()):
+                self._dumped[group].add(index)
+                for moves in wanted:
+                    self.start_dump(moves, range(index, index + 1))
+
+    def dump(self, plan: StepPlan) -> None:
+        """After the forward: dump the layers that were not announced one by one, and settle."""
+        for place in list(self._loading):
+            self._finish(place)
+        for moves in self.own(plan.dumps):
+            if self.gate.is_wrong(plan.step):
+                self.groups[moves.group].discard(moves.keys)
+                continue
+            done = self._dumped.get(moves.group, set())
+            for index in self.all_layers(moves.group):
+                if index not in done:
+                    self.start_dump(moves, range(index, index + 1))
+            self.gate.add(Pending(plan.step, moves.group, moves.keys))
+        self.settle(plan.settled, plan.void)
+
+    def _finish(self, place: tuple[int, int]) -> None:
+        for moves, task in self._loading.pop(place, ()):
+            self.finish_load(self._plan.step if self._plan else 0, moves, task)
+
+    def _portion(self, group: int, portion: int) -> range:
+        count = len(self.groups[group].layer_names)
+        return range(count * portion // PORTIONS, count * (portion + 1) // PORTIONS)
+
+    def _places(self, layer_name: str) -> Iterator[tuple[int, int]]:
+        """A layer's group and its place in it; none for a layer that shares another's KV cache."""
+        for group, transfer in self.groups.items():
+            if layer_name in transfer.layer_names:
+                yield group, transfer.layer_names.index(layer_name)

@@ -1,0 +1,51 @@
+"""What the scheduler's side tells the workers at each step; it travels by pickle between vLLM's own processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ucm.store.base import BlockKey
+
+
+@dataclass(slots=True)
+class BlockMoves:
+    """Blocks of one request in one KV-cache group, to be loaded or dumped.
+
+    Args:
+        request_id: vLLM's request id.
+        group: The KV-cache group's index.
+        keys: Each block's key in the store.
+        block_ids: Each block's place in the KV cache, as many as keys.
+    """
+
+    request_id: str
+    group: int
+    keys: list[BlockKey]
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One engine step.
+
+    Args:
+        step: Counts up by one with each step, from 1.
+        loads: To be loaded before the step's forward.
+        dumps: To be dumped after the step's forward computed them.
+        late_dumps: To be dumped at once: computed in earlier steps, and not written by this one.
+        fresh_block_ids: Blocks that this step takes into use, and may write: what still reads them must finish first.
+        leases: For requests whose blocks were verified and held ahead, the directory that holds them, by request id.
+        settled: The last step of which every rank's outcome is known; dumps up to it may become visible.
+        void: The last step that may have computed with blocks that failed to load; dumps up to it are dropped.
+    """
+
+    step: int
+    loads: list[BlockMoves] = field(default_factory=list)
+    dumps: list[BlockMoves] = field(default_factory=list)
+    late_dumps: list[BlockMoves] = field(default_factory=list)
+    fresh_block_ids: set[int] = field(default_factory=set)
+    leases: dict[str, str] = field(default_factory=dict)
+    settled: int = 0
+    void: int = 0

@@ -1,0 +1,38 @@
+"""What the scheduler's side remembers of a request between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class PendingLoad:
+    """Tokens that the scheduler has decided to load with its next step.
+
+    Args:
+        start: Computed tokens before the load.
+        end: Computed tokens after it.
+    """
+
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request that the scheduler knows.
+
+    Args:
+        request: vLLM's request.
+        block_ids: The block ids of each group, in order; entries below a sliding window may be out of date.
+        saved: For each group, the blocks from the start that need no dump any more.
+        load: What to load with the next step.
+        looked_up: The computed tokens that the last lookup was for, when it was made, and what it found.
+    """
+
+    request: Any
+    block_ids: list[list[int]]
+    saved: list[int]
+    load: PendingLoad | None = None
+    looked_up: tuple[int, float, int] | None = None

@@ -1,0 +1,44 @@
+"""Reading vLLM's scheduling decisions, which have other shapes in other releases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def block_ids_by_group(blocks: Any) -> list[list[int]]:
+    """The block ids of a ``KVCacheBlocks``, one list per group.
+
+    Releases give a list of ids (0.9.0, one group), a list of lists or a tuple of lists.
+    """
+    ids = blocks.get_block_ids()
+    if ids and isinstance(ids[0], int):
+        return [list(ids)]
+    return [list(group) for group in ids]
+
+
+def grown_requests(scheduler_output: Any) -> Iterator[tuple[str, list[list[int]]]]:
+    """The running requests that got further blocks, each with the new ids per group.
+
+    Requests that resume after a preemption are left out: like new ones, they got all their blocks at admission.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    if isinstance(cached, list):  # until 0.9.1 one object per request
+        for data in cached:
+            if not data.resumed_from_preemption and data.new_block_ids:
+                yield data.req_id, _by_group(data.new_block_ids)
+        return
+    resumed = getattr(cached, "resumed_req_ids", None)
+    if resumed is None:  # until 0.11.0 a list of flags
+        resumed = {i for i, flag in zip(cached.req_ids, cached.resumed_from_preemption, strict=True) if flag}
+    for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if new_ids and request_id not in resumed:
+            yield request_id, _by_group(new_ids)
+
+
+def _by_group(new_ids: Any) -> list[list[int]]:
+    if isinstance(new_ids[0], int):
+        return [list(new_ids)]
+    return [list(group) for group in new_ids]

@@ -1,0 +1,246 @@
+"""The scheduler's side: finds which blocks the store has, and plans what the workers load and dump at each step."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from ucm.integration.vllm.connector.groups import longest_hit
+from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+from ucm.integration.vllm.connector.request_state import PendingLoad, RequestState
+from ucm.integration.vllm.connector.scheduled import block_ids_by_group, grown_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+    from ucm.store.base import BlockKey, KVStore
+
+#: A request that waits for room is asked about at every step; what the store said is good for this many seconds.
+LOOKUP_KEEPS = 1.0
+
+
+class LookupCounters(Protocol):
+    """Where the scheduler's side counts what it looked for."""
+
+    def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
+        """A request's prefix was looked up."""
+
+
+class KeySource(Protocol):
+    """Gives requests the keys of their blocks."""
+
+    def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
+        """The keys of a request's whole blocks of known tokens, from ``first`` on; None if it must not be cached."""
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+
+
+class PrefixCacheScheduler:
+    """Decides what is loaded and dumped; never touches KV itself.
+
+    Args:
+        groups: The model's KV-cache groups.
+        stores: For each group, the stores of all ranks that keep blocks of it, opened for lookup.
+        key_source: The keys of a request's blocks.
+        counters: What was looked up.
+        batches: Steps that may be scheduled before the outcome of the first of them is known.
+        min_hit_tokens: Shorter hits are not worth a load.
+        hit_ratio: Largest share of a request's tokens that may come from caches; 1 for all.
+        save_decode_blocks: Whether blocks of generated tokens are stored as well.
+    """
+
+    def __init__(
+        self,
+        groups: CacheGroups,
+        stores: Mapping[int, Sequence[KVStore]],
+        key_source: KeySource,
+        counters: LookupCounters,
+        *,
+        batches: int,
+        min_hit_tokens: int = 0,
+        hit_ratio: float = 1.0,
+        save_decode_blocks: bool = True,
+    ) -> None:
+        self._groups = groups
+        self._stores = stores
+        self._key_source = key_source
+        self._counters = counters
+        self._batches = batches
+        self._min_hit_tokens = min_hit_tokens
+        self._hit_ratio = hit_ratio
+        self._save_decode_blocks = save_decode_blocks
+        self._requests: dict[str, RequestState | None] = {}
+        self._fresh: set[int] = set()
+        self._late: list[BlockMoves] = []
+        self._step = 0
+        self._void = 0
+
+    def matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        """Tokens beyond the computed ones whose KV the store can give.
+
+        Args:
+            request: vLLM's request.
+            num_computed_tokens: Tokens whose KV the engine has itself.
+        """
+        state = self._state(request)
+        if state is None or _needs_all_logits(request):
+            return 0
+        now = time.monotonic()
+        if state.looked_up is not None:
+            computed, when, found = state.looked_up
+            if computed == num_computed_tokens and now - when < LOOKUP_KEEPS:
+                return found
+        found = self._look_up(state, num_computed_tokens)
+        state.looked_up = (num_computed_tokens, now, found)
+        self._counters.looked_up(request.num_tokens - num_computed_tokens, found, time.monotonic() - now)
+        return found
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request was given blocks at its admission.
+
+        Args:
+            request: vLLM's request.
+            blocks: Its ``KVCacheBlocks``, those of computed tokens included.
+            num_external_tokens: Tokens to load into them.
+        """
+        state = self._state(request)
+        ids = block_ids_by_group(blocks)
+        looked_up = None if state is None else state.looked_up
+        start = 0 if looked_up is None else looked_up[0]
+        for group, group_ids in zip(self._groups.groups, ids, strict=True):
+            self._fresh.update(group_ids[start // group.block_size :])
+        if state is None:
+            return
+        state.block_ids = ids
+        state.looked_up = None
+        self._skip_stored(state, start)
+        state.load = PendingLoad(start, start + num_external_tokens) if num_external_tokens > 0 else None
+
+    def plan(self, scheduler_output: Any) -> StepPlan:
+        """The workers' part of a step.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput`` of the step.
+        """
+        self._step += 1
+        for request_id, new_ids in grown_requests(scheduler_output):
+            for group_ids in new_ids:
+                self._fresh.update(group_ids)
+            state = self._requests.get(request_id)
+            if state is not None:
+                for known, group_ids in zip(state.block_ids, new_ids, strict=True):
+                    known.extend(group_ids)
+        plan = StepPlan(self._step, settled=self._step - self._batches, void=self._void)
+        dumping: set[tuple[int, bytes]] = set()
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None:
+                if state.load is not None:
+                    plan.loads += self._loads(state, state.load)
+                    state.load = None
+                plan.dumps += self._dumps(state, state.request.num_computed_tokens + num_scheduled, dumping)
+        plan.late_dumps = [moves for moves in self._late if self._fresh.isdisjoint(moves.block_ids)]
+        plan.fresh_block_ids, self._fresh, self._late = self._fresh, set(), []
+        return plan
+
+    def finished(self, request: Any) -> None:
+        """A request ended; blocks of it that were filled but not dumped yet are dumped with the next step."""
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            self._late += self._dumps(state, request.num_computed_tokens, set())
+        self._key_source.forget(request.request_id)
+
+    def load_failed(self) -> None:
+        """A rank reported blocks that failed to load: steps scheduled until now may have computed with them."""
+        self._void = self._step
+
+    def _state(self, request: Any) -> RequestState | None:
+        request_id = request.request_id
+        if request_id not in self._requests:
+            count = len(self._groups.groups)
+            cacheable = self._key_source.of(request, self._groups.alignment) is not None
+            self._requests[request_id] = (
+                RequestState(request, [[] for _ in range(count)], [0] * count) if cacheable else None
+            )
+        return self._requests[request_id]
+
+    def _look_up(self, state: RequestState, num_computed_tokens: int) -> int:
+        step = self._groups.alignment
+        # At least one token is computed: its logits give the next one.
+        limit = (state.request.num_tokens - 1) // step * step
+        limit = min(limit, int(self._hit_ratio * state.request.num_tokens) // step * step)
+        if limit <= num_computed_tokens:
+            return 0
+        present = [self._present(group, state, num_computed_tokens, limit) for group in self._groups.groups]
+        hit = longest_hit(self._groups.groups, present, limit, step) - num_computed_tokens
+        return hit if hit > 0 and hit >= self._min_hit_tokens else 0
+
+    def _present(self, group: CacheGroup, state: RequestState, num_computed_tokens: int, limit: int) -> list[bool]:
+        """For each block of a group up to the limit, whether all ranks have it; computed ones count as had."""
+        first = num_computed_tokens // group.block_size
+        keys = self._keys(state, group, first, limit // group.block_size)
+        stores = self._stores[group.index]
+        if group.window is None:
+            count = len(keys)
+            for store in stores:
+                count = store.lookup_on_prefix(keys[:count])
+            return [True] * (first + count)
+        rows = [store.lookup(keys) for store in stores]
+        return [True] * first + [all(row) for row in zip(*rows, strict=True)]
+
+    def _keys(self, state: RequestState, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
+        keys = self._key_source.of(state.request, group.block_size, first) or []
+        return cast("list[BlockKey]", keys[: last - first])
+
+    def _skip_stored(self, state: RequestState, num_computed_tokens: int) -> None:
+        """Dump no block of what the engine had already, unless the store has lost the last one of them."""
+        for group in self._groups.groups:
+            last = num_computed_tokens // group.block_size
+            keys = self._keys(state, group, max(last - 1, 0), last)
+            if all(all(store.lookup(keys)) for store in self._stores[group.index]):
+                state.saved[group.index] = max(state.saved[group.index], last)
+
+    def _loads(self, state: RequestState, load: PendingLoad) -> list[BlockMoves]:
+        moves = []
+        for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
+            first = max(load.start // group.block_size, group.first_needed(load.end))
+            last = load.end // group.block_size
+            if first < last:
+                keys = self._keys(state, group, first, last)
+                moves.append(BlockMoves(state.request.request_id, group.index, keys, block_ids[first:last]))
+            state.saved[group.index] = max(state.saved[group.index], last)
+        return moves
+
+    def _dumps(self, state: RequestState, num_tokens: int, dumping: set[tuple[int, bytes]]) -> list[BlockMoves]:
+        """The blocks that are full once ``num_tokens`` tokens are computed, as far as their tokens are known."""
+        moves = []
+        request = state.request
+        num_tokens = min(num_tokens, request.num_tokens)
+        if not self._save_decode_blocks:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
+            # After a failed load, or a preemption, fewer tokens are computed than were before.
+            done = min(state.saved[group.index], request.num_computed_tokens // group.block_size)
+            first = max(done, group.first_needed(request.num_computed_tokens))
+            last = min(num_tokens // group.block_size, len(block_ids))
+            state.saved[group.index] = max(first, last)
+            if first < last:
+                found = BlockMoves(request.request_id, group.index, [], [])
+                for key, block_id in zip(self._keys(state, group, first, last), block_ids[first:last], strict=False):
+                    if (group.index, key) not in dumping:
+                        dumping.add((group.index, key))
+                        found.keys.append(key)
+                        found.block_ids.append(block_id)
+                if found.keys:
+                    moves.append(found)
+        return moves
+
+
+def _needs_all_logits(request: Any) -> bool:
+    """Whether the prompt's own logits are asked for, so that no token of it may be skipped."""
+    sampling = getattr(request, "sampling_params", None)
+    if getattr(sampling, "prompt_logprobs", None) is not None:
+        return True
+    return bool(getattr(request, "skip_reading_prefix_cache", False))

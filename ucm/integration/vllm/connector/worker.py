@@ -1,0 +1,191 @@
+"""The worker's side: moves whole blocks between the KV cache and the store, as the scheduler's plan says."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ucm.integration.vllm.connector.commit_gate import CommitGate, Pending
+from ucm.integration.vllm.connector.errors import PromisedBlockLostError
+from ucm.integration.vllm.connector.failures import FailureLog
+from ucm.logger import get_logger
+from ucm.store.errors import IncompleteBlockError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
+    from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+    from ucm.integration.vllm.connector.transfer import GroupTransfer
+    from ucm.store.base import Task
+
+
+class TransferCounters(Protocol):
+    """Where a worker counts what it moved."""
+
+    def loaded(self, blocks: int, nbytes: int, seconds: float) -> None:
+        """Blocks were loaded."""
+
+    def dumped(self, blocks: int, nbytes: int, seconds: float) -> None:
+        """Blocks were dumped."""
+
+    def failed(self, operation: str, cause: str, blocks: int) -> None:
+        """Blocks failed to load or to be dumped."""
+
+
+@dataclass(slots=True)
+class DumpUnderWay:
+    """A dump that may still read the KV cache."""
+
+    transfer: GroupTransfer
+    task: Task
+    block_ids: frozenset[int]
+
+
+class TransferWorker:
+    """Loads before the forward, dumps in the background after it.
+
+    On the host a dump reads the KV cache in place. So before a step may write a block that is still being read, it
+    waits for that dump; usually there is none, because vLLM reuses the block that was freed longest ago.
+
+    Args:
+        groups: Each group's way between KV cache and store.
+        gate: When dumped blocks may become visible.
+        counters: What was moved.
+        saves: The groups whose blocks this rank dumps; of ranks that hold the same KV only one does.
+        recovers: Whether vLLM recomputes the tokens of blocks that failed to load.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, GroupTransfer],
+        gate: CommitGate,
+        counters: TransferCounters,
+        *,
+        saves: Container[int],
+        recovers: bool,
+    ) -> None:
+        self.groups = groups
+        self.gate = gate
+        self.counters = counters
+        self._saves = saves
+        self._recovers = recovers
+        self._under_way: list[DumpUnderWay] = []
+        self._failed_blocks: set[int] = set()
+        self._step = 0
+        self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
+        self.save_failures = FailureLog("[UCM.Save]", "the block is not stored")
+
+    def begin(self, plan: StepPlan) -> None:
+        """Before anything of a step is written: make its blocks free, and settle earlier dumps.
+
+        vLLM calls in two places, and which of them depends on the release; the second call of a step does nothing.
+        """
+        if plan.step == self._step:
+            return
+        self._step = plan.step
+        self._finish_dumps(plan.fresh_block_ids)
+        self.settle(plan.settled, plan.void)
+        for moves in self.own(plan.late_dumps):
+            self._dump(plan.step, moves)
+
+    def load(self, plan: StepPlan) -> None:
+        """Load what the plan asks for; returns when it is there."""
+        started = [(moves, self.start_load(plan, moves, self.all_layers(moves.group))) for moves in plan.loads]
+        for moves, task in started:
+            self.finish_load(plan.step, moves, task)
+
+    def all_layers(self, group: int) -> range:
+        """The layers of a group."""
+        return range(len(self.groups[group].layer_names))
+
+    def start_load(self, plan: StepPlan, moves: BlockMoves, layers: range) -> Task:
+        """Start loading blocks, some layers of them."""
+        lease = plan.leases.get(moves.request_id)
+        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, lease=lease)
+
+    def finish_load(self, step: int, moves: BlockMoves, task: Task) -> None:
+        """Wait for a load; what failed is told to vLLM at the end of the step."""
+        result = self.groups[moves.group].wait(task)
+        self.counters.loaded(len(result.done), result.nbytes, result.seconds)
+        if not result.failed:
+            return
+        self.load_failures.record(result.failed)
+        for error in result.failed.values():
+            self.counters.failed("load", error.cause, 1)
+        if not self._recovers:
+            first = next(iter(result.failed.values()))
+            raise PromisedBlockLostError(
+                f"{len(result.failed)} blocks that were there when they were promised could not be loaded",
+                where=f"request {moves.request_id}: {first}",
+                fix="look after the store's medium; this vLLM cannot recompute their tokens, so it stops",
+            )
+        self.gate.failed(step)
+        self._failed_blocks |= {b for key, b in zip(moves.keys, moves.block_ids, strict=True) if key in result.failed}
+
+    def dump(self, plan: StepPlan) -> None:
+        """After a step's forward: dump the blocks that it filled."""
+        for moves in self.own(plan.dumps):
+            self._dump(plan.step, moves)
+        self.settle(plan.settled, plan.void)
+
+    def own(self, dumps: list[BlockMoves]) -> list[BlockMoves]:
+        """Those dumps that are this rank's."""
+        return [moves for moves in dumps if moves.group in self._saves]
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """All layers are there already."""
+
+    def layer_computed(self, layer_name: str) -> None:
+        """Layers are dumped together."""
+
+    def take_failed_blocks(self) -> set[int]:
+        """The blocks that failed to load since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        started = time.monotonic()
+        self._finish_dumps(None)
+        for transfer in self.groups.values():
+            transfer.close()
+        get_logger().info("[UCM.Save] closed after %.1f s", time.monotonic() - started)
+
+    def start_dump(self, moves: BlockMoves, layers: range) -> None:
+        """Start dumping blocks, some layers of them."""
+        transfer = self.groups[moves.group]
+        task = transfer.dump(moves.keys, moves.block_ids, layers)
+        self._under_way.append(DumpUnderWay(transfer, task, frozenset(moves.block_ids)))
+
+    def _dump(self, step: int, moves: BlockMoves) -> None:
+        if not self.gate.is_wrong(step):
+            self.start_dump(moves, self.all_layers(moves.group))
+            self.gate.add(Pending(step, moves.group, moves.keys))
+
+    def settle(self, settled: int, void: int) -> None:
+        """Make visible what may be, drop what must be."""
+        commit, drop = self.gate.open(settled, void)
+        for pending in drop:
+            self.groups[pending.group].discard(pending.keys)
+        for pending in commit:
+            transfer = self.groups[pending.group]
+            self._under_way.append(DumpUnderWay(transfer, transfer.commit(pending.keys), frozenset()))
+
+    def _finish_dumps(self, block_ids: set[int] | None) -> None:
+        """Take note of finished dumps; wait for those that read one of these blocks, or for all."""
+        still: list[DumpUnderWay] = []
+        for dump in self._under_way:
+            must = block_ids is None or not dump.block_ids.isdisjoint(block_ids)
+            if not must and not dump.transfer.check(dump.task):
+                still.append(dump)
+                continue
+            result = dump.transfer.wait(dump.task)
+            if dump.block_ids:
+                self.counters.dumped(len(result.done), result.nbytes, result.seconds)
+            # A commit of what failed to be dumped fails as well; it was counted when the dump failed.
+            failed = {key: e for key, e in result.failed.items() if not isinstance(e, IncompleteBlockError)}
+            self.save_failures.record(failed)
+            for error in failed.values():
+                self.counters.failed("dump", error.cause, 1)
+        self._under_way = still

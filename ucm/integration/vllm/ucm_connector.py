@@ -1,0 +1,223 @@
+"""UCM's KV connectors for vLLM: a prefix cache that outlives the engine.
+
+Only vLLM's connector factory imports this module::
+
+    --kv-transfer-config '{"kv_connector": "UCMConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
+      "kv_connector_extra_config": {"UCM_CONFIG_FILE": "./ucm_config.yaml"}}'
+
+The API is vLLM's ``KVConnectorBase_V1`` as it stands from 0.9.1 on; what a release does not call is not needed there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from ucm.integration.vllm.connector.assembly import SchedulerSide, WorkerSide, connector_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucm.config.settings import ConnectorConfig
+    from ucm.integration.vllm.connector.metadata import StepPlan
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+except ImportError:  # until 0.11.0: a connector means one KV-cache group
+
+    class SupportsHMA:  # type: ignore[no-redef]
+        """Stands in for vLLM's mark of connectors that know hybrid KV-cache groups."""
+
+
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped here
+    """A step's plan on its way to the workers."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM is untyped here
+    """Persistent prefix cache; ``connector`` in its configuration chooses how blocks are moved.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        role: ``SCHEDULER`` or ``WORKER``.
+        kv_cache_config: vLLM's ``KVCacheConfig``; releases up to 0.11.0 do not give it.
+
+    Raises:
+        ConfigError: If a setting is wrong, or the model has KV that cannot be restored.
+    """
+
+    #: What the configuration says, unless a class below fixes it.
+    kind: ClassVar[str | None] = None
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        if kv_cache_config is None:
+            super().__init__(vllm_config, role)
+        else:
+            super().__init__(vllm_config, role, kv_cache_config)
+        settings = connector_settings(vllm_config, self.kind)
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
+        else:
+            self._worker_side = WorkerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        if self._scheduler_side is None:
+            raise RuntimeError("a worker's connector was asked for the scheduler's part")
+        return self._scheduler_side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        if self._worker_side is None:
+            raise RuntimeError("the scheduler's connector was asked for a worker's part")
+        return self._worker_side
+
+    # The scheduler's side
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """The tokens that the store can give beyond the computed ones; the request's first step loads them."""
+        return self._scheduler.planner.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Remember the request's blocks, and what to load into them."""
+        self._scheduler.planner.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """The step's plan for the workers."""
+        return StepMetadata(self._scheduler.planner.plan(scheduler_output))
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """Never delays the free: what is still being read is waited for before it is written again."""
+        self._scheduler.planner.finished(request)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """The same, where the model has several KV-cache groups."""
+        return self.request_finished(request, block_ids)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take note of load failures that any rank reported."""
+        if getattr(connector_output, "invalid_block_ids", None):
+            self._scheduler.planner.load_failed()
+
+    def reset_cache(self) -> bool:
+        """Use nothing any more that was stored until now, as after a change of the weights in place."""
+        self._scheduler.start_anew()
+        return True
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dump that is lost is a miss later, no more."""
+        return False
+
+    # The worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Find the blocks in the KV caches, and open the stores."""
+        self._worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Called ahead of everything that a step writes, with its metadata (until 0.18.1: with request ids)."""
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.begin(kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Make the step's blocks free to be written."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Load the step's blocks."""
+        self._worker.mover.load(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait for one layer, where blocks are loaded layer by layer."""
+        self._worker.mover.wait_for_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Dump one layer, where blocks are dumped layer by layer."""
+        self._worker.mover.layer_computed(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Start the step's dumps."""
+        self._worker.mover.dump(self._plan())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks whose tokens have to be computed again."""
+        return self._worker.mover.take_failed_blocks()
+
+    def shutdown(self) -> None:
+        """Finish what is under way."""
+        if self._worker_side is not None:
+            self._worker_side.close()
+        if self._scheduler_side is not None:
+            self._scheduler_side.close()
+
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        if not isinstance(metadata, StepMetadata):
+            raise TypeError(f"the worker's connector was given {type(metadata).__name__}")
+        return metadata.plan
+
+    # Metrics
+
+    def get_kv_connector_stats(self) -> Any:
+        """What this side counted since the last call."""
+        side = self._worker_side or self._scheduler_side
+        return None if side is None else side.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Counts that arrived from another process."""
+        from ucm.integration.vllm.prometheus import build_stats  # noqa: PLC0415 - newer releases only
+
+        return build_stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: Iterable[str],
+        per_engine_labelvalues: Any,
+    ) -> Any:
+        """UCM's metrics among vLLM's own."""
+        from ucm.integration.vllm.prometheus import build_prom_metrics  # noqa: PLC0415 - newer releases only
+
+        return build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layer by layer needs Python between the layers, which a full graph skips."""
+        from ucm.config.load import load_connector_config  # noqa: PLC0415 - only asked where graphs are captured
+
+        config: ConnectorConfig = load_connector_config(extra_config)
+        return (cls.kind or config.connector) == "layerwise"
+
+
+class UCMDirectConnector(UCMConnector):
+    """Loads all layers before the forward pass; dumps in the background after it."""
+
+    kind = "direct"
+
+
+class UCMLayerWiseConnector(UCMConnector):
+    """Loads the next layers while one computes, and dumps each as soon as it is computed."""
+
+    kind = "layerwise"
+
+
+class UCMMockConnector(UCMConnector):
+    """Like the direct one, with hits capped at ``hit_ratio`` of a request's tokens, for capacity planning."""
+
+    kind = "mock"
