@@ -1,0 +1,126 @@
+"""Every metric that UCM exports: its name, kind, labels, buckets and meaning.
+
+Names follow vLLM's custom (a prefix and a colon) and Prometheus' (base units, ``_total`` for what only rises).
+docs/metrics.md explains them to operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import product
+
+
+class Kind(Enum):
+    """How a metric's values are put together."""
+
+    COUNTER = "counter"  #: values add up
+    GAUGE = "gauge"  #: the largest of several at a time, then the latest
+    HISTOGRAM = "histogram"  #: lists of observations
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric.
+
+    Args:
+        name: Its name as Prometheus shows it.
+        kind: How its values are put together.
+        documentation: Its meaning, for its HELP line and docs/metrics.md.
+        labels: Its labels beside vLLM's ``model_name`` and ``engine``.
+        unit: What one of it is.
+        buckets: The upper bounds of a histogram's buckets.
+        known: Label values to show from the start with 0, so that the first rise is seen as one.
+    """
+
+    name: str
+    kind: Kind
+    documentation: str
+    labels: tuple[str, ...] = ()
+    unit: str = "1"
+    buckets: tuple[float, ...] = ()
+    known: tuple[tuple[str, ...], ...] = field(default=((),))
+
+
+#: A lookup is some microseconds in memory and some milliseconds on a slow directory.
+LOOKUP_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+#: A transfer is a millisecond for one small block and seconds for a long prompt from a cold disk.
+TRANSFER_BUCKETS = (1e-3, 3e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0, 2.0, 5.0, 10.0)
+
+_TIERS = (("dram",), ("posix",))
+_CAUSES = ("corrupt", "foreign", "full", "incomplete", "missing", "other", "unavailable")
+_FAILURES = tuple(product(("dump", "load"), _CAUSES))
+
+
+def _counter(
+    name: str,
+    documentation: str,
+    unit: str,
+    labels: tuple[str, ...] = (),
+    known: tuple[tuple[str, ...], ...] | None = None,
+) -> Metric:
+    return Metric(
+        f"ucm:{name}", Kind.COUNTER, documentation, labels, unit, known=known or (((),) if not labels else ())
+    )
+
+
+QUERIED_TOKENS = _counter("queried_tokens_total", "Tokens that vLLM did not have itself and asked for.", "tokens")
+MATCHED_TOKENS = _counter("matched_tokens_total", "Tokens among these that were promised from the store.", "tokens")
+HIT_TOKENS = _counter(
+    "hit_tokens_total", "Tokens whose KV was loaded, by the tier it came from.", "tokens", ("tier",), _TIERS
+)
+LOOKUPS = _counter(
+    "lookups_total",
+    "Requests looked up, by whether anything was found.",
+    "lookups",
+    ("outcome",),
+    (("hit",), ("miss",)),
+)
+LOOKUP_DURATION = Metric(
+    "ucm:lookup_duration_seconds", Kind.HISTOGRAM, "Time to look up one request.", (), "seconds", LOOKUP_BUCKETS
+)
+HASHED_BLOCKS = _counter("hashed_blocks_total", "Blocks whose keys were computed.", "blocks")
+HASH_SECONDS = _counter("hash_seconds_total", "Time spent computing keys.", "seconds")
+LOAD_BLOCKS = _counter("load_blocks_total", "Blocks loaded, by the tier they came from.", "blocks", ("tier",), _TIERS)
+LOAD_BYTES = _counter("load_bytes_total", "Bytes loaded by all ranks.", "bytes")
+LOAD_DURATION = Metric(
+    "ucm:load_duration_seconds", Kind.HISTOGRAM, "Time of one load, call to last byte.", (), "seconds", TRANSFER_BUCKETS
+)
+DUMP_BLOCKS = _counter("dump_blocks_total", "Blocks handed to the store.", "blocks")
+DUMP_BYTES = _counter("dump_bytes_total", "Bytes dumped by all ranks.", "bytes")
+DUMP_DURATION = Metric(
+    "ucm:dump_duration_seconds", Kind.HISTOGRAM, "Time of one dump, call to last byte.", (), "seconds", TRANSFER_BUCKETS
+)
+FAILURES = _counter(
+    "failures_total",
+    "Blocks that were not loaded (their tokens are recomputed) or not saved, by cause.",
+    "blocks",
+    ("operation", "cause"),
+    _FAILURES,
+)
+TIER_LOOKED_UP = _counter("tier_lookup_blocks_total", "Blocks that a tier was asked for.", "blocks", ("tier",), _TIERS)
+TIER_FOUND = _counter("tier_hit_blocks_total", "Blocks among these that it had.", "blocks", ("tier",), _TIERS)
+TIER_LOADED_BYTES = _counter("tier_load_bytes_total", "Bytes read from a tier.", "bytes", ("tier",), _TIERS)
+TIER_DUMPED_BYTES = _counter("tier_dump_bytes_total", "Bytes written to a tier.", "bytes", ("tier",), _TIERS)
+TIER_EVICTED = _counter("tier_evicted_blocks_total", "Blocks deleted to make room.", "blocks", ("tier",), _TIERS)
+TIER_SET_ASIDE = _counter("tier_set_aside_blocks_total", "Damaged blocks set aside.", "blocks", ("tier",), _TIERS)
+TIER_FAILURES = _counter(
+    "tier_failures_total",
+    "What failed in a tier, seen by a request or not.",
+    "failures",
+    ("tier", "operation", "cause"),
+)
+TIER_USED = Metric(
+    "ucm:tier_used_bytes", Kind.GAUGE, "Bytes in a tier, of all who use it.", ("tier",), "bytes", known=()
+)
+TIER_CAPACITY = Metric(
+    "ucm:tier_capacity_bytes",
+    Kind.GAUGE,
+    "Bytes that a tier may take; absent without a limit.",
+    ("tier",),
+    "bytes",
+    known=(),
+)
+
+#: All of them, by name, in the order of docs/metrics.md.
+METRICS = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)}

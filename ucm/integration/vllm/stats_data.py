@@ -1,0 +1,98 @@
+"""What was counted, on its way from a connector to the process that tells Prometheus.
+
+Plain dictionaries of plain values, because they cross processes as msgpack: for each metric's name, its value or list
+of observations for each of its label values joined by dots.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from ucm.integration.vllm import metric_names as names
+from ucm.integration.vllm.metric_names import METRICS, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Values: TypeAlias = "dict[str, float | list[float]]"
+StatsData: TypeAlias = "dict[str, Values]"
+
+
+def copied(data: StatsData) -> StatsData:
+    """The same, none of it shared."""
+    return {
+        name: {key: list(value) if isinstance(value, list) else value for key, value in values.items()}
+        for name, values in data.items()
+    }
+
+
+def merge(into: StatsData, data: StatsData) -> None:
+    """Add what another rank, or the other side, counted in the same step."""
+    for name, values in data.items():
+        mine = into.setdefault(name, {})
+        largest = name in METRICS and METRICS[name].kind is Kind.GAUGE
+        for key, value in values.items():
+            before = mine.get(key)
+            if isinstance(value, list):
+                mine[key] = [*before, *value] if isinstance(before, list) else list(value)
+            elif not isinstance(before, int | float):
+                mine[key] = value
+            else:
+                mine[key] = max(before, value) if largest else before + value
+
+
+def total(data: StatsData, metric: names.Metric, key: str | None = None) -> float:
+    """The sum of a metric's values, or one of them; of a histogram, the sum of what was observed."""
+    found = data.get(metric.name, {})
+    values = found.values() if key is None else [found.get(key, 0)]
+    return sum(sum(value) if isinstance(value, list) else value for value in values)
+
+
+def observations(data: StatsData, metric: names.Metric) -> int:
+    """How often a histogram was observed."""
+    return sum(len(value) for value in data.get(metric.name, {}).values() if isinstance(value, list))
+
+
+def summary(data: StatsData) -> dict[str, float]:
+    """A few figures for vLLM's own log line."""
+    wanted = {
+        "queried tokens": total(data, names.QUERIED_TOKENS),
+        "matched tokens": total(data, names.MATCHED_TOKENS),
+        "loaded blocks": total(data, names.LOAD_BLOCKS),
+        "loaded MB": round(total(data, names.LOAD_BYTES) / 1e6, 1),
+        "dumped blocks": total(data, names.DUMP_BLOCKS),
+        "dumped MB": round(total(data, names.DUMP_BYTES) / 1e6, 1),
+        "failed blocks": total(data, names.FAILURES),
+    }
+    return {f"UCM {name}": value for name, value in wanted.items() if value}
+
+
+def sentence(data: StatsData) -> str:
+    """What happened, for people; empty if nothing did that concerns them."""
+    return "; ".join(_parts(data))
+
+
+def _parts(data: StatsData) -> Iterator[str]:
+    lookups = total(data, names.LOOKUPS)
+    if lookups:
+        hits, queried = total(data, names.LOOKUPS, "hit"), total(data, names.QUERIED_TOKENS)
+        matched = total(data, names.MATCHED_TOKENS)
+        share = 100 * matched / queried if queried else 0
+        yield f"{lookups:.0f} lookups: {hits:.0f} hits, {lookups - hits:.0f} misses"
+        yield f"{matched:.0f} of {queried:.0f} tokens found ({share:.1f} %)"
+    for verb, blocks, nbytes, duration in (
+        ("loaded", names.LOAD_BLOCKS, names.LOAD_BYTES, names.LOAD_DURATION),
+        ("saved", names.DUMP_BLOCKS, names.DUMP_BYTES, names.DUMP_DURATION),
+    ):
+        if count := total(data, blocks):
+            each = 1e3 * total(data, duration) / max(1, observations(data, duration))
+            tiers = ", ".join(f"{key} {value:.0f}" for key, value in _labelled(data, blocks))
+            where = f" (from {tiers})" if tiers else ""
+            yield f"{verb} {count:.0f} blocks{where}, {total(data, nbytes) / 1e6:.1f} MB, {each:.1f} ms a transfer"
+    if failed := _labelled(data, names.FAILURES):
+        yield "failed: " + ", ".join(f"{key.replace('.', ' ')} {value:.0f}" for key, value in failed)
+
+
+def _labelled(data: StatsData, metric: names.Metric) -> list[tuple[str, float]]:
+    values = data.get(metric.name, {})
+    return [(key, value) for key, value in sorted(values.items()) if key and not isinstance(value, list)]
