@@ -8,10 +8,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ucm.errors import ConfigError
-from ucm.store.errors import BlockCorruptError, BlockForeignError, StoreError
+from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError, StoreError, StoreFullError
 from ucm.store.posix_aside import set_aside
 from ucm.store.posix_directory import Directory
-from ucm.store.posix_layout import check_namespace
+from ucm.store.posix_keeper import Keeper
+from ucm.store.posix_layout import check_namespace, key_of
+from ucm.store.posix_leases import leased_path, link_blocks, unlink_blocks
 from ucm.store.posix_reader import read_block, read_file
 from ucm.store.posix_writer import BlockFileWriter
 from ucm.store.recent import RecentKeys
@@ -75,6 +77,7 @@ class PosixTier(Tier):
         self._codec = codec
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
+        self._keeper = Keeper(self._directories, capacity_bytes, config.stale_seconds, self._note_eviction)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """One test of a directory entry per key that was not seen a moment ago."""
@@ -102,32 +105,37 @@ class PosixTier(Tier):
         self.counters.looked_up(min(hits + 1, len(keys)), hits)
         return hits
 
-    def read(self, block: BlockTransfer) -> None:
+    def read(self, block: BlockTransfer, lease: str | None) -> None:
         """One call to the operating system for a whole block."""
-        directory = self._directory(block.key)
+        self._keeper.start()
+        codec, key = self._known_codec(), block.key
+        directory = self._directory(key)
+        path = directory.layout.block(key)
         try:
-            old = read_block(directory, self._known_codec(), block)
+            try:
+                old = read_block(directory, codec, block, path)
+            except BlockMissingError:
+                if lease is None:
+                    raise
+                old = read_block(directory, codec, block, leased_path(directory.layout, lease, key))
         except StoreError as error:
-            self._note_failure(directory, block.key, error)
+            self._note_failure(directory, key, error)
             raise
         if old:
-            self._touch(directory.layout.block(block.key))
+            self._keeper.touch(path)
 
     def read_file(self, key: BlockKey) -> Buffer:
         """The file as it is, verified by its own header."""
         directory = self._directory(key)
-        try:
-            return read_file(directory, key)
-        except StoreError as error:
-            self._note_failure(directory, key, error)
-            raise
+        return self._read_file(directory, key, directory.layout.block(key))
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockFileWriter | None:
         """A writer of a temporary file; None if the block is there."""
         directory = self._directory(key)
         if os.path.exists(directory.layout.block(key)):  # noqa: PTH110 - a Path costs as much as the call
             return None
-        return BlockFileWriter(directory, key, file_nbytes, self._committed)
+        self._keeper.start()
+        return BlockFileWriter(directory, key, file_nbytes, self)
 
     def prefetch(self, key: BlockKey) -> None:
         """Have the kernel read the file into the page cache."""
@@ -141,12 +149,36 @@ class PosixTier(Tier):
             finally:
                 os.close(descriptor)
 
+    def lease(self, token: str, keys: Sequence[BlockKey], *, verify: bool) -> set[BlockKey]:
+        """Hard links; see ``ucm.store.posix_leases``."""
+        held: set[BlockKey] = set()
+        for directory in self._directories:
+            if directory.reads.allows():
+                held |= link_blocks(directory.layout, token, [k for k in keys if self._directory(k) is directory])
+        return {key for key in held if self._is_sound(token, key)} if verify else held
+
+    def release(self, token: str) -> None:
+        """Delete the links."""
+        for directory in self._directories:
+            unlink_blocks(directory.layout, token)
+
     def stats(self) -> TierStats:
         """The counters, and what the tier uses."""
-        return self.counters.snapshot(None, self._capacity_bytes)
+        return self.counters.snapshot(self._keeper.used_bytes, self._capacity_bytes)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """End the keeper."""
+        self._keeper.close()
+
+    def committed(self, directory: Directory, key: BlockKey, file_nbytes: int) -> None:
+        """A writer made a block visible."""
+        self._recent.generations()[0].add(key)
+        self._keeper.wrote(directory, file_nbytes)
+
+    def refused(self, directory: Directory, error: StoreError) -> None:
+        """A writer could not go on."""
+        if isinstance(error, StoreFullError):
+            self._keeper.full(directory)
 
     def _directory(self, key: BlockKey) -> Directory:
         if len(self._directories) == 1:
@@ -157,17 +189,32 @@ class PosixTier(Tier):
         directory = self._directory(key)
         return directory.reads.allows() and os.access(directory.layout.block(key), os.F_OK)
 
+    def _read_file(self, directory: Directory, key: BlockKey, path: str) -> Buffer:
+        try:
+            return read_file(directory, key, path)
+        except StoreError as error:
+            self._note_failure(directory, key, error)
+            raise
+
+    def _is_sound(self, token: str, key: BlockKey) -> bool:
+        directory = self._directory(key)
+        try:
+            self._read_file(directory, key, leased_path(directory.layout, token, key))
+        except StoreError as error:
+            self.counters.failed("lease", error)
+            return False
+        return True
+
     def _known_codec(self) -> HeaderCodec:
         if self._codec is None:
             raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
         return self._codec
 
-    def _committed(self, key: BlockKey) -> None:
-        self._recent.generations()[0].add(key)
-
-    def _touch(self, path: str) -> None:
-        with suppress(OSError):
-            os.utime(path)
+    def _note_eviction(self, path: str) -> None:
+        self.counters.evicted(1)
+        key = key_of(*path.rsplit("/", 2)[-2:])
+        if key is not None:
+            self._recent.drop(key)
 
     def _note_failure(self, directory: Directory, key: BlockKey, error: StoreError) -> None:
         self._recent.drop(key)

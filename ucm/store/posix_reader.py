@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 _OPEN = os.O_RDONLY | os.O_CLOEXEC
 
 
-def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer) -> bool:
+def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, path: str) -> bool:
     """Fill memory with a block's shards and verify them.
 
     Args:
         directory: Where the block is.
         codec: What it must look like.
         block: Which shards, and their memory.
+        path: The block's file.
 
     Returns:
         Whether its time of last use is old.
@@ -37,7 +38,6 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer) -
         BlockForeignError: It is not what it should be; the caller sets it aside.
         StoreUnavailableError: The directory rests, or cannot be read.
     """
-    path = directory.layout.block(block.key)
     if not directory.reads.allows():
         raise StoreUnavailableError("the directory failed often and rests", where=directory.layout.root)
     try:
@@ -59,13 +59,12 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer) -
     return time.time() - used > directory.touch_seconds
 
 
-def read_file(directory: Directory, key: BlockKey) -> Buffer:
+def read_file(directory: Directory, key: BlockKey, path: str) -> Buffer:
     """A block's whole file, verified by what its own header says.
 
     Raises:
         StoreError: As ``read_block``.
     """
-    path = directory.layout.block(key)
     try:
         with Path(path).open("rb", buffering=0) as file:
             nbytes = os.fstat(file.fileno()).st_size

@@ -6,7 +6,7 @@ import errno
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ucm.store.errors import StoreUnavailableError
 from ucm.store.posix_io import write_direct, write_from
@@ -14,13 +14,24 @@ from ucm.store.posix_layout import FILE_MODE, make_directory, owner_name
 from ucm.store.tier import BlockWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ucm.store.base import BlockKey, Buffer
+    from ucm.store.errors import StoreError
     from ucm.store.posix_directory import Directory
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _REOPEN = os.O_WRONLY | os.O_CLOEXEC
+
+
+class WriterListener(Protocol):
+    """What a writer's tier hears."""
+
+    def committed(self, directory: Directory, key: BlockKey, file_nbytes: int) -> None:
+        """The block is visible."""
+
+    def refused(self, directory: Directory, error: StoreError) -> None:
+        """It could not be written."""
 
 
 class BlockFileWriter(BlockWriter):
@@ -30,16 +41,14 @@ class BlockFileWriter(BlockWriter):
         directory: Where.
         key: The block.
         file_nbytes: How long the file will be.
-        committed: Called with the key once the block is visible.
+        listener: Hears how it ends.
     """
 
-    def __init__(
-        self, directory: Directory, key: BlockKey, file_nbytes: int, committed: Callable[[BlockKey], None]
-    ) -> None:
+    def __init__(self, directory: Directory, key: BlockKey, file_nbytes: int, listener: WriterListener) -> None:
         self._directory = directory
         self._key = key
         self._file_nbytes = file_nbytes
-        self._committed = committed
+        self._listener = listener
         self._path = directory.layout.block(key)
         self._temporary = f"{directory.layout.temporary}/{owner_name()}"
         self._created = False
@@ -58,7 +67,7 @@ class BlockFileWriter(BlockWriter):
                 self._open(0)
             write_from(self._descriptor, buffers, offset, nbytes)
         except OSError as error:
-            raise directory.write_failed(error, self._temporary) from error
+            raise self._failure(error, self._temporary) from error
         directory.writes.succeeded()
 
     def pause(self) -> None:
@@ -76,9 +85,9 @@ class BlockFileWriter(BlockWriter):
             self._close()
             self._publish()
         except OSError as error:
-            raise directory.write_failed(error, self._path) from error
+            raise self._failure(error, self._path) from error
         self._created = False
-        self._committed(self._key)
+        self._listener.committed(directory, self._key, self._file_nbytes)
 
     def abort(self) -> None:
         """Delete the temporary file."""
@@ -87,6 +96,11 @@ class BlockFileWriter(BlockWriter):
             self._created = False
             with suppress(OSError):
                 Path(self._temporary).unlink()
+
+    def _failure(self, error: OSError, path: str) -> StoreError:
+        failure = self._directory.write_failed(error, path)
+        self._listener.refused(self._directory, failure)
+        return failure
 
     def _write_direct(self, buffers: Sequence[Buffer | bytearray], nbytes: int) -> bool:
         """Try to write the whole file past the page cache; if the file system refuses, leave it open and empty."""

@@ -126,8 +126,11 @@ class Tier(ABC):
         """How many of the first blocks are there without a gap."""
 
     @abstractmethod
-    def read(self, block: BlockTransfer) -> None:
-        """Fill memory with shards, verified. A damaged block is set aside before the error is raised."""
+    def read(self, block: BlockTransfer, lease: str | None) -> None:
+        """Fill memory with shards, verified, if need be those of a lease.
+
+        A damaged block is set aside before the error is raised.
+        """
 
     @abstractmethod
     def read_file(self, key: BlockKey) -> Buffer:
@@ -140,6 +143,15 @@ class Tier(ABC):
     @abstractmethod
     def prefetch(self, key: BlockKey) -> None:
         """Have the medium read ahead, if it can."""
+
+    def lease(self, token: str, keys: Sequence[BlockKey], *, verify: bool) -> set[BlockKey]:
+        """Hold blocks under a name, and say which; a tier that never evicts need do nothing."""
+        del token, verify
+        return {key for key, there in zip(keys, self.contains(keys), strict=True) if there}
+
+    def release(self, token: str) -> None:
+        """Let the blocks of a lease go."""
+        del token
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -8,17 +8,18 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.assembly import Assembly
-from ucm.store.base import KVStore, Task
 from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, StoreFullError
 from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES
+from ucm.store.leases import Lease, LeasingStore
 from ucm.store.pool import Pool
+from ucm.store.posix_layout import owner_name
 from ucm.store.promotion import Promoter
 from ucm.store.tasks import TransferTask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucm.store.base import BlockKey, BlockTransfer, TaskResult, TierStats
+    from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
     from ucm.store.pool import Job
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _SWEEP_SECONDS = 60.0
 
 
-class TieredStore(KVStore):
+class TieredStore(LeasingStore):
     """Tiers as one store.
 
     Args:
@@ -80,7 +81,22 @@ class TieredStore(KVStore):
         self._check_open()
         self._promoter.prefetch(keys)
 
-    def load(self, blocks: Sequence[BlockTransfer]) -> Task:
+    def lease(self, keys: Sequence[BlockKey], *, verify: bool = False) -> Lease:
+        """In the first tier that has the block."""
+        self._check_open()
+        token = owner_name()
+        held: set[BlockKey] = set()
+        for tier in self._tiers:
+            held |= tier.lease(token, [key for key in keys if key not in held], verify=verify)
+        return Lease(token, frozenset(held))
+
+    def release(self, lease: Lease) -> None:
+        """In every tier."""
+        self._check_open()
+        for tier in self._tiers:
+            tier.release(lease.token)
+
+    def load(self, blocks: Sequence[BlockTransfer], lease: str | None = None) -> Task:
         """One job per block."""
         self._check_open()
         codec = self._known_codec()
@@ -89,7 +105,7 @@ class TieredStore(KVStore):
             if any(shard.readonly for shard in block.shards):
                 raise ValueError(f"block {block.key.hex()} cannot be loaded into read-only memory")
         task = TransferTask(len(blocks))
-        self._loads.submit(partial(self._load, task, block) for block in blocks)
+        self._loads.submit(partial(self._load, task, block, lease) for block in blocks)
         return task
 
     def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
@@ -186,11 +202,11 @@ class TieredStore(KVStore):
         for tier in self._tiers:
             tier.close()
 
-    def _load(self, task: TransferTask, block: BlockTransfer) -> None:
+    def _load(self, task: TransferTask, block: BlockTransfer, lease: str | None) -> None:
         failure: StoreError | None = None
         for tier in self._tiers:
             try:
-                tier.read(block)
+                tier.read(block, lease)
             except StoreError as error:
                 failure = error
                 if tier is self._tiers[-1] or not isinstance(error, BlockMissingError):
