@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ logger = get_logger()
 class _Known:
     """What was found out about one request."""
 
+    request: weakref.ref[Any]  # clients may choose ids, and use one again
     content: RequestContent | None  # None: not cacheable
     hashes: dict[int, RequestHashes] = field(default_factory=dict)  # ours, by block size
 
@@ -57,7 +59,9 @@ class BlockKeys:
         Returns:
             One key for each whole block from ``first`` on; None if the request must not be cached.
         """
-        known = self._known.get(request.request_id) or self._look_at(request)
+        known = self._known.get(request.request_id)
+        if known is None or known.request() is not request:
+            known = self._look_at(request)
         if known.content is None:
             return None
         if self._plan.uses_vllm and known.content.is_text:
@@ -81,9 +85,10 @@ class BlockKeys:
 
     def _look_at(self, request: Any) -> _Known:
         try:
-            known = _Known(self._reader.read(request))
+            known = _Known(weakref.ref(request), self._reader.read(request))
         except NotCacheableError as error:
-            known = self._refuse(str(error))
+            self._refuse(str(error))
+            known = _Known(weakref.ref(request), None)
         if not getattr(request, "resumable", False):  # a streaming session's tokens and inputs are replaced as it goes
             self._known[request.request_id] = known
         return known
@@ -111,11 +116,11 @@ class BlockKeys:
         try:
             return hashes.extend(tokens)[first:]
         except ValueError as error:
-            self._known[request.request_id] = self._refuse(str(error))
+            self._refuse(str(error))
+            known.content = None
             return None
 
-    def _refuse(self, reason: str) -> _Known:
+    def _refuse(self, reason: str) -> None:
         if not self.refused[reason]:
             logger.warning("[UCM.Hasher] requests are computed without the store: %s", reason)
         self.refused[reason] += 1
-        return _Known(None)

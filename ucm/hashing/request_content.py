@@ -2,8 +2,8 @@
 
 Requests of vLLM 0.9.0 to 0.33.0 are understood; what a request carries that we do not know makes it not cacheable.
 
-vLLM hashes multimodal inputs before we see them. A client that names an input itself, and gives options of the processor
-with it, is seen as a hash of both: whoever lets clients name inputs believes them, as vLLM's own caches do.
+vLLM hashes multimodal inputs before we see them. A client that names an input itself, and gives options of the
+processor with it, is seen as a hash of both: whoever lets clients name inputs believes them, as vLLM's own caches do.
 """
 
 from __future__ import annotations

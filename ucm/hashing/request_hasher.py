@@ -3,11 +3,11 @@
 One running SHA-256 takes the seed, then block after block; its state is digested, not finished, at each block's end.
 Nothing in it depends on the process, the machine, ``PYTHONHASHSEED`` or object identity.
 
-What the running hash reads, in this order:
+What a digest is over, without a second reading:
 
-- ``frame`` of (format, seed, block size, the request's own content);
-- for each block, if it has an extra: four bytes ``0xff``, the extra's length (u64 LE) and the extra; then the block's
-  tokens (u32 LE each). A token is below 2**31, so no block begins like an extra.
+- ``frame`` of (format, seed, block size, the request's own content), or, from the last block on that has an extra,
+  ``frame`` of (format, digest of the block before, extra);
+- then the tokens of the blocks since then, u32 LE each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 FORMAT = "ucm.request-hasher/1"
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
-_EXTRA = b"\xff" * TOKEN_BYTES
 
 
 class BlockExtra(Protocol):
@@ -59,13 +58,14 @@ class RequestHashes:
         extra: The request's content beside its tokens.
     """
 
-    __slots__ = ("_extra", "_hash", "block_size", "keys")
+    __slots__ = ("_extra", "_first", "_hash", "block_size", "keys")
 
     def __init__(self, seed: bytes, block_size: int, extra: BlockExtra | None = None) -> None:
         self.block_size = block_size
         self.keys: list[bytes] = []
         self._extra = extra if extra is not None and extra.first_block_token is not None else None
-        self._hash = hashlib.sha256(frame((FORMAT, seed, block_size, extra.root if extra is not None else b"")))
+        self._first = frame((FORMAT, seed, block_size, extra.root if extra is not None else b""))
+        self._hash = hashlib.sha256(self._first)
 
     def extend(self, token_ids: TokenIds) -> list[bytes]:
         """Hash the blocks that are complete and not hashed yet.
@@ -77,7 +77,7 @@ class RequestHashes:
             The digests of all complete blocks: the list that this object keeps and extends.
 
         Raises:
-            ValueError: If a token id is negative or not below 2**31.
+            ValueError: If a token id is no integer from 0 to 2**32 - 1.
         """
         keys, size = self.keys, self.block_size
         done, whole = len(keys), len(token_ids) // size
@@ -85,18 +85,21 @@ class RequestHashes:
             return keys
         # A slice makes a plain list of a ConstantList; a list that is hashed from its start needs no copy.
         fresh = token_ids if not done and type(token_ids) is list else token_ids[done * size : whole * size]
-        data = _token_bytes(cast("TokenIds", fresh))
-        update, digest, step = self._hash.update, self._hash.digest, size * TOKEN_BYTES
-        extra = self._extra
+        data, step = _token_bytes(cast("TokenIds", fresh)), size * TOKEN_BYTES
         for offset in range(0, (whole - done) * step, step):
-            if extra is not None:
-                start = len(keys) * size
-                piece = extra.between(start, start + size)
-                if piece:
-                    update(_EXTRA + len(piece).to_bytes(8, "little") + piece)
-            update(data[offset : offset + step])
-            keys.append(digest())
+            if self._extra is not None:
+                self._take_extra(self._extra)
+            self._hash.update(data[offset : offset + step])
+            keys.append(self._hash.digest())
         return keys
+
+    def _take_extra(self, extra: BlockExtra) -> None:
+        """Begin a new running hash if the next block has an extra."""
+        start = len(self.keys) * self.block_size
+        piece = extra.between(start, start + self.block_size)
+        if piece:
+            before = self.keys[-1] if self.keys else self._first
+            self._hash = hashlib.sha256(frame((FORMAT, before, piece)))
 
 
 class RequestHasher:
@@ -123,7 +126,7 @@ class RequestHasher:
             One digest of 32 bytes for each of the ``len(token_ids) // block_size`` whole blocks.
 
         Raises:
-            ValueError: If a token id is negative or not below 2**31, or the block size is not positive.
+            ValueError: If a token id is no integer from 0 to 2**32 - 1, or the block size is not positive.
         """
         return self.start(block_size, extra).extend(token_ids)
 
@@ -136,20 +139,14 @@ class RequestHasher:
 
 def _token_bytes(token_ids: TokenIds) -> bytes:
     if isinstance(token_ids, np.ndarray):
-        tokens = token_ids
-        if tokens.dtype.kind not in "iu":
-            raise ValueError(f"token ids of type {tokens.dtype}")
-        packed = tokens.astype("<u4")
-        in_range = bool(np.array_equal(packed, tokens))
-    else:
-        try:
-            native = array.array("I", token_ids)  # the fastest way from Python's integers to bytes
-        except OverflowError as error:
-            raise ValueError(f"a token id is out of range: {error}") from None
-        if sys.byteorder == "big":
-            native.byteswap()
-        packed = np.frombuffer(native, "<u4")
-        in_range = True
-    if not in_range or int(packed.max()) >> 31:
-        raise ValueError("a token id is negative or not below 2**31")
-    return packed.tobytes()
+        packed = token_ids.astype("<u4")
+        if token_ids.dtype.kind not in "iu" or not np.array_equal(packed, token_ids):
+            raise ValueError(f"token ids of type {token_ids.dtype} are not integers from 0 to 2**32 - 1")
+        return packed.tobytes()
+    try:
+        native = array.array("I", token_ids)  # the fastest way from Python's integers to bytes
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"a token id is no integer from 0 to 2**32 - 1: {error}") from None
+    if sys.byteorder == "big":
+        native.byteswap()
+    return native.tobytes()
