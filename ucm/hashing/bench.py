@@ -1,0 +1,138 @@
+"""What naming a block costs, side by side: `python -m ucm.hashing.bench [--json]`.
+
+The peer is the chained MD5 over pickled (parent, tokens, extras) that UCM upstream names blocks by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucm.hashing.block_keys import BlockKeys
+from ucm.hashing.request_hasher import RequestHasher
+from ucm.hashing.vllm_hashes import HashPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BLOCK_SIZES = (16, 128)
+NUM_TOKENS = 16_384
+_VOCABULARY = 128_000
+
+
+@dataclass(frozen=True)
+class HashingCost:
+    """Microseconds per block of one size.
+
+    Args:
+        block_size: Tokens of a block.
+        md5_us: Chained MD5 over pickled tuples.
+        ours_us: A whole prompt at once, given as a list.
+        ours_array_us: A whole prompt at once, given as a NumPy array.
+        ours_growing_us: Block by block, as a request grows.
+        vllm_us: What is added to vLLM's own hashes where they are the keys.
+    """
+
+    block_size: int
+    md5_us: float
+    ours_us: float
+    ours_array_us: float
+    ours_growing_us: float
+    vllm_us: float
+
+
+def measure(
+    block_sizes: Sequence[int] = BLOCK_SIZES, num_tokens: int = NUM_TOKENS, rounds: int = 30
+) -> list[HashingCost]:
+    """Measure all ways in turns, the best of some rounds each.
+
+    Args:
+        block_sizes: Tokens of a block.
+        num_tokens: Tokens of the prompt.
+        rounds: How often each way runs.
+    """
+    numbers = random.Random(0)  # noqa: S311 - the same tokens each time
+    tokens = [numbers.randrange(_VOCABULARY) for _ in range(num_tokens)]
+    return [_measure(size, tokens, rounds) for size in block_sizes]
+
+
+def _measure(size: int, tokens: list[int], rounds: int) -> HashingCost:
+    hasher, array = RequestHasher(b"bench"), np.array(tokens)
+    ways: dict[str, Callable[[], object]] = {
+        "md5_us": lambda: chained_md5(tokens, size),
+        "ours_us": lambda: hasher.generate_block_hashes(tokens, size),
+        "ours_array_us": lambda: hasher.generate_block_hashes(array, size),
+        "ours_growing_us": lambda: _grow(hasher, tokens, size),
+        "vllm_us": _slices(tokens, size),
+    }
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(rounds):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            best[name] = min(best[name], time.perf_counter() - begin)
+    blocks = len(tokens) // size
+    return HashingCost(size, **{name: seconds / blocks * 1e6 for name, seconds in best.items()})
+
+
+def chained_md5(tokens: Sequence[int], size: int, seed: bytes = b"bench") -> list[bytes]:
+    """The peer's way: each block's digest over the pickled (parent, tokens, extras)."""
+    parent, digests = seed, []
+    for start in range(0, len(tokens) - size + 1, size):
+        block = pickle.dumps((parent, tuple(tokens[start : start + size]), None), protocol=pickle.HIGHEST_PROTOCOL)
+        parent = hashlib.md5(block, usedforsecurity=False).digest()
+        digests.append(parent)
+    return digests
+
+
+def _grow(hasher: RequestHasher, tokens: list[int], size: int) -> None:
+    hashes = hasher.start(size)
+    known: list[int] = []
+    for start in range(0, len(tokens), size):
+        known += tokens[start : start + size]
+        hashes.extend(known)
+
+
+def _slices(tokens: list[int], size: int) -> Callable[[], object]:
+    """What BlockKeys does for a request that vLLM has hashed already."""
+    keys = BlockKeys(SimpleNamespace(), b"bench")
+    keys._plan = HashPlan("sha256", bytes(32), "bench")  # noqa: SLF001 - as if vLLM were here and its hashes were checked
+    keys._strides[size, False] = 1  # noqa: SLF001
+    request = _Request()
+    request.block_hashes = [bytes(32)] * (len(tokens) // size)
+    return lambda: keys.of(request, size)
+
+
+class _Request:
+    """As much of a vLLM request as is looked at."""
+
+    request_id = "bench"
+    block_hashes: Sequence[bytes] = ()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the table, or JSON."""
+    costs = measure()
+    if "--json" in arguments:
+        sys.stdout.write(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n")
+        return
+    lines = ["tokens per block   chained MD5   ours, list   ours, array   ours, growing   vLLM's   ours / MD5"]
+    for cost in costs:
+        numbers = (cost.md5_us, cost.ours_us, cost.ours_array_us, cost.ours_growing_us, cost.vllm_us)
+        widths = (13, 12, 13, 15, 8)
+        row = "  ".join(f"{number:{width - 1}.3f}" for number, width in zip(numbers, widths, strict=True))
+        lines.append(f"{cost.block_size:16d}  {row}   {cost.md5_us / cost.ours_us:9.2f}x")
+    sys.stdout.write("\n".join([*lines, "microseconds per block; the last column says how much faster", ""]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
