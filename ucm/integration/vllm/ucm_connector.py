@@ -35,6 +35,10 @@ except ImportError:  # until 0.11.0: a connector means one KV-cache group
         """Stands in for vLLM's mark of connectors that know hybrid KV-cache groups."""
 
 
+#: From 0.11.0 on vLLM asks for what was counted; before, each side publishes it itself, once per step.
+VLLM_TAKES_STATS = hasattr(KVConnectorBase_V1, "get_kv_connector_stats")
+
+
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped here
     """A step's plan on its way to the workers."""
 
@@ -94,6 +98,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's plan for the workers."""
+        if not VLLM_TAKES_STATS:
+            self._scheduler.counters.take_data()
         return StepMetadata(self._scheduler.planner.plan(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
@@ -151,6 +157,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     def wait_for_save(self) -> None:
         """Start the step's dumps."""
         self._worker.mover.dump(self._plan())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:  # noqa: ARG002
+        """Nothing is sent or received for longer than a step."""
+        if not VLLM_TAKES_STATS:
+            self._worker.counters.take_data()
+        return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks whose tokens have to be computed again."""

@@ -10,6 +10,7 @@ from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.model_identity import model_identity, namespace
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
 from ucm.integration.vllm.connector.commit_gate import CommitGate
+from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.engine_facts import (
     batches_in_flight,
     ranks,
@@ -20,9 +21,10 @@ from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
 from ucm.integration.vllm.connector.scheduler import PrefixCacheScheduler
+from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
-from ucm.integration.vllm.metrics import ConnectorCounters
+from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
 from ucm.store.factory import open_store
 
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucm.config.settings import ConnectorConfig
+    from ucm.integration.vllm.connector.groups import CacheGroup
     from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.integration.vllm.connector.transfer import GroupTransfer
 
 
 def connector_settings(vllm_config: Any, kind: str | None) -> ConnectorConfig:
@@ -74,7 +78,7 @@ class SchedulerSide:
             for group in groups.groups
         }
         self._stores = [store for of_group in stores.values() for store in of_group]
-        self.counters = ConnectorCounters()
+        self.counters = create_counters(vllm_config, settings)
         self._keys = BlockKeys(vllm_config, identity.digest)
         self.planner = PrefixCacheScheduler(
             groups,
@@ -100,6 +104,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the stores."""
+        self.counters.close()
         for store in self._stores:
             store.close()
 
@@ -119,7 +124,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._connector_base = connector_base
-        self.counters = ConnectorCounters()
+        self.counters = create_counters(vllm_config, settings)
         self._mover: TransferWorker | None = None
 
     @property
@@ -139,20 +144,11 @@ class WorkerSide:
         groups = cache_groups(config, self._kv_cache_config)
         blocks = self._kv_cache_config.num_blocks if self._kv_cache_config else config.cache_config.num_gpu_blocks
         about = {"layout": str(getattr(self._kv_cache_config, "kv_cache_layout", None))}
-        memories = {group.index: HostMemory(group, kv_caches, blocks, about) for group in groups.groups}
         identity = namespace(model_identity(config))
-        store = self._settings.store.as_store_config()
-        transfers = {
-            group.index: HostTransfer(
-                memories[group.index],
-                open_store(
-                    store,
-                    f"{identity}/{rank_tag(config, group.index, spec=group.spec)}",
-                    memories[group.index].geometry,
-                ),
-            )
-            for group in groups.groups
-        }
+        transfers: dict[int, GroupTransfer] = {}
+        for group in groups.groups:
+            tag = rank_tag(config, group.index, spec=group.spec)
+            transfers[group.index] = self._transfer(group, kv_caches, blocks, about, f"{identity}/{tag}")
         kind = LayerWiseWorker if self._settings.connector == "layerwise" else TransferWorker
         self._mover = kind(
             transfers,
@@ -165,10 +161,21 @@ class WorkerSide:
         get_logger().info(
             "[UCM.Connector] %s: %d layers, %d bytes per block of tokens, namespace %s",
             self._settings.connector,
-            sum(len(memory.layouts) for memory in memories.values()),
+            sum(len(transfer.layer_names) for transfer in transfers.values()),
             size,
             identity,
         )
+
+    def _transfer(
+        self, group: CacheGroup, kv_caches: Mapping[str, Any], blocks: int, about: Mapping[str, object], namespace: str
+    ) -> GroupTransfer:
+        """A group's way to its store: in place where the KV cache lies in host memory, else through staging memory."""
+        config = self._settings.store.as_store_config()
+        on_host = all(kv_cache.device.type == "cpu" for kv_cache in kv_caches.values())
+        memory = (HostMemory if on_host else DeviceMemory)(group, kv_caches, blocks, about)
+        store = open_store(config, namespace, memory.geometry)
+        self.counters.watch(store)
+        return HostTransfer(memory, store) if isinstance(memory, HostMemory) else StagedTransfer(memory, store)
 
     def begin(self, plan: StepPlan) -> None:
         """Before a step."""
@@ -183,3 +190,4 @@ class WorkerSide:
         """Finish what is under way."""
         if self._mover is not None:
             self._mover.close()
+        self.counters.close()

@@ -36,6 +36,7 @@ class DeviceMemory:
     def __init__(
         self, group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int, about: Mapping[str, object]
     ) -> None:
+        self.group = group
         self.layouts = group_layouts(group, kv_caches, num_blocks)
         tensors = [kv_caches[layout.name] for layout in self.layouts]
         self.device = tensors[0].device

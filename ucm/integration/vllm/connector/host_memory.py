@@ -30,6 +30,7 @@ class HostMemory:
     def __init__(
         self, group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int, about: Mapping[str, object]
     ) -> None:
+        self.group = group
         self.layouts = group_layouts(group, kv_caches, num_blocks)
         self._offsets = [layout.offsets for layout in self.layouts]
         self._storages = [_storage(kv_caches[layout.name]) for layout in self.layouts]

@@ -105,6 +105,7 @@ class StagedTransfer(GroupTransfer):
         self._store = store
         self.layer_names = [layout.name for layout in memory.layouts]
         self.block_bytes = memory.geometry.nbytes
+        self.tokens_per_block = memory.group.block_size
         self._chunk = max(1, staging_bytes // 2 // self.block_bytes)
         self._loader = _Lane(memory, self._chunk, "ucm-load")
         self._dumper = _Lane(memory, self._chunk, "ucm-dump")

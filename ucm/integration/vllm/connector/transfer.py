@@ -24,6 +24,8 @@ class GroupTransfer(ABC):
     layer_names: Sequence[str]
     #: Bytes of a block.
     block_bytes: int
+    #: Tokens of a block.
+    tokens_per_block: int
 
     @abstractmethod
     def load(
@@ -69,6 +71,7 @@ class HostTransfer(GroupTransfer):
         self.store = store
         self.layer_names = [layout.name for layout in memory.layouts]
         self.block_bytes = memory.geometry.nbytes
+        self.tokens_per_block = memory.group.block_size
 
     def load(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, *, lease: str | None = None

@@ -13,7 +13,7 @@ from ucm.logger import get_logger
 from ucm.store.errors import IncompleteBlockError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class TransferCounters(Protocol):
     """Where a worker counts what it moved."""
 
-    def loaded(self, blocks: int, nbytes: int, seconds: float) -> None:
+    def loaded(
+        self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str] | None = None, tokens_per_block: int = 0
+    ) -> None:
         """Blocks were loaded."""
 
     def dumped(self, blocks: int, nbytes: int, seconds: float) -> None:
@@ -107,7 +109,13 @@ class TransferWorker:
     def finish_load(self, step: int, moves: BlockMoves, task: Task) -> None:
         """Wait for a load; what failed is told to vLLM at the end of the step."""
         result = self.groups[moves.group].wait(task)
-        self.counters.loaded(len(result.done), result.nbytes, result.seconds)
+        self.counters.loaded(
+            len(result.done),
+            result.nbytes,
+            result.seconds,
+            result.done.values(),
+            self.groups[moves.group].tokens_per_block,
+        )
         if not result.failed:
             return
         self.load_failures.record(result.failed)
