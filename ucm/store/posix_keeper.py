@@ -58,7 +58,7 @@ class Keeper:
         self._stale_seconds = stale_seconds
         self._evicted = evicted
         self._lock = threading.Lock()
-        self._wake = threading.Event()
+        self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._touches: deque[str] = deque()
@@ -112,6 +112,7 @@ class Keeper:
         with self._lock:
             self._closed = True
             thread = self._thread
+        self._stop.set()
         self._wake.set()
         if thread is not None:
             thread.join()
@@ -119,12 +120,12 @@ class Keeper:
 
     def _run(self) -> None:
         give_way(_NICEST)
-        while not self._closed:
+        while not self._stop.is_set():
             try:
                 self._round()
             except Exception:  # noqa: BLE001 - a keeper that ends would let the store grow without bounds
                 get_logger().exception("[UCM.Store] the keeper failed in a way it must not")
-            time.sleep(_SURVEY_PAUSE)
+            self._stop.wait(_SURVEY_PAUSE)
             self._wake.wait(max(0.0, min(self._next_survey, self._next_tidy) - time.monotonic()))
             self._wake.clear()
 

@@ -1,0 +1,380 @@
+"""What every back end of the store must do, as a suite to derive from.
+
+A back end's own tests have one class::
+
+    class TestMyStore(StoreConformance):
+        @pytest.fixture
+        def config(self, tmp_path):
+            return StoreConfig(pipeline="my_package.store:MyStore", options={"path": str(tmp_path)})
+
+All instances that a test opens with this configuration, in any process, must share one medium that is empty when the
+test begins and keeps at least 8 MiB. Nothing here looks inside a back end.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.ucm.store.blocks import EVEN, MANY, ODD, Memory, content, fetch, filled, key, pick, save
+from tests.ucm.store.workers import save_and_fetch
+from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
+from ucm.store.errors import BlockMissingError, IncompleteBlockError
+from ucm.store.factory import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucm.store.base import KVStore
+    from ucm.store.config import StoreConfig
+
+NAMESPACE = "model/rank-0"
+KEYS = [key(number) for number in range(8)]
+
+
+class StoreConformance:
+    @pytest.fixture
+    def config(self) -> StoreConfig:
+        raise NotImplementedError
+
+    @pytest.fixture(params=[ODD, EVEN, MANY], ids=["odd", "even", "many"])
+    def geometry(self, request: pytest.FixtureRequest) -> BlockGeometry:
+        found: BlockGeometry = request.param
+        return found
+
+    @pytest.fixture
+    def store(self, config: StoreConfig, geometry: BlockGeometry) -> Iterator[KVStore]:
+        with open_store(config, NAMESPACE, geometry) as opened:
+            yield opened
+
+    # One block from end to end.
+
+    def test_what_was_saved_is_loaded(self, store: KVStore, geometry: BlockGeometry) -> None:
+        saved = save(store, KEYS, geometry)
+        assert set(saved.done) == set(KEYS)
+        assert saved.failed == {}
+        loaded, failed = fetch(store, KEYS, geometry)
+        assert failed == {}
+        assert loaded == {block: content(block, geometry) for block in KEYS}
+
+    def test_another_instance_finds_it(self, store: KVStore, config: StoreConfig, geometry: BlockGeometry) -> None:
+        with open_store(config, NAMESPACE, geometry) as other:
+            save(store, KEYS, geometry)
+            assert other.lookup(KEYS) == [True] * len(KEYS)
+            assert fetch(other, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
+
+    def test_it_outlives_the_instance(self, config: StoreConfig, geometry: BlockGeometry) -> None:
+        with open_store(config, NAMESPACE, geometry) as first:
+            save(first, KEYS, geometry)
+        with open_store(config, NAMESPACE, geometry) as second:
+            assert fetch(second, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
+
+    @pytest.mark.parametrize("nbytes", [16, 17, 32, 64])
+    def test_keys_have_16_to_64_bytes(self, store: KVStore, geometry: BlockGeometry, nbytes: int) -> None:
+        block = key(1, nbytes)
+        assert save(store, [block], geometry).failed == {}
+        assert fetch(store, [block], geometry)[0] == {block: content(block, geometry)}
+
+    def test_the_result_counts_bytes(self, store: KVStore, geometry: BlockGeometry) -> None:
+        memories = filled(KEYS, geometry)
+        dumped = store.wait(store.dump([memory.transfer() for memory in memories]))
+        store.wait(store.commit(KEYS))
+        loaded = store.wait(store.load([memory.transfer() for memory in memories]))
+        assert dumped.nbytes == loaded.nbytes == geometry.nbytes * len(KEYS)
+        assert dumped.seconds > 0
+        assert loaded.seconds > 0
+
+    # Shards.
+
+    def test_shards_arrive_in_any_order(self, store: KVStore, geometry: BlockGeometry) -> None:
+        memories = filled(KEYS, geometry)
+        count = len(geometry.shard_sizes)
+        step = max(1, count // 5)
+        parts = [memory.transfer(first, step) for memory in memories for first in range(0, count, step)]
+        tasks = [store.dump([part]) for part in pick(np.random.default_rng(1), parts)]
+        committed = store.commit(KEYS)
+        assert all(not store.wait(task).failed for task in tasks)
+        assert store.wait(committed).failed == {}
+        assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
+
+    def test_a_shard_dumped_again_counts_as_it_was_last(self, store: KVStore, geometry: BlockGeometry) -> None:
+        old, new = filled(KEYS[:1], geometry, version=1)[0], filled(KEYS[:1], geometry)[0]
+        for memory in (old, new):
+            store.wait(store.dump([memory.transfer(0, 1)]))
+            store.wait(store.dump([memory.transfer(1)]))
+        store.wait(store.commit(KEYS[:1]))
+        assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: content(KEYS[0], geometry)}
+
+    def test_some_shards_are_loaded_alone(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[:1], geometry)
+        whole = Memory(KEYS[0], geometry, content(KEYS[0], geometry))
+        count = len(geometry.shard_sizes)
+        for first, wanted in [(0, 1), (0, count - 1), (1, 2), (count // 2, count - count // 2), (count - 1, 1)]:
+            memory = Memory(KEYS[0], geometry)
+            result = store.wait(store.load([memory.transfer(first, wanted)]))
+            assert result.failed == {}
+            for index, shard in enumerate(memory.shards):
+                expected = whole.shards[index] if first <= index < first + wanted else bytes(len(shard))
+                assert shard == expected
+
+    def test_two_parts_of_a_block_in_one_load(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[:1], geometry)
+        memory = Memory(KEYS[0], geometry)
+        result = store.wait(store.load([memory.transfer(1), memory.transfer(0, 1)]))
+        assert result.failed == {}
+        assert bytes(memory.data) == content(KEYS[0], geometry)
+        assert result.nbytes == geometry.nbytes
+
+    # Whole or absent.
+
+    def test_nothing_is_visible_before_the_commit(
+        self, store: KVStore, config: StoreConfig, geometry: BlockGeometry
+    ) -> None:
+        assert store.wait(store.dump([memory.transfer() for memory in filled(KEYS, geometry)])).failed == {}
+        with open_store(config, NAMESPACE, geometry) as other:
+            for instance in (store, other):
+                assert instance.lookup(KEYS) == [False] * len(KEYS)
+                assert instance.lookup_on_prefix(KEYS) == 0
+                loaded, failed = fetch(instance, KEYS, geometry)
+                assert loaded == {}
+                assert {type(error) for error in failed.values()} == {BlockMissingError}
+
+    def test_an_incomplete_block_is_not_kept(self, store: KVStore, geometry: BlockGeometry) -> None:
+        memory = filled(KEYS[:1], geometry)[0]
+        store.wait(store.dump([memory.transfer(0, len(geometry.shard_sizes) - 1)]))
+        failed = store.wait(store.commit(KEYS[:1])).failed
+        assert isinstance(failed[KEYS[0]], IncompleteBlockError)
+        assert store.lookup(KEYS[:1]) == [False]
+        # Nor does what is left of it make a later block whole.
+        store.wait(store.dump([memory.transfer(len(geometry.shard_sizes) - 1)]))
+        assert isinstance(store.wait(store.commit(KEYS[:1])).failed[KEYS[0]], IncompleteBlockError)
+        assert save(store, KEYS[:1], geometry).failed == {}
+        assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: content(KEYS[0], geometry)}
+
+    def test_one_failure_leaves_the_others(self, store: KVStore, geometry: BlockGeometry) -> None:
+        memories = filled(KEYS, geometry)
+        transfers = [memories[0].transfer(0, 1), *[memory.transfer() for memory in memories[1:]]]
+        store.wait(store.dump(transfers))
+        result = store.wait(store.commit(KEYS))
+        assert set(result.failed) == {KEYS[0]}
+        assert set(result.done) == set(KEYS[1:])
+
+    def test_a_block_never_dumped_cannot_be_committed(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[:1], geometry)
+        result = store.wait(store.commit([*KEYS[:2], *KEYS[:2]]))
+        assert isinstance(result.failed[KEYS[1]], IncompleteBlockError)
+        assert set(result.done) == set(KEYS[:1])
+
+    def test_a_discarded_block_is_gone(self, store: KVStore, geometry: BlockGeometry) -> None:
+        task = store.dump([memory.transfer() for memory in filled(KEYS, geometry)])
+        store.discard(KEYS)
+        store.wait(task)
+        assert len(store.wait(store.commit(KEYS)).failed) == len(KEYS)
+        assert store.lookup(KEYS) == [False] * len(KEYS)
+        assert save(store, KEYS, geometry).failed == {}
+        store.discard(KEYS)
+        assert store.lookup(KEYS) == [True] * len(KEYS)
+
+    def test_a_block_that_is_there_is_not_written_again(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS, geometry)
+        again = store.wait(store.dump([memory.transfer() for memory in filled(KEYS, geometry, version=1)]))
+        assert set(again.done) == set(KEYS)
+        assert again.nbytes == 0
+        assert set(store.wait(store.commit(KEYS)).done) == set(KEYS)
+        assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
+
+    def test_close_finishes_what_was_committed_and_drops_the_rest(
+        self, config: StoreConfig, geometry: BlockGeometry
+    ) -> None:
+        store = open_store(config, NAMESPACE, geometry)
+        memories = filled(KEYS, geometry)
+        dumped = store.dump([memory.transfer() for memory in memories])
+        committed = store.commit(KEYS[:4])
+        store.close()
+        store.close()
+        assert store.check(dumped)
+        assert set(store.wait(committed).done) == set(KEYS[:4])
+        with open_store(config, NAMESPACE, geometry) as other:
+            assert other.lookup(KEYS) == [True] * 4 + [False] * 4
+
+    # Finding.
+
+    def test_lookups(self, store: KVStore, geometry: BlockGeometry) -> None:
+        there = [True, True, False, True, False, False, True, True]
+        save(store, [block for block, saved in zip(KEYS, there, strict=True) if saved], geometry)
+        assert store.lookup(KEYS) == there
+        assert store.lookup([]) == []
+        assert store.lookup_on_prefix([]) == 0
+        for start in range(len(KEYS)):
+            rest = there[start:]
+            assert store.lookup_on_prefix(KEYS[start:]) == (rest.index(False) if False in rest else len(rest))
+
+    def test_an_instance_without_a_geometry_looks_up(
+        self, store: KVStore, config: StoreConfig, geometry: BlockGeometry
+    ) -> None:
+        save(store, KEYS[:3], geometry)
+        memory = filled(KEYS[:1], geometry)[0]
+        with open_store(config, NAMESPACE, None) as finder:
+            finder.prefetch(KEYS)
+            assert finder.lookup(KEYS) == [True] * 3 + [False] * 5
+            assert finder.lookup_on_prefix(KEYS) == 3
+            with pytest.raises(ValueError, match="geometry"):
+                finder.load([memory.transfer()])
+            with pytest.raises(ValueError, match="geometry"):
+                finder.dump([memory.transfer()])
+
+    def test_prefetching_changes_nothing(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[:3], geometry)
+        store.prefetch(KEYS)
+        store.prefetch([])
+        assert store.lookup(KEYS) == [True] * 3 + [False] * 5
+        assert fetch(store, KEYS[:3], geometry)[0] == {block: content(block, geometry) for block in KEYS[:3]}
+
+    def test_namespaces_share_nothing(self, store: KVStore, config: StoreConfig, geometry: BlockGeometry) -> None:
+        save(store, KEYS, geometry)
+        for other in ("model", "model/rank-1", "model/rank-0/x"):
+            with open_store(config, other, geometry) as stranger:
+                assert stranger.lookup(KEYS) == [False] * len(KEYS)
+                assert save(stranger, KEYS[:1], geometry, version=1).failed == {}
+        assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
+
+    def test_another_geometry_is_never_loaded(
+        self, store: KVStore, config: StoreConfig, geometry: BlockGeometry
+    ) -> None:
+        save(store, KEYS, geometry)
+        strangers = [
+            BlockGeometry(geometry.shard_sizes, b"another meaning!"),
+            BlockGeometry((*geometry.shard_sizes[:-1], geometry.shard_sizes[-1] + 1), geometry.fingerprint),
+            BlockGeometry((geometry.nbytes,), geometry.fingerprint),
+            BlockGeometry((4096,) * 4_000, geometry.fingerprint),
+        ]
+        for block, stranger in zip(KEYS, strangers, strict=False):
+            with open_store(config, NAMESPACE, stranger) as other:
+                loaded, failed = fetch(other, [block], stranger)
+                assert loaded == {}
+                assert set(failed) == {block}
+
+    def test_what_is_missing_is_said(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[1:], geometry)
+        loaded, failed = fetch(store, KEYS, geometry)
+        assert set(loaded) == set(KEYS[1:])
+        assert isinstance(failed[KEYS[0]], BlockMissingError)
+
+    # Use and misuse.
+
+    def test_misuse_is_refused(self, store: KVStore, geometry: BlockGeometry) -> None:
+        sizes = geometry.shard_sizes
+        good = [memoryview(bytearray(size)) for size in sizes]
+        short = [*good[:-1], memoryview(bytearray(sizes[-1] + 1))]
+        scattered = memoryview(bytearray(2 * sizes[0] + 2))[::2][: sizes[0]]
+        bad = [
+            BlockTransfer(KEYS[0], short),
+            BlockTransfer(KEYS[0], good, 1),
+            BlockTransfer(KEYS[0], good, -1),
+            BlockTransfer(KEYS[0], []),
+            BlockTransfer(KEYS[0], [*good, good[0]]),
+            BlockTransfer(BlockKey(b"short"), good),
+            BlockTransfer(BlockKey(bytes(65)), good),
+        ]
+        if sizes[0] > 1:
+            bad.append(BlockTransfer(KEYS[0], [scattered, *good[1:]]))
+        for transfer in bad:
+            with pytest.raises(ValueError, match=r".+"):
+                store.dump([transfer])
+            with pytest.raises(ValueError, match=r".+"):
+                store.load([transfer])
+        with pytest.raises(ValueError, match="read-only"):
+            store.load([BlockTransfer(KEYS[0], [memoryview(bytes(size)) for size in sizes])])
+        assert save(store, KEYS[:1], geometry).failed == {}
+
+    def test_read_only_memory_is_dumped(self, store: KVStore, geometry: BlockGeometry) -> None:
+        whole = content(KEYS[0], geometry)
+        memory = Memory(KEYS[0], geometry, whole)
+        frozen = [memoryview(bytes(shard)) for shard in memory.shards]
+        store.wait(store.dump([BlockTransfer(KEYS[0], frozen)]))
+        store.wait(store.commit(KEYS[:1]))
+        assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: whole}
+
+    def test_memory_is_the_callers_again_after_wait(self, store: KVStore, geometry: BlockGeometry) -> None:
+        memory = Memory(KEYS[0], geometry)
+        for block in KEYS:
+            memory.data[:] = content(block, geometry)
+            store.wait(store.dump([BlockTransfer(block, memory.shards)]))
+        store.wait(store.commit(KEYS))
+        assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
+
+    def test_tasks_end_once(self, store: KVStore, geometry: BlockGeometry) -> None:
+        for task in (store.dump([]), store.load([]), store.commit([])):
+            assert store.check(task)
+            assert store.wait(task).nbytes == 0
+        task = store.dump([memory.transfer() for memory in filled(KEYS, geometry)])
+        result = store.wait(task)
+        assert store.check(task)
+        assert store.wait(task) == result
+
+    def test_a_closed_store_takes_no_calls(self, config: StoreConfig, geometry: BlockGeometry) -> None:
+        store = open_store(config, NAMESPACE, geometry)
+        store.close()
+        transfer = filled(KEYS[:1], geometry)[0].transfer()
+        for call in (
+            lambda: store.lookup(KEYS),
+            lambda: store.lookup_on_prefix(KEYS),
+            lambda: store.prefetch(KEYS),
+            lambda: store.load([transfer]),
+            lambda: store.dump([transfer]),
+            lambda: store.commit(KEYS),
+            lambda: store.discard(KEYS),
+        ):
+            with pytest.raises(ValueError, match="closed"):
+                call()
+
+    def test_it_counts(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[:3], geometry)
+        store.lookup(KEYS)
+        fetch(store, KEYS[:4], geometry)
+        stats = store.stats()
+        assert sum(tier.loaded_blocks for tier in stats.values()) == 3
+        assert sum(tier.loaded_bytes for tier in stats.values()) == 3 * geometry.nbytes
+        for tier in stats.values():
+            assert tier.dumped_blocks == 3
+            assert tier.dumped_bytes == 3 * geometry.nbytes
+        first, last = next(iter(stats.values())), list(stats.values())[-1]
+        assert (first.lookups, first.hits) == (8, 3)
+        assert last.failures == {"load.missing": 1}
+        first.hits += 1
+        assert next(iter(store.stats().values())).hits == 3
+
+    # Many at once.
+
+    def test_threads(self, store: KVStore, geometry: BlockGeometry) -> None:
+        keys = [key(number) for number in range(24)]
+
+        def work(seed: int) -> None:
+            chance = np.random.default_rng(seed)
+            for _ in range(6):
+                some = pick(chance, keys, 6)
+                for block, data in fetch(store, some, geometry)[0].items():
+                    assert data == content(block, geometry)
+                parts = filled(some[:2], geometry)
+                store.wait(store.dump([memory.transfer() for memory in parts]))
+                store.discard(some[:1]) if chance.random() < 0.3 else store.wait(store.commit(some[:2]))
+                found = store.lookup(some)
+                assert len(found) == len(some)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        assert save(store, keys, geometry).failed == {}
+        assert fetch(store, keys, geometry)[0] == {block: content(block, geometry) for block in keys}
+
+    def test_processes(self, config: StoreConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        keys = [key(number) for number in range(16)]
+        with context.Pool(3) as pool:
+            outcomes = pool.starmap(save_and_fetch, [(config, NAMESPACE, EVEN, keys, seed) for seed in range(3)])
+        assert outcomes == [len(keys)] * 3
+        with open_store(config, NAMESPACE, EVEN) as store:
+            assert fetch(store, keys, EVEN)[0] == {block: content(block, EVEN) for block in keys}

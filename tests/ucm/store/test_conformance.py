@@ -1,0 +1,80 @@
+"""Our own back ends, each held to the conformance suite."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.store.conformance import StoreConformance
+from ucm.store.config import StoreConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made in it
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A directory to be, in a tmpfs."""
+    if not SHARED_MEMORY.is_dir():
+        pytest.skip("there is no /dev/shm for the Dram tier")
+    parent = tempfile.mkdtemp(dir=SHARED_MEMORY)
+    yield f"{parent}/tier"
+    shutil.rmtree(parent)
+
+
+class TestPosix(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> StoreConfig:
+        return StoreConfig(directories=(str(tmp_path),))
+
+
+class TestPosixSeveralDirectories(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> StoreConfig:
+        directories = [tmp_path / name for name in ("a", "b", "c")]
+        for directory in directories:
+            directory.mkdir()
+        return StoreConfig(directories=tuple(map(str, directories)))
+
+
+class TestPosixDirectWithSync(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> StoreConfig:
+        return StoreConfig(directories=(str(tmp_path),), direct_io=True, fsync=True)
+
+
+class TestPosixWithCapacityAndOneThread(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> StoreConfig:
+        return StoreConfig(
+            directories=(str(tmp_path),),
+            posix_capacity_bytes=64 * MIB,
+            load_threads=1,
+            dump_threads=1,
+            dump_nice=0,
+            lookup_cache_keys=0,
+        )
+
+
+class TestDram(StoreConformance):
+    @pytest.fixture
+    def config(self, memory: str) -> StoreConfig:
+        return StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=64 * MIB)
+
+
+class TestCachePosix(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path, memory: str) -> StoreConfig:
+        return StoreConfig(
+            pipeline="Cache|Posix",
+            directories=(str(tmp_path),),
+            dram_directory=memory,
+            dram_capacity_bytes=64 * MIB,
+        )
