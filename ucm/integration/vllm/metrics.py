@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.integration.vllm import metric_names as names
 from ucm.integration.vllm.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.stats_data import StatsData
-    from ucm.store.base import KVStore, TierStats
+    from ucm.store.base import TierStats
 
 #: How often the tiers are asked for their own counts.
 TIER_SECONDS = 5.0
 #: The tier of blocks of which the caller does not say where they came from.
 UNKNOWN_TIER = "unknown"
+
+
+class HasTiers(Protocol):
+    """A store, as far as it counts."""
+
+    def stats(self) -> Mapping[str, TierStats]:
+        """A snapshot of each tier's counters."""
 
 
 class ConnectorCounters:
@@ -50,7 +57,7 @@ class ConnectorCounters:
         self._publish = publish
         self._clock = clock
         self._data: StatsData = {}
-        self._stores: list[KVStore] = []
+        self._stores: list[HasTiers] = []
         self._tiers: dict[tuple[int, str], Counter[tuple[str, str]]] = {}
         self._look_again = 0.0
 
@@ -118,7 +125,7 @@ class ConnectorCounters:
         """
         self._add(names.FAILURES, f"{operation}.{cause}", blocks)
 
-    def watch(self, store: KVStore) -> None:
+    def watch(self, store: HasTiers) -> None:
         """From now on, look at a store's tiers every few seconds."""
         self._stores.append(store)
         self._look_again = 0.0
