@@ -29,7 +29,7 @@ class Breaker:
         self._until = 0.0
 
     def allows(self) -> bool:
-        """Whether to try; after a rest, the one caller who hears True is the probe."""
+        """Whether to try; after a rest, the one caller who hears True is the probe, and must tell how it went."""
         if self._row < self._limit:
             return True
         with self._lock:
@@ -38,6 +38,11 @@ class Breaker:
                 return False
             self._until = now + self._seconds
             return True
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is of no use to ask; unlike ``allows`` without becoming the probe."""
+        return self._row >= self._limit and time.monotonic() < self._until
 
     @property
     def probing(self) -> bool:

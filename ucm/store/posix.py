@@ -140,7 +140,7 @@ class PosixTier(Tier):
     def prefetch(self, key: BlockKey) -> None:
         """Have the kernel read the file into the page cache."""
         directory = self._directory(key)
-        if directory.direct_io or not directory.reads.allows():
+        if directory.direct_io or directory.reads.rests:
             return
         with suppress(OSError):
             descriptor = os.open(directory.layout.block(key), os.O_RDONLY | os.O_CLOEXEC)
@@ -153,7 +153,7 @@ class PosixTier(Tier):
         """Hard links; see ``ucm.store.posix_leases``."""
         held: set[BlockKey] = set()
         for directory in self._directories:
-            if directory.reads.allows():
+            if not directory.reads.rests:
                 held |= link_blocks(directory.layout, token, [k for k in keys if self._directory(k) is directory])
         return {key for key in held if self._is_sound(token, key)} if verify else held
 
@@ -187,7 +187,7 @@ class PosixTier(Tier):
 
     def _is_there(self, key: BlockKey) -> bool:
         directory = self._directory(key)
-        return directory.reads.allows() and os.access(directory.layout.block(key), os.F_OK)
+        return not directory.reads.rests and os.access(directory.layout.block(key), os.F_OK)
 
     def _read_file(self, directory: Directory, key: BlockKey, path: str) -> Buffer:
         try:

@@ -13,7 +13,7 @@ class RecentKeys:
     """A set that forgets: two generations, of which the older one is dropped when its time is over.
 
     Args:
-        limit: How many keys are held at most.
+        limit: How many keys are held at most; 0 or 1 hold none.
         seconds: How long a key is held at least; twice that at most, for as long as somebody asks.
     """
 
@@ -26,6 +26,8 @@ class RecentKeys:
 
     def generations(self) -> tuple[set[BlockKey], set[BlockKey]]:
         """The younger and the older set, for one lookup: new keys go into the younger."""
+        if not self._half:
+            return set(), set()
         now = time.monotonic()
         if now >= self._turn or len(self._young) > self._half:
             # A key seen before a pause of this length is as old as the pause: both sets go.

@@ -1,0 +1,150 @@
+"""Files that are not what was stored: never loaded, set aside, counted, and written anew by the next dump."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.ucm.store.blocks import ODD, Memory, content, fetch, key, save
+from ucm.store.errors import BlockCorruptError, BlockForeignError
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucm.store.base import KVStore
+    from ucm.store.config import StoreConfig
+
+NAMESPACE = "n"
+KEY = key(1)
+HEADER = 4096
+
+
+@pytest.fixture
+def layout(config: StoreConfig) -> Layout:
+    return Layout(config.directories[0], NAMESPACE)
+
+
+@pytest.fixture
+def path(layout: Layout) -> Path:
+    return Path(layout.block(KEY))
+
+
+@pytest.fixture
+def store(config: StoreConfig) -> Iterator[KVStore]:
+    with open_store(config, NAMESPACE, ODD) as opened:
+        save(opened, [KEY], ODD)
+        yield opened
+
+
+def is_refused(store: KVStore, path: Path, damaged: bytes) -> None:
+    before = store.stats()["posix"].set_aside_blocks
+    path.write_bytes(damaged)
+    assert store.lookup([KEY]) == [True]
+    loaded, failed = fetch(store, [KEY], ODD)
+    assert loaded == {}
+    assert isinstance(failed[KEY], BlockCorruptError | BlockForeignError)
+    assert failed[KEY].where == str(path)
+    assert not path.exists()
+    assert store.lookup([KEY]) == [False]
+    assert store.stats()["posix"].set_aside_blocks == before + 1
+
+
+def test_every_byte_of_the_header(store: KVStore, path: Path) -> None:
+    good = path.read_bytes()
+    for index in range(HEADER):
+        is_refused(store, path, good[:index] + bytes([good[index] ^ 0x10]) + good[index + 1 :])
+    path.write_bytes(good)
+    assert fetch(store, [KEY], ODD)[0] == {KEY: content(KEY, ODD)}
+
+
+def test_bits_of_the_shards(store: KVStore, path: Path) -> None:
+    good = path.read_bytes()
+    chance = np.random.default_rng(3)
+    first_of_each = [HEADER + sum(ODD.shard_sizes[:index]) for index in range(len(ODD.shard_sizes))]
+    for index in [*first_of_each, len(good) - 1, *chance.integers(HEADER, len(good), 200)]:
+        is_refused(store, path, good[:index] + bytes([good[index] ^ 1 << int(chance.integers(8))]) + good[index + 1 :])
+
+
+def test_other_lengths(store: KVStore, path: Path) -> None:
+    good = path.read_bytes()
+    lengths = [
+        0,
+        1,
+        100,
+        HEADER - 1,
+        HEADER,
+        HEADER + 1,
+        len(good) - 1,
+        *np.random.default_rng(4).integers(0, len(good), 50),
+    ]
+    for length in lengths:
+        is_refused(store, path, good[:length])
+    is_refused(store, path, good + b"x")
+    is_refused(store, path, good + bytes(1 << 20))
+
+
+def test_holes_and_junk(store: KVStore, path: Path) -> None:
+    good = path.read_bytes()
+    is_refused(store, path, bytes(len(good)))
+    is_refused(store, path, good[:HEADER] + bytes(len(good) - HEADER))
+    is_refused(store, path, bytes(HEADER) + good[HEADER:])
+    is_refused(store, path, np.random.default_rng(5).bytes(len(good)))
+
+
+def test_a_whole_block_in_the_wrong_place(store: KVStore, config: StoreConfig, path: Path, layout: Layout) -> None:
+    save(store, [key(2)], ODD)
+    is_refused(store, path, Path(layout.block(key(2))).read_bytes())
+    with open_store(config, "other", ODD) as other:
+        save(other, [KEY], ODD)
+    is_refused(store, path, Path(Layout(config.directories[0], "other").block(KEY)).read_bytes())
+
+
+def test_a_part_of_a_block_is_checked_as_well(store: KVStore, path: Path) -> None:
+    good = path.read_bytes()
+    wanted = 3
+    begin = HEADER + sum(ODD.shard_sizes[:wanted])
+    memory = Memory(KEY, ODD)
+    # Damage outside what is asked for is not looked at; damage within it, or in the header, is.
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert store.wait(store.load([memory.transfer(wanted, 1)])).failed == {}
+    for index in (begin, begin + ODD.shard_sizes[wanted] - 1, 70, 200):
+        path.write_bytes(good[:index] + bytes([good[index] ^ 1]) + good[index + 1 :])
+        assert KEY in store.wait(store.load([memory.transfer(wanted, 1)])).failed
+        assert not path.exists()
+
+
+def test_a_damaged_block_is_written_anew(store: KVStore, path: Path) -> None:
+    is_refused(store, path, path.read_bytes()[:-1])
+    assert save(store, [KEY], ODD).nbytes == ODD.nbytes
+    assert fetch(store, [KEY], ODD)[0] == {KEY: content(KEY, ODD)}
+
+
+def test_a_bounded_number_is_kept(store: KVStore, config: StoreConfig, path: Path, layout: Layout) -> None:
+    good = path.read_bytes()
+    for number in range(config.aside_keep + 5):
+        is_refused(store, path, good[: HEADER + number])
+    kept = sorted(Path(layout.aside).iterdir())
+    assert len(kept) == config.aside_keep
+    assert [file.stat().st_size - HEADER for file in kept] == list(range(5, config.aside_keep + 5))
+    assert all(KEY.hex() in file.name and file.name.endswith("-corrupt") for file in kept)
+
+
+def test_each_cause_is_counted_and_logged_once(store: KVStore, path: Path, said: list[str]) -> None:
+    good = path.read_bytes()
+    foreign = bytearray(good)
+    foreign[8] = 9
+    for damaged in (good[:-1], good[:-2], bytes(foreign)):
+        is_refused(store, path, damaged)
+    assert store.stats()["posix"].failures == {"load.corrupt": 2, "load.foreign": 1}
+    assert [line.split(" in tier")[0] for line in said] == ["[UCM.Store] load.corrupt", "[UCM.Store] load.foreign"]
+
+
+def test_what_cannot_be_moved_is_deleted(store: KVStore, path: Path, layout: Layout) -> None:
+    Path(layout.aside).rmdir()
+    Path(layout.aside).write_text("in the way", encoding="utf-8")
+    is_refused(store, path, path.read_bytes()[:-1])
