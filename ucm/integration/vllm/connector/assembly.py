@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucm.config.load import load_connector_config
-from ucm.errors import ConfigError
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.model_identity import model_identity, namespace
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
@@ -18,8 +17,10 @@ from ucm.integration.vllm.connector.engine_facts import (
     refuse_what_cannot_work,
 )
 from ucm.integration.vllm.connector.groups import cache_groups
+from ucm.integration.vllm.connector.holding import BlockHolder
 from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
+from ucm.integration.vllm.connector.lookup import PrefixLookup
 from ucm.integration.vllm.connector.scheduler import PrefixCacheScheduler
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import HostTransfer
@@ -80,18 +81,17 @@ class SchedulerSide:
         self._stores = [store for of_group in stores.values() for store in of_group]
         self.counters = create_counters(vllm_config, settings)
         self._keys = BlockKeys(vllm_config, identity.digest)
+        recovers = recovers_from_load_failures(connector_base, len(groups.groups))
         self.planner = PrefixCacheScheduler(
-            groups,
-            stores,
-            self._keys,
+            PrefixLookup(groups, stores, self._keys, None if recovers else BlockHolder(stores)),
             self.counters,
             batches=batches_in_flight(vllm_config),
             min_hit_tokens=settings.min_hit_tokens,
             hit_ratio=1.0 if settings.hit_ratio is None else settings.hit_ratio,
             save_decode_blocks=settings.save_decode_blocks,
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
         )
-        if not recovers_from_load_failures(connector_base, len(groups.groups)):
-            raise ConfigError("leases are not there yet")
         get_logger().info("[UCM.Connector] namespace %s, %d stores to look up", self.namespace, len(self._stores))
 
     def start_anew(self) -> None:
@@ -154,6 +154,12 @@ class WorkerSide:
             transfers,
             CommitGate(ranks(config), batches_in_flight(config)),
             self.counters,
+            places={
+                group.index: rank_tags(config, group.index, spec=group.spec).index(
+                    rank_tag(config, group.index, spec=group.spec)
+                )
+                for group in groups.groups
+            },
             saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
             recovers=recovers_from_load_failures(self._connector_base, len(groups.groups)),
         )

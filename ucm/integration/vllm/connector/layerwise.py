@@ -40,14 +40,14 @@ class LayerWiseWorker(TransferWorker):
             for moves in plan.loads:
                 layers = self._portion(moves.group, portion)
                 if layers:
-                    task = self.start_load(plan, moves, layers)
+                    task = self.start_load(moves, layers)
                     self._loading.setdefault((moves.group, portion), []).append((moves, task))
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Wait for the portion that the layer is in."""
         if self._plan is None or not self._loading:
             return
-        for group, index in self._places(layer_name):
+        for group, index in self._where(layer_name):
             portion = next(p for p in range(PORTIONS) if index in self._portion(group, p))
             self._finish((group, portion))
 
@@ -55,7 +55,7 @@ class LayerWiseWorker(TransferWorker):
         """Start dumping the layer of the blocks that the step fills."""
         if self._plan is None or not self._plan.dumps or self.gate.is_wrong(self._plan.step):
             return
-        for group, index in self._places(layer_name):
+        for group, index in self._where(layer_name):
             wanted = [moves for moves in self.own(self._plan.dumps) if moves.group == group]
             if wanted and index not in self._dumped.setdefault(group, set()):
                 self._dumped[group].add(index)
@@ -85,7 +85,7 @@ class LayerWiseWorker(TransferWorker):
         count = len(self.groups[group].layer_names)
         return range(count * portion // PORTIONS, count * (portion + 1) // PORTIONS)
 
-    def _places(self, layer_name: str) -> Iterator[tuple[int, int]]:
+    def _where(self, layer_name: str) -> Iterator[tuple[int, int]]:
         """A layer's group and its place in it; none for a layer that shares another's KV cache."""
         for group, transfer in self.groups.items():
             if layer_name in transfer.layer_names:

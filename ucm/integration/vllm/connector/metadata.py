@@ -18,12 +18,14 @@ class BlockMoves:
         group: The KV-cache group's index.
         keys: Each block's key in the store.
         block_ids: Each block's place in the KV cache, as many as keys.
+        leases: Where the blocks were held ahead, what names the hold to each rank, in the ranks' order.
     """
 
     request_id: str
     group: int
     keys: list[BlockKey]
     block_ids: list[int]
+    leases: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -36,7 +38,6 @@ class StepPlan:
         dumps: To be dumped after the step's forward computed them.
         late_dumps: To be dumped at once: computed in earlier steps, and not written by this one.
         fresh_block_ids: Blocks that this step takes into use, and may write: what still reads them must finish first.
-        leases: For requests whose blocks were verified and held ahead, the directory that holds them, by request id.
         settled: The last step of which every rank's outcome is known; dumps up to it may become visible.
         void: The last step that may have computed with blocks that failed to load; dumps up to it are dropped.
     """
@@ -46,6 +47,5 @@ class StepPlan:
     dumps: list[BlockMoves] = field(default_factory=list)
     late_dumps: list[BlockMoves] = field(default_factory=list)
     fresh_block_ids: set[int] = field(default_factory=set)
-    leases: dict[str, str] = field(default_factory=dict)
     settled: int = 0
     void: int = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from ucm.integration.vllm.connector.holding import Hold
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class RequestState:
         saved: For each group, the blocks from the start that need no dump any more.
         load: What to load with the next step.
         looked_up: The computed tokens that the last lookup was for, when it was made, and what it found.
+        hold: What keeps the found blocks from being evicted until they are loaded.
     """
 
     request: Any
@@ -36,3 +39,4 @@ class RequestState:
     saved: list[int]
     load: PendingLoad | None = None
     looked_up: tuple[int, float, int] | None = None
+    hold: Hold = field(default_factory=Hold)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ucm.integration.vllm.connector.groups import longest_hit
+from ucm.integration.vllm.connector.holding import Hold
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.request_state import PendingLoad, RequestState
 from ucm.integration.vllm.connector.scheduled import block_ids_by_group, grown_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
-    from ucm.store.base import BlockKey, KVStore
+    from ucm.integration.vllm.connector.lookup import PrefixLookup
 
 #: A request that waits for room is asked about at every step; what the store said is good for this many seconds.
 LOOKUP_KEEPS = 1.0
@@ -27,53 +24,45 @@ class LookupCounters(Protocol):
         """A request's prefix was looked up."""
 
 
-class KeySource(Protocol):
-    """Gives requests the keys of their blocks."""
-
-    def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
-        """The keys of a request's whole blocks of known tokens, from ``first`` on; None if it must not be cached."""
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-
-
 class PrefixCacheScheduler:
     """Decides what is loaded and dumped; never touches KV itself.
 
     Args:
-        groups: The model's KV-cache groups.
-        stores: For each group, the stores of all ranks that keep blocks of it, opened for lookup.
-        key_source: The keys of a request's blocks.
+        lookup: Finds requests in the stores.
         counters: What was looked up.
         batches: Steps that may be scheduled before the outcome of the first of them is known.
         min_hit_tokens: Shorter hits are not worth a load.
         hit_ratio: Largest share of a request's tokens that may come from caches; 1 for all.
         save_decode_blocks: Whether blocks of generated tokens are stored as well.
+        loads: Whether the engine's role lets it load (vLLM's ``kv_consumer`` or ``kv_both``).
+        saves: Whether it lets it save (``kv_producer`` or ``kv_both``).
     """
 
     def __init__(
         self,
-        groups: CacheGroups,
-        stores: Mapping[int, Sequence[KVStore]],
-        key_source: KeySource,
+        lookup: PrefixLookup,
         counters: LookupCounters,
         *,
         batches: int,
         min_hit_tokens: int = 0,
         hit_ratio: float = 1.0,
         save_decode_blocks: bool = True,
+        loads: bool = True,
+        saves: bool = True,
     ) -> None:
-        self._groups = groups
-        self._stores = stores
-        self._key_source = key_source
+        self._lookup = lookup
+        self._groups = lookup.groups
         self._counters = counters
         self._batches = batches
-        self._min_hit_tokens = min_hit_tokens
+        self._min_hit_tokens = max(min_hit_tokens, 1)
         self._hit_ratio = hit_ratio
         self._save_decode_blocks = save_decode_blocks
+        self._may_load = loads
+        self._may_save = saves
         self._requests: dict[str, RequestState | None] = {}
         self._fresh: set[int] = set()
         self._late: list[BlockMoves] = []
+        self._holds: list[tuple[int, Hold]] = []
         self._step = 0
         self._void = 0
 
@@ -85,7 +74,7 @@ class PrefixCacheScheduler:
             num_computed_tokens: Tokens whose KV the engine has itself.
         """
         state = self._state(request)
-        if state is None or _needs_all_logits(request):
+        if state is None or not self._may_load or _needs_all_logits(request):
             return 0
         now = time.monotonic()
         if state.looked_up is not None:
@@ -113,6 +102,8 @@ class PrefixCacheScheduler:
             self._fresh.update(group_ids[start // group.block_size :])
         if state is None:
             return
+        if num_external_tokens == 0:
+            self._let_go(state)
         state.block_ids = ids
         state.looked_up = None
         self._skip_stored(state, start)
@@ -125,6 +116,7 @@ class PrefixCacheScheduler:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step.
         """
         self._step += 1
+        self._end_holds(self._step - self._batches)
         for request_id, new_ids in grown_requests(scheduler_output):
             for group_ids in new_ids:
                 self._fresh.update(group_ids)
@@ -149,8 +141,9 @@ class PrefixCacheScheduler:
         """A request ended; blocks of it that were filled but not dumped yet are dumped with the next step."""
         state = self._requests.pop(request.request_id, None)
         if state is not None:
+            self._let_go(state)
             self._late += self._dumps(state, request.num_computed_tokens, set())
-        self._key_source.forget(request.request_id)
+        self._lookup.key_source.forget(request.request_id)
 
     def load_failed(self) -> None:
         """A rank reported blocks that failed to load: steps scheduled until now may have computed with them."""
@@ -160,7 +153,7 @@ class PrefixCacheScheduler:
         request_id = request.request_id
         if request_id not in self._requests:
             count = len(self._groups.groups)
-            cacheable = self._key_source.of(request, self._groups.alignment) is not None
+            cacheable = self._lookup.key_source.of(request, self._groups.alignment) is not None
             self._requests[request_id] = (
                 RequestState(request, [[] for _ in range(count)], [0] * count) if cacheable else None
             )
@@ -171,51 +164,52 @@ class PrefixCacheScheduler:
         # At least one token is computed: its logits give the next one.
         limit = (state.request.num_tokens - 1) // step * step
         limit = min(limit, int(self._hit_ratio * state.request.num_tokens) // step * step)
+        self._let_go(state)
         if limit <= num_computed_tokens:
             return 0
-        present = [self._present(group, state, num_computed_tokens, limit) for group in self._groups.groups]
-        hit = longest_hit(self._groups.groups, present, limit, step) - num_computed_tokens
-        return hit if hit > 0 and hit >= self._min_hit_tokens else 0
+        end, state.hold = self._lookup.find(state.request, num_computed_tokens, limit)
+        if end - num_computed_tokens < self._min_hit_tokens:
+            self._let_go(state)
+            return 0
+        return end - num_computed_tokens
 
-    def _present(self, group: CacheGroup, state: RequestState, num_computed_tokens: int, limit: int) -> list[bool]:
-        """For each block of a group up to the limit, whether all ranks have it; computed ones count as had."""
-        first = num_computed_tokens // group.block_size
-        keys = self._keys(state, group, first, limit // group.block_size)
-        stores = self._stores[group.index]
-        if group.window is None:
-            count = len(keys)
-            for store in stores:
-                count = store.lookup_on_prefix(keys[:count])
-            return [True] * (first + count)
-        rows = [store.lookup(keys) for store in stores]
-        return [True] * first + [all(row) for row in zip(*rows, strict=True)]
+    def _let_go(self, state: RequestState) -> None:
+        self._lookup.release(state.hold)
+        state.hold = Hold()
 
-    def _keys(self, state: RequestState, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
-        keys = self._key_source.of(state.request, group.block_size, first) or []
-        return cast("list[BlockKey]", keys[: last - first])
+    def _end_holds(self, settled: int) -> None:
+        """Let go of what was loaded by a step that has ended."""
+        while self._holds and self._holds[0][0] <= settled:
+            self._lookup.release(self._holds.pop(0)[1])
 
     def _skip_stored(self, state: RequestState, num_computed_tokens: int) -> None:
         """Dump no block of what the engine had already, unless the store has lost the last one of them."""
         for group in self._groups.groups:
             last = num_computed_tokens // group.block_size
-            keys = self._keys(state, group, max(last - 1, 0), last)
-            if all(all(store.lookup(keys)) for store in self._stores[group.index]):
+            keys = self._lookup.keys(state.request, group, max(last - 1, 0), last)
+            if self._lookup.has(group, keys):
                 state.saved[group.index] = max(state.saved[group.index], last)
 
     def _loads(self, state: RequestState, load: PendingLoad) -> list[BlockMoves]:
         moves = []
         for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
-            first = max(load.start // group.block_size, group.first_needed(load.end))
-            last = load.end // group.block_size
-            if first < last:
-                keys = self._keys(state, group, first, last)
-                moves.append(BlockMoves(state.request.request_id, group.index, keys, block_ids[first:last]))
-            state.saved[group.index] = max(state.saved[group.index], last)
+            blocks = self._lookup.needed(group, load.start, load.end)
+            if blocks:
+                keys = self._lookup.keys(state.request, group, blocks.start, blocks.stop)
+                ids = block_ids[blocks.start : blocks.stop]
+                leases = state.hold.tokens(group.index)
+                moves.append(BlockMoves(state.request.request_id, group.index, keys, ids, leases))
+            state.saved[group.index] = max(state.saved[group.index], load.end // group.block_size)
+        if state.hold.leases:
+            self._holds.append((self._step, state.hold))
+            state.hold = Hold()
         return moves
 
     def _dumps(self, state: RequestState, num_tokens: int, dumping: set[tuple[int, bytes]]) -> list[BlockMoves]:
         """The blocks that are full once ``num_tokens`` tokens are computed, as far as their tokens are known."""
-        moves = []
+        moves: list[BlockMoves] = []
+        if not self._may_save:
+            return moves
         request = state.request
         num_tokens = min(num_tokens, request.num_tokens)
         if not self._save_decode_blocks:
@@ -228,7 +222,8 @@ class PrefixCacheScheduler:
             state.saved[group.index] = max(first, last)
             if first < last:
                 found = BlockMoves(request.request_id, group.index, [], [])
-                for key, block_id in zip(self._keys(state, group, first, last), block_ids[first:last], strict=False):
+                keys = self._lookup.keys(request, group, first, last)
+                for key, block_id in zip(keys, block_ids[first:last], strict=False):
                     if (group.index, key) not in dumping:
                         dumping.add((group.index, key))
                         found.keys.append(key)

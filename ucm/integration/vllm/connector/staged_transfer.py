@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.connector.transfer import GroupTransfer
+from ucm.integration.vllm.connector.transfer import GroupTransfer, load_from
 from ucm.store.base import BlockTransfer, Task, TaskResult
 from ucm.store.errors import StoreUnavailableError
 
@@ -160,7 +160,7 @@ class StagedTransfer(GroupTransfer):
                 self._place(task, event, layers, reading.pop(0))
             staging = lane.staging[number % len(lane.staging)]
             transfers = _transfers(some_keys, staging, layers)
-            reading.append((staging, some_keys, some_ids, self._store.load(transfers)))
+            reading.append((staging, some_keys, some_ids, load_from(self._store, transfers, lease)))
         for portion in reading:
             self._place(task, event, layers, portion)
 

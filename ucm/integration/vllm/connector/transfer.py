@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockTransfer
+from ucm.store.leases import LeasingStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +78,7 @@ class HostTransfer(GroupTransfer):
         self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, *, lease: str | None = None
     ) -> Task:
         """Bring some layers of blocks into the KV cache."""
-        return self.store.load(self._blocks(keys, block_ids, layers))
+        return load_from(self.store, self._blocks(keys, block_ids, layers), lease)
 
     def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
         """Take some layers of blocks out of the KV cache."""
@@ -110,3 +111,10 @@ class HostTransfer(GroupTransfer):
             BlockTransfer(key, memory.buffers(block_id, layers), first_shard)
             for key, block_id in zip(keys, block_ids, strict=True)
         ]
+
+
+def load_from(store: KVStore, blocks: Sequence[BlockTransfer], lease: str | None) -> Task:
+    """Load blocks, those of a lease from where it holds them."""
+    if lease is not None and isinstance(store, LeasingStore):
+        return store.load(blocks, lease)
+    return store.load(blocks)

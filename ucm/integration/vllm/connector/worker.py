@@ -54,6 +54,7 @@ class TransferWorker:
         groups: Each group's way between KV cache and store.
         gate: When dumped blocks may become visible.
         counters: What was moved.
+        places: For each group, this rank's place among those that hold different KV of it.
         saves: The groups whose blocks this rank dumps; of ranks that hold the same KV only one does.
         recovers: Whether vLLM recomputes the tokens of blocks that failed to load.
     """
@@ -64,12 +65,14 @@ class TransferWorker:
         gate: CommitGate,
         counters: TransferCounters,
         *,
+        places: Mapping[int, int],
         saves: Container[int],
         recovers: bool,
     ) -> None:
         self.groups = groups
         self.gate = gate
         self.counters = counters
+        self._places = places
         self._saves = saves
         self._recovers = recovers
         self._under_way: list[DumpUnderWay] = []
@@ -93,7 +96,7 @@ class TransferWorker:
 
     def load(self, plan: StepPlan) -> None:
         """Load what the plan asks for; returns when it is there."""
-        started = [(moves, self.start_load(plan, moves, self.all_layers(moves.group))) for moves in plan.loads]
+        started = [(moves, self.start_load(moves, self.all_layers(moves.group))) for moves in plan.loads]
         for moves, task in started:
             self.finish_load(plan.step, moves, task)
 
@@ -101,9 +104,9 @@ class TransferWorker:
         """The layers of a group."""
         return range(len(self.groups[group].layer_names))
 
-    def start_load(self, plan: StepPlan, moves: BlockMoves, layers: range) -> Task:
+    def start_load(self, moves: BlockMoves, layers: range) -> Task:
         """Start loading blocks, some layers of them."""
-        lease = plan.leases.get(moves.request_id)
+        lease = moves.leases[self._places[moves.group]] if moves.leases else None
         return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, lease=lease)
 
     def finish_load(self, step: int, moves: BlockMoves, task: Task) -> None:
