@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
 def _object(value: Any, inner: Callable[[Any], Any]) -> Any:
     if isinstance(value, Enum):
         return value.name
-    if isinstance(value, str | bytes) or type(value).__module__ in {"torch", "numpy"}:  # dtypes, devices, numbers
+    if isinstance(value, str | bytes | PurePath) or type(value).__module__ in {
+        "torch",
+        "numpy",
+    }:  # dtypes, devices, numbers
         return str(value)
     if isinstance(value, functools.partial):
         return inner([value.func, value.args, value.keywords])

@@ -83,9 +83,8 @@ class RequestContent:
     @property
     def root(self) -> bytes:
         """What shapes the KV from the first token on; empty if nothing does."""
-        if self.is_text and self.salt is None:
-            return b""
-        return frame([self.salt, self.adapter, self.token_types, self.embeds_dtype])
+        parts = [self.salt, self.adapter, self.token_types, self.embeds_dtype]
+        return frame(parts) if any(parts) else b""
 
     @property
     def first_block_token(self) -> int | None:

@@ -35,6 +35,8 @@ _SAMPLE = 64 << 10
 _TENSOR_SAMPLE = 2 << 10
 _TENSORS = 512
 _HEADER_LIMIT = 8 << 20
+#: A tensor's place behind the header, as the header has it.
+_OFFSETS = re.compile(rb'"data_offsets"\s*:\s*\[\s*(\d+)\s*,\s*(\d+)')
 
 
 class WeightsUnknownError(UcmError):
@@ -119,13 +121,9 @@ def _samples(path: Path, descriptor: int, size: int) -> Iterator[tuple[int, int]
         return
     yield _LENGTH.size, length
     data = _LENGTH.size + length
-    spans = [
-        (int(begin), int(end))
-        for begin, end in re.findall(
-            rb'"data_offsets"\s*:\s*\[\s*(\d+)\s*,\s*(\d+)', os.pread(descriptor, length, _LENGTH.size)
-        )
-    ]
-    for begin, end in sorted(spans)[:: 1 + (len(spans) - 1) // _TENSORS]:
+    spans = [(int(begin), int(end)) for begin, end in _OFFSETS.findall(os.pread(descriptor, length, _LENGTH.size))]
+    inside = sorted((begin, end) for begin, end in spans if begin < end <= size - data)
+    for begin, end in inside[:: len(inside) // _TENSORS + 1]:
         yield data + max(begin, (begin + end - _TENSOR_SAMPLE) // 2), min(_TENSOR_SAMPLE, end - begin)
 
 

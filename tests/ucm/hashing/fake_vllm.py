@@ -1,0 +1,75 @@
+"""As much of vLLM's hashing as is asked, in the forms that it has had; `test_with_vllm.py` asks the real ones."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+    from tests.ucm.hashing.stand_ins import Request
+
+
+def sha256(value: Any) -> bytes:
+    """``vllm.utils.hashing``"""
+    return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+
+
+def old_sha256(value: Any) -> int:
+    """``vllm.utils`` up to 0.10.1"""
+    return int.from_bytes(sha256(value), "big")
+
+
+class FakeVllm:
+    """vLLM's hashing in this process.
+
+    Args:
+        monkeypatch: Takes it away again.
+        function: What hashes.
+        hashing_module: Where the function is found by its name.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        function: Callable[[Any], Any] = sha256,
+        hashing_module: str = "vllm.utils.hashing",
+    ) -> None:
+        self.function = function
+        self.utils: Any = ModuleType("vllm.v1.core.kv_cache_utils")
+        hashing: Any = ModuleType(hashing_module)
+        hashing.get_hash_fn_by_name = lambda _name: function
+        for name in ("vllm", "vllm.utils", "vllm.utils.hashing", "vllm.v1", "vllm.v1.core"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        for module in (hashing, self.utils):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def release(self, kind: str) -> FakeVllm:
+        """Be as one of ``0.10.0`` (no hashes of requests), ``0.28.0`` (random start), ``0.29.0`` (fixed start)."""
+        if kind == "0.10.0":
+            return self
+        self.utils.get_request_block_hasher = lambda: None
+        if kind == "0.29.0":
+            self.utils.resolve_none_hash_seed = lambda _function: os.getenv("PYTHONHASHSEED") or "vllm-none-hash"
+        elif kind == "0.29.0 xxhash":
+            self.utils.resolve_none_hash_seed = lambda _function: os.urandom(32).hex()
+        seed = os.getenv("PYTHONHASHSEED") or ("vllm-none-hash" if kind == "0.29.0" else os.urandom(8).hex())
+        self.utils.NONE_HASH = self.function(seed)
+        return self
+
+    def hash_blocks(self, request: Request, size: int, *, tagged: bool = False) -> None:
+        """What vLLM's hasher does with a request's new tokens."""
+        while (len(request.block_hashes) + 1) * size <= len(request.all_token_ids):
+            start = len(request.block_hashes) * size
+            salt = ("cache_salt", request.cache_salt) if tagged else request.cache_salt
+            extra = (salt,) if request.cache_salt and not start else None
+            parent = request.block_hashes[-1] if start else self.utils.NONE_HASH
+            tokens = tuple(request.all_token_ids[start : start + size])
+            request.block_hashes.append(self.function((parent, tokens, extra)))

@@ -1,0 +1,115 @@
+"""A LoRA adapter is its files, not its name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ucm.hashing.stand_ins import LoRARequest, write_adapter
+from ucm.hashing.adapters import AdapterError, Adapters
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_one_name_with_two_contents_is_two_adapters(tmp_path: Path) -> None:
+    one = LoRARequest("sql", 1, str(write_adapter(tmp_path / "one" / "sql", b"A" * 5000)))
+    other = LoRARequest("sql", 2, str(write_adapter(tmp_path / "other" / "sql", b"A" * 4999 + b"B")))
+    adapters = Adapters()
+    assert adapters.fingerprint(one) != adapters.fingerprint(other)
+
+
+def test_one_content_is_one_adapter_under_any_name_and_path(tmp_path: Path) -> None:
+    one = LoRARequest("sql", 1, str(write_adapter(tmp_path / "one", b"A")))
+    other = LoRARequest("text", 7, str(write_adapter(tmp_path / "other", b"A")))
+    assert Adapters().fingerprint(one) == Adapters().fingerprint(other)
+    assert len(Adapters().fingerprint(one)) == 32
+
+
+@pytest.mark.parametrize(("name", "change"), [("adapter_config.json", '{"r": 8, "lora_alpha": 32}'), ("more.bin", "x")])
+def test_every_file_counts(tmp_path: Path, name: str, change: str) -> None:
+    path = write_adapter(tmp_path, b"A")
+    before = Adapters().fingerprint(LoRARequest("a", 1, str(path)))
+    (path / name).write_text(change, encoding="utf-8")
+    assert Adapters().fingerprint(LoRARequest("a", 1, str(path))) != before
+
+
+def test_notes_beside_the_weights_do_not_count(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, b"A")
+    before = Adapters().fingerprint(LoRARequest("a", 1, str(path)))
+    (path / "README.md").write_text("trained on Tuesday", encoding="utf-8")
+    assert Adapters().fingerprint(LoRARequest("a", 1, str(path))) == before
+
+
+def test_how_an_adapter_is_applied_counts(tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path, b"A"))
+    kinds: list[dict[str, Any]] = [{}, {"is_3d_lora_weight": True}, {"long_lora_max_len": 32768}]
+    requests = [SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path, **kind) for kind in kinds]
+    assert len({Adapters().fingerprint(request) for request in requests}) == 3
+    assert Adapters({"lora_dtype": "float32"}).fingerprint(requests[0]) != Adapters().fingerprint(requests[0])
+
+
+def test_files_that_change_under_a_running_engine_are_not_believed(tmp_path: Path) -> None:
+    request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A")))
+    adapters = Adapters()
+    before = adapters.fingerprint(request)
+    assert adapters.fingerprint(request) == before
+    write_adapter(tmp_path, b"B")
+    with pytest.raises(AdapterError, match="have changed since the engine loaded it"):
+        adapters.fingerprint(request)
+
+
+def test_a_replaced_file_of_the_same_size_and_time_is_seen(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, b"A")
+    weights = path / "adapter_model.safetensors"
+    adapters = Adapters()
+    adapters.fingerprint(LoRARequest("a", 1, str(path)))
+    state = weights.stat()
+    (path / "new").write_bytes(b"B")
+    os.utime(path / "new", ns=(state.st_atime_ns, state.st_mtime_ns))
+    (path / "new").rename(weights)
+    with pytest.raises(AdapterError, match="have changed"):
+        adapters.fingerprint(LoRARequest("a", 1, str(path)))
+
+
+def test_an_adapter_loaded_anew_under_another_id_is_read_anew(tmp_path: Path) -> None:
+    adapters = Adapters()
+    before = adapters.fingerprint(LoRARequest("a", 1, str(write_adapter(tmp_path, b"A"))))
+    assert adapters.fingerprint(LoRARequest("a", 2, str(write_adapter(tmp_path, b"B")))) != before
+
+
+def test_an_adapter_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_adapter(tmp_path, b"A")
+    asked: list[tuple[str, bool]] = []
+
+    def snapshot_download(repo_id: str, *, local_files_only: bool) -> str:
+        asked.append((repo_id, local_files_only))
+        return str(path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    found = Adapters().fingerprint(LoRARequest("a", 1, "someone/adapter"))
+    assert found == Adapters().fingerprint(LoRARequest("a", 1, str(path)))
+    assert asked == [("someone/adapter", True)]
+
+
+@pytest.mark.parametrize("path", ["", "/nowhere/at/all", "someone/adapter"])
+def test_an_adapter_that_is_not_there(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(AdapterError, match="cannot be read"):
+        Adapters().fingerprint(LoRARequest("a", 1, path))
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(AdapterError, match="holds no weights"):
+        Adapters().fingerprint(LoRARequest("a", 1, str(tmp_path)))
+
+
+def test_weights_that_come_from_elsewhere() -> None:
+    request = SimpleNamespace(lora_int_id=1, lora_path="/a", tensorizer_config_dict={"tensorizer_uri": "s3://b"})
+    with pytest.raises(AdapterError, match="tensorizer"):
+        Adapters().fingerprint(request)

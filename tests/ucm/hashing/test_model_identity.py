@@ -1,0 +1,275 @@
+"""Two engines whose blocks are not the same have two namespaces; one engine's processes have one.
+
+With stand-ins for vLLM's configuration; `test_with_vllm.py` has the real one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ucm.hashing.fake_vllm import FakeVllm
+from tests.ucm.hashing.stand_ins import HfConfig, ModelConfig, VllmConfig, write_model
+from ucm.errors import ConfigError
+from ucm.hashing.model_identity import model_identity, namespace
+from ucm.hashing.weights import WeightsUnknownError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COMMIT, OTHER = "a" * 40, "b" * 40
+LLAMA = '{"model_type": "llama", "rope_theta": 10000.0}'
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> VllmConfig:
+    return VllmConfig(ModelConfig(str(write_model(tmp_path / "llama", config=LLAMA))))
+
+
+def change(path: str, value: Any) -> Callable[[VllmConfig], None]:
+    """Set one attribute, by its dotted path."""
+
+    def apply(config: VllmConfig) -> None:
+        *parents, name = path.split(".")
+        target: Any = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+
+    return apply
+
+
+DIFFERENCES = {
+    "KV dtype fp8": change("cache_config.cache_dtype", "fp8"),
+    "KV dtype fp8_e5m2": change("cache_config.cache_dtype", "fp8_e5m2"),
+    "KV dtype float16": change("cache_config.cache_dtype", "float16"),
+    "layers without KV quantization": change("cache_config.kv_cache_dtype_skip_layers", ["0"]),
+    "dtype": change("model_config.dtype", "torch.float16"),
+    "quantization": change("model_config.quantization", "fp8"),
+    "RoPE by override": change("model_config.hf_overrides", {"rope_theta": 5e5}),
+    "another RoPE by override": change("model_config.hf_overrides", {"rope_theta": 1e6}),
+    "RoPE by argument, up to 0.11": change("model_config.rope_theta", 5e5),
+    "window": change("model_config.disable_sliding_window", True),
+    "remote code": change("model_config.code_revision", OTHER),
+    "implementation": change("model_config.model_impl", "transformers"),
+    "media options": change("model_config.multimodal_config", SimpleNamespace(video_pruning_rate=0.5)),
+    "attention backend": change("attention_config.backend", "FLASHINFER"),
+    "device": change("device_config.device_type", "cuda"),
+    "format of the files": change("load_config.load_format", "pt"),
+    "random weights": change("load_config.load_format", "dummy"),
+    "options of the loader": change("load_config.model_loader_extra_config", {"a": 1}),
+    "platform options": change("additional_config", {"kv_nz": True}),
+    "MLA": change("model_config.use_mla", True),
+    "hash algorithm": change("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+}
+
+
+def test_whatever_shapes_the_kv_makes_another_identity(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeVllm(monkeypatch).release("0.29.0")
+    digests = {"base": model_identity(base).digest}
+    for name, apply in DIFFERENCES.items():
+        changed = copy.deepcopy(base)
+        apply(changed)
+        digests[name] = model_identity(changed).digest
+    assert len(set(digests.values())) == len(DIFFERENCES) + 1
+
+
+def test_two_models_with_one_basename(tmp_path: Path) -> None:
+    models = [write_model(tmp_path / owner / "llama", owner.encode() * 100_000) for owner in ("a", "b")]
+    one, other = (model_identity(VllmConfig(ModelConfig(str(model)))) for model in models)
+    assert one.name == other.name == "llama"
+    assert namespace(one) != namespace(other)
+
+
+def test_two_rope_settings_in_the_files(tmp_path: Path) -> None:
+    models = [write_model(tmp_path / theta, config=f'{{"rope_theta": {theta}}}') for theta in ("10000.0", "500000.0")]
+    digests = {model_identity(VllmConfig(ModelConfig(str(model)))).digest for model in models}
+    assert len(digests) == 2
+
+
+def test_two_revisions(base: VllmConfig) -> None:
+    found = [model_identity(VllmConfig(ModelConfig("a/llama", revision=commit))) for commit in (COMMIT, OTHER)]
+    assert found[0].digest != found[1].digest
+    assert namespace(found[0]).startswith("llama-")
+    assert model_identity(base).digest not in {identity.digest for identity in found}
+
+
+def test_two_releases(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    for release in ("0.31.0", "0.32.0"):
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=release))
+        identity = model_identity(base)
+        assert identity.facts["vllm"] == release
+        digests.add(identity.digest)
+    assert len(digests) == 2
+
+
+def test_two_hash_seeds(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        FakeVllm(monkeypatch).release("0.29.0")
+        digests.add(model_identity(base).digest)
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_the_served_length_counts_where_rope_depends_on_it(base: VllmConfig, kind: str) -> None:
+    base.model_config.hf_text_config.rope_parameters = {"rope_type": kind, "factor": 4.0}
+    short = model_identity(base).digest
+    base.model_config.max_model_len *= 2
+    assert model_identity(base).digest != short
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "llama3"}, {"full_attention": {"rope_type": "yarn"}}])
+def test_the_served_length_does_not_count_elsewhere(base: VllmConfig, rope: Any) -> None:
+    base.model_config.hf_text_config.rope_parameters = rope
+    short = model_identity(base).digest
+    base.model_config.max_model_len *= 2
+    assert model_identity(base).digest == short
+
+
+def test_what_workers_change_in_their_copy_does_not_count(base: VllmConfig) -> None:
+    """Model code writes into the Hugging Face configuration; the engine sets sizes, and each worker its rank."""
+    for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
+        worker = copy.deepcopy(base)
+        base.cache_config.cache_dtype, worker.cache_config.cache_dtype = "fp8", dtype
+        worker.model_config.hf_config.values["first_k_dense_replace"] = 3
+        worker.model_config.model = base.model_config.model
+        worker.cache_config.block_size = 128
+        worker.parallel_config.rank = 3
+        worker.instance_id = "another"  # type: ignore[attr-defined]
+        assert model_identity(worker).digest == model_identity(base).digest
+
+
+def test_an_operators_function_over_the_configuration_is_known_by_what_it_did(base: VllmConfig) -> None:
+    def override(config: Any) -> Any:
+        return config
+
+    base.model_config.hf_overrides = override
+    digests = set()
+    for theta in (1e4, 5e5):
+        base.model_config.hf_config = HfConfig({"rope_theta": theta})
+        digests.add(model_identity(base).digest)
+        assert model_identity(base).digest in digests  # no address, no path
+    assert len(digests) == 2
+
+
+def test_a_configuration_from_another_place_is_known_by_what_it_says(base: VllmConfig) -> None:
+    base.model_config.hf_config_path = "c/d"
+    before = model_identity(base).digest
+    base.model_config.hf_config.values["rope_theta"] = 1.0
+    assert model_identity(base).digest != before
+
+
+def draft(path: Path, method: str, weights: bytes = b"d" * 200_000) -> SimpleNamespace:
+    model = ModelConfig(str(write_model(path, weights)))
+    return SimpleNamespace(method=method, num_speculative_tokens=3, draft_model_config=model)
+
+
+def test_a_draft_models_layers_count(base: VllmConfig, tmp_path: Path) -> None:
+    drafts = [
+        None,
+        draft(tmp_path / "one", "eagle"),
+        draft(tmp_path / "one", "eagle3"),
+        draft(tmp_path / "two", "eagle", b"e" * 200_000),
+        SimpleNamespace(method="mtp", num_speculative_tokens=1, draft_model_config=None),
+    ]
+    digests = set()
+    for base.speculative_config in drafts:
+        digests.add(model_identity(base).digest)
+    assert len(digests) == 5
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafting_without_layers_does_not_count(base: VllmConfig, method: str) -> None:
+    before = model_identity(base).digest
+    base.speculative_config = SimpleNamespace(method=method, num_speculative_tokens=3, draft_model_config=None)
+    assert model_identity(base).digest == before
+
+
+def test_whatever_else_the_caller_says_counts(base: VllmConfig) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"more": {"sparse": {"GSA": {"ratio": 0.3}}}},
+        {"more": {"sparse": {"GSA": {"ratio": 0.4}}}},
+        {"weights_id": "mine"},
+    ]
+    assert len({model_identity(base, **kind).digest for kind in kinds}) == 4
+
+
+def test_the_operators_name_for_the_weights_is_believed(tmp_path: Path) -> None:
+    config = VllmConfig(ModelConfig(str(tmp_path)))
+    with pytest.raises(WeightsUnknownError):
+        model_identity(config)
+    assert model_identity(config, weights_id="mine").facts["model"]["weights"]["stated"] == "mine"
+
+
+def test_kv_that_only_its_engine_can_read_is_refused(base: VllmConfig) -> None:
+    base.cache_config.calculate_kv_scales = True
+    with pytest.raises(ConfigError, match="no other engine can read its blocks") as caught:
+        model_identity(base)
+    assert caught.value.where == "calculate_kv_scales"
+
+
+def test_weights_that_change_while_the_engine_runs_are_refused(base: VllmConfig) -> None:
+    base.weight_transfer_config = SimpleNamespace(backend="nccl")
+    with pytest.raises(ConfigError, match="replaced while it runs"):
+        model_identity(base)
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b-instruct-"),
+        ("a/" + "x" * 60, "x" * 40 + "-"),
+        ("a/Modèle №1", "mod-le-1-"),
+        ("a/...", "model-"),
+    ],
+)
+def test_a_namespace_can_be_read_and_stored_anywhere(model: str, prefix: str) -> None:
+    identity = model_identity(VllmConfig(ModelConfig(model, revision=COMMIT)))
+    found = namespace(identity, "tp0of1-pp0of1-g0-b16")
+    assert re.fullmatch(re.escape(prefix) + r"[0-9a-f]{32}/tp0of1-pp0of1-g0-b16", found)
+    assert re.fullmatch(r"[a-z0-9._/-]+", found)
+
+
+def test_the_record_for_operators_says_everything(base: VllmConfig) -> None:
+    identity = model_identity(base)
+    record = json.loads(identity.to_json())
+    assert record["digest"] == identity.digest.hex()
+    assert {"name": "llama", **identity.facts} == {key: value for key, value in record.items() if key != "digest"}
+
+
+SCRIPT = """
+import sys
+from types import SimpleNamespace
+from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig
+from ucm.hashing.model_identity import model_identity
+config = VllmConfig(ModelConfig(sys.argv[1]))
+config.additional_config = {"names": {"b", "a", "c"}}
+print(model_identity(config).digest.hex())
+"""
+
+
+def test_every_process_comes_to_the_same(base: VllmConfig) -> None:
+    digests = set()
+    for seed in ("0", "1", "random"):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, base.model_config.model],
+            cwd=Path(__file__).parents[3],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1

@@ -1,0 +1,125 @@
+"""Where each worker's part of the KV is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from ucm.hashing.rank_geometry import Parallelism, Ranks, is_replicated, must_save, rank_tag, rank_tags
+
+
+@dataclass
+class FullAttentionSpec:
+    """``vllm.v1.kv_cache_interface``; ``use_mla`` up to 0.10.2"""
+
+    block_size: int = 16
+    use_mla: bool = False
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    """``vllm.v1.kv_cache_interface``, from 0.11.0 on"""
+
+
+class MambaSpec(FullAttentionSpec):
+    """``vllm.v1.kv_cache_interface``"""
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    """``vllm.v1.kv_cache_interface``"""
+
+    block_size: int = 16
+    kv_cache_specs: dict[str, Any] = field(default_factory=dict)
+
+
+def config(rank: int = 0, sizes: dict[str, int] | None = None, *, mla: bool = False) -> VllmConfig:
+    return VllmConfig(ModelConfig("m", use_mla=mla), CacheConfig(), ParallelConfig(rank=rank, **(sizes or {})))
+
+
+def sized(tp: int = 1, pp: int = 1, **more: int) -> dict[str, int]:
+    return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, **more}
+
+
+def test_a_tag_says_what_it_is() -> None:
+    assert rank_tag(config(), 0) == "tp0of1-pp0of1-g0-b16"
+    assert rank_tag(config(5, sized(4, 2)), 3) == "tp1of4-pp1of2-g3-b16"
+
+
+def test_geometries_share_no_tag() -> None:
+    tags = []
+    for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)):
+        for group, spec in ((0, None), (1, None), (0, FullAttentionSpec(32)), (0, MLAAttentionSpec(16))):
+            tags += rank_tags(config(sizes=sized(tp, pp)), group, spec=spec)
+    assert len(set(tags)) == len(tags)
+    assert len(tags) == 3 * (1 + 2 + 4 + 2 + 4) + (1 + 1 + 1 + 2 + 2)
+
+
+@pytest.mark.parametrize("sizes", [sized(), sized(4), sized(2, 3), sized(2, 2, prefill_context_parallel_size=2)])
+def test_the_workers_tags_are_those_that_the_scheduler_looks_for(sizes: dict[str, int]) -> None:
+    world = 1
+    for size in sizes.values():
+        world *= size
+    workers = [rank_tag(config(rank, sizes), 0) for rank in range(world)]
+    assert workers == rank_tags(config(sizes=sizes), 0)
+    assert len(set(workers)) == world
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 4])
+def test_of_replicated_kv_one_copy_is_kept_and_one_rank_saves_it(dcp: int) -> None:
+    sizes = sized(4, 2, decode_context_parallel_size=dcp)
+    workers = [config(rank, sizes, mla=True) for rank in range(8)]
+    savers = [rank_tag(worker, 0) for worker in workers if must_save(worker)]
+    assert savers == rank_tags(workers[0], 0)
+    assert len(set(savers)) == len(savers) == 2 * dcp
+    assert {rank_tag(worker, 0) for worker in workers} == set(savers)
+
+
+def test_context_parallel_ranks_hold_tokens_of_their_own() -> None:
+    sizes = sized(4, decode_context_parallel_size=2, cp_kv_cache_interleave_size=8)
+    assert rank_tag(config(3, sizes, mla=True), 0) == "tpall4-pp0of1-dcp1of2x8-g0-b16"
+    sizes = sized(2, prefill_context_parallel_size=2)
+    assert rank_tag(config(3, sizes), 0) == "tp1of2-pp0of1-pcp1of2x1-g0-b16"
+
+
+def test_every_rank_saves_what_only_it_has() -> None:
+    assert all(must_save(config(rank, sized(4))) for rank in range(4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "mla", "replicated"),
+    [
+        (None, False, False),
+        (None, True, True),
+        (FullAttentionSpec(), True, False),
+        (FullAttentionSpec(use_mla=True), True, True),
+        (MLAAttentionSpec(), True, True),
+        (MambaSpec(), True, False),
+        (UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "b": MLAAttentionSpec()}), True, True),
+        (UniformTypeKVCacheSpecs(kv_cache_specs={"a": MLAAttentionSpec(), "b": FullAttentionSpec()}), True, False),
+    ],
+)
+def test_whose_kv_is_replicated(spec: Any, *, mla: bool, replicated: bool) -> None:
+    assert is_replicated(config(mla=mla), spec) == replicated
+
+
+def test_a_hybrid_model_needs_its_specs_told() -> None:
+    hybrid = config(mla=True)
+    hybrid.model_config.is_hybrid = True
+    assert not is_replicated(hybrid)
+    assert is_replicated(hybrid, MLAAttentionSpec())
+
+
+def test_a_release_that_lacks_a_kind_of_parallelism() -> None:
+    old = config(sizes=sized(2))
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "cp_kv_cache_interleave_size"):
+        delattr(old.parallel_config, name)
+    assert Parallelism.of(old) == Parallelism(tp=2)
+    assert rank_tags(old, 0) == ["tp0of2-pp0of1-g0-b16", "tp1of2-pp0of1-g0-b16"]
+
+
+def test_a_place_may_be_given() -> None:
+    assert rank_tag(config(sizes=sized(2)), 0, ranks=Ranks(tp=1)) == "tp1of2-pp0of1-g0-b16"
+    assert not must_save(config(sizes=sized(2), mla=True), ranks=Ranks(tp=1))

@@ -1,0 +1,198 @@
+"""What a request is beside its tokens, and which of its blocks each thing reaches.
+
+With stand-ins for vLLM's objects; `test_with_vllm.py` has the real ones, and torch's tensors.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.ucm.hashing.stand_ins import (
+    LoRARequest,
+    ModelConfig,
+    MultiModalFeatureSpec,
+    OldRequest,
+    PlaceholderRange,
+    Request,
+    VllmConfig,
+    write_adapter,
+)
+from ucm.hashing.request_content import ContentReader, NotCacheableError
+from ucm.hashing.request_hasher import RequestHasher
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = list(range(64))
+SIZE = 8
+CAT, DOG = "c" * 64, "d" * 64
+CONFIG = VllmConfig(ModelConfig("m"))
+
+
+def keys(request: Any, config: VllmConfig = CONFIG) -> list[bytes]:
+    content = ContentReader(config).read(request)
+    return RequestHasher(b"engine").generate_block_hashes(request.all_token_ids, SIZE, content)
+
+
+def shared(one: list[bytes], other: list[bytes]) -> int:
+    """Blocks that two requests share; those behind the first difference must differ all."""
+    same = [a == b for a, b in zip(one, other, strict=True)]
+    assert same == sorted(same, reverse=True)
+    return sum(same)
+
+
+def image(identifier: str, offset: int, length: int = 4, **more: Any) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(identifier, PlaceholderRange(offset, length, more.pop("is_embed", None)), **more)
+
+
+def test_a_plain_request_is_its_tokens() -> None:
+    content = ContentReader(CONFIG).read(Request("r", TOKENS))
+    assert content.is_text
+    assert keys(Request("r", TOKENS)) == RequestHasher(b"engine").generate_block_hashes(TOKENS, SIZE)
+
+
+def test_two_salts_share_nothing() -> None:
+    salted = [keys(Request("r", TOKENS, cache_salt=salt)) for salt in (None, "a", "b")]
+    assert [shared(a, b) for a, b in pairwise(salted)] == [0, 0]
+    assert keys(Request("r", TOKENS, cache_salt="")) == salted[0]
+
+
+def test_two_loras_of_one_name_share_nothing(tmp_path: Path) -> None:
+    paths = [write_adapter(tmp_path / name / "sql", name.encode()) for name in ("one", "other")]
+    loras = [LoRARequest("sql", number, str(path)) for number, path in enumerate(paths, 1)]
+    with_lora = [keys(Request("r", TOKENS, lora_request=lora)) for lora in (None, *loras)]
+    assert [shared(with_lora[a], with_lora[b]) for a, b in ((0, 1), (0, 2), (1, 2))] == [0, 0, 0]
+
+
+def test_a_lora_and_a_salt_of_the_same_text_are_two_things(tmp_path: Path) -> None:
+    lora = LoRARequest("sql", 1, str(write_adapter(tmp_path, b"A")))
+    named = [Request("r", TOKENS, cache_salt="sql"), Request("r", TOKENS, lora_request=lora)]
+    both = Request("r", TOKENS, lora_request=lora, cache_salt="sql")
+    assert len({keys(request)[0] for request in (*named, both)}) == 3
+
+
+@pytest.mark.parametrize(("offset", "before"), [(0, 0), (7, 0), (8, 1), (30, 3), (63, 7)])
+def test_two_images_share_what_lies_before_them(offset: int, before: int) -> None:
+    cat, dog = (keys(Request("r", TOKENS, mm_features=[image(name, offset)])) for name in (CAT, DOG))
+    assert shared(cat, dog) == before
+    assert shared(cat, keys(Request("r", TOKENS))) == before
+
+
+def test_the_same_image_elsewhere_or_of_another_length_is_another() -> None:
+    images = [image(CAT, 9), image(CAT, 10), image(CAT, 9, 5), image(CAT, 9, modality="audio")]
+    images.append(image(CAT, 9, is_embed=np.array([True, False, True, True])))
+    found = [keys(Request("r", TOKENS, mm_features=[one])) for one in images]
+    assert len({key for of_request in found for key in of_request[1:]}) == 5 * 7
+    assert len({of_request[0] for of_request in found}) == 1
+
+
+def test_images_count_one_by_one_and_in_any_order() -> None:
+    both = keys(Request("r", TOKENS, mm_features=[image(CAT, 9), image(DOG, 40)]))
+    assert both == keys(Request("r", TOKENS, mm_features=[image(DOG, 40), image(CAT, 9)]))
+    assert shared(both, keys(Request("r", TOKENS, mm_features=[image(CAT, 9)]))) == 5
+    assert shared(both, keys(Request("r", TOKENS, mm_features=[image(DOG, 9), image(CAT, 40)]))) == 1
+
+
+def test_an_input_without_placeholders_counts_too() -> None:
+    """As audio does for an encoder-decoder model."""
+    assert shared(*(keys(Request("r", TOKENS, mm_features=[image(name, 0, 0)])) for name in (CAT, DOG))) == 0
+
+
+def test_requests_of_0_9_1_are_read_alike() -> None:
+    cat, dog = (keys(OldRequest("r", TOKENS, [name], [PlaceholderRange(30, 4)])) for name in (CAT, DOG))
+    assert shared(cat, dog) == 3
+    assert keys(OldRequest("r", TOKENS)) == keys(Request("r", TOKENS))
+
+
+def test_the_name_that_a_vision_tower_with_lora_adds_does_not_count() -> None:
+    plain = keys(Request("r", TOKENS, mm_features=[image(CAT, 9)]))
+    assert keys(Request("r", TOKENS, mm_features=[image(f"sql:{CAT}", 9)])) == plain
+    assert keys(Request("r", TOKENS, mm_features=[image(f"sql:{CAT}", 9, mm_hash=CAT)])) == plain
+
+
+@pytest.mark.parametrize("identifier", ["0-image-0", "renderer0-mm-3-image-0", "my-cat", "c" * 63, "", "C" * 64])
+def test_an_input_that_is_only_named_is_not_cacheable(identifier: str) -> None:
+    with pytest.raises(NotCacheableError, match="a name in place of a hash of its content"):
+        keys(Request("r", TOKENS, mm_features=[image(identifier, 9)]))
+
+
+def test_an_input_without_any_identifier_is_not_cacheable() -> None:
+    with pytest.raises(NotCacheableError, match="a name in place of a hash"):
+        keys(OldRequest("r", TOKENS, None, [PlaceholderRange(0, 4)]))
+
+
+@pytest.mark.parametrize("holder", ["multimodal_config", "model_config"])
+def test_with_all_caches_off_vllm_hashes_no_input(holder: str) -> None:
+    """Then it counts inputs, and may hash the count together with the processor's options."""
+    config = VllmConfig(ModelConfig("m", multimodal_config=SimpleNamespace()))
+    place: Any = config.model_config.multimodal_config if holder == "multimodal_config" else config.model_config
+    request = Request("r", TOKENS, mm_features=[image(CAT, 9)])
+    place.mm_processor_cache_gb = 0
+    wanted = keys(request, config)
+    config.cache_config.enable_prefix_caching = False
+    with pytest.raises(NotCacheableError, match="both off"):
+        keys(request, config)
+    place.mm_processor_cache_gb = 4
+    assert keys(request, config) == wanted
+
+
+def embeddings(dtype: Any = np.float32, changed: int | None = None) -> np.ndarray[Any, Any]:
+    rows = np.arange(48 * 16, dtype=dtype).reshape(48, 16)
+    if changed is not None:
+        rows[changed, 3] += 1
+    return rows
+
+
+@pytest.mark.parametrize(("changed", "before"), [(0, 0), (7, 0), (8, 1), (47, 5)])
+def test_two_prompt_embeddings_share_what_lies_before_the_first_difference(changed: int, before: int) -> None:
+    one, other = (Request("r", [0] * 64, prompt_embeds=rows) for rows in (embeddings(), embeddings(changed=changed)))
+    assert shared(keys(one), keys(other)) == before
+
+
+def test_prompt_embeddings_count_with_their_dtype_and_beside_tokens() -> None:
+    rows = [embeddings(), embeddings(np.float64), embeddings().view(np.int32), embeddings()[:, :8], None]
+    requests = [Request("r", [0] * 64, prompt_embeds=one) for one in rows]
+    mask = [True] * 8 + [False] * 40
+    requests.append(Request("r", [0] * 64, prompt_embeds=embeddings(), prompt_is_token_ids=mask))
+    assert len({keys(request)[0] for request in requests}) == 6
+    assert not ContentReader(CONFIG).read(requests[0]).is_text
+
+
+def test_the_layout_of_embeddings_in_memory_does_not_count() -> None:
+    rows = embeddings()
+    strided = np.repeat(rows, 2, axis=1)[:, ::2]
+    assert keys(Request("r", [0] * 64, prompt_embeds=strided)) == keys(Request("r", [0] * 64, prompt_embeds=rows))
+
+
+def test_token_types_of_pooling_requests_count() -> None:
+    told = [None, {"compressed_token_type_ids": 4}, {"compressed_token_type_ids": 5}]
+    requests = [Request("r", TOKENS, pooling_params=SimpleNamespace(extra_kwargs=extra)) for extra in told]
+    assert len({keys(request)[0] for request in requests}) == 3
+    odd = Request("r", TOKENS, pooling_params=SimpleNamespace(extra_kwargs={"x": object()}))
+    with pytest.raises(NotCacheableError, match="extra_kwargs: object has no encoding"):
+        keys(odd)
+
+
+def test_an_adapter_that_cannot_be_read_makes_a_request_not_cacheable(tmp_path: Path) -> None:
+    request = Request("r", TOKENS, lora_request=LoRARequest("a", 1, str(tmp_path)))
+    with pytest.raises(NotCacheableError, match="holds no weights"):
+        keys(request)
+
+
+class LaterRequest(Request):
+    """A request of a release that is not out yet."""
+
+    def __init__(self, request_id: str, prompt_token_ids: list[int], *, steering_vectors: Any = None) -> None:
+        super().__init__(request_id, prompt_token_ids)
+        self.steering_vectors = steering_vectors
+
+
+def test_content_of_a_kind_that_we_do_not_know_is_not_cacheable() -> None:
+    assert keys(LaterRequest("r", TOKENS)) == keys(Request("r", TOKENS))
+    with pytest.raises(NotCacheableError, match="'steering_vectors', which UCM does not know"):
+        keys(LaterRequest("r", TOKENS, steering_vectors=[1]))

@@ -1,0 +1,136 @@
+"""A digest says what its block's prefix is, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.ucm.hashing.stand_ins import ConstantList
+from ucm.hashing.request_hasher import RequestHasher
+
+ROOT = Path(__file__).parents[3]
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+SIZES = st.integers(1, 9)
+HASHER = RequestHasher(b"engine")
+
+
+@dataclass
+class Extra:
+    """What a request's blocks hold beside tokens, by the token that it begins at."""
+
+    pieces: dict[int, bytes]
+    root: bytes = b""
+
+    @property
+    def first_block_token(self) -> int | None:
+        return min(self.pieces, default=None)
+
+    def between(self, start: int, end: int) -> bytes:
+        found = [(at, piece) for at, piece in sorted(self.pieces.items()) if start <= at < end]
+        return repr(found).encode() if found else b""
+
+
+EXTRAS = st.builds(Extra, st.dictionaries(st.integers(0, 40), st.binary(min_size=1), max_size=3), st.binary(max_size=3))
+
+
+@given(TOKENS, SIZES, EXTRAS)
+def test_one_digest_for_each_whole_block(tokens: list[int], size: int, extra: Extra) -> None:
+    keys = HASHER.generate_block_hashes(tokens, size, extra)
+    assert [len(key) for key in keys] == [32] * (len(tokens) // size)
+    assert len(set(keys)) == len(keys)
+
+
+@given(TOKENS, SIZES, EXTRAS, st.data())
+def test_a_digest_is_of_its_prefix_and_of_nothing_else(
+    one: list[int], size: int, extra: Extra, data: st.DataObject
+) -> None:
+    other = one[: data.draw(st.integers(0, len(one)))] + data.draw(TOKENS)
+    changed = data.draw(st.just(extra) | EXTRAS)
+    ours = HASHER.generate_block_hashes(one, size, extra)
+    theirs = HASHER.generate_block_hashes(other, size, changed)
+    for block, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        end = (block + 1) * size
+        pieces = [{at: piece for at, piece in e.pieces.items() if at < end} for e in (extra, changed)]
+        same = one[:end] == other[:end] and pieces[0] == pieces[1] and extra.root == changed.root
+        assert (a == b) == same
+    assert [a for i, a in enumerate(ours) for j, b in enumerate(theirs) if i != j and a == b] == []
+
+
+@given(TOKENS, st.data())
+def test_growing_comes_to_the_same_as_at_once(tokens: list[int], data: st.DataObject) -> None:
+    size, extra = data.draw(SIZES), data.draw(EXTRAS)
+    grown = HASHER.start(size, extra)
+    for end in sorted(data.draw(st.lists(st.integers(0, len(tokens))))):
+        assert len(grown.extend(tokens[:end])) == end // size
+    assert grown.extend(tokens) == HASHER.generate_block_hashes(tokens, size, extra)
+
+
+@given(TOKENS, SIZES)
+def test_any_kind_of_sequence_will_do(tokens: list[int], size: int) -> None:
+    wanted = HASHER.generate_block_hashes(tokens, size)
+    assert HASHER.generate_block_hashes(ConstantList(tokens), size) == wanted  # type: ignore[arg-type]
+    assert HASHER.generate_block_hashes(tuple(tokens), size) == wanted
+    for dtype in (np.int64, np.uint32, ">u4"):
+        assert HASHER.generate_block_hashes(np.array(tokens, dtype=dtype), size) == wanted
+
+
+@pytest.mark.parametrize("tokens", [[1, -1], [2**32], [1.5], ["1"], np.array([-1]), np.array([2**32]), np.array([1.0])])
+def test_what_is_no_token_is_refused(tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="integer"):
+        HASHER.generate_block_hashes(tokens, 1)
+
+
+def test_a_block_has_tokens() -> None:
+    with pytest.raises(ValueError, match="a block of 0 tokens"):
+        HASHER.generate_block_hashes([1], 0)
+
+
+def test_engines_of_different_seeds_and_block_sizes_share_nothing() -> None:
+    tokens = list(range(64))
+    kinds = [(seed, size) for seed in (b"", b"a", b"b") for size in (4, 8, 16)]
+    keys = [key for seed, size in kinds for key in RequestHasher(seed).generate_block_hashes(tokens, size)]
+    assert len(set(keys)) == len(keys)
+
+
+#: Once written down, never changed without a new FORMAT: blocks on disk are named by these.
+GOLDEN = {
+    "plain": "a189da7655bc4837e71f1aae5a7aa43b6787e745d7c1210cb0eec39ba8b6bd3d",
+    "rooted": "a6d371045f0a28da52e1da38a8063d851607559deef8ab9de3f55b665ef401a0",
+    "extra": "bfd23f93e10a7baee99ccbd648a08a92f9e0a9fb1e2901cef14a3d1371383bce",
+}
+SCRIPT = """
+from tests.ucm.hashing.test_request_hasher import Extra
+from ucm.hashing.request_hasher import RequestHasher
+hasher = RequestHasher(bytes(range(32)))
+tokens = [7 * i % 50_000 for i in range(40)]
+for name, extra in {"plain": None, "rooted": Extra({}, b"salt"), "extra": Extra({17: b"image"})}.items():
+    print(name, hasher.generate_block_hashes(tokens, 16, extra)[1].hex())
+"""
+
+
+def test_a_digest_by_hand() -> None:
+    tokens = [7 * i % 50_000 for i in range(32)]
+    begin = b"l4:s20:ucm.request-hasher/1b32:" + bytes(range(32)) + b"i2:16b0:"
+    assert hashlib.sha256(begin + struct.pack("<32I", *tokens)).hexdigest() == GOLDEN["plain"]
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_digests_stay_what_they_are(seed: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert dict(line.split() for line in done.stdout.splitlines()) == GOLDEN
