@@ -1,8 +1,11 @@
-"""A store of files in one directory, and what it logs."""
+"""Where the tests keep their stores, and what these log."""
 
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +15,8 @@ from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made in it
 
 
 class _Lines(logging.Handler):
@@ -32,6 +36,16 @@ def said() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield handler.lines
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A directory to be, in a tmpfs."""
+    if not SHARED_MEMORY.is_dir():
+        pytest.skip("there is no /dev/shm for the Dram tier")
+    parent = tempfile.mkdtemp(dir=SHARED_MEMORY)
+    yield f"{parent}/tier"
+    shutil.rmtree(parent)
 
 
 @pytest.fixture

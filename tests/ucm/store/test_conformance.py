@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,20 +10,9 @@ from tests.ucm.store.conformance import StoreConformance
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private directory is made in it
 MIB = 1 << 20
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    """A directory to be, in a tmpfs."""
-    if not SHARED_MEMORY.is_dir():
-        pytest.skip("there is no /dev/shm for the Dram tier")
-    parent = tempfile.mkdtemp(dir=SHARED_MEMORY)
-    yield f"{parent}/tier"
-    shutil.rmtree(parent)
 
 
 class TestPosix(StoreConformance):

@@ -1,0 +1,191 @@
+"""How much a store holds, and what goes when there is too much."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.ucm.store.blocks import EVEN, content, fetch, key, save
+from ucm.store import posix_survey
+from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec
+from ucm.store.posix_layout import Layout
+from ucm.store.posix_survey import evict, survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucm.store.base import KVStore
+    from ucm.store.config import StoreConfig
+
+NAMESPACE = "n"
+FILE = HeaderCodec(NAMESPACE, EVEN).file_nbytes
+KEYS = [key(number) for number in range(40)]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def age(layout: Layout, keys: list[bytes], first: float = 1_000_000_000.0) -> None:
+    """Let blocks have been used one second after the other."""
+    for number, block in enumerate(keys):
+        os.utime(layout.block(block), (first + number, first + number))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def layout(config: StoreConfig) -> Layout:
+    return Layout(config.directories[0], NAMESPACE)
+
+
+@pytest.fixture
+def full(config: StoreConfig, layout: Layout) -> StoreConfig:
+    """A root with 40 blocks, the first one used longest ago."""
+    with open_store(config, NAMESPACE, EVEN) as store:
+        save(store, KEYS, EVEN)
+    age(layout, list(KEYS))
+    return config
+
+
+def there(store: KVStore) -> list[int]:
+    return [number for number, found in enumerate(store.lookup(KEYS)) if found]
+
+
+def test_a_small_root_is_known_exactly(full: StoreConfig) -> None:
+    with open_store(full, "other", EVEN) as store:
+        save(store, KEYS[:3], EVEN)
+    found = survey(full.directories[0])
+    assert found.exact
+    assert found.blocks == 43
+    assert found.nbytes == 43 * FILE
+
+
+def test_a_large_root_is_known_about(full: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(full.directories[0], "large")
+    layout.make()
+    chance = np.random.default_rng(7)
+    for bucket in range(64):
+        Path(layout.base, f"{bucket:02x}").mkdir()
+        for _ in range(30 + int(chance.integers(11))):
+            name = chance.bytes(31).hex()
+            path = Path(layout.base, f"{bucket:02x}", name)
+            path.write_bytes(b"x" * 100)
+            used = 1e9 + float(chance.integers(1_000_000))
+            os.utime(path, (used, used))
+    monkeypatch.setattr(posix_survey, "_LEAST_SAMPLE", 400)
+    found = survey(full.directories[0], sample_blocks=800)
+    blocks = list(Path(layout.base).glob("??/*"))
+    assert not found.exact
+    assert found.blocks == pytest.approx(len(blocks) + len(KEYS), rel=0.15)
+
+    before = {path: path.stat().st_mtime for path in blocks}
+    count, freed = evict(full.directories[0], found, 0.25 * 100 * len(blocks), lambda _: None)
+    gone = [used for path, used in before.items() if not path.exists()]
+    assert len(gone) == count - sum(not Path(Layout(full.directories[0], NAMESPACE).block(k)).exists() for k in KEYS)
+    assert freed >= 0.2 * 100 * len(blocks)
+    assert not [used for used in gone if used > 1e9 + 400_000]
+
+
+def test_the_least_recently_used_go_first(full: StoreConfig, layout: Layout) -> None:
+    os.utime(layout.block(KEYS[0]), (2e9, 2e9))
+    gone: list[str] = []
+    assert evict(full.directories[0], survey(full.directories[0]), 10 * FILE - 1, gone.append) == (10, 10 * FILE)
+    assert gone == [layout.block(block) for block in KEYS[1:11]]
+
+
+def test_two_evictors_do_not_disturb_each_other(full: StoreConfig) -> None:
+    found = survey(full.directories[0])
+    assert evict(full.directories[0], found, 5 * FILE, lambda _: None) == (5, 5 * FILE)
+    assert evict(full.directories[0], found, 5 * FILE, lambda _: None) == (5, 5 * FILE)
+    assert survey(full.directories[0]).blocks == 30
+
+
+def test_strangers_files_are_left_alone(full: StoreConfig, layout: Layout) -> None:
+    root = Path(full.directories[0])
+    strangers = [root / "ab" / ("c" * 38), root / "objects" / "ab" / ("c" * 38), root / "README", root / "n" / "notes"]
+    for path in strangers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine", encoding="utf-8")
+        os.utime(path, (1, 1))
+    found = survey(str(root))
+    assert found.blocks == 40
+    evict(str(root), found, 100 * FILE, lambda _: None)
+    assert [path.read_text(encoding="utf-8") for path in strangers] == ["mine"] * 4
+    assert not any(Path(layout.block(block)).exists() for block in KEYS)
+
+
+def test_above_the_capacity_the_oldest_go(full: StoreConfig) -> None:
+    limited = replace(full, posix_capacity_bytes=20 * FILE)
+    with open_store(limited, NAMESPACE, EVEN) as store:
+        save(store, [key(100)], EVEN)
+        eventually(lambda: len(there(store)) == 18)
+        # Down to 95 % of 20 files: the new block and the 18 that were used last.
+        assert there(store) == list(range(22, 40))
+        assert store.lookup([key(100)]) == [True]
+        stats = store.stats()["posix"]
+        assert stats.evicted_blocks == 22
+        assert stats.capacity_bytes == 20 * FILE
+        eventually(lambda: store.stats()["posix"].used_bytes == 19 * FILE)
+
+
+def test_each_directory_has_an_equal_share(tmp_path: Path, config: StoreConfig) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for root in roots:
+        root.mkdir()
+    two = replace(config, directories=tuple(map(str, roots)), posix_capacity_bytes=20 * FILE)
+    with open_store(two, NAMESPACE, EVEN) as store:
+        save(store, KEYS, EVEN)
+        eventually(lambda: all(survey(str(root)).nbytes <= 10 * FILE for root in roots))
+
+
+def test_other_models_blocks_count_and_go(full: StoreConfig) -> None:
+    with open_store(replace(full, posix_capacity_bytes=20 * FILE), "newer/model", EVEN) as store:
+        new = [key(200 + number) for number in range(15)]
+        save(store, new, EVEN)
+        eventually(lambda: survey(full.directories[0]).nbytes <= 20 * FILE)
+        assert store.lookup(new) == [True] * 15
+
+
+def test_a_load_renews_a_block(full: StoreConfig, layout: Layout) -> None:
+    with open_store(full, NAMESPACE, EVEN) as store:
+        fetch(store, KEYS[:2], EVEN)
+        # The second one within a minute does not.
+        recent = time.time() - 30
+        os.utime(layout.block(KEYS[2]), (recent, recent))
+        fetch(store, KEYS[2:3], EVEN)
+    assert time.time() - Path(layout.block(KEYS[0])).stat().st_mtime < 20
+    assert Path(layout.block(KEYS[2])).stat().st_mtime == pytest.approx(recent)
+    os.utime(layout.block(KEYS[2]), (1, 1))
+    assert evict(layout.root, survey(layout.root), 2 * FILE, lambda _: None)[0] == 2
+    with open_store(full, NAMESPACE, EVEN) as store:
+        assert there(store) == [0, 1, *range(4, 40)]
+
+
+def test_an_evicted_block_is_not_believed_in(full: StoreConfig) -> None:
+    believing = replace(full, posix_capacity_bytes=20 * FILE, lookup_cache_keys=1000, lookup_cache_seconds=600.0)
+    with open_store(believing, NAMESPACE, EVEN) as store:
+        assert there(store) == list(range(40))
+        save(store, [key(100)], EVEN)
+        eventually(lambda: len(there(store)) == 18)
+
+
+def test_what_is_being_used_survives_a_storm(config: StoreConfig) -> None:
+    """Several writers above the capacity, and a reader: whatever is loaded is right."""
+    limited = replace(config, posix_capacity_bytes=10 * FILE)
+    with open_store(limited, NAMESPACE, EVEN) as one, open_store(limited, NAMESPACE, EVEN) as two:
+        for round_number in range(10):
+            for store in (one, two):
+                save(store, KEYS[round_number : round_number + 20], EVEN)
+            for block, data in fetch(one, KEYS, EVEN)[0].items():
+                assert data == content(block, EVEN)
+        eventually(lambda: survey(config.directories[0]).nbytes <= 10 * FILE)
+        assert set(one.stats()["posix"].failures) <= {"load.missing"}

@@ -1,0 +1,221 @@
+"""A store by its configuration, and what a configuration cannot be."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ucm.store.blocks import EVEN, ODD, content, fetch, filled, key, save
+from ucm.errors import ConfigError
+from ucm.store import factory
+from ucm.store.base import BlockGeometry, TierStats
+from ucm.store.config import StoreConfig
+from ucm.store.dram import in_memory
+from ucm.store.empty import EmptyStore
+from ucm.store.errors import BlockMissingError
+from ucm.store.factory import open_store
+from ucm.store.tier import BlockWriter, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer
+
+KEYS = [key(number) for number in range(3)]
+HERE = "tests.ucm.store.test_factory"
+
+
+class ListTier(Tier):
+    """A tier of somebody else's: blocks in a dictionary."""
+
+    def __init__(self, config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> None:
+        super().__init__("list")
+        self.blocks: dict[BlockKey, bytes] = config.options["blocks"]
+        self.where = namespace, geometry
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [block in self.blocks for block in keys]
+
+    def prefix(self, keys: Sequence[BlockKey]) -> int:
+        return (*self.contains(keys), False).index(False)
+
+    def read(self, block: BlockTransfer, lease: str | None) -> None:
+        del lease
+        raise BlockMissingError(f"{block.key.hex()} is not read by this test")
+
+    def read_file(self, key: BlockKey) -> Buffer:
+        if key not in self.blocks:
+            raise BlockMissingError("no")
+        return memoryview(self.blocks[key])
+
+    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
+        return None if key in self.blocks else ListWriter(self.blocks, key, file_nbytes)
+
+    def prefetch(self, key: BlockKey) -> None:
+        del key
+
+    def stats(self) -> TierStats:
+        return self.counters.snapshot(None, None)
+
+    def close(self) -> None:
+        self.blocks.clear()
+
+
+class ListWriter(BlockWriter):
+    def __init__(self, blocks: dict[BlockKey, bytes], block: BlockKey, nbytes: int) -> None:
+        self.blocks, self.key, self.file = blocks, block, bytearray(nbytes)
+
+    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
+        self.file[offset : offset + nbytes] = b"".join(buffers)
+
+    def pause(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        self.blocks[self.key] = bytes(self.file)
+
+    def abort(self) -> None:
+        pass
+
+
+def not_a_store(*_: Any) -> object:
+    return object()
+
+
+def test_another_s_tier_stands_in_a_pipeline(config: StoreConfig) -> None:
+    blocks: dict[BlockKey, bytes] = {}
+    mixed = replace(config, pipeline=f"{HERE}:ListTier|Posix", options={"blocks": blocks})
+    with open_store(mixed, "n", ODD) as store:
+        assert save(store, KEYS, ODD).failed == {}
+        assert set(blocks) == set(KEYS)
+        assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
+        assert list(store.stats()) == ["list", "posix"]
+
+
+def test_another_s_store_stands_alone(config: StoreConfig) -> None:
+    with open_store(replace(config, pipeline="ucm.store.empty:EmptyStore"), "n", ODD) as store:
+        assert isinstance(store, EmptyStore)
+    with pytest.raises(ConfigError, match="whole store"):
+        open_store(replace(config, pipeline="ucm.store.empty:EmptyStore|Posix"), "n", ODD)
+
+
+def test_a_back_end_by_its_entry_point(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = EntryPoint("Mine", "ucm.store.empty:EmptyStore", factory.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(factory, "entry_points", lambda *, group: [found] if group == "ucm.stores" else [])
+    with open_store(replace(config, pipeline="Mine"), "n", ODD) as store:
+        assert isinstance(store, EmptyStore)
+    with pytest.raises(ConfigError) as caught:
+        open_store(replace(config, pipeline="Theirs"), "n", ODD)
+    assert "Posix, Dram, Cache, Empty, Mine" in caught.value.fix
+
+
+def test_the_empty_store_takes_everything_and_has_nothing() -> None:
+    with open_store(StoreConfig(pipeline="Empty"), "n", ODD) as store:
+        memories = filled(KEYS, ODD)
+        assert store.wait(store.dump([memory.transfer() for memory in memories])).failed == {}
+        assert set(store.wait(store.commit(KEYS)).done) == set(KEYS)
+        store.discard(KEYS)
+        store.prefetch(KEYS)
+        assert store.lookup(KEYS) == [False] * 3
+        assert store.lookup_on_prefix(KEYS) == 0
+        task = store.load([memory.transfer() for memory in memories])
+        assert store.check(task)
+        assert {type(error) for error in store.wait(task).failed.values()} == {BlockMissingError}
+        stats = store.stats()["empty"]
+        assert (stats.lookups, stats.hits, stats.dumped_blocks) == (4, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"pipeline": ""}, "pipeline"),
+        ({"pipeline": "Posix|"}, "pipeline"),
+        ({"pipeline": "Posix|Posix"}, "pipeline"),
+        ({"pipeline": "Postfix"}, "pipeline"),
+        ({"pipeline": "no.such.module:Store"}, "pipeline"),
+        ({"pipeline": "ucm.store.empty:NoSuchClass"}, "pipeline"),
+        ({"pipeline": ":"}, "pipeline"),
+        ({"pipeline": f"{HERE}:not_a_store"}, "pipeline"),
+        ({"directories": ()}, "directories"),
+        ({"directories": ("/", "/")}, "directories"),
+    ],
+)
+def test_a_wrong_option_is_named(config: StoreConfig, changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(replace(config, **changes), "n", ODD)
+    assert where in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("posix_capacity_bytes", 0),
+        ("dram_capacity_bytes", -1),
+        ("dram_capacity_fraction", 0.0),
+        ("dram_capacity_fraction", 1.5),
+        ("load_threads", 0),
+        ("dump_threads", 0),
+        ("dump_nice", -1),
+        ("dump_nice", 20),
+        ("dump_queue_bytes", 0),
+        ("rest_seconds", -1.0),
+    ],
+)
+def test_a_value_out_of_range_is_refused(name: str, value: float) -> None:
+    changes: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError) as caught:
+        StoreConfig(**changes)
+    assert name in caught.value.where
+    assert str(value) in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "name", ["", "A", "a b", "/a", "a/", "a//b", "..", "a/../b", ".a", "a/.b", "a+b", "ä", "a" * 201]
+)
+def test_what_cannot_be_a_namespace(config: StoreConfig, name: str) -> None:
+    with pytest.raises(ConfigError, match="namespace"):
+        open_store(config, name, EVEN)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "a.b", "a/b-c_d/e.1", "_", "-", "a" * 200])
+def test_what_can_be_a_namespace(config: StoreConfig, name: str) -> None:
+    with open_store(config, name, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+
+
+def test_a_geometry_that_cannot_be_stored(config: StoreConfig) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(config, "n", BlockGeometry((0,), bytes(16)))
+    assert caught.value.where == "store: geometry"
+
+
+def test_the_dram_tier_is_in_memory_and_our_own(memory: str, tmp_path: Path) -> None:
+    config = StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=1 << 20)
+    with open_store(config, "n", EVEN) as store:
+        assert store.stats()["dram"].capacity_bytes == 1 << 20
+    assert Path(memory).stat().st_mode & 0o777 == 0o700
+    system = os.statvfs(memory)
+    with open_store(replace(config, dram_capacity_bytes=None, dram_capacity_fraction=0.5), "n", EVEN) as store:
+        assert store.stats()["dram"].capacity_bytes == system.f_blocks * system.f_frsize // 2
+
+    refused = {
+        "is more than its tmpfs has": replace(config, dram_capacity_bytes=system.f_blocks * system.f_frsize + 1),
+        "cannot be made": replace(config, dram_directory=f"{memory}/not/there"),
+    }
+    if not in_memory(str(tmp_path)):
+        refused["not in a tmpfs"] = replace(config, dram_directory=str(tmp_path / "disk"))
+    for words, wrong in refused.items():
+        with pytest.raises(ConfigError, match=words):
+            open_store(wrong, "n", EVEN)
+    Path(memory).chmod(0o755)
+    with pytest.raises(ConfigError, match="this user's own, with mode 700"):
+        open_store(config, "n", EVEN)
+    link = Path(memory).with_name("link")
+    link.symlink_to(memory)
+    with pytest.raises(ConfigError, match="this user's own, with mode 700"):
+        open_store(replace(config, dram_directory=str(link)), "n", EVEN)

@@ -1,0 +1,167 @@
+"""Memory before files: writes go to both, reads to the first that has the block."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.store.blocks import EVEN, content, fetch, filled, key, save
+from ucm.store.errors import BlockCorruptError, BlockMissingError, StoreUnavailableError
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.config import StoreConfig
+
+NAMESPACE = "n"
+KEYS = [key(number) for number in range(6)]
+ALL = {block: content(block, EVEN) for block in KEYS}
+
+
+@pytest.fixture
+def both(config: StoreConfig, memory: str) -> StoreConfig:
+    return replace(
+        config, pipeline="Cache|Posix", dram_directory=memory, dram_capacity_bytes=64 << 20, rest_seconds=0.0
+    )
+
+
+@pytest.fixture
+def store(both: StoreConfig) -> Iterator[KVStore]:
+    with open_store(both, NAMESPACE, EVEN) as opened:
+        save(opened, KEYS, EVEN)
+        yield opened
+
+
+@pytest.fixture
+def cached(both: StoreConfig, store: KVStore) -> Layout:
+    del store
+    return Layout(both.dram_directory, NAMESPACE)
+
+
+@pytest.fixture
+def kept(both: StoreConfig, store: KVStore) -> Layout:
+    del store
+    return Layout(both.directories[0], NAMESPACE)
+
+
+def served_by(store: KVStore, keys: list[BlockKey]) -> set[str]:
+    memories = filled(keys, EVEN)
+    return set(store.wait(store.load([memory.transfer() for memory in memories])).done.values())
+
+
+def empty(layout: Layout) -> None:
+    for block in KEYS:
+        Path(layout.block(block)).unlink(missing_ok=True)
+
+
+def wait_for(layout: Layout, keys: list[BlockKey]) -> None:
+    deadline = time.monotonic() + 20
+    while not all(Path(layout.block(block)).exists() for block in keys):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_both_tiers_have_it(store: KVStore, cached: Layout, kept: Layout) -> None:
+    for layout in (cached, kept):
+        assert all(Path(layout.block(block)).exists() for block in KEYS)
+    assert Path(cached.block(KEYS[0])).read_bytes() == Path(kept.block(KEYS[0])).read_bytes()
+    assert served_by(store, KEYS) == {"dram"}
+    assert list(store.stats()) == ["dram", "posix"]
+
+
+def test_what_the_cache_lost_comes_from_files_and_returns(store: KVStore, cached: Layout) -> None:
+    empty(cached)
+    assert store.lookup(KEYS) == [True] * 6
+    assert store.lookup_on_prefix(KEYS) == 6
+    assert served_by(store, KEYS) == {"posix"}
+    wait_for(cached, KEYS)
+    assert served_by(store, KEYS) == {"dram"}
+    assert fetch(store, KEYS, EVEN)[0] == ALL
+    # A cache that lacks a block has not failed.
+    assert store.stats()["dram"].failures == {}
+
+
+def test_prefetching_fills_the_cache(both: StoreConfig, store: KVStore, cached: Layout) -> None:
+    empty(cached)
+    with open_store(both, NAMESPACE, None) as finder:
+        finder.prefetch([*KEYS, key(99)])
+        wait_for(cached, KEYS)
+    assert served_by(store, KEYS) == {"dram"}
+    assert finder.stats()["dram"].failures == {}
+
+
+def test_a_prefix_across_the_tiers(store: KVStore, cached: Layout, kept: Layout) -> None:
+    for index in (1, 2, 4):
+        Path(cached.block(KEYS[index])).unlink()
+    for index in (0, 3):
+        Path(kept.block(KEYS[index])).unlink()
+    assert store.lookup_on_prefix(KEYS) == 6
+    Path(kept.block(KEYS[4])).unlink()
+    assert store.lookup_on_prefix(KEYS) == 4
+    assert store.lookup(KEYS) == [True, True, True, True, False, True]
+
+
+def test_a_damaged_copy_in_the_cache_is_replaced(store: KVStore, cached: Layout) -> None:
+    path = Path(cached.block(KEYS[0]))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert served_by(store, KEYS[:1]) == {"posix"}
+    assert store.stats()["dram"].failures == {"load.corrupt": 1}
+    wait_for(cached, KEYS[:1])
+    assert fetch(store, KEYS, EVEN)[0] == ALL
+
+
+def test_damage_below_is_never_promoted(store: KVStore, cached: Layout, kept: Layout) -> None:
+    empty(cached)
+    path = Path(kept.block(KEYS[0]))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    store.prefetch(KEYS)
+    wait_for(cached, KEYS[1:])
+    assert not Path(cached.block(KEYS[0])).exists()
+    assert not path.exists()
+    assert isinstance(fetch(store, KEYS[:1], EVEN)[1][KEYS[0]], BlockMissingError)
+    assert store.stats()["dram"].failures == {"promote.corrupt": 1}
+
+
+def test_damage_in_both(store: KVStore, cached: Layout, kept: Layout) -> None:
+    for layout in (cached, kept):
+        path = Path(layout.block(KEYS[0]))
+        path.write_bytes(path.read_bytes()[:-1])
+    assert isinstance(fetch(store, KEYS[:1], EVEN)[1][KEYS[0]], BlockCorruptError)
+    assert store.lookup(KEYS[:1]) == [False]
+
+
+@pytest.mark.parametrize(("lost", "left"), [("dram", "posix"), ("posix", "dram")])
+def test_one_tier_takes_what_the_other_cannot(both: StoreConfig, lost: str, left: str) -> None:
+    root = Path(both.dram_directory if lost == "dram" else both.directories[0])
+    with open_store(replace(both, rest_seconds=60.0), NAMESPACE, EVEN) as store:
+        shutil.rmtree(root)
+        outcome = save(store, KEYS, EVEN)
+        assert set(outcome.done) == set(KEYS)
+        assert set(outcome.done.values()) == {left}
+        assert served_by(store, KEYS) == {left}
+        assert store.stats()[lost].failures == {"dump.unavailable": 6}
+        assert store.stats()[left].failures == {}
+
+
+def test_none_takes_it(both: StoreConfig) -> None:
+    with open_store(both, NAMESPACE, EVEN) as store:
+        shutil.rmtree(both.dram_directory)
+        shutil.rmtree(both.directories[0])
+        outcome = save(store, KEYS[:1], EVEN)
+        assert isinstance(outcome.failed[KEYS[0]], StoreUnavailableError)
+
+
+def test_a_block_that_one_tier_has_is_written_to_the_other(store: KVStore, kept: Layout) -> None:
+    empty(kept)
+    assert set(save(store, KEYS, EVEN).done.values()) == {"posix"}
+    assert all(Path(kept.block(block)).exists() for block in KEYS)
+    assert store.stats()["dram"].dumped_blocks == 6
+    assert store.stats()["posix"].dumped_blocks == 12
