@@ -83,20 +83,25 @@ class Layout:
     def make(self) -> None:
         """Make the namespace's directories below an existing root.
 
+        Writers call it where they miss the one for temporary files. It comes last, so that a process that dies in here
+        leaves no namespace behind that takes blocks and is never looked after for want of its marker.
+
         Raises:
             OSError: It cannot be done.
         """
-        for path in (self.base, self.temporary, self.aside, self.leases):
+        for path in (self.base, self.aside, self.leases):
             make_directory(path)
         marker = f"{self.base}/{MARKER}"
         if not Path(marker).exists():
-            private = f"{self.temporary}/{owner_name()}"
+            private = f"{self.leases}/{owner_name()}"
             descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
             try:
                 os.write(descriptor, f"{self.namespace}\n".encode())
+                os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             Path(private).rename(marker)
+        make_directory(self.temporary)
 
 
 def make_directory(path: str) -> None:
