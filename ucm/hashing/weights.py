@@ -32,7 +32,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _LENGTH = struct.Struct("<Q")
 _SAMPLE = 64 << 10
-_TENSOR_SAMPLE = 2 << 10
+_SMALL_SAMPLE = 2 << 10
 _TENSORS = 512
 _HEADER_LIMIT = 8 << 20
 #: A tensor's place behind the header, as the header has it.
@@ -89,9 +89,9 @@ def weights_identity(model_config: Any, load_config: Any, stated: str | None = N
 def sampled_digest(path: Path) -> str:
     """A digest of a file's size and of samples of its bytes.
 
-    Of any file: 64 KiB at the start, in the middle and at the end, and 64 places between. Of a safetensors file also
-    its header, which names every tensor with type and shape, and 2 KiB from the middle of each of up to 512 tensors:
-    training changes a tensor everywhere, if at all.
+    Of any file: 64 KiB at the start, in the middle and at the end. Of a safetensors file also its header, which names
+    every tensor with type and shape, and 2 KiB from the middle of each of up to 512 tensors, because training changes a
+    tensor everywhere, if at all; of other files 2 KiB in 64 places.
 
     Args:
         path: The file.
@@ -113,18 +113,24 @@ def _samples(path: Path, descriptor: int, size: int) -> Iterator[tuple[int, int]
     yield 0, _SAMPLE
     yield max(0, size // 2 - _SAMPLE // 2), _SAMPLE
     yield max(0, size - _SAMPLE), _SAMPLE
-    yield from ((size * place // 65, _TENSOR_SAMPLE) for place in range(1, 65))
-    if path.suffix != ".safetensors" or size < _LENGTH.size:
+    tensors = list(_tensors(descriptor, size)) if path.suffix == ".safetensors" else []
+    yield from tensors or ((size * place // 65, _SMALL_SAMPLE) for place in range(1, 65))
+
+
+def _tensors(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """A safetensors file's header, and the middle of its tensors."""
+    if size < _LENGTH.size:
         return
     (length,) = _LENGTH.unpack(os.pread(descriptor, _LENGTH.size, 0))
     if length > min(size - _LENGTH.size, _HEADER_LIMIT):
         return
-    yield _LENGTH.size, length
     data = _LENGTH.size + length
     spans = [(int(begin), int(end)) for begin, end in _OFFSETS.findall(os.pread(descriptor, length, _LENGTH.size))]
     inside = sorted((begin, end) for begin, end in spans if begin < end <= size - data)
+    if inside:
+        yield _LENGTH.size, length
     for begin, end in inside[:: len(inside) // _TENSORS + 1]:
-        yield data + max(begin, (begin + end - _TENSOR_SAMPLE) // 2), min(_TENSOR_SAMPLE, end - begin)
+        yield data + max(begin, (begin + end - _SMALL_SAMPLE) // 2), min(_SMALL_SAMPLE, end - begin)
 
 
 def _weight_files(place: Path) -> list[Path]:
