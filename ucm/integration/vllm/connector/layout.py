@@ -34,7 +34,8 @@ class LayerLayout:
         block_stride: Bytes from one block to the next.
         outer: The count and the stride in bytes of each dimension outside the contiguous ranges, widest stride first.
         nbytes: The length of each contiguous range.
-        description: Shape, strides and dtype inside a block, as text; part of the fingerprint.
+        description: Dtype and order in memory of what is inside a block, as text; part of the fingerprint. How far
+            apart the ranges are is not in it: that may depend on the number of blocks.
     """
 
     name: str
@@ -76,17 +77,17 @@ def layer_layout(name: str, tensor: Any, num_blocks: int, page_size_bytes: int |
     axis = _block_axis(shape, num_blocks, where)
     split = shape[axis] // num_blocks
     block_stride = strides[axis] * split * itemsize
-    inner = [(size, stride) for i, (size, stride) in enumerate(zip(shape, strides, strict=True)) if i != axis]
-    if split > 1:
-        inner.append((split, strides[axis]))
-    outer, run = _merge(inner)
+    dims = [(size, stride, f"dim{i}") for i, (size, stride) in enumerate(zip(shape, strides, strict=True)) if i != axis]
+    dims.append((split, strides[axis], "kernel-block"))
+    ordered = sorted((d for d in dims if d[0] > 1), key=lambda d: d[1], reverse=True)
+    outer, run = _merge([(size, stride) for size, stride, _ in ordered])
     layout = LayerLayout(
         name=name,
         start=tensor.storage_offset() * itemsize,
         block_stride=block_stride,
         outer=tuple((count, stride * itemsize) for count, stride in outer),
         nbytes=run * itemsize,
-        description=f"{tensor.dtype} axis={axis} split={split} inner={[s for s, _ in inner]} runs={outer}x{run}",
+        description=f"{tensor.dtype} blocks=dim{axis} {' '.join(f'{dim}:{size}' for size, _, dim in ordered)}",
     )
     if page_size_bytes is not None and layout.block_bytes != page_size_bytes:
         raise UnknownLayoutError(
@@ -148,9 +149,8 @@ def _block_axis(shape: list[int], num_blocks: int, where: str) -> int:
     return 0 if blocks_first else 1
 
 
-def _merge(inner: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+def _merge(ordered: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
     """Fold dimensions, outermost stride first, into the ranges outside and the contiguous elements inside."""
-    ordered = sorted((d for d in inner if d[0] > 1), key=lambda d: d[1], reverse=True)
     run = 1
     while ordered and ordered[-1][1] == run:
         run *= ordered.pop()[0]

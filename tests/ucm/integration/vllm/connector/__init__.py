@@ -1,0 +1,1 @@
+"""Tests of the parts of the KV connectors."""
