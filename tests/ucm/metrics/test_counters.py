@@ -79,8 +79,25 @@ def test_dumps_and_failures() -> None:
 def test_a_transfer_of_nothing_took_no_time() -> None:
     counters = ConnectorCounters()
     counters.loaded(0, 0, 0.5)
-    counters.dumped(0, 0, 0.5)
+    counters.dumped(3, 0, 0.5)  # the store had them
     assert counters.take_data() is None
+
+
+def test_layers_are_bytes_before_they_are_blocks() -> None:
+    counters = ConnectorCounters()
+    counters.loaded(0, 100, 0.5, ["posix"], tokens_per_block=16)
+    counters.loaded(1, 100, 0.25, ["posix"], tokens_per_block=16)
+    counters.dumped(0, 50, 0.5)
+    counters.dumped(1, 50, 0.5)
+    assert counters.take_data() == {
+        "ucm:load_bytes_total": {"": 200},
+        "ucm:load_duration_seconds": {"": [0.5, 0.25]},
+        "ucm:load_blocks_total": {"posix": 1},
+        "ucm:hit_tokens_total": {"posix": 16},
+        "ucm:dump_bytes_total": {"": 100},
+        "ucm:dump_duration_seconds": {"": [0.5, 0.5]},
+        "ucm:dump_blocks_total": {"": 1},
+    }
 
 
 def test_what_was_taken_is_gone() -> None:

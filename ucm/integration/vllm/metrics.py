@@ -82,36 +82,38 @@ class ConnectorCounters:
     def loaded(
         self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str] | None = None, tokens_per_block: int = 0
     ) -> None:
-        """Blocks were loaded.
+        """Blocks were loaded, or some layers of them.
 
         Args:
-            blocks: How many.
-            nbytes: Their bytes.
+            blocks: How many are there now as a whole; 0 for all layers of a block but the last.
+            nbytes: Bytes loaded.
             seconds: From the call to the last byte.
             tiers: For each block, the tier that had it.
             tokens_per_block: The tokens that each stands for; 0 on all ranks and for all groups but the first, which
                 hold other parts of the same tokens' KV.
         """
-        if not blocks:
+        if not nbytes:
             return
-        for tier, count in Counter(tiers).items() if tiers is not None else [(UNKNOWN_TIER, blocks)]:
-            self._add(names.LOAD_BLOCKS, tier, count)
-            if tokens_per_block:
-                self._add(names.HIT_TOKENS, tier, count * tokens_per_block)
+        if blocks:
+            for tier, count in Counter(tiers).items() if tiers is not None else [(UNKNOWN_TIER, blocks)]:
+                self._add(names.LOAD_BLOCKS, tier, count)
+                if tokens_per_block:
+                    self._add(names.HIT_TOKENS, tier, count * tokens_per_block)
         self._add(names.LOAD_BYTES, "", nbytes)
         self._observe(names.LOAD_DURATION, seconds)
 
     def dumped(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Blocks were handed to the store.
+        """Blocks were handed to the store, or some layers of them; those that it had already are not.
 
         Args:
-            blocks: How many.
-            nbytes: Their bytes.
+            blocks: How many are there now as a whole; 0 for all layers of a block but the last.
+            nbytes: Bytes dumped.
             seconds: From the call to the last byte.
         """
-        if not blocks:
+        if not nbytes:
             return
-        self._add(names.DUMP_BLOCKS, "", blocks)
+        if blocks:
+            self._add(names.DUMP_BLOCKS, "", blocks)
         self._add(names.DUMP_BYTES, "", nbytes)
         self._observe(names.DUMP_DURATION, seconds)
 

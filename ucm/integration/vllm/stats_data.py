@@ -84,7 +84,8 @@ def _parts(data: StatsData) -> Iterator[str]:
         ("loaded", names.LOAD_BLOCKS, names.LOAD_BYTES, names.LOAD_DURATION),
         ("saved", names.DUMP_BLOCKS, names.DUMP_BYTES, names.DUMP_DURATION),
     ):
-        if count := total(data, blocks):
+        count = total(data, blocks)
+        if count or total(data, nbytes):
             each = 1e3 * total(data, duration) / max(1, observations(data, duration))
             tiers = ", ".join(f"{key} {value:.0f}" for key, value in _labelled(data, blocks))
             where = f" (from {tiers})" if tiers else ""

@@ -1,0 +1,105 @@
+"""UCM's metrics in a real vLLM: through its own classes, and out of a running engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.inside.metrics_engine import PROMPT
+
+if TYPE_CHECKING:
+    from tests.e2e.environment import Environment
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+INSIDE = Path("tests/e2e/inside")
+OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
+
+
+@pytest.fixture(scope="module")
+def environment(release: str) -> Environment:
+    from tests.e2e.environment import plain  # noqa: PLC0415 - needs the build's packages
+
+    return plain(release)
+
+
+def test_with_vllms_own_classes(environment: Environment) -> None:
+    command = [str(environment.python), "-m", "pytest", *OPTIONS, f"{INSIDE}/metrics_checks.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What came of the engine of `tests/e2e/inside/metrics_engine.py`."""
+
+    tokens: list[list[int]]
+    block: int
+    log: str
+    values: list[tuple[str, dict[str, str], float]]
+
+    def __getitem__(self, name: str) -> float:
+        return sum(value for found, _, value in self.values if found == f"ucm:{name}")
+
+    def at(self, name: str, **labels: str) -> float:
+        """The value at fixed labels."""
+        return sum(value for found, at, value in self.values if found == f"ucm:{name}" and at == labels)
+
+
+@pytest.fixture(scope="module")
+def engine(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    from tests.e2e.model import write_model  # noqa: PLC0415 - only engines need it
+
+    model = write_model(tmp_path_factory.mktemp("model"))
+    command = [environment.python, INSIDE / "metrics_engine.py", model, tmp_path_factory.mktemp("store")]
+    settings = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    result: dict[str, Any] = json.loads(re.findall(r"^RESULT (.*)$", log, re.MULTILINE)[0])
+    return Engine(result["tokens"], result["block"], log, [(n, at, v) for n, at, v in result["values"]])
+
+
+def test_what_was_looked_up_and_found(engine: Engine) -> None:
+    whole = (len(PROMPT) - 1) // engine.block * engine.block
+    assert engine["queried_tokens_total"] >= 3 * len(PROMPT)
+    assert engine["matched_tokens_total"] >= 2 * whole
+    assert engine.at("hit_tokens_total", tier="posix") == whole
+    assert engine.at("lookups_total", outcome="hit") >= 2
+    assert engine.at("lookups_total", outcome="miss") >= 1
+    assert engine["lookup_duration_seconds_count"] == engine["lookups_total"]
+
+
+def test_what_was_moved(engine: Engine) -> None:
+    blocks = (len(PROMPT) - 1) // engine.block
+    assert engine.at("load_blocks_total", tier="posix") == blocks
+    assert engine["load_duration_seconds_count"] == 1
+    assert engine["dump_blocks_total"] >= blocks
+    assert engine["load_bytes_total"] * engine["dump_blocks_total"] >= engine["dump_bytes_total"] > 0
+    assert engine["tier_used_bytes"] > 0
+
+
+def test_damaged_blocks_are_counted_and_their_tokens_computed(engine: Engine) -> None:
+    blocks = (len(PROMPT) - 1) // engine.block
+    assert engine.tokens[0] == engine.tokens[1] == engine.tokens[2]
+    assert engine.at("failures_total", operation="load", cause="corrupt") == blocks
+    assert engine["failures_total"] == blocks
+
+
+def test_the_log_says_it(engine: Engine) -> None:
+    lines = re.findall(r"\[UCM\.Connector\] (.*)", engine.log)
+    assert any(re.match(r"\d+ lookups: \d+ hits, \d+ misses; \d+ of \d+ tokens found", line) for line in lines)
+    assert any("(from posix " in line for line in lines)
+    assert any("failed: load corrupt " in line for line in lines)

@@ -1,0 +1,116 @@
+"""docs/configuration.md and its example: every setting, its default, and nothing that there is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from ucm.config import ConnectorConfig, StoreSettings, load_connector_config
+from ucm.config.units import parse_size
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+DOCS = Path(__file__).parents[3] / "docs"
+TEXT = (DOCS / "configuration.md").read_text(encoding="utf-8")
+EXAMPLE = (DOCS / "ucm_config.example.yaml").read_text(encoding="utf-8")
+MODELS: list[tuple[str, type[BaseModel]]] = [
+    ("## Settings\n", ConnectorConfig),
+    ("## Settings of the store", StoreSettings),
+]
+
+
+def default(model: type[BaseModel], name: str) -> object:
+    return model.model_fields[name].get_default(call_default_factory=True)
+
+
+def table(heading: str) -> dict[str, str]:
+    """From the settings of a table to their defaults as they are written there."""
+    lines = TEXT[TEXT.index(heading) :].split("\n\n")[1].splitlines()[2:]
+    cells = [re.split(r" \| ", line.strip("|").strip(), maxsplit=2) for line in lines]
+    return {name.strip("`"): shown.strip("`") for name, shown, _ in cells}
+
+
+@pytest.mark.parametrize(("heading", "model"), MODELS)
+def test_every_setting_has_its_row_with_its_default(heading: str, model: type[BaseModel]) -> None:
+    shown = table(heading)
+    assert list(shown) == list(model.model_fields)
+    for name, text in shown.items():
+        if name in ("store", "dram_directory"):
+            continue
+        expected = default(model, name)
+        read: object = None if text == "none" else yaml.safe_load(text)
+        if name == "dump_queue":
+            read = parse_size(read)
+        assert read == (list(expected) if isinstance(expected, tuple) else expected), name
+
+
+def example(**changes: str) -> dict[str, Any]:
+    """The example with some lines made into settings."""
+    text = EXAMPLE
+    for name, value in changes.items():
+        text, count = re.subn(rf"^( *)(?:# )?{name}:.*$", rf"\g<1>{name}: {value}", text, flags=re.MULTILINE)
+        assert count == 1, name
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def test_the_example_works(tmp_path: Path) -> None:
+    path = tmp_path / "ucm_config.yaml"
+    path.write_text(EXAMPLE.replace("/var/cache/ucm", str(tmp_path / "kv")).replace("200GiB", "2MiB"), "utf-8")
+    config = load_connector_config({"UCM_CONFIG_FILE": str(path)})
+    assert config.store.pipeline == "Cache|Posix"
+    assert config.store.directories == (str(tmp_path / "kv"),)
+    assert config.store.posix_capacity == 2 << 20
+
+
+@pytest.mark.parametrize(("model", "indent"), [(ConnectorConfig, ""), (StoreSettings, "  ")])
+def test_every_setting_is_in_the_example_with_its_default(model: type[BaseModel], indent: str) -> None:
+    set_there = {"store", "pipeline", "directories", "posix_capacity"}
+    for name in model.model_fields:
+        if name in set_there:
+            assert re.search(rf"^{indent}{name}:", EXAMPLE, re.MULTILINE), name
+            continue
+        lines = re.findall(rf"^{indent}# {name}: (.*)$", EXAMPLE, re.MULTILINE)
+        assert len(lines) == 1, name
+        if lines[0].endswith("(not set by default)"):
+            assert default(model, name) is None
+        elif name != "dram_directory":
+            value = yaml.safe_load(lines[0])
+            assert (parse_size(value) if name == "dump_queue" else value) == default(model, name), name
+
+
+def test_every_line_of_the_example_can_be_switched_on(tmp_path: Path) -> None:
+    """A comment that is a setting, made into one, is that setting."""
+    names = re.findall(r"^ *# (\w+): ", EXAMPLE, re.MULTILINE)
+    known = {*ConnectorConfig.model_fields, *StoreSettings.model_fields}
+    assert set(names) <= known
+    settings = example(connector="layerwise", hit_ratio="0.5", dram_capacity="1MiB", load_failure="fail")
+    settings["store"] |= {"directories": [str(tmp_path)], "posix_capacity": "1MiB"}
+    config = load_connector_config(settings)
+    assert (config.connector, config.hit_ratio, config.load_failure) == ("layerwise", 0.5, "fail")
+    assert config.store.dram_capacity == 1 << 20
+
+
+def test_what_it_says_of_ucms_keys_is_so() -> None:
+    from ucm.config import upstream, upstream_keys, upstream_store  # noqa: PLC0415 - only this test looks at them
+
+    section = TEXT[TEXT.index("## Files of UCM") :]
+    for name in [*upstream_store._READERS, *upstream_keys.HEALTH_RENAMED, *upstream._READERS]:
+        if name not in ("backends", "transferIoDirect", "transfer_io_direct"):  # names of its C++ options
+            assert re.search(rf"\b{name}\b", section), name
+    for name in [*upstream_keys.STORE_NAMES, *upstream_keys.PIPELINES_NOT_IN_THIS_VERSION]:
+        assert name in section
+    for name in ("enable_event_sync", "load_only_first_rank"):
+        assert name in upstream_keys.TOP_LEVEL_WITHOUT_EFFECT
+    for name in ("posix_io_engine", "stream_number", "buffer_number", "timeout_ms"):
+        assert name in upstream_keys.STORE_WITHOUT_EFFECT
+
+
+def test_every_linked_file_exists() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (DOCS / target).exists(), target
