@@ -112,11 +112,11 @@ def _none_installed(vllm: Vllm | None) -> Finding:
     release = (vllm.nearest if vllm else "") or "RELEASE"
     return Finding(
         OVERLAY,
-        Status.ERROR,
+        Status.WARNING,
         "none is installed: vLLM runs unchanged, and no hook of UCM is called in it",
         (
             "so there is no import hook, and nothing of vLLM's Scheduler or attention is rewritten",
-            "KV connectors for prefix caching use vLLM's own connector API and need none; sparse attention does",
+            "the prefix cache uses vLLM's own connector API and needs none; sparse attention does",
         ),
         (
             f"build it, in a checkout of the UCM overlay: nox -s build-overlay -- {release}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ucm
+from ucm.doctor.connector_checks import check_connector
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import (
     ModuleState,
@@ -80,7 +81,7 @@ class Report:
     def verdict(self) -> str:
         """Everything in one sentence."""
         if not self.overlays:
-            return "No overlay of UCM is installed: vLLM runs unchanged."
+            return "No overlay of UCM is installed: no sparse attention; the prefix cache needs none."
         if has_error(self.findings):
             count = sum(finding.status is Status.ERROR for finding in self.findings)
             return f"UCM's overlay does not work as it should: {count} error{'s' if count > 1 else ''}."
@@ -122,6 +123,7 @@ def examine() -> Report:
     findings.append(check_switches(on, manifest.needs if manifest else {}, disabled))
     if overlay is not None:
         findings.append(check_plugins())
+    findings += check_connector(vllm)
     return Report(runtimes, vllm, overlays, hooks, files, on, states, findings)
 
 

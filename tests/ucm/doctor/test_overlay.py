@@ -27,8 +27,8 @@ def shadow(site: Site) -> Path:
 def test_the_runtime_without_an_overlay(bare: Site) -> None:
     write_vllm(bare.packages)
     answer = bare.ask()
-    assert (answer.code, answer.statuses()) == (1, {"overlay": "error"})
-    assert answer.data["verdict"] == "No overlay of UCM is installed: vLLM runs unchanged."
+    assert (answer.code, answer.statuses()) == (0, {"overlay": "warning"})
+    assert answer.data["verdict"] == "No overlay of UCM is installed: no sparse attention; the prefix cache needs none."
     found = answer.finding("overlay")
     assert "there is no import hook, and nothing of vLLM's Scheduler" in found["details"][0]
     assert found["todo"][0].endswith(f"nox -s build-overlay -- {RELEASE}")
