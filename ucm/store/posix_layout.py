@@ -174,7 +174,7 @@ def _host() -> str:
     """This host's boot and its space of process ids, and nothing that tells who it is."""
     parts = [socket.gethostname()]
     for path, read in (
-        ("/proc/sys/kernel/random/boot_id", lambda p: p.read_text(encoding="ascii")),
+        ("/proc/sys/kernel/random/boot_id", lambda p: p.read_text(encoding="utf-8")),
         ("/proc/self/ns/pid", lambda p: str(p.readlink())),
     ):
         try:

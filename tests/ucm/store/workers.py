@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ucm.store.blocks import content, fetch, pick, save
+from tests.ucm.store.blocks import content, fetch, filled, key, pick, save
+from ucm.errors import ConfigError
+from ucm.store.base import BlockGeometry
+from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.posix_layout import owner_name
 
 if TYPE_CHECKING:
-    from ucm.store.base import BlockGeometry, BlockKey
-    from ucm.store.config import StoreConfig
+    from ucm.store.base import BlockKey
 
 
 def save_and_fetch(
@@ -25,3 +31,63 @@ def save_and_fetch(
             for found, data in fetch(store, pick(chance, keys, 4), geometry)[0].items():
                 assert data == content(found, geometry)
         return len(fetch(store, keys, geometry)[0])
+
+
+def owner_name_of_this_process() -> str:
+    return owner_name()
+
+
+def dump_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int) -> None:
+    """Write blocks, whole and shard by shard, until killed."""
+    chance = np.random.default_rng(seed)
+    with open_store(config, namespace, geometry) as store:
+        while True:
+            memories = filled([key(int(number)) for number in chance.integers(200, size=8)], geometry)
+            for memory in memories:
+                cut = int(chance.integers(len(memory.shards)))
+                parts = [memory.transfer()] if cut == 0 else [memory.transfer(cut), memory.transfer(0, cut)]
+                for part in parts:
+                    store.dump([part])
+                committed = store.commit([memory.key])
+            store.wait(committed)
+
+
+def live_with_limits(config: StoreConfig, namespace: str, most_nbytes: int) -> tuple[list[str], list[str]]:
+    """Save blocks of two sizes where no file may be longer than this: the causes, and what could be loaded."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_nbytes, most_nbytes))
+    small, large = BlockGeometry((1000,), bytes(16)), BlockGeometry((most_nbytes,), bytes(16))
+    with open_store(config, f"{namespace}/large", large) as store:
+        causes = [error.cause for error in save(store, [key(1), key(2)], large).failed.values()]
+    with open_store(config, f"{namespace}/small", small) as store:
+        causes += [error.cause for error in save(store, [key(1)], small).failed.values()]
+        return causes, [block.hex() for block in fetch(store, [key(1)], small)[0]]
+
+
+def live_without_privileges(root: str, user: int) -> dict[str, object]:
+    """As another user, use a store whose directory is taken away bit by bit."""
+    keys, geometry = [key(1), key(2)], BlockGeometry((1000,), bytes(16))
+    content(keys[0], geometry)  # the other user may not be able to import what this imports when first called
+    os.setgid(user)
+    os.setuid(user)
+    config = StoreConfig(directories=(root,), lookup_cache_keys=0, rest_seconds=0.0)
+    seen: dict[str, object] = {}
+    with open_store(config, "n", geometry) as store:
+        assert save(store, keys[:1], geometry).failed == {}
+        for path in (Path(root, "n", "tmp"), Path(root, "n")):
+            path.chmod(0o500)
+        seen["read only: save"] = [error.cause for error in save(store, keys[1:], geometry).failed.values()]
+        seen["read only: load"] = len(fetch(store, keys[:1], geometry)[0])
+        for path in Path(root, "n").glob("??"):
+            path.chmod(0)
+        seen["locked: lookup"] = store.lookup(keys)
+        seen["locked: load"] = [error.cause for error in fetch(store, keys[:1], geometry)[1].values()]
+        for path in [Path(root, "n"), *Path(root, "n").iterdir()]:
+            path.chmod(0o700)
+        seen["open again: save"] = len(save(store, keys[1:], geometry).done)
+        seen["open again: load"] = len(fetch(store, keys, geometry)[0])
+    Path(root).chmod(0o500)
+    try:
+        open_store(config, "n", geometry)
+    except ConfigError as error:
+        seen["at opening"] = error.where
+    return seen

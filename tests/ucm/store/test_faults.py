@@ -1,0 +1,134 @@
+"""Real processes that die, real disks that are full, real permissions that are missing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.ucm.store.blocks import EVEN, content, fetch, key, save
+from tests.ucm.store.workers import dump_for_ever, live_with_limits, live_without_privileges
+from ucm.store.config import StoreConfig
+from ucm.store.errors import StoreFullError
+from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec
+from ucm.store.posix_layout import Layout
+from ucm.store.posix_tidy import tidy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAMESPACE = "n"
+KEYS = [key(number) for number in range(200)]
+NOBODY = 65534
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for 20 blocks."""
+    if os.geteuid() != 0:
+        pytest.skip("a small tmpfs can only be mounted by root")
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={20 * HeaderCodec('n', EVEN).file_nbytes},mode=700", "ucm-test", path],  # noqa: S607
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)  # noqa: S607 - as mount
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_blocks(config: StoreConfig) -> None:
+    chance = np.random.default_rng(11)
+    for attempt in range(8):
+        writers = [SPAWN.Process(target=dump_for_ever, args=(config, NAMESPACE, EVEN, 2 * attempt + i)) for i in (0, 1)]
+        for writer in writers:
+            writer.start()
+        root = Path(config.directories[0], NAMESPACE)
+        while not any(root.glob("??/*")):
+            time.sleep(0.01)
+        time.sleep(float(chance.random()) * 0.05)
+        for writer in writers:
+            writer.kill()
+        for writer in writers:
+            writer.join()
+        with open_store(config, NAMESPACE, EVEN) as store:
+            there = [block for block, found in zip(KEYS, store.lookup(KEYS), strict=True) if found]
+            loaded, failed = fetch(store, there, EVEN)
+            assert there
+            assert failed == {}
+            assert loaded == {block: content(block, EVEN) for block in there}
+        for bucket in root.glob("??"):
+            shutil.rmtree(bucket)
+        tidy(config.directories[0], 3600)
+        assert list((root / "tmp").iterdir()) == []
+
+
+def test_a_full_disk(small_disk: Path, said: list[str]) -> None:
+    config = StoreConfig(directories=(str(small_disk),), lookup_cache_keys=0, rest_seconds=0.0)
+    keys = KEYS[:40]
+    with open_store(config, NAMESPACE, EVEN) as store:
+        outcome = save(store, keys, EVEN)
+        assert outcome.done
+        assert {type(error) for error in outcome.failed.values()} == {StoreFullError}
+        assert len([line for line in said if "dump.full" in line]) == 1
+        loaded, _ = fetch(store, keys, EVEN)
+        assert loaded == {block: content(block, EVEN) for block in outcome.done}
+        assert list(Path(Layout(str(small_disk), NAMESPACE).temporary).iterdir()) == []
+        # Room again: saving goes on.
+        for block in list(outcome.done)[:5]:
+            Path(Layout(str(small_disk), NAMESPACE).block(block)).unlink()
+        assert save(store, list(outcome.failed)[:3], EVEN).failed == {}
+
+
+def test_a_full_disk_below_the_capacity_makes_room(small_disk: Path) -> None:
+    config = StoreConfig(
+        directories=(str(small_disk),), lookup_cache_keys=0, rest_seconds=0.0, posix_capacity_bytes=1 << 30
+    )
+    with open_store(config, NAMESPACE, EVEN) as store:
+        deadline = time.monotonic() + 20
+        while not (store.stats()["posix"].evicted_blocks and save(store, KEYS[199:], EVEN).done):
+            assert time.monotonic() < deadline
+            save(store, KEYS[:25], EVEN)
+        assert fetch(store, KEYS[199:], EVEN)[0] == {KEYS[199]: content(KEYS[199], EVEN)}
+
+
+def test_a_file_that_may_not_grow(config: StoreConfig) -> None:
+    with SPAWN.Pool(1) as pool:
+        causes, loaded = pool.apply(live_with_limits, (config, NAMESPACE, 100_000))
+    assert causes == ["full", "full"]
+    assert loaded == [key(1).hex()]
+
+
+def test_permissions_that_are_missing() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become the other user that this test needs")
+    root = tempfile.mkdtemp()
+    try:
+        os.chown(root, NOBODY, NOBODY)
+        with SPAWN.Pool(1) as pool:
+            seen = pool.apply(live_without_privileges, (root, NOBODY))
+    finally:
+        shutil.rmtree(root)
+    assert seen == {
+        "read only: save": ["unavailable"],
+        "read only: load": 1,
+        "locked: lookup": [False, False],
+        "locked: load": ["unavailable"],
+        "open again: save": 1,
+        "open again: load": 2,
+        "at opening": f"store: directories: {root}",
+    }

@@ -1,0 +1,139 @@
+"""Names of files and directories, and whose they are."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.ucm.store.blocks import ODD, filled, key, save
+from tests.ucm.store.workers import owner_name_of_this_process
+from ucm.errors import ConfigError
+from ucm.store import posix_keeper, posix_layout
+from ucm.store.base import BlockKey
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import Layout, buckets, check_namespace, is_stale, key_of, namespaces, owner_name
+from ucm.store.posix_tidy import tidy
+
+if TYPE_CHECKING:
+    from ucm.store.config import StoreConfig
+
+names = st.from_regex(r"[a-z0-9_-][a-z0-9._-]{0,8}(/[a-z0-9_-][a-z0-9._-]{0,8}){0,3}", fullmatch=True)
+
+
+@given(block=st.binary(min_size=16, max_size=64).map(BlockKey), namespace=names)
+def test_a_block_s_path_tells_its_key(block: BlockKey, namespace: str) -> None:
+    path = Path(Layout("/root", namespace).block(block))
+    assert key_of(str(path.parent), path.name) == block
+    assert path.parents[1] == Path(Layout("/root", namespace).base)
+
+
+@given(one=names, two=names)
+def test_no_namespace_lies_within_another(one: str, two: str) -> None:
+    bases = Layout("/root", one).base, Layout("/root", two).base
+    assert (bases[0] == bases[1]) == (one == two)
+    assert all(Path(base).parent == Path("/root") for base in bases)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 30, "a" * 29, "a" * 31, "A" * 30, "a" * 128, "0" * 30 + "\n"])
+def test_what_is_no_block_s_name(name: str) -> None:
+    assert key_of("/root/n/ab", name) is None
+
+
+def test_namespaces_are_found_by_their_markers(tmp_path: Path) -> None:
+    for name in ("b/c", "a"):
+        Layout(str(tmp_path), name).make()
+    (tmp_path / "stranger").mkdir()
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "NAMESPACE").write_text("a\n", encoding="utf-8")
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "NAMESPACE").write_bytes(b"\xff\xfe")
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert [layout.namespace for layout in namespaces(str(tmp_path))] == ["a", "b/c"]
+    assert buckets(Layout(str(tmp_path), "a")) == []
+    assert buckets(Layout(str(tmp_path), "nowhere")) == []
+    with pytest.raises(ConfigError):
+        check_namespace("A")
+
+
+def test_names_of_owners_differ() -> None:
+    assert len({owner_name() for _ in range(100)}) == 100
+
+
+def test_a_living_owner_is_known_to_live() -> None:
+    name = owner_name()
+    assert not is_stale(name, age=10, stale_seconds=3600)
+    assert is_stale(name, age=3601, stale_seconds=3600)
+
+
+def test_a_dead_owner_is_known_to_be_dead() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        name = pool.apply(owner_name_of_this_process)
+        assert not is_stale(name, age=0, stale_seconds=3600)
+        pool.close()
+        pool.join()
+    assert is_stale(name, age=0, stale_seconds=3600)
+    # A process that has got its id by now is not its owner.
+    host, _, started, rest = name.split("-", 3)
+    assert is_stale(f"{host}-{os.getpid()}-{started}-{rest}", age=0, stale_seconds=3600)
+
+
+@pytest.mark.parametrize("name", ["0123456789abcdef-999999999-1-x", "junk", ""])
+def test_of_another_host_s_owner_only_the_age_tells(name: str) -> None:
+    assert not is_stale(name, age=10, stale_seconds=3600)
+    assert is_stale(name, age=3601, stale_seconds=3600)
+
+
+def test_hosts_that_cannot_be_told_apart_are_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers may have the same name and see other processes under the same ids."""
+    name = owner_name()
+    posix_layout._host.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "readlink", _refuse)
+        assert not is_stale(name.replace(str(os.getpid()), "999999999"), age=10, stale_seconds=3600)
+    posix_layout._host.cache_clear()
+    assert is_stale(name.replace(str(os.getpid()), "999999999"), age=10, stale_seconds=3600)
+
+
+def _refuse(path: Path) -> Path:
+    raise PermissionError(path)
+
+
+def test_only_what_is_stale_is_deleted(tmp_path: Path) -> None:
+    layout = Layout(str(tmp_path), "n")
+    layout.make()
+    mine = owner_name()
+    old = owner_name()
+    foreign = f"{'0' * 16}-1-1-0-0"
+    dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
+    for name in (mine, old, foreign, dead):
+        Path(layout.temporary, name).write_bytes(b"x")
+    os.utime(Path(layout.temporary, old), (1, 1))
+    (tmp_path / "stranger" / "tmp").mkdir(parents=True)
+    (tmp_path / "stranger" / "tmp" / dead).write_bytes(b"x")
+    assert tidy(str(tmp_path), 3600) == 2
+    assert sorted(os.listdir(layout.temporary)) == sorted([mine, foreign])  # noqa: PTH208 - names
+    assert (tmp_path / "stranger" / "tmp" / dead).exists()
+
+
+def test_a_store_in_use_deletes_what_is_stale(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix_keeper, "_FIRST_SECONDS", 0.0)
+    layout = Layout(config.directories[0], "n")
+    layout.make()
+    left = Path(layout.temporary, owner_name().replace(f"-{os.getpid()}-", "-999999999-"))
+    left.write_bytes(b"x" * 1000)
+    with open_store(config, "n", ODD) as store:
+        writing = filled([key(2)], ODD)[0]
+        store.wait(store.dump([writing.transfer()]))
+        save(store, [key(1)], ODD)
+        deadline = time.monotonic() + 20
+        while left.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert store.wait(store.commit([key(2)])).failed == {}

@@ -1,0 +1,170 @@
+"""A store against a dictionary: what is loaded is what was committed, or nothing, in whatever order things happen."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.ucm.store.blocks import Memory, content, fetch, key
+from ucm.store.base import BlockGeometry, BlockKey
+from ucm.store.config import StoreConfig
+from ucm.store.errors import BlockMissingError
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import Layout
+from ucm.store.posix_survey import evict, survey
+
+GEOMETRY = BlockGeometry((5, 4096, 1, 700), b"stateful 16bytes")
+SHARDS = len(GEOMETRY.shard_sizes)
+KEYS = [key(number) for number in range(4)]
+keys = st.sampled_from(KEYS)
+versions = st.integers(0, 2)
+
+
+class Storing(RuleBasedStateMachine):
+    """Two instances of one store; ``visible`` and ``begun`` are what must be in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.visible: dict[BlockKey, bytes] = {}
+        #: By instance and key: the shards that arrived, or None if the block was there when the first one did.
+        self.begun: dict[tuple[int, BlockKey], dict[int, bytes] | None] = {}
+        self.used = 1_000_000_000
+
+    @initialize(direct=st.booleans(), several=st.booleans())
+    def open(self, direct: bool, several: bool) -> None:
+        roots = [Path(self.directory.name, name) for name in ("a", "b")[: 1 + several]]
+        for root in roots:
+            root.mkdir()
+        self.config = StoreConfig(
+            directories=tuple(map(str, roots)), direct_io=direct, lookup_cache_keys=0, touch_seconds=1e12
+        )
+        self.stores = [open_store(self.config, "n", GEOMETRY) for _ in range(2)]
+
+    @rule(which=st.integers(0, 1), block=keys, version=versions, first=st.integers(0, SHARDS - 1), data=st.data())
+    def dump(self, which: int, block: BlockKey, version: int, first: int, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, SHARDS - first))
+        memory = Memory(block, GEOMETRY, content(block, GEOMETRY, version))
+        result = self.stores[which].wait(self.stores[which].dump([memory.transfer(first, count)]))
+        assert set(result.done) == {block}
+        arrived = self.begun.setdefault((which, block), None if block in self.visible else {})
+        if arrived is not None:
+            arrived.update({index: bytes(memory.shards[index]) for index in range(first, first + count)})
+
+    @rule(which=st.integers(0, 1), block=keys, version=versions)
+    def dump_whole(self, which: int, block: BlockKey, version: int) -> None:
+        memory = Memory(block, GEOMETRY, content(block, GEOMETRY, version))
+        self.stores[which].wait(self.stores[which].dump([memory.transfer()]))
+        if self.begun.setdefault((which, block), None if block in self.visible else {}) is not None:
+            self.begun[which, block] = {index: bytes(shard) for index, shard in enumerate(memory.shards)}
+
+    @rule(which=st.integers(0, 1), some=st.lists(keys, max_size=4, unique=True))
+    def commit(self, which: int, some: list[BlockKey]) -> None:
+        result = self.stores[which].wait(self.stores[which].commit(some))
+        for block in some:
+            arrived = self.begun.pop((which, block), {})
+            if arrived is None:
+                # It was there; whether it still is, its next load tells.
+                assert block in result.done
+            elif len(arrived) == SHARDS:
+                assert block in result.done
+                self.visible[block] = b"".join(arrived[index] for index in range(SHARDS))
+                self.use(block)
+            else:
+                assert (block in result.done) == (not arrived and block in self.visible)
+
+    @rule(which=st.integers(0, 1), some=st.lists(keys, max_size=4))
+    def discard(self, which: int, some: list[BlockKey]) -> None:
+        self.stores[which].discard(some)
+        for block in some:
+            self.begun.pop((which, block), None)
+
+    @rule(which=st.integers(0, 1), some=st.lists(keys, max_size=4, unique=True))
+    def load(self, which: int, some: list[BlockKey]) -> None:
+        loaded, failed = fetch(self.stores[which], some, GEOMETRY)
+        assert loaded == {block: self.visible[block] for block in some if block in self.visible}
+        assert {type(error) for error in failed.values()} <= {BlockMissingError}
+
+    @rule(which=st.integers(0, 1), block=keys, data=st.data())
+    def load_some(self, which: int, block: BlockKey, data: st.DataObject) -> None:
+        first = data.draw(st.integers(0, SHARDS - 1))
+        count = data.draw(st.integers(1, SHARDS - first))
+        memory = Memory(block, GEOMETRY)
+        result = self.stores[which].wait(self.stores[which].load([memory.transfer(first, count)]))
+        assert (block in result.done) == (block in self.visible)
+        if block in self.visible:
+            begin = sum(GEOMETRY.shard_sizes[:first])
+            end = begin + sum(GEOMETRY.shard_sizes[first : first + count])
+            expected = bytes(begin) + self.visible[block][begin:end] + bytes(GEOMETRY.nbytes - end)
+            assert bytes(memory.data) == expected
+
+    @rule(which=st.integers(0, 1), some=st.lists(keys, max_size=6))
+    def look_up(self, which: int, some: list[BlockKey]) -> None:
+        expected = [block in self.visible for block in some]
+        assert self.stores[which].lookup(some) == expected
+        assert self.stores[which].lookup_on_prefix(some) == [*expected, False].index(False)
+
+    @precondition(lambda self: self.visible)
+    @rule()
+    def evict_the_oldest(self) -> None:
+        """In each directory."""
+        before = [block for block in self.visible if self.path(block).exists()]
+        for root in self.config.directories:
+            mine = [block for block in before if str(self.path(block)).startswith(f"{root}/")]
+            expected = [str(self.path(block)) for block in mine[:1]]
+            gone: list[str] = []
+            evict(root, survey(root), 1, gone.append)
+            assert gone == expected
+            for block in mine[:1]:
+                del self.visible[block]
+
+    @precondition(lambda self: self.visible)
+    @rule(data=st.data(), which=st.integers(0, 1))
+    def damage(self, data: st.DataObject, which: int) -> None:
+        block = data.draw(st.sampled_from(sorted(self.visible)))
+        path = self.path(block)
+        whole = bytearray(path.read_bytes())
+        whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1
+        path.write_bytes(whole)
+        assert fetch(self.stores[which], [block], GEOMETRY)[0] == {}
+        del self.visible[block]
+
+    @rule(which=st.integers(0, 1))
+    def restart(self, which: int) -> None:
+        self.stores[which].close()
+        self.stores[which] = open_store(self.config, "n", GEOMETRY)
+        for begun in [begun for begun in self.begun if begun[0] == which]:
+            del self.begun[begun]
+
+    @invariant()
+    def temporaries_are_those_of_blocks_begun(self) -> None:
+        begun = len([arrived for arrived in self.begun.values() if arrived is not None])
+        deadline = time.monotonic() + 20
+        while len(list(Path(self.directory.name).glob("*/n/tmp/*"))) > begun:  # discarding is not waited for
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def teardown(self) -> None:
+        for store in getattr(self, "stores", []):
+            store.close()
+        self.directory.cleanup()
+
+    def use(self, block: BlockKey) -> None:
+        """Let this be the block used last, in the model (a dictionary's order) as on disk."""
+        self.visible[block] = self.visible.pop(block)
+        self.used += 1
+        os.utime(self.path(block), (self.used, self.used))
+
+    def path(self, block: BlockKey) -> Path:
+        paths = [Path(Layout(root, "n").block(block)) for root in self.config.directories]
+        return next((path for path in paths if path.exists()), paths[0])
+
+
+Storing.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestStoring = Storing.TestCase
