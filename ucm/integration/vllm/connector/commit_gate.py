@@ -40,15 +40,16 @@ class CommitGate:
         self._alone = ranks == 1
         self._batches = batches
         self._pending: deque[Pending] = deque()
-        self._wrong_until = 0
+        self._wrong: set[int] = set()
 
     def failed(self, step: int) -> None:
         """A block failed to load on this rank in this step."""
-        self._wrong_until = max(self._wrong_until, step + self._batches - 1)
+        self._wrong = {known for known in self._wrong if known > step - self._batches}
+        self._wrong.update(range(step, step + self._batches))
 
     def is_wrong(self, step: int) -> bool:
-        """Whether a step's results may be wrong, as far as this rank knows."""
-        return step <= self._wrong_until
+        """Whether a step's results may be wrong, as far as this rank knows; asked of steps that are not settled."""
+        return step in self._wrong
 
     def add(self, pending: Pending) -> None:
         """Blocks whose dump was started."""
@@ -59,13 +60,14 @@ class CommitGate:
 
         Args:
             settled: All outcomes up to this step are known to the scheduler.
-            void: The scheduler knows of a failure; steps up to this one may be wrong.
+            void: The last step that had been planned when the scheduler learned of a failure. It and those that could
+                be in flight with it may be wrong; what was planned before them had been seen to be right.
         """
         commit: list[Pending] = []
         drop: list[Pending] = []
         kept: deque[Pending] = deque()
         for pending in self._pending:
-            if pending.step <= void or self.is_wrong(pending.step):
+            if void - self._batches < pending.step <= void or self.is_wrong(pending.step):
                 drop.append(pending)
             elif self._alone or pending.step <= settled:
                 commit.append(pending)

@@ -151,5 +151,5 @@ def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]],
 
 
 def _reaches(group: CacheGroup, present: Sequence[bool], num_tokens: int) -> bool:
-    end = num_tokens // group.block_size
-    return len(present) >= end and all(present[group.first_needed(num_tokens) : end])
+    needed = range(group.first_needed(num_tokens), num_tokens // group.block_size)
+    return all(block < len(present) and present[block] for block in needed)

@@ -1,0 +1,51 @@
+"""Failures are counted each, and logged once per cause."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.integration.vllm.connector.failures import FailureLog
+from ucm.logger import get_logger
+from ucm.store.base import BlockKey
+from ucm.store.errors import BlockCorruptError, BlockMissingError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "big"))
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Lines()
+    get_logger().addHandler(handler)
+    yield lines
+    get_logger().removeHandler(handler)
+
+
+def test_each_is_counted_and_the_first_of_a_cause_is_logged(said: list[str]) -> None:
+    log = FailureLog("[UCM.Load]", "its tokens are recomputed")
+    log.record({key(1): BlockCorruptError("the checksum of shard 3 is wrong"), key(2): BlockMissingError("not there")})
+    log.record({key(3): BlockCorruptError("cut short"), key(4): BlockCorruptError("no block"), key(5): StoreError("?")})
+    assert log.counts == {"corrupt": 3, "missing": 1, "other": 1}
+    assert len(said) == 3
+    assert said[0].startswith(f"[UCM.Load] block {key(1).hex()[:16]}: the checksum of shard 3 is wrong")
+    assert "cause corrupt; its tokens are recomputed" in said[0]
+
+
+def test_nothing_failed(said: list[str]) -> None:
+    log = FailureLog("[UCM.Save]", "the block is not stored")
+    log.record({})
+    assert not log.counts
+    assert not said

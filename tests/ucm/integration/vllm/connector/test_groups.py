@@ -1,0 +1,244 @@
+"""Which KV-cache groups can be restored, and how far a request can be continued with what is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups, cache_groups, longest_hit
+
+
+@dataclass
+class FullAttentionSpec:
+    """vLLM's specifications, as much of them as is read, in their forms since 0.14.1."""
+
+    block_size: int = 16
+    real_page_size_bytes: int = 1024
+    page_size_bytes: int = 1024
+    sliding_window: int | None = None  # of a layer that is managed as full attention
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class SlidingWindowSpec:
+    block_size: int = 16
+    sliding_window: int = 40
+    page_size_bytes: int = 512
+
+
+@dataclass
+class RetainingWindowSpec:
+    block_size: int = 16
+    sliding_window: int = 40
+    extra_retained_tokens: int = 3
+    page_size_bytes: int = 512
+
+
+RetainingWindowSpec.__name__ = "SlidingWindowSpec"
+
+
+@dataclass
+class OldAttentionSpec:
+    """Until 0.13.0."""
+
+    block_size: int = 16
+    page_size_bytes: int = 2048
+
+
+OldAttentionSpec.__name__ = "FullAttentionSpec"
+
+
+@dataclass
+class PaddedSpec:
+    """Since 0.28.0, with pages that are aligned."""
+
+    block_size: int = 16
+    unpadded_page_size_bytes: int = 1000
+    real_page_size_bytes: int = 1000
+    page_size_bytes: int = 1024
+
+
+PaddedSpec.__name__ = "MLAAttentionSpec"
+
+
+class MambaSpec:
+    block_size = 16
+    page_size_bytes = 64
+
+
+class SinkFullAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class CrossAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    pass
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, Any]
+    block_size: int = 16
+
+
+def config(*groups: tuple[list[str], Any], **more: Any) -> Any:
+    found = [SimpleNamespace(layer_names=names, kv_cache_spec=spec, **more) for names, spec in groups]
+    return SimpleNamespace(kv_cache_groups=found, num_blocks=10)
+
+
+def only(kv_cache_config: Any) -> CacheGroup:
+    (group,) = cache_groups(None, kv_cache_config).groups
+    return group
+
+
+def test_full_attention() -> None:
+    spec = FullAttentionSpec()
+    group = only(config((["a", "b"], spec)))
+    assert group == CacheGroup(0, 16, None, {"a": 1024, "b": 1024}, ("a", "b"), spec)
+    assert group.first_needed(1000) == 0
+
+
+def test_a_window_that_is_managed_as_full_attention_needs_every_block() -> None:
+    assert only(config((["a"], FullAttentionSpec(sliding_window=32)))).window is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "nbytes"), [(OldAttentionSpec(), 2048), (PaddedSpec(), 1000), (MLAAttentionSpec(), 1024)]
+)
+def test_the_size_of_a_block_without_padding(spec: Any, nbytes: int) -> None:
+    assert only(config((["a"], spec))).page_sizes == {"a": nbytes}
+
+
+def test_sliding_windows() -> None:
+    assert only(config((["a"], SlidingWindowSpec()))).window == 40
+    assert only(config((["a"], RetainingWindowSpec()))).window == 43
+
+
+@given(st.integers(1, 9), st.integers(1, 60), st.integers(0, 200))
+def test_what_a_window_still_reads(block_size: int, window: int, num_tokens: int) -> None:
+    """The next token, at position ``num_tokens``, attends to itself and ``window - 1`` before it."""
+    group = CacheGroup(0, block_size, window, {}, ())
+    first = group.first_needed(num_tokens)
+    read = range(max(0, num_tokens - window + 1), num_tokens + 1)
+    assert first == min(position // block_size for position in read)
+
+
+def test_uniform_types_are_one_group() -> None:
+    specs = {"a": FullAttentionSpec(real_page_size_bytes=10), "b": FullAttentionSpec(real_page_size_bytes=20)}
+    group = only(config((["a", "b"], UniformTypeKVCacheSpecs(specs))))
+    assert group.window is None
+    assert group.page_sizes == {"a": 10, "b": 20}
+    assert group.layer_names == ("a", "b")
+
+
+def test_uniform_types_keep_what_the_longest_reach_needs() -> None:
+    near, far = SlidingWindowSpec(sliding_window=20), SlidingWindowSpec(sliding_window=50)
+    assert only(config((["a", "b"], UniformTypeKVCacheSpecs({"a": near, "b": far})))).window == 50
+    specs = {"a": near, "b": FullAttentionSpec()}
+    assert only(config((["a", "b"], UniformTypeKVCacheSpecs(specs)))).window is None
+
+
+def test_several_groups_have_a_common_alignment() -> None:
+    found = cache_groups(
+        None, config((["a"], FullAttentionSpec(block_size=16)), (["b"], SlidingWindowSpec(block_size=24)))
+    )
+    assert [group.index for group in found.groups] == [0, 1]
+    assert found.alignment == 48
+
+
+def test_releases_without_a_cache_configuration_have_one_group() -> None:
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=32))
+    assert cache_groups(vllm_config, None) == CacheGroups((CacheGroup(0, 32, None, {}, ()),))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [MambaSpec(), SinkFullAttentionSpec(), ChunkedLocalAttentionSpec(), CrossAttentionSpec(), SlidingWindowMLASpec()],
+    ids=lambda spec: type(spec).__name__,
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_what_cannot_be_restored_is_refused_by_its_name(spec: Any, within: bool) -> None:
+    kind = type(spec).__name__
+    second = UniformTypeKVCacheSpecs({"b": FullAttentionSpec(), "c": spec}) if within else spec
+    with pytest.raises(UnsupportedModelError, match=f"group 1 is of kind {kind}") as refused:
+        cache_groups(None, config((["a"], FullAttentionSpec()), (["b", "c"], second)))
+    assert refused.value.where == ("layer c" if within else "layer b")
+
+
+def test_a_group_that_is_not_to_be_transferred_is_refused() -> None:
+    cache_groups(None, config((["a"], FullAttentionSpec()), enable_kv_transfer=True))
+    with pytest.raises(UnsupportedModelError, match="FullAttentionSpec"):
+        cache_groups(None, config((["a"], FullAttentionSpec()), enable_kv_transfer=False))
+
+
+def test_a_model_without_kv_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no KV cache"):
+        cache_groups(None, config())
+
+
+def test_a_specification_without_a_size_is_refused() -> None:
+    silent = type("FullAttentionSpec", (), {"block_size": 16})()
+    with pytest.raises(UnsupportedModelError, match="does not tell the size"):
+        cache_groups(None, config((["a"], silent)))
+
+
+# The longest hit.
+
+
+def can_continue(group: CacheGroup, present: list[bool], num_tokens: int) -> bool:
+    """By definition: every whole block that a token from ``num_tokens`` on may still read is there."""
+    reach = 0 if group.window is None else num_tokens - group.window + 1
+    for block in range(num_tokens // group.block_size):
+        end = (block + 1) * group.block_size
+        if end > reach and not (block < len(present) and present[block]):
+            return False
+    return True
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[list[CacheGroup], list[list[bool]], int]:
+    sizes = draw(st.sampled_from([[4], [4, 4], [2, 4], [4, 6], [1, 3, 2]]))
+    groups = [CacheGroup(index, size, draw(st.none() | st.integers(1, 30)), {}, ()) for index, size in enumerate(sizes)]
+    num_tokens = draw(st.integers(0, 60))
+    # Mostly there: else every answer is 0.
+    mostly = st.sampled_from([True] * 7 + [False])
+    present = [draw(st.lists(mostly, max_size=num_tokens // size + 2)) for size in sizes]
+    return groups, present, num_tokens
+
+
+@given(situations())
+def test_the_longest_hit_is_the_longest_by_definition(
+    situation: tuple[list[CacheGroup], list[list[bool]], int],
+) -> None:
+    groups, present, num_tokens = situation
+    step = CacheGroups(tuple(groups)).alignment
+    expected = max(
+        tokens
+        for tokens in range(0, num_tokens + 1, step)
+        if all(can_continue(group, row, tokens) for group, row in zip(groups, present, strict=True))
+    )
+    assert longest_hit(groups, present, num_tokens, step) == expected
+
+
+def test_a_window_continues_where_its_older_blocks_are_gone() -> None:
+    full, windowed = CacheGroup(0, 4, None, {}, ()), CacheGroup(1, 4, 6, {}, ())
+    everything, recent = [True] * 8, [False] * 6 + [True] * 2
+    assert longest_hit([full, windowed], [everything, recent], 32, 4) == 32
+    assert longest_hit([full, windowed], [recent, everything], 32, 4) == 0
+    assert longest_hit([full, windowed], [everything[:7], recent], 32, 4) == 0
