@@ -168,6 +168,12 @@ def _refuse_private_kv(vllm_config: Any) -> None:
             where="calculate_kv_scales",
             fix="turn it off, and use the scales of the checkpoint",
         )
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        raise ConfigError(
+            "the model computes later tokens together with earlier ones, so a prefix does not determine its KV",
+            where=f"model {vllm_config.model_config.model}",
+            fix="serve this model without the UCM connector",
+        )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ConfigError(
             "the engine's weights are replaced while it runs, so its blocks cannot be told apart",

@@ -220,6 +220,12 @@ def test_kv_that_only_its_engine_can_read_is_refused(base: VllmConfig) -> None:
     assert caught.value.where == "calculate_kv_scales"
 
 
+def test_kv_that_its_prefix_does_not_determine_is_refused(base: VllmConfig) -> None:
+    base.model_config.is_diffusion = True  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="a prefix does not determine its KV"):
+        model_identity(base)
+
+
 def test_weights_that_change_while_the_engine_runs_are_refused(base: VllmConfig) -> None:
     base.weight_transfer_config = SimpleNamespace(backend="nccl")
     with pytest.raises(ConfigError, match="replaced while it runs"):
