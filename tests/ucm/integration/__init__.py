@@ -1,0 +1,1 @@
+"""Tests of where UCM meets inference engines."""

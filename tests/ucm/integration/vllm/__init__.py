@@ -1,0 +1,1 @@
+"""Tests of the seam to vLLM, on the sources that vLLM published."""
