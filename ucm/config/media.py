@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ucm.config.problems import Place, wrong
@@ -41,10 +42,17 @@ def directory_problem(directory: Path, place: Place, written: object) -> ConfigE
 
 
 def capacity_problem(capacity: int, directories: Sequence[Path], place: Place, written: object) -> ConfigError | None:
-    """Whether directories, or where they will be made, can hold so many bytes; each file system counts once."""
-    there = [next(one for one in (directory, *directory.parents) if one.exists()) for directory in directories]
-    total = sum({directory.stat().st_dev: shutil.disk_usage(directory).total for directory in there}.values())
-    if capacity <= total:
-        return None
-    what = f"{format_size(capacity)} are more than the file system has in all: {format_size(total)}"
-    return wrong(place, what, "lower it, or add room (in a container, --shm-size sets that of /dev/shm)", written)
+    """Whether directories, or where they will be made, can hold their equal shares of so many bytes."""
+    wanted: Counter[int] = Counter()
+    total: dict[int, int] = {}
+    for directory in directories:
+        there = next(one for one in (directory, *directory.parents) if one.exists())
+        device = there.stat().st_dev
+        wanted[device] += capacity // len(directories)
+        total[device] = shutil.disk_usage(there).total
+        if wanted[device] > total[device]:
+            share = "" if len(directories) == 1 else ", in equal shares,"
+            what = f"{format_size(capacity)}{share} are more than the file system of {there} has: "
+            fix = "lower it, or add room (in a container, --shm-size sets that of /dev/shm)"
+            return wrong(place, f"{what}{format_size(total[device])} in all", fix, written)
+    return None

@@ -137,17 +137,29 @@ def test_a_key_that_is_like_no_other_is_answered_with_those_that_there_are() -> 
 )
 def test_a_capacity_beyond_the_medium(store: dict[str, Any], name: str, tmp_path: Path) -> None:
     settings = {"pipeline": "Cache|Posix", "directories": [str(tmp_path)], **store}
-    with pytest.raises(ConfigError, match="are more than the file system has in all: ") as caught:
+    with pytest.raises(ConfigError, match=r"are more than the file system of /.* has: .* in all") as caught:
         load_connector_config({"store": settings})
     assert caught.value.where == f"kv_connector_extra_config: store.{name} = {store[name]!r}"
 
 
-def test_a_file_system_counts_once(tmp_path: Path) -> None:
+def test_directories_on_one_file_system_share_it(tmp_path: Path) -> None:
     two = [str(tmp_path / "a"), str(tmp_path / "b")]
     total = shutil.disk_usage(tmp_path).total
-    load_connector_config({"store": {"directories": two, "posix_capacity": total}})
-    with pytest.raises(ConfigError, match="more than the file system"):
-        load_connector_config({"store": {"directories": two, "posix_capacity": total + 1}})
+    load_connector_config({"store": {"directories": two, "posix_capacity": total - total % 2}})
+    with pytest.raises(ConfigError, match=", in equal shares, are more than the file system"):
+        load_connector_config({"store": {"directories": two, "posix_capacity": total + 2}})
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second file system at hand")  # noqa: S108
+def test_the_smallest_file_system_counts(tmp_path: Path) -> None:
+    """Each directory gets an equal share, whatever there is elsewhere."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        small, large = sorted((shutil.disk_usage(one).total, str(one)) for one in (memory, tmp_path))
+        if small[0] * 2 >= small[0] + large[0]:
+            pytest.skip("both file systems are of one size")
+        settings = {"directories": [small[1], large[1]], "posix_capacity": small[0] + large[0]}
+        with pytest.raises(ConfigError, match=f"the file system of {small[1]} has"):
+            load_connector_config({"store": settings})
 
 
 def test_a_directory_below_one_that_is_not_there_yet_has_its_file_systems_size(tmp_path: Path) -> None:
