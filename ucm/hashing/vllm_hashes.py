@@ -7,7 +7,7 @@ Which release does what (``vllm/v1/core/kv_cache_utils.py``):
 - from 0.29.0 ``NONE_HASH`` comes from a fixed seed where the algorithm is SHA-256.
 
 None of this is decided by the release's number: the seed is asked of vLLM, and before the first block is named, the
-first hash of a request is computed again from ``NONE_HASH`` and the tokens alone.
+first hash of a request is computed again from the planned ``NONE_HASH`` and the tokens alone.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def verified_block_size(request: Any, plan: HashPlan, largest: int) -> int | Non
         largest: The block size that the hashes are wanted for; their own divides it.
 
     Returns:
-        The tokens of one hash; None if the hash is of anything but ``NONE_HASH``, the tokens and the salt, so that it
-        must not name a stored block.
+        The tokens of one hash; None if the hash is of anything but the planned ``NONE_HASH``, the tokens and the salt,
+        so that it must not name a stored block.
     """
-    utils, function = _utils(), _hash_function(plan.algorithm)
-    if utils is None or function is None or getattr(utils, "NONE_HASH", None) != plan.none_hash:
+    function = _hash_function(plan.algorithm)
+    if function is None:
         return None
     salt = getattr(request, "cache_salt", None)
     keys = (None,) if not salt else ((salt,), (("cache_salt", salt),))  # tagged from 0.31.0
