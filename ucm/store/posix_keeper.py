@@ -134,9 +134,12 @@ class Keeper:
         now = time.monotonic()
         for directory in self._directories:
             with suppress(OSError):  # a directory that cannot be listed now may be next time
+                looks = now >= self._next_survey or self._must_look(directory)
+                if looks or now >= self._next_tidy:
+                    directory.layout.mend()  # without its marker, a namespace is neither tidied nor surveyed
                 if now >= self._next_tidy:
                     tidy(directory.layout.root, self._stale_seconds)
-                if now >= self._next_survey or self._must_look(directory):
+                if looks:
                     self._look(directory)
         if now >= self._next_tidy:
             self._next_tidy = now + _IDLE_SECONDS

@@ -103,6 +103,15 @@ class Layout:
             Path(private).rename(marker)
         make_directory(self.temporary)
 
+    def mend(self) -> None:
+        """Make again what a namespace has lost that is there: somebody may have deleted it beside a running engine.
+
+        Raises:
+            OSError: It cannot be done.
+        """
+        if Path(self.base).is_dir():
+            self.make()
+
 
 def make_directory(path: str) -> None:
     """Make one directory, for its owner only, unless it is there."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.ucm.store.blocks import ODD, key, save
+from ucm.store import posix_keeper
 from ucm.store.factory import open_store
 from ucm.store.posix_layout import Layout, namespaces
 
@@ -44,3 +47,24 @@ def test_whoever_comes_next_makes_the_rest(config: StoreConfig, monkeypatch: pyt
     with open_store(config, "n", ODD) as store:
         save(store, [key(1)], ODD)
     assert [layout.namespace for layout in namespaces(config.directories[0])] == ["n"]
+
+
+def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``rm -r`` beside a writer may take the marker and leave the rest."""
+    monkeypatch.setattr(posix_keeper, "_FIRST_SECONDS", 0.0)
+    layout = Layout(config.directories[0], "n")
+    with open_store(config, "n", ODD) as store:
+        save(store, [key(1)], ODD)
+    Path(layout.base, "NAMESPACE").unlink()
+    with open_store(config, "n", ODD) as store:
+        save(store, [key(2)], ODD)
+        deadline = time.monotonic() + 20
+        while not list(namespaces(config.directories[0])):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_namespace_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    layout = Layout(str(tmp_path), "n")
+    layout.mend()
+    assert list(tmp_path.iterdir()) == []
