@@ -1,7 +1,8 @@
-"""A real vLLM with the overlay, beside the same vLLM without it: `python -m tests.e2e.environment RELEASE`.
+"""A real vLLM with our wheels, beside the same vLLM without them: `python -m tests.e2e.environment RELEASE`.
 
-The environment with the overlay is a venv of its own that holds our two wheels alone and reads everything else from the
-plain one. So both run the same files of vLLM, torch and all that they need, and a fresh one costs seconds.
+An environment with our wheels is a venv of its own that holds them, and what they need and vLLM does not bring, and
+reads everything else from the plain one. So all run the same files of vLLM, torch and all that they need, and a fresh
+one costs seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass
+from email.parser import Parser
 from pathlib import Path
 
 from tests.e2e.install_vllm import ENVIRONMENTS, install
@@ -63,8 +66,23 @@ def with_overlay(release: str, directory: Path | None = None, wheels: list[Path]
         directory: Where to put the venv; beside the plain one by default.
         wheels: The overlay's wheel and the runtime's; built from this checkout by default.
     """
-    directory = directory or ENVIRONMENTS / f"vllm-{release}-overlay"
-    wheels = wheels or build_wheels(release)
+    return _beside(release, directory or ENVIRONMENTS / f"vllm-{release}-overlay", wheels or build_wheels(release))
+
+
+def with_runtime(release: str, directory: Path | None = None, wheels: list[Path] | None = None) -> Environment:
+    """The same vLLM with the runtime and without any overlay.
+
+    Args:
+        release: A release that has a CPU build.
+        directory: Where to put the venv; beside the plain one by default.
+        wheels: The runtime's wheel; built from this checkout by default.
+    """
+    wheels = wheels or [build_runtime(WHEELS / release)]
+    return _beside(release, directory or ENVIRONMENTS / f"vllm-{release}-runtime-only", wheels)
+
+
+def _beside(release: str, directory: Path, wheels: list[Path]) -> Environment:
+    """A venv with some wheels on top of the plain one, made anew when one of them has changed."""
     python = directory / "bin" / "python"
     stamp = directory / STAMP
     state = json.dumps({wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels}, indent=1)
@@ -73,8 +91,18 @@ def with_overlay(release: str, directory: Path | None = None, wheels: list[Path]
         make_venv(below.python, directory, wheels)
         # addsitedir reads the plain environment's own .pth files as well.
         (_site(python) / "plain_vllm.pth").write_text(f"import site; site.addsitedir({str(below.site)!r})\n", "utf-8")
+        missing = [need for wheel in wheels for need in third_party_needs(wheel)]
+        subprocess.run([*_pip(python), "install", "--quiet", *missing], check=True)
         stamp.write_text(state, encoding="utf-8")
     return Environment(release, directory, _site(python))
+
+
+def third_party_needs(wheel: Path) -> list[str]:
+    """What a wheel declares to need without any extra."""
+    with zipfile.ZipFile(wheel) as archive:
+        (about,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        declared = Parser().parsestr(archive.read(about).decode()).get_all("Requires-Dist", [])
+    return [need for need in declared if "extra ==" not in need]
 
 
 def build_wheels(release: str) -> list[Path]:
@@ -93,9 +121,12 @@ def make_venv(python: Path, directory: Path, wheels: list[Path]) -> Path:
     subprocess.run([python, "-m", "venv", "--without-pip", directory], check=True)
     made = directory / "bin" / "python"
     if wheels:
-        pip = [sys.executable, "-m", "pip", "--python", str(made), "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", *map(str, wheels)], check=True)
+        subprocess.run([*_pip(made), "install", "--quiet", "--no-index", "--no-deps", *map(str, wheels)], check=True)
     return made
+
+
+def _pip(python: Path) -> list[str]:
+    return [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
 
 
 def _site(python: Path) -> Path:
