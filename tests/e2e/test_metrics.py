@@ -76,7 +76,7 @@ def test_what_was_looked_up_and_found(engine: Engine) -> None:
     whole = (len(PROMPT) - 1) // engine.block * engine.block
     assert engine["queried_tokens_total"] >= 3 * len(PROMPT)
     assert engine["matched_tokens_total"] >= 2 * whole
-    assert engine.at("hit_tokens_total", tier="posix") == whole
+    assert engine.at("hit_tokens_total", tier="posix") >= whole
     assert engine.at("lookups_total", outcome="hit") >= 2
     assert engine.at("lookups_total", outcome="miss") >= 1
     assert engine["lookup_duration_seconds_count"] == engine["lookups_total"]
@@ -84,18 +84,21 @@ def test_what_was_looked_up_and_found(engine: Engine) -> None:
 
 def test_what_was_moved(engine: Engine) -> None:
     blocks = (len(PROMPT) - 1) // engine.block
-    assert engine.at("load_blocks_total", tier="posix") == blocks
-    assert engine["load_duration_seconds_count"] == 1
+    loaded = engine.at("load_blocks_total", tier="posix")
+    assert loaded >= blocks
+    assert engine.at("hit_tokens_total", tier="posix") == loaded * engine.block
+    assert engine["load_duration_seconds_count"] >= 1
     assert engine["dump_blocks_total"] >= blocks
-    assert engine["load_bytes_total"] * engine["dump_blocks_total"] >= engine["dump_bytes_total"] > 0
-    assert engine["tier_used_bytes"] > 0
+    assert engine["dump_bytes_total"] > 0
+    assert engine["load_bytes_total"] % loaded == 0  # every block is as large as every other
+    assert engine.at("tier_capacity_bytes", tier="posix") == 1 << 30
 
 
 def test_damaged_blocks_are_counted_and_their_tokens_computed(engine: Engine) -> None:
     blocks = (len(PROMPT) - 1) // engine.block
     assert engine.tokens[0] == engine.tokens[1] == engine.tokens[2]
-    assert engine.at("failures_total", operation="load", cause="corrupt") == blocks
-    assert engine["failures_total"] == blocks
+    assert engine.at("failures_total", operation="load", cause="corrupt") >= blocks
+    assert engine["failures_total"] == engine.at("failures_total", operation="load", cause="corrupt")
 
 
 def test_the_log_says_it(engine: Engine) -> None:
