@@ -89,8 +89,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     # The scheduler's side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """The tokens that the store can give beyond the computed ones; the request's first step loads them."""
-        return self._scheduler.planner.matched_tokens(request, num_computed_tokens), False
+        """The tokens that the store can give beyond the computed ones, and whether they come between two steps."""
+        tokens = self._scheduler.planner.matched_tokens(request, num_computed_tokens)
+        return tokens, tokens > 0 and self._scheduler.policy.between_steps
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""
@@ -113,8 +114,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take note of load failures that any rank reported."""
-        if getattr(connector_output, "invalid_block_ids", None):
-            self._scheduler.planner.load_failed()
+        failed = getattr(connector_output, "invalid_block_ids", None)
+        if failed and not self._scheduler.policy.between_steps:
+            self._scheduler.load_failed(failed)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Where blocks that failed to load are taken out of vLLM's prefix cache."""
+        self._scheduler.block_pool = gpu_block_pool
 
     def reset_cache(self) -> bool:
         """Use nothing any more that was stored until now, as after a change of the weights in place."""
@@ -158,11 +164,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         """Start the step's dumps."""
         self._worker.mover.dump(self._plan())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:  # noqa: ARG002
-        """Nothing is sent or received for longer than a step."""
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002
+        """The requests whose loads have ended, well or not; dumps delay nobody."""
         if not VLLM_TAKES_STATS:
             self._worker.counters.take_data()
-        return None, None
+        return None, self._worker.mover.take_loaded() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks whose tokens have to be computed again."""

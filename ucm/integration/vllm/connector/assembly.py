@@ -12,8 +12,9 @@ from ucm.integration.vllm.connector.commit_gate import CommitGate
 from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.engine_facts import (
     batches_in_flight,
+    drafts_look_ahead,
+    load_policy,
     ranks,
-    recovers_from_load_failures,
     refuse_what_cannot_work,
 )
 from ucm.integration.vllm.connector.groups import cache_groups
@@ -21,7 +22,7 @@ from ucm.integration.vllm.connector.holding import BlockHolder
 from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
 from ucm.integration.vllm.connector.lookup import PrefixLookup
-from ucm.integration.vllm.connector.scheduler import PrefixCacheScheduler
+from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucm.config.settings import ConnectorConfig
+    from ucm.hashing.model_identity import ModelIdentity
     from ucm.integration.vllm.connector.groups import CacheGroup
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
@@ -51,6 +53,12 @@ def connector_settings(vllm_config: Any, kind: str | None) -> ConnectorConfig:
     return load_connector_config(given)
 
 
+def engine_identity(vllm_config: Any, settings: ConnectorConfig) -> ModelIdentity:
+    """What the engine's blocks depend on; a sparse method's options among it, for it changes what later tokens see."""
+    sparse = settings.ucm_sparse_config
+    return model_identity(vllm_config, more={"ucm_sparse_config": sparse} if sparse else None)
+
+
 class SchedulerSide:
     """The connector in the scheduler's process.
 
@@ -62,13 +70,13 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
-        refuse_what_cannot_work(vllm_config)
+        refuse_what_cannot_work(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         if hasattr(transfer, "kv_load_failure_policy"):
             # vLLM's own default ends a request whose blocks cannot be loaded; ours computes them.
             transfer.kv_load_failure_policy = settings.load_failure
         groups = cache_groups(vllm_config, kv_cache_config)
-        identity = model_identity(vllm_config)
+        identity = engine_identity(vllm_config, settings)
         self.namespace = namespace(identity)
         config = settings.store.as_store_config()
         stores = {
@@ -79,20 +87,36 @@ class SchedulerSide:
             for group in groups.groups
         }
         self._stores = [store for of_group in stores.values() for store in of_group]
+        self.block_pool: Any = None
         self.counters = create_counters(vllm_config, settings)
         self._keys = BlockKeys(vllm_config, identity.digest)
-        recovers = recovers_from_load_failures(connector_base, len(groups.groups))
+        self.policy = load_policy(connector_base, vllm_config, len(groups.groups), settings.connector)
         self.planner = PrefixCacheScheduler(
-            PrefixLookup(groups, stores, self._keys, None if recovers else BlockHolder(stores)),
+            PrefixLookup(groups, stores, self._keys, None if self.policy.recovers else BlockHolder(stores)),
             self.counters,
-            batches=batches_in_flight(vllm_config),
-            min_hit_tokens=settings.min_hit_tokens,
-            hit_ratio=1.0 if settings.hit_ratio is None else settings.hit_ratio,
-            save_decode_blocks=settings.save_decode_blocks,
-            loads=transfer.is_kv_consumer,
-            saves=transfer.is_kv_producer,
+            PlanningOptions(
+                batches=batches_in_flight(vllm_config),
+                min_hit_tokens=settings.min_hit_tokens,
+                hit_ratio=settings.hit_ratio,
+                save_decode_blocks=settings.save_decode_blocks,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+                prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+                reloads_preempted=self.policy.reloads_preempted,
+                drops_last_block=drafts_look_ahead(vllm_config),
+            ),
         )
         get_logger().info("[UCM.Connector] namespace %s, %d stores to look up", self.namespace, len(self._stores))
+
+    def load_failed(self, block_ids: set[int]) -> None:
+        """Blocks failed to load within a step: nobody may find them, or what was computed behind them, by their hash.
+
+        vLLM's recovery leaves them in its prefix cache, for they are about to be computed; but their request may be
+        aborted or preempted before that.
+        """
+        behind = self.planner.load_failed(block_ids)
+        if self.block_pool is not None:
+            self.block_pool.evict_blocks(behind)
 
     def start_anew(self) -> None:
         """Use keys from now on that nobody has used before."""
@@ -142,13 +166,14 @@ class WorkerSide:
         """
         config = self._vllm_config
         groups = cache_groups(config, self._kv_cache_config)
-        blocks = self._kv_cache_config.num_blocks if self._kv_cache_config else config.cache_config.num_gpu_blocks
-        about = {"layout": str(getattr(self._kv_cache_config, "kv_cache_layout", None))}
-        identity = namespace(model_identity(config))
+        # Without that configuration, the number of blocks is known to the worker too late.
+        blocks = None if self._kv_cache_config is None else self._kv_cache_config.num_blocks
+        identity = namespace(engine_identity(config, self._settings))
         transfers: dict[int, GroupTransfer] = {}
         for group in groups.groups:
             tag = rank_tag(config, group.index, spec=group.spec)
-            transfers[group.index] = self._transfer(group, kv_caches, blocks, about, f"{identity}/{tag}")
+            transfers[group.index] = self._transfer(group, kv_caches, blocks, f"{identity}/{tag}")
+        policy = load_policy(self._connector_base, config, len(groups.groups), self._settings.connector)
         kind = LayerWiseWorker if self._settings.connector == "layerwise" else TransferWorker
         self._mover = kind(
             transfers,
@@ -161,8 +186,12 @@ class WorkerSide:
                 for group in groups.groups
             },
             saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
-            recovers=recovers_from_load_failures(self._connector_base, len(groups.groups)),
+            recovers=policy.recovers,
+            between_steps=policy.between_steps,
+            background=policy.background,
         )
+        if isinstance(self._mover, LayerWiseWorker):
+            self._mover.overlaps = self._runs_between_layers(kv_caches)
         size = sum(transfer.block_bytes for transfer in transfers.values())
         get_logger().info(
             "[UCM.Connector] %s: %d layers, %d bytes per block of tokens, namespace %s",
@@ -173,15 +202,25 @@ class WorkerSide:
         )
 
     def _transfer(
-        self, group: CacheGroup, kv_caches: Mapping[str, Any], blocks: int, about: Mapping[str, object], namespace: str
+        self,
+        group: CacheGroup,
+        kv_caches: Mapping[str, Any],
+        num_blocks: int | None,
+        namespace: str,
     ) -> GroupTransfer:
         """A group's way to its store: in place where the KV cache lies in host memory, else through staging memory."""
         config = self._settings.store.as_store_config()
         on_host = all(kv_cache.device.type == "cpu" for kv_cache in kv_caches.values())
-        memory = (HostMemory if on_host else DeviceMemory)(group, kv_caches, blocks, about)
+        about = {"layout": str(getattr(self._kv_cache_config, "kv_cache_layout", None))}
+        memory = (HostMemory if on_host else DeviceMemory)(group, kv_caches, num_blocks, about)
         store = open_store(config, namespace, memory.geometry)
         self.counters.watch(store)
         return HostTransfer(memory, store) if isinstance(memory, HostMemory) else StagedTransfer(memory, store)
+
+    def _runs_between_layers(self, kv_caches: Mapping[str, Any]) -> bool:
+        """Whether the layers of a step that loads are never replayed as one graph; vLLM can be told from 0.17.1 on."""
+        on_host = all(kv_cache.device.type == "cpu" for kv_cache in kv_caches.values())
+        return on_host or hasattr(self._connector_base, "requires_piecewise_for_cudagraph")
 
     def begin(self, plan: StepPlan) -> None:
         """Before a step."""

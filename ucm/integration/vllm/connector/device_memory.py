@@ -26,7 +26,7 @@ class DeviceMemory:
     Args:
         group: The group.
         kv_caches: The registered tensors by layer name, all on one device.
-        num_blocks: Blocks that vLLM hands out.
+        num_blocks: Blocks that vLLM hands out; None in releases that do not tell it in time.
         about: What else the bytes depend on, for the fingerprint.
 
     Raises:
@@ -34,13 +34,13 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int, about: Mapping[str, object]
+        self, group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int | None, about: Mapping[str, object]
     ) -> None:
         self.group = group
         self.layouts = group_layouts(group, kv_caches, num_blocks)
         tensors = [kv_caches[layout.name] for layout in self.layouts]
         self.device = tensors[0].device
-        self._blocks = [_rows(tensor, layout, num_blocks) for tensor, layout in zip(tensors, self.layouts, strict=True)]
+        self._blocks = [_rows(tensor, layout) for tensor, layout in zip(tensors, self.layouts, strict=True)]
         # Unlike in host memory, a layer leaves the device as one contiguous range.
         self.geometry = BlockGeometry(
             tuple(layout.block_bytes for layout in self.layouts), fingerprint(self.layouts, {**about, "staged": True})
@@ -79,7 +79,7 @@ class DeviceMemory:
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
 
 
-def _rows(tensor: Any, layout: LayerLayout, num_blocks: int) -> Any:
+def _rows(tensor: Any, layout: LayerLayout) -> Any:
     """A view of a layer's KV cache with one row per block, in the order of the block's bytes."""
     import torch  # noqa: PLC0415 - the room may be imported without torch
 
@@ -88,7 +88,7 @@ def _rows(tensor: Any, layout: LayerLayout, num_blocks: int) -> Any:
     size, dtype = (WORD, torch.int64) if wide else (1, torch.uint8)
     flat = torch.empty(0, dtype=dtype, device=tensor.device)
     flat.set_(tensor.untyped_storage())
-    shape = (num_blocks, *(count for count, _ in layout.outer), layout.nbytes // size)
+    shape = (layout.num_blocks, *(count for count, _ in layout.outer), layout.nbytes // size)
     strides = (layout.block_stride // size, *(stride // size for _, stride in layout.outer), 1)
     return flat.as_strided(shape, strides, layout.start // size)
 

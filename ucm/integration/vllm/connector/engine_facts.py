@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import Any
 
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
@@ -21,16 +23,65 @@ def ranks(vllm_config: Any) -> int:
     return int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
 
 
-def recovers_from_load_failures(connector_base: type, num_groups: int) -> bool:
-    """Whether vLLM computes the tokens of blocks that a synchronous load failed to bring.
+@dataclass(frozen=True, slots=True)
+class LoadPolicy:
+    """How loads are made so that a failed one never shows in a token.
 
-    It does from 0.11.1 on, for models with one KV-cache group: ids of failed blocks of several groups cannot be told
-    apart.
+    Args:
+        recovers: vLLM computes the tokens of blocks that failed to load. If not, blocks are verified and held before
+            they are promised.
+        between_steps: A request waits for its load between steps, in vLLM's state for remote KV.
+        background: A step may end before the loads that it started.
+        reloads_preempted: A request that was preempted may load again.
     """
-    return num_groups == 1 and hasattr(connector_base, "get_block_ids_with_load_errors")
+
+    recovers: bool
+    between_steps: bool = False
+    background: bool = False
+    reloads_preempted: bool = True
 
 
-def refuse_what_cannot_work(vllm_config: Any) -> None:
+def load_policy(connector_base: type, vllm_config: Any, num_groups: int, kind: str) -> LoadPolicy:
+    """Choose by what vLLM's recovery can be trusted with.
+
+    It came with 0.11.1, for models with one KV-cache group. For requests that wait between steps it is sound, but for
+    preempted ones before 0.19.1. For loads within a step it is not where further steps were scheduled already, where
+    the V2 runner keeps its own count of computed tokens, or where failed blocks stay in vLLM's prefix cache and a
+    connector cannot evict them.
+
+    Args:
+        connector_base: vLLM's connector class.
+        vllm_config: vLLM's ``VllmConfig``.
+        num_groups: KV-cache groups of the model.
+        kind: How blocks are moved; ``layerwise`` needs loads within a step.
+    """
+    has_recovery = num_groups == 1 and hasattr(connector_base, "get_block_ids_with_load_errors")
+    reaches_pool = hasattr(connector_base, "bind_gpu_block_pool")
+    if kind == "layerwise":
+        in_order = batches_in_flight(vllm_config) == 1 and not uses_v2_runner(vllm_config)
+        return LoadPolicy(has_recovery and in_order and reaches_pool)
+    if not has_recovery:
+        return LoadPolicy(recovers=False)
+    # From 0.17.1 at the latest, the blocks of an aborted request are kept until its load has ended.
+    background = hasattr(connector_base, "requires_piecewise_for_cudagraph")
+    return LoadPolicy(recovers=True, between_steps=True, background=background, reloads_preempted=reaches_pool)
+
+
+def uses_v2_runner(vllm_config: Any) -> bool:
+    """Whether the worker runs vLLM's V2 model runner, as far as the configuration tells."""
+    chosen = getattr(vllm_config, "use_v2_model_runner", None)
+    if chosen is None:
+        chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").strip().lower() in {"1", "true"}
+    return bool(chosen)
+
+
+def drafts_look_ahead(vllm_config: Any) -> bool:
+    """Whether a draft model reads the target's hidden states, shifted by one token (EAGLE, MTP and their like)."""
+    draft = getattr(vllm_config, "speculative_config", None)
+    return draft is not None and bool(draft.use_eagle())
+
+
+def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse settings under which blocks cannot be found again, or must not be.
 
     Raises:
@@ -44,3 +95,26 @@ def refuse_what_cannot_work(vllm_config: Any) -> None:
                 where=f"parallel_config.{name} = {getattr(parallel, name)}",
                 fix="run without context parallelism, or without a UCM connector",
             )
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        raise UnsupportedModelError(
+            "vLLM zeroes blocks of this model's KV cache before a connector hears of it, also those still being saved",
+            where="kv_cache_config.needs_kv_cache_zeroing",
+            fix="run this model without a UCM connector",
+        )
+    draft = getattr(vllm_config, "speculative_config", None)
+    if draft is not None and getattr(draft, "draft_model_config", None) is not None and not _saves_after_drafts():
+        raise UnsupportedModelError(
+            "in this vLLM release connectors save before the draft model has run: its KV would be stored unfinished",
+            where="speculative_config",
+            fix="use vLLM 0.18.1 or newer, n-gram drafts, or no UCM connector",
+        )
+
+
+def _saves_after_drafts() -> bool:
+    try:
+        from vllm.v1.worker.kv_connector_model_runner_mixin import (  # noqa: PLC0415 - ucm imports without vLLM
+            KVConnectorModelRunnerMixin,
+        )
+    except ImportError:
+        return False
+    return hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector")

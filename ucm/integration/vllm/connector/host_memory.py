@@ -20,7 +20,7 @@ class HostMemory:
     Args:
         group: The group.
         kv_caches: The registered tensors by layer name, on the CPU.
-        num_blocks: Blocks that vLLM hands out.
+        num_blocks: Blocks that vLLM hands out; None in releases that do not tell it in time.
         about: What else the bytes depend on, for the fingerprint.
 
     Raises:
@@ -28,14 +28,14 @@ class HostMemory:
     """
 
     def __init__(
-        self, group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int, about: Mapping[str, object]
+        self, group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int | None, about: Mapping[str, object]
     ) -> None:
         self.group = group
         self.layouts = group_layouts(group, kv_caches, num_blocks)
         self._offsets = [layout.offsets for layout in self.layouts]
         self._storages = [_storage(kv_caches[layout.name]) for layout in self.layouts]
         for layout, storage in zip(self.layouts, self._storages, strict=True):
-            end = layout.start + (num_blocks - 1) * layout.block_stride + layout.offsets[-1] + layout.nbytes
+            end = layout.start + (layout.num_blocks - 1) * layout.block_stride + layout.offsets[-1] + layout.nbytes
             if end > len(storage):
                 raise UnknownLayoutError(
                     f"the last block of the layer ends at byte {end} of a storage of {len(storage)}", where=layout.name

@@ -24,6 +24,8 @@ class LayerWiseWorker(TransferWorker):
     portion is in flight while the layers of this one compute.
     """
 
+    #: Whether Python surely runs between the layers of a step that loads. If not, the forward waits for all of them.
+    overlaps = True
     _plan: StepPlan | None = None
 
     def begin(self, plan: StepPlan) -> None:
@@ -31,7 +33,7 @@ class LayerWiseWorker(TransferWorker):
         super().begin(plan)
         if self._plan is not plan:
             self._plan = plan
-            self._loading: dict[tuple[int, int], list[tuple[BlockMoves, Task]]] = {}
+            self._portions_loading: dict[tuple[int, int], list[tuple[BlockMoves, Task]]] = {}
             self._dumped: dict[int, set[int]] = {}
 
     def load(self, plan: StepPlan) -> None:
@@ -41,11 +43,18 @@ class LayerWiseWorker(TransferWorker):
                 layers = self._portion(moves.group, portion)
                 if layers:
                     task = self.start_load(moves, layers)
-                    self._loading.setdefault((moves.group, portion), []).append((moves, task))
+                    self._portions_loading.setdefault((moves.group, portion), []).append((moves, task))
+        if not self.overlaps:
+            self._finish_all()
+
+    def take_failed_blocks(self) -> set[int]:
+        """The blocks that failed to load; vLLM may ask before ``dump``."""
+        self._finish_all()
+        return super().take_failed_blocks()
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Wait for the portion that the layer is in."""
-        if self._plan is None or not self._loading:
+        if self._plan is None or not self._portions_loading:
             return
         for group, index in self._where(layer_name):
             portion = next(p for p in range(PORTIONS) if index in self._portion(group, p))
@@ -64,8 +73,7 @@ class LayerWiseWorker(TransferWorker):
 
     def dump(self, plan: StepPlan) -> None:
         """After the forward: dump the layers that were not announced one by one, and settle."""
-        for place in list(self._loading):
-            self._finish(place)
+        self._finish_all()
         for moves in self.own(plan.dumps):
             if self.gate.is_wrong(plan.step):
                 self.groups[moves.group].discard(moves.keys)
@@ -77,8 +85,12 @@ class LayerWiseWorker(TransferWorker):
             self.gate.add(Pending(plan.step, moves.group, moves.keys))
         self.settle(plan.settled, plan.void)
 
+    def _finish_all(self) -> None:
+        for place in list(self._portions_loading):
+            self._finish(place)
+
     def _finish(self, place: tuple[int, int]) -> None:
-        for moves, task in self._loading.pop(place, ()):
+        for moves, task in self._portions_loading.pop(place, ()):
             self.finish_load(self._plan.step if self._plan else 0, moves, task)
 
     def _portion(self, group: int, portion: int) -> range:

@@ -30,6 +30,7 @@ class LayerLayout:
 
     Args:
         name: The layer's name in vLLM.
+        num_blocks: How many blocks there are.
         start: The byte offset of block 0 in the storage.
         block_stride: Bytes from one block to the next.
         outer: The count and the stride in bytes of each dimension outside the contiguous ranges, widest stride first.
@@ -39,6 +40,7 @@ class LayerLayout:
     """
 
     name: str
+    num_blocks: int
     start: int
     block_stride: int
     outer: tuple[tuple[int, int], ...]
@@ -59,13 +61,13 @@ class LayerLayout:
         return prod(count for count, _ in self.outer) * self.nbytes
 
 
-def layer_layout(name: str, tensor: Any, num_blocks: int, page_size_bytes: int | None) -> LayerLayout:
+def layer_layout(name: str, tensor: Any, num_blocks: int | None, page_size_bytes: int | None) -> LayerLayout:
     """Derive a layer's layout and check it against what the cache configuration says.
 
     Args:
         name: The layer's name.
         tensor: Its KV cache, a ``torch.Tensor`` of at least two dimensions.
-        num_blocks: Blocks that the KV-cache manager hands out.
+        num_blocks: Blocks that the KV-cache manager hands out; None in releases that do not tell it in time.
         page_size_bytes: What a block of the layer takes, without padding, according to the KV-cache configuration;
             None where the release does not tell.
 
@@ -74,7 +76,11 @@ def layer_layout(name: str, tensor: Any, num_blocks: int, page_size_bytes: int |
     """
     shape, strides, itemsize = list(tensor.shape), list(tensor.stride()), tensor.element_size()
     where = f"{name}: shape {tuple(shape)}, strides {tuple(strides)}, {num_blocks} blocks"
-    axis = _block_axis(shape, num_blocks, where)
+    if num_blocks is None:
+        axis = _only_axis(shape, where)
+        num_blocks = shape[axis]
+    else:
+        axis = _block_axis(shape, num_blocks, where)
     split = shape[axis] // num_blocks
     block_stride = strides[axis] * split * itemsize
     dims = [(size, stride, f"dim{i}") for i, (size, stride) in enumerate(zip(shape, strides, strict=True)) if i != axis]
@@ -83,6 +89,7 @@ def layer_layout(name: str, tensor: Any, num_blocks: int, page_size_bytes: int |
     outer, run = _merge([(size, stride) for size, stride, _ in ordered])
     layout = LayerLayout(
         name=name,
+        num_blocks=num_blocks,
         start=tensor.storage_offset() * itemsize,
         block_stride=block_stride,
         outer=tuple((count, stride * itemsize) for count, stride in outer),
@@ -98,7 +105,7 @@ def layer_layout(name: str, tensor: Any, num_blocks: int, page_size_bytes: int |
     return layout
 
 
-def group_layouts(group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int) -> list[LayerLayout]:
+def group_layouts(group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int | None) -> list[LayerLayout]:
     """The layouts of a group's layers, each KV cache once.
 
     Args:
@@ -147,6 +154,13 @@ def _block_axis(shape: list[int], num_blocks: int, where: str) -> int:
             fix="report the vLLM release, the platform and this line; run without the connector meanwhile",
         )
     return 0 if blocks_first else 1
+
+
+def _only_axis(shape: list[int], where: str) -> int:
+    """Where the blocks are, in releases that do not say how many; those split no block for their kernels."""
+    if len(shape) > 1 and shape[0] == shape[1] == PLANES:
+        raise UnknownLayoutError("this KV cache has its blocks in either of two places", where=where)
+    return 1 if shape[0] == PLANES else 0
 
 
 def _merge(ordered: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:

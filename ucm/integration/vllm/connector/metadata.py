@@ -34,10 +34,11 @@ class StepPlan:
 
     Args:
         step: Counts up by one with each step, from 1.
-        loads: To be loaded before the step's forward.
+        loads: To be loaded: before the step's forward, or while the requests wait between steps.
         dumps: To be dumped after the step's forward computed them.
         late_dumps: To be dumped at once: computed in earlier steps, and not written by this one.
         fresh_block_ids: Blocks that this step takes into use, and may write: what still reads them must finish first.
+        idle: Nothing is computed in this step.
         settled: The last step of which every rank's outcome is known; dumps up to it may become visible.
         void: The last step that may have computed with blocks that failed to load; dumps up to it are dropped.
     """
@@ -47,5 +48,6 @@ class StepPlan:
     dumps: list[BlockMoves] = field(default_factory=list)
     late_dumps: list[BlockMoves] = field(default_factory=list)
     fresh_block_ids: set[int] = field(default_factory=set)
+    idle: bool = False
     settled: int = 0
     void: int = 0

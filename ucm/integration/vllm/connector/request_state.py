@@ -15,10 +15,12 @@ class PendingLoad:
     Args:
         start: Computed tokens before the load.
         end: Computed tokens after it.
+        block_ids: The blocks of each group that the request had been given by then.
     """
 
     start: int
     end: int
+    block_ids: list[list[int]]
 
 
 @dataclass(slots=True)
@@ -29,7 +31,6 @@ class RequestState:
         request: vLLM's request.
         block_ids: The block ids of each group, in order; entries below a sliding window may be out of date.
         saved: For each group, the blocks from the start that need no dump any more.
-        load: What to load with the next step.
         looked_up: The computed tokens that the last lookup was for, when it was made, and what it found.
         hold: What keeps the found blocks from being evicted until they are loaded.
     """
@@ -37,6 +38,5 @@ class RequestState:
     request: Any
     block_ids: list[list[int]]
     saved: list[int]
-    load: PendingLoad | None = None
     looked_up: tuple[int, float, int] | None = None
     hold: Hold = field(default_factory=Hold)

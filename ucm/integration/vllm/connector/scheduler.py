@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.integration.vllm.connector.holding import Hold
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.request_state import PendingLoad, RequestState
-from ucm.integration.vllm.connector.scheduled import block_ids_by_group, grown_requests
+from ucm.integration.vllm.connector.scheduled import admitted_requests, block_ids_by_group, grown_requests
 
 if TYPE_CHECKING:
     from ucm.integration.vllm.connector.lookup import PrefixLookup
@@ -24,43 +25,50 @@ class LookupCounters(Protocol):
         """A request's prefix was looked up."""
 
 
-class PrefixCacheScheduler:
-    """Decides what is loaded and dumped; never touches KV itself.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningOptions:
+    """What the operator asked for, and what the engine is like.
 
     Args:
-        lookup: Finds requests in the stores.
-        counters: What was looked up.
         batches: Steps that may be scheduled before the outcome of the first of them is known.
         min_hit_tokens: Shorter hits are not worth a load.
         hit_ratio: Largest share of a request's tokens that may come from caches; 1 for all.
         save_decode_blocks: Whether blocks of generated tokens are stored as well.
         loads: Whether the engine's role lets it load (vLLM's ``kv_consumer`` or ``kv_both``).
         saves: Whether it lets it save (``kv_producer`` or ``kv_both``).
+        prefix_caching: Whether vLLM's own prefix cache is on; it turns it off for models that need all outputs.
+        reloads_preempted: Whether a load of a request that was preempted is safe in this release.
+        drops_last_block: Whether a draft model's KV in the last slot of a block depends on the token behind it, so
+            that the last block of a hit is computed; as vLLM does in its own prefix cache.
     """
 
-    def __init__(
-        self,
-        lookup: PrefixLookup,
-        counters: LookupCounters,
-        *,
-        batches: int,
-        min_hit_tokens: int = 0,
-        hit_ratio: float = 1.0,
-        save_decode_blocks: bool = True,
-        loads: bool = True,
-        saves: bool = True,
-    ) -> None:
+    batches: int
+    min_hit_tokens: int = 0
+    hit_ratio: float = 1.0
+    save_decode_blocks: bool = True
+    loads: bool = True
+    saves: bool = True
+    prefix_caching: bool = True
+    reloads_preempted: bool = True
+    drops_last_block: bool = False
+
+
+class PrefixCacheScheduler:
+    """Decides what is loaded and dumped; never touches KV itself.
+
+    Args:
+        lookup: Finds requests in the stores.
+        counters: What was looked up.
+        options: What is wanted, and possible.
+    """
+
+    def __init__(self, lookup: PrefixLookup, counters: LookupCounters, options: PlanningOptions) -> None:
         self._lookup = lookup
         self._groups = lookup.groups
         self._counters = counters
-        self._batches = batches
-        self._min_hit_tokens = max(min_hit_tokens, 1)
-        self._hit_ratio = hit_ratio
-        self._save_decode_blocks = save_decode_blocks
-        self._may_load = loads
-        self._may_save = saves
+        self._options = options
         self._requests: dict[str, RequestState | None] = {}
-        self._fresh: set[int] = set()
+        self._to_load: dict[str, PendingLoad] = {}
         self._late: list[BlockMoves] = []
         self._holds: list[tuple[int, Hold]] = []
         self._step = 0
@@ -74,7 +82,7 @@ class PrefixCacheScheduler:
             num_computed_tokens: Tokens whose KV the engine has itself.
         """
         state = self._state(request)
-        if state is None or not self._may_load or _needs_all_logits(request):
+        if state is None or not self._options.loads or self._must_compute(request):
             return 0
         now = time.monotonic()
         if state.looked_up is not None:
@@ -95,19 +103,16 @@ class PrefixCacheScheduler:
             num_external_tokens: Tokens to load into them.
         """
         state = self._state(request)
-        ids = block_ids_by_group(blocks)
-        looked_up = None if state is None else state.looked_up
-        start = 0 if looked_up is None else looked_up[0]
-        for group, group_ids in zip(self._groups.groups, ids, strict=True):
-            self._fresh.update(group_ids[start // group.block_size :])
         if state is None:
             return
-        if num_external_tokens == 0:
-            self._let_go(state)
-        state.block_ids = ids
+        start = 0 if state.looked_up is None else state.looked_up[0]
         state.looked_up = None
         self._skip_stored(state, start)
-        state.load = PendingLoad(start, start + num_external_tokens) if num_external_tokens > 0 else None
+        if num_external_tokens > 0:
+            load = PendingLoad(start, start + num_external_tokens, block_ids_by_group(blocks))
+            self._to_load[request.request_id] = load
+        else:
+            self._let_go(state)
 
     def plan(self, scheduler_output: Any) -> StepPlan:
         """The workers' part of a step.
@@ -116,26 +121,46 @@ class PrefixCacheScheduler:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step.
         """
         self._step += 1
-        self._end_holds(self._step - self._batches)
-        for request_id, new_ids in grown_requests(scheduler_output):
-            for group_ids in new_ids:
-                self._fresh.update(group_ids)
+        self._end_holds(self._step - self._options.batches)
+        plan = StepPlan(
+            self._step,
+            idle=not scheduler_output.total_num_scheduled_tokens,
+            settled=self._step - self._options.batches,
+            void=self._void,
+        )
+        fresh = self._take_blocks(scheduler_output)
+        for request_id, load in self._to_load.items():
             state = self._requests.get(request_id)
             if state is not None:
-                for known, group_ids in zip(state.block_ids, new_ids, strict=True):
-                    known.extend(group_ids)
-        plan = StepPlan(self._step, settled=self._step - self._batches, void=self._void)
+                plan.loads += self._loads(state, load)
+        self._to_load = {}
+        for moves in plan.loads:
+            fresh.update(moves.block_ids)
         dumping: set[tuple[int, bytes]] = set()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is not None:
-                if state.load is not None:
-                    plan.loads += self._loads(state, state.load)
-                    state.load = None
                 plan.dumps += self._dumps(state, state.request.num_computed_tokens + num_scheduled, dumping)
-        plan.late_dumps = [moves for moves in self._late if self._fresh.isdisjoint(moves.block_ids)]
-        plan.fresh_block_ids, self._fresh, self._late = self._fresh, set(), []
+        plan.late_dumps = [moves for moves in self._late if fresh.isdisjoint(moves.block_ids)]
+        plan.fresh_block_ids, self._late = fresh, []
         return plan
+
+    def _take_blocks(self, scheduler_output: Any) -> set[int]:
+        """Note which blocks the scheduled requests have; returns those that the step may write."""
+        fresh: set[int] = set()
+        for request_id, ids, computed in admitted_requests(scheduler_output):
+            for group, group_ids in zip(self._groups.groups, ids, strict=True):
+                fresh.update(group_ids[computed // group.block_size :])
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.block_ids = ids
+        for request_id, new_ids in grown_requests(scheduler_output):
+            state = self._requests.get(request_id)
+            for number, group_ids in enumerate(new_ids):
+                fresh.update(group_ids)
+                if state is not None:
+                    state.block_ids[number].extend(group_ids)
+        return fresh
 
     def finished(self, request: Any) -> None:
         """A request ended; blocks of it that were filled but not dumped yet are dumped with the next step."""
@@ -145,30 +170,60 @@ class PrefixCacheScheduler:
             self._late += self._dumps(state, request.num_computed_tokens, set())
         self._lookup.key_source.forget(request.request_id)
 
-    def load_failed(self) -> None:
-        """A rank reported blocks that failed to load: steps scheduled until now may have computed with them."""
+    def load_failed(self, block_ids: set[int]) -> set[int]:
+        """A rank reported blocks that failed to load: steps scheduled until now may have computed with them.
+
+        Args:
+            block_ids: The blocks, of a model with one KV-cache group.
+
+        Returns:
+            These blocks, and those behind them in the requests that have them.
+        """
         self._void = self._step
+        behind = set(block_ids)
+        for state in self._requests.values():
+            ids = [] if state is None else state.block_ids[0]
+            first = next((place for place, block_id in enumerate(ids) if block_id in block_ids), len(ids))
+            behind.update(ids[first:])
+        return behind
 
     def _state(self, request: Any) -> RequestState | None:
         request_id = request.request_id
         if request_id not in self._requests:
             count = len(self._groups.groups)
-            cacheable = self._lookup.key_source.of(request, self._groups.alignment) is not None
+            # A streaming session replaces tokens that it has computed, so its blocks have no lasting names.
+            cacheable = (
+                not getattr(request, "resumable", False)
+                and self._lookup.key_source.of(request, self._groups.alignment) is not None
+            )
             self._requests[request_id] = (
                 RequestState(request, [[] for _ in range(count)], [0] * count) if cacheable else None
             )
         return self._requests[request_id]
 
+    def _must_compute(self, request: Any) -> bool:
+        """Whether every token must be computed: its outputs are asked for, or vLLM could not mend a failed load."""
+        if int(getattr(request, "num_preemptions", 0)) and not self._options.reloads_preempted:
+            return True
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return True
+        if getattr(request, "pooling_params", None) is not None:
+            # Poolers other than that of the last token need all; vLLM says which from 0.11.1 on.
+            return not (self._options.prefix_caching and hasattr(request, "skip_reading_prefix_cache"))
+        return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
+
     def _look_up(self, state: RequestState, num_computed_tokens: int) -> int:
         step = self._groups.alignment
         # At least one token is computed: its logits give the next one.
         limit = (state.request.num_tokens - 1) // step * step
-        limit = min(limit, int(self._hit_ratio * state.request.num_tokens) // step * step)
+        limit = min(limit, int(self._options.hit_ratio * state.request.num_tokens) // step * step)
         self._let_go(state)
         if limit <= num_computed_tokens:
             return 0
         end, state.hold = self._lookup.find(state.request, num_computed_tokens, limit)
-        if end - num_computed_tokens < self._min_hit_tokens:
+        if self._options.drops_last_block:
+            end -= step
+        if end - num_computed_tokens < max(self._options.min_hit_tokens, 1):
             self._let_go(state)
             return 0
         return end - num_computed_tokens
@@ -192,7 +247,7 @@ class PrefixCacheScheduler:
 
     def _loads(self, state: RequestState, load: PendingLoad) -> list[BlockMoves]:
         moves = []
-        for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
+        for group, block_ids in zip(self._groups.groups, load.block_ids, strict=True):
             blocks = self._lookup.needed(group, load.start, load.end)
             if blocks:
                 keys = self._lookup.keys(state.request, group, blocks.start, blocks.stop)
@@ -208,11 +263,11 @@ class PrefixCacheScheduler:
     def _dumps(self, state: RequestState, num_tokens: int, dumping: set[tuple[int, bytes]]) -> list[BlockMoves]:
         """The blocks that are full once ``num_tokens`` tokens are computed, as far as their tokens are known."""
         moves: list[BlockMoves] = []
-        if not self._may_save:
+        if not self._options.saves:
             return moves
         request = state.request
         num_tokens = min(num_tokens, request.num_tokens)
-        if not self._save_decode_blocks:
+        if not self._options.save_decode_blocks:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
             # After a failed load, or a preemption, fewer tokens are computed than were before.
@@ -231,11 +286,3 @@ class PrefixCacheScheduler:
                 if found.keys:
                     moves.append(found)
         return moves
-
-
-def _needs_all_logits(request: Any) -> bool:
-    """Whether the prompt's own logits are asked for, so that no token of it may be skipped."""
-    sampling = getattr(request, "sampling_params", None)
-    if getattr(sampling, "prompt_logprobs", None) is not None:
-        return True
-    return bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -44,6 +44,14 @@ class DumpUnderWay:
     block_ids: frozenset[int]
 
 
+@dataclass(slots=True)
+class LoadUnderWay:
+    """A load that a request waits for between steps."""
+
+    moves: BlockMoves
+    task: Task
+
+
 class TransferWorker:
     """Loads before the forward, dumps in the background after it.
 
@@ -57,6 +65,9 @@ class TransferWorker:
         places: For each group, this rank's place among those that hold different KV of it.
         saves: The groups whose blocks this rank dumps; of ranks that hold the same KV only one does.
         recovers: Whether vLLM recomputes the tokens of blocks that failed to load.
+        between_steps: Whether requests wait for their loads between steps, so that no step computes with their blocks
+            before the loads were reported as finished.
+        background: Whether a step may end before such loads do.
     """
 
     def __init__(
@@ -68,6 +79,8 @@ class TransferWorker:
         places: Mapping[int, int],
         saves: Container[int],
         recovers: bool,
+        between_steps: bool = False,
+        background: bool = False,
     ) -> None:
         self.groups = groups
         self.gate = gate
@@ -75,9 +88,12 @@ class TransferWorker:
         self._places = places
         self._saves = saves
         self._recovers = recovers
+        self._between_steps = between_steps
+        self._background = background
+        self._loading: list[LoadUnderWay] = []
         self._under_way: list[DumpUnderWay] = []
         self._failed_blocks: set[int] = set()
-        self._step = 0
+        self._step, self._idle = 0, False
         self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
         self.save_failures = FailureLog("[UCM.Save]", "the block is not stored")
 
@@ -88,17 +104,40 @@ class TransferWorker:
         """
         if plan.step == self._step:
             return
-        self._step = plan.step
+        self._step, self._idle = plan.step, plan.idle
+        self._finish_loads(plan.fresh_block_ids)
         self._finish_dumps(plan.fresh_block_ids)
         self.settle(plan.settled, plan.void)
         for moves in self.own(plan.late_dumps):
             self._dump(plan.step, moves)
 
     def load(self, plan: StepPlan) -> None:
-        """Load what the plan asks for; returns when it is there."""
+        """Load what the plan asks for; returns when it is there, or for requests that wait between steps, at once."""
+        if self._between_steps:
+            for moves in plan.loads:
+                self._loading.append(LoadUnderWay(moves, self.start_load(moves, self.all_layers(moves.group))))
+            return
         started = [(moves, self.start_load(moves, self.all_layers(moves.group))) for moves in plan.loads]
         for moves, task in started:
             self.finish_load(plan.step, moves, task)
+
+    def take_loaded(self) -> set[str]:
+        """The requests whose loads have ended since the last call, well or not.
+
+        With nothing to compute there is nothing to do but wait for them. In releases that free an aborted request's
+        blocks while they are being loaded, no step may end before its loads.
+        """
+        wait = self._idle or not self._background
+        ended: list[LoadUnderWay] = []
+        still: list[LoadUnderWay] = []
+        for load in self._loading:
+            done = wait or self.groups[load.moves.group].check(load.task)
+            (ended if done else still).append(load)
+        self._loading = still
+        for load in ended:
+            self.finish_load(self._step, load.moves, load.task)
+        waiting = {load.moves.request_id for load in still}
+        return {load.moves.request_id for load in ended} - waiting
 
     def all_layers(self, group: int) -> range:
         """The layers of a group."""
@@ -131,7 +170,8 @@ class TransferWorker:
                 where=f"request {moves.request_id}: {first}",
                 fix="look after the store's medium; this vLLM cannot recompute their tokens, so it stops",
             )
-        self.gate.failed(step)
+        if not self._between_steps:
+            self.gate.failed(step)
         self._failed_blocks |= {b for key, b in zip(moves.keys, moves.block_ids, strict=True) if key in result.failed}
 
     def dump(self, plan: StepPlan) -> None:
@@ -158,6 +198,8 @@ class TransferWorker:
     def close(self) -> None:
         """Finish what is under way."""
         started = time.monotonic()
+        for load in self._loading:
+            self.groups[load.moves.group].wait(load.task)
         self._finish_dumps(None)
         for transfer in self.groups.values():
             transfer.close()
@@ -177,11 +219,20 @@ class TransferWorker:
     def settle(self, settled: int, void: int) -> None:
         """Make visible what may be, drop what must be."""
         commit, drop = self.gate.open(settled, void)
+        if drop:
+            # The same keys may be dumped again from blocks that are about to be computed anew.
+            self._finish_dumps(None)
         for pending in drop:
             self.groups[pending.group].discard(pending.keys)
         for pending in commit:
             transfer = self.groups[pending.group]
             self._under_way.append(DumpUnderWay(transfer, transfer.commit(pending.keys), frozenset()))
+
+    def _finish_loads(self, block_ids: set[int]) -> None:
+        """Wait for loads into blocks that have gone to another request, as they do when the first is aborted."""
+        for load in self._loading:
+            if not block_ids.isdisjoint(load.moves.block_ids):
+                self.groups[load.moves.group].wait(load.task)
 
     def _finish_dumps(self, block_ids: set[int] | None) -> None:
         """Take note of finished dumps; wait for those that read one of these blocks, or for all."""
