@@ -20,7 +20,7 @@ from ucm.store.recent import RecentKeys
 from ucm.store.tier import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.config import StoreConfig
@@ -82,23 +82,24 @@ class PosixTier(Tier):
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """One test of a directory entry per key that was not seen a moment ago."""
         young, old = self._recent.generations()
-        found = []
-        for key in keys:
-            there = key in young or key in old
-            if not there and self._is_there(key):
-                there = True
-                young.add(key)
-            found.append(there)
+        found = [key in young or key in old for key in keys]
+        if False in found:
+            holds = self._test()
+            for index, key in enumerate(keys):
+                if not found[index] and holds(key):
+                    found[index] = True
+                    young.add(key)
         self.counters.looked_up(len(keys), found.count(True))
         return found
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
         """Stops at the first key that is not there."""
         young, old = self._recent.generations()
+        holds = self._test()
         hits = 0
         for key in keys:
             if key not in young and key not in old:
-                if not self._is_there(key):
+                if not holds(key):
                     break
                 young.add(key)
             hits += 1
@@ -185,9 +186,12 @@ class PosixTier(Tier):
             return self._directories[0]
         return self._directories[self._slots[(key[-2] << 8 | key[-1]) % _SLOTS]]
 
-    def _is_there(self, key: BlockKey) -> bool:
-        directory = self._directory(key)
-        return not directory.reads.rests and os.access(directory.layout.block(key), os.F_OK)
+    def _test(self) -> Callable[[BlockKey], bool]:
+        """What tells whether a block is there, for the length of one lookup."""
+        resting = {directory for directory in self._directories if directory.reads.rests}
+        if len(self._directories) > 1:
+            return lambda key: (found := self._directory(key)) not in resting and found.holds(key)
+        return (lambda _: False) if resting else self._directories[0].holds
 
     def _read_file(self, directory: Directory, key: BlockKey, path: str) -> Buffer:
         try:

@@ -14,6 +14,7 @@ from ucm.store.posix_io import store_error
 from ucm.store.posix_layout import Layout, make_directory
 
 if TYPE_CHECKING:
+    from ucm.store.base import BlockKey
     from ucm.store.config import StoreConfig
     from ucm.store.errors import StoreError
 
@@ -41,6 +42,10 @@ class Directory:
         self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds)
         self.writes = Breaker(f"writing to {root}", config.failures_until_rest, config.rest_seconds)
         check_root(root)
+
+    def holds(self, key: BlockKey) -> bool:
+        """Whether a block is there, as far as its name tells."""
+        return os.access(self.layout.block(key), os.F_OK)
 
     def read_failed(self, error: OSError, path: str) -> StoreError:
         """Note that a file could not be read, and say why."""

@@ -22,7 +22,7 @@ ODD = BlockGeometry((1, 4095, 4096, 4097, 10_000, 3), b"odd geometry 16B")
 #: Like the KV cache of a small model: equal shards of whole pages.
 EVEN = BlockGeometry((16_384,) * 8, b"even geometry 16")
 #: More shards than the system takes in one call.
-MANY = BlockGeometry((40,) * 2_500, b"many shards 16 B")
+MANY = BlockGeometry((40,) * 1_100, b"many shards 16 B")
 
 
 def key(number: int, nbytes: int = 32) -> BlockKey:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.ucm.store.blocks import EVEN, ODD, Memory, content, fetch, filled, key, save
 from ucm.errors import ConfigError
+from ucm.store import health
 from ucm.store.config import StoreConfig
 from ucm.store.errors import StoreFullError, StoreUnavailableError
 from ucm.store.factory import open_store
@@ -26,6 +27,23 @@ if TYPE_CHECKING:
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
+
+
+class Clock:
+    """A clock that stands still until the test moves it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What tells when a rest is over."""
+    found = Clock()
+    monkeypatch.setattr(health, "time", found)
+    return found
 
 
 def files(root: str | Path) -> list[Path]:
@@ -102,17 +120,17 @@ def test_an_emptied_directory_is_filled_again_at_once(config: StoreConfig) -> No
         assert store.lookup(KEYS) == [True] * len(KEYS)
 
 
-def test_a_vanished_directory_comes_back_after_a_rest(config: StoreConfig, said: list[str]) -> None:
+def test_a_vanished_directory_comes_back_after_a_rest(config: StoreConfig, said: list[str], clock: Clock) -> None:
     root = Path(config.directories[0])
-    with open_store(replace(config, rest_seconds=0.2, failures_until_rest=3), NAMESPACE, ODD) as store:
+    with open_store(config, NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
         shutil.rmtree(root)
         assert fetch(store, KEYS, ODD)[0] == {}
         for block in KEYS[:5]:
             assert isinstance(save(store, [block], ODD).failed[block], StoreUnavailableError)
         assert not root.exists()
-        assert any("rests for 0 s after 3 failures" in line for line in said)
-        time.sleep(0.25)
+        assert any("rests for 30 s after 3 failures" in line for line in said)
+        clock.now += config.rest_seconds
         assert save(store, KEYS, ODD).failed == {}
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
         assert any(line.endswith("works again") for line in said)
@@ -208,7 +226,9 @@ def test_a_medium_that_fails_while_publishing(config: StoreConfig, monkeypatch: 
         assert len(files(config.directories[0])) == 1
 
 
-def test_a_medium_that_fails_while_reading_rests(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_medium_that_fails_while_reading_rests(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     calls = 0
 
     def refuse(*_: object) -> int:
@@ -216,14 +236,14 @@ def test_a_medium_that_fails_while_reading_rests(config: StoreConfig, monkeypatc
         calls += 1
         raise OSError(errno.EIO, "made up")
 
-    with open_store(replace(config, rest_seconds=0.2, load_threads=1), NAMESPACE, ODD) as store:
+    with open_store(replace(config, load_threads=1), NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", refuse)
             assert len(fetch(store, KEYS, ODD)[1]) == len(KEYS)
             assert calls == config.failures_until_rest
         assert store.lookup(KEYS) == [False] * len(KEYS)
-        time.sleep(0.25)
+        clock.now += config.rest_seconds
         # Lookups are not the probe: the first load is.
         assert store.lookup(KEYS) == [True] * len(KEYS)
         assert store.lookup_on_prefix(KEYS) == len(KEYS)
