@@ -131,6 +131,7 @@ def test_a_vanished_directory_comes_back_after_a_rest(config: StoreConfig, said:
         assert not root.exists()
         assert any("rests for 30 s after 3 failures" in line for line in said)
         clock.now += config.rest_seconds
+        assert save(store, KEYS[:1], ODD).failed == {}  # the probe
         assert save(store, KEYS, ODD).failed == {}
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
         assert any(line.endswith("works again") for line in said)
