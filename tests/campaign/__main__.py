@@ -1,0 +1,79 @@
+"""Run the fault campaign, and print its figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import tqdm
+
+from tests.campaign import clocks, damaged, denied, full, kill, refusing, rivals, vanish
+from tests.campaign.figures import Figures, table
+from tests.campaign.scene import Stage, folders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DEFAULT_COUNT = 500
+
+
+class Part(NamedTuple):
+    """A part of the campaign."""
+
+    run: Callable[[int, Stage], Figures]
+    share: float  #: its trials, for one kill
+    what: str
+
+
+PARTS = {
+    "kill": Part(kill.run, 1.0, "processes killed while they dump"),
+    "damage": Part(damaged.run, 1.1, "files flipped, cut, mixed up, deleted"),
+    "full": Part(full.run, 0.08, "disks filled, or the size of files limited"),
+    "denied": Part(denied.run, 0.2, "permissions withdrawn from a store in use"),
+    "vanish": Part(vanish.run, 0.2, "directories removed from a store in use"),
+    "rivals": Part(rivals.run, 0.1, "stores with several writers of the same blocks"),
+    "clocks": Part(clocks.run, 0.1, "stores whose clocks jump while blocks are evicted"),
+    "refusing": Part(refusing.run, 0.1, "stores whose calls to the operating system fail at random"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts; 1 if a figure is not zero that must be."""
+    listed = "; ".join(f"{name}: {part.what}" for name, part in PARTS.items())
+    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=f"{__doc__} The parts: {listed}.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
+    parser.add_argument("--count", type=int, default=DEFAULT_COUNT, help="kills; other parts have their share of it")
+    parser.add_argument("--seed", type=int, help="of an earlier run, to try the same again")
+    parser.add_argument("--json", action="store_true", help="for a program")
+    options = parser.parse_args(arguments)
+    strange = [name for name in options.parts if name not in PARTS]
+    if strange:
+        parser.error(f"there is no part {strange[0]!r}; there are {', '.join(PARTS)}")
+    seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+    print(f"seed {seed}", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    found = {name: run_part(name, options.count, seed) for name in options.parts or PARTS}
+    if options.json:
+        print(json.dumps({"seed": seed, "parts": {name: figures.as_data() for name, figures in found.items()}}))
+    else:
+        print(table(found))
+        print(f"seed {seed}, {time.monotonic() - began:.0f} s")
+    return int(any(figures.failed for figures in found.values()))
+
+
+def run_part(name: str, count: int, seed: int) -> Figures:
+    """One part's figures."""
+    part = PARTS[name]
+    trials = max(1, round(count * part.share))
+    with folders() as (disk, shared), tqdm.tqdm(total=trials, desc=f"{name:<8}", disable=None) as bar:
+        rng = random.Random(f"{seed} {name}")  # noqa: S311 - it decides what is tested
+        return part.run(trials, Stage(rng, disk, shared, bar.update))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

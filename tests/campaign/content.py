@@ -1,0 +1,77 @@
+"""Blocks with known content: whoever has a key can tell whether a store gave back the right bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from numpy.random import SFC64, Generator
+
+from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
+
+if TYPE_CHECKING:
+    import random
+
+_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A set of blocks.
+
+    Args:
+        seed: Tells this corpus's keys and bytes from any other's.
+        count: How many blocks it has.
+        shard_sizes: The bytes of each block's shards.
+    """
+
+    seed: int
+    count: int
+    shard_sizes: tuple[int, ...]
+
+    @property
+    def geometry(self) -> BlockGeometry:
+        """What a block of it is."""
+        name = repr((self.seed, self.shard_sizes)).encode()
+        return BlockGeometry(self.shard_sizes, hashlib.blake2b(name, digest_size=16).digest())
+
+    def key(self, index: int) -> BlockKey:
+        """A block's name."""
+        return BlockKey(hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=32).digest())
+
+    def shards(self, index: int, edition: int = 0) -> list[bytes]:
+        """A block's bytes; another edition of it has other ones under the same key."""
+        generator = Generator(SFC64([self.seed, index, edition]))
+        return [generator.bytes(size) for size in self.shard_sizes]
+
+    def transfer(self, index: int, edition: int = 0) -> BlockTransfer:
+        """A whole block, to be dumped."""
+        return BlockTransfer(self.key(index), [memoryview(shard) for shard in self.shards(index, edition)])
+
+    def pieces(self, index: int, rng: random.Random, edition: int = 0) -> list[BlockTransfer]:
+        """A block as transfers of a few shards each, in random order."""
+        shards = [memoryview(shard) for shard in self.shards(index, edition)]
+        cuts = sorted(rng.sample(range(1, len(shards)), rng.randrange(len(shards))))
+        bounds = list(zip([0, *cuts], [*cuts, len(shards)], strict=True))
+        rng.shuffle(bounds)
+        return [BlockTransfer(self.key(index), shards[begin:end], begin) for begin, end in bounds]
+
+    def room(self, index: int) -> BlockTransfer:
+        """Memory to load a block into, filled with what no block of it holds."""
+        return BlockTransfer(self.key(index), [memoryview(bytearray(b"\xa5" * size)) for size in self.shard_sizes])
+
+    def edition_of(self, index: int, loaded: BlockTransfer, editions: int = 1) -> int | None:
+        """Which edition a loaded block is; None if its bytes are nobody's."""
+        found = [bytes(shard) for shard in loaded.shards]
+        return next((edition for edition in range(editions) if self.shards(index, edition) == found), None)
+
+
+def random_corpus(rng: random.Random, count: int) -> Corpus:
+    """A corpus with blocks of a random shape, of some 20 to 500 KiB."""
+    shapes = (
+        tuple(rng.randrange(1, 24 * _KIB) for _ in range(rng.randrange(2, 24))),
+        (4 * _KIB,) * rng.randrange(4, 40),
+        tuple(rng.choice((64 * _KIB, 100_000, 130_001)) for _ in range(rng.randrange(1, 4))),
+    )
+    return Corpus(rng.getrandbits(48), count, rng.choice(shapes))

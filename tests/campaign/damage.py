@@ -1,0 +1,162 @@
+"""Ways in which a store's files can come to harm; also for tests that run an engine on the store.
+
+``damage_store(root, "flip", rng)`` harms every block below a directory of a store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucm.store.format import UNIT
+from ucm.store.posix_layout import buckets, key_of, namespaces
+
+if TYPE_CHECKING:
+    import random
+
+    from ucm.store.base import BlockKey
+
+
+class BlockFile(NamedTuple):
+    """A block's file."""
+
+    path: Path
+    key: BlockKey
+
+
+Damage = Callable[[Path, "random.Random", list[BlockFile]], None]
+
+
+def block_files(root: Path) -> list[BlockFile]:
+    """Every block below a directory of a store, in the order of their names."""
+    found = []
+    for layout in namespaces(str(root)):
+        for bucket in buckets(layout):
+            for path in sorted(Path(bucket).iterdir()):
+                key = key_of(bucket, path.name)
+                if key is not None:
+                    found.append(BlockFile(path, key))
+    return found
+
+
+def damage_store(root: Path, how: str, rng: random.Random, limit: int | None = None) -> list[BlockFile]:
+    """Harm blocks.
+
+    Args:
+        root: A directory of a store, as it is configured.
+        how: One of ``DAMAGES``.
+        rng: Decides which blocks, and where.
+        limit: How many; None: all.
+
+    Returns:
+        Those that were harmed.
+    """
+    found = block_files(root)
+    chosen = rng.sample(found, len(found) if limit is None else min(limit, len(found)))
+    for block in chosen:
+        if block.path.exists():
+            DAMAGES[how](block.path, rng, found)
+    return chosen
+
+
+def _flip(path: Path, rng: random.Random, begin: int, end: int) -> None:
+    place = rng.randrange(begin, end)
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def _header(path: Path) -> int:
+    """The length of a header that is whole."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(12)[10:12], "little") * UNIT
+
+
+def flip(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """One bit, anywhere."""
+    _flip(path, rng, 0, path.stat().st_size)
+
+
+def flip_header(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """One bit of the header."""
+    _flip(path, rng, 0, _header(path))
+
+
+def flip_body(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """One bit behind the header."""
+    _flip(path, rng, _header(path), path.stat().st_size)
+
+
+def truncate(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """Cut anywhere, the very beginning included."""
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def truncate_header(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """Cut within the header."""
+    os.truncate(path, rng.randrange(_header(path)))
+
+
+def truncate_body(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """Cut behind the header."""
+    os.truncate(path, rng.randrange(_header(path), path.stat().st_size))
+
+
+def extend(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """Bytes too many."""
+    with path.open("ab") as file:
+        file.write(rng.randbytes(rng.randrange(1, 2 * UNIT)))
+
+
+def hole(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """A stretch of zeros, as a file system leaves it that lost a page; where there were zeros, one bit set instead."""
+    size = path.stat().st_size
+    place = rng.randrange(0, size, 512)
+    with path.open("r+b") as file:
+        file.seek(place)
+        before = file.read(rng.randrange(1, UNIT))
+        file.seek(place)
+        file.write(bytes(len(before)) if any(before) else b"\1" + before[1:])
+
+
+def scramble(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
+    """Other bytes from some place on to the end."""
+    size = path.stat().st_size
+    place = rng.randrange(size)
+    with path.open("r+b") as file:
+        file.seek(place)
+        first = file.read(1)[0] ^ 0xFF
+        file.seek(place)
+        file.write(bytes([first]) + rng.randbytes(size - place - 1))
+
+
+def misplace(path: Path, rng: random.Random, found: list[BlockFile]) -> None:
+    """Another block, whole, in this one's place; if there is no other one, a flipped bit."""
+    mine = path.read_bytes()
+    for other in rng.sample(found, len(found)):
+        if other.path.exists() and other.path.read_bytes() != mine:
+            copy = path.with_name("copy")
+            shutil.copyfile(other.path, copy)
+            copy.replace(path)
+            return
+    flip(path, rng, found)
+
+
+def delete(path: Path, _: random.Random, __: list[BlockFile]) -> None:
+    """No file at all."""
+    path.unlink()
+
+
+#: Every way, by its name.
+DAMAGES: dict[str, Damage] = {
+    way.__name__.strip("_").replace("_", "-"): way
+    for way in (
+        *(flip, flip_header, flip_body, truncate, truncate_header, truncate_body),
+        *(extend, hole, scramble, misplace, delete),
+    )
+}

@@ -1,0 +1,82 @@
+"""Permissions that are withdrawn while a process dumps and loads, and given back."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.campaign.figures import Figures
+from tests.campaign.processes import Child, in_new_process
+from tests.campaign.scene import Scene, Stage, inspect, temporaries
+from tests.campaign.user import open_refused, use
+
+if TYPE_CHECKING:
+    import random
+
+#: How often a store's permissions are withdrawn, and how many blocks it has.
+_TIMES, _BLOCKS = 5, 40
+_MOMENT = 0.15
+_NOBODY = 65534
+
+
+def run(count: int, stage: Stage) -> Figures:
+    """Withdraw permissions so many times.
+
+    Args:
+        count: How many times.
+        stage: Where.
+    """
+    # To root nothing is forbidden: its processes become another user first.
+    user = _NOBODY if os.geteuid() == 0 else None
+    stage.disk.chmod(0o711)
+    rng = stage.rng
+    figures = Figures()
+    while figures.trials < count:
+        # A Dram tier that is not its user's own is refused at start: there is nothing to withdraw from it.
+        scene = replace(stage, shared=None).scene(_BLOCKS)
+        for root in scene.roots:
+            _give(Path(root), user)
+        figures.add(_refused_at_open(scene, user))
+        stop = stage.stop_file()
+        child = Child(use, scene, rng.getrandbits(32), str(stop), user)
+        child.await_word("working")
+        for _ in range(min(_TIMES, count - figures.trials)):
+            time.sleep(rng.uniform(0, _MOMENT))
+            _withdraw(rng, scene)
+            figures.trials += 1
+            stage.tick()
+        stop.touch()
+        figures.add(child.end())
+        figures.add(inspect(scene))
+        figures.left_over += temporaries(scene)
+    return figures
+
+
+def _give(path: Path, user: int | None) -> None:
+    if user is not None:
+        os.chown(path, user, user)
+
+
+def _refused_at_open(scene: Scene, user: int | None) -> Figures:
+    """A store that cannot be written must be refused with an error that says so."""
+    root = Path(scene.roots[0])
+    root.chmod(0o500)
+    _, figures = in_new_process(open_refused, scene, user)
+    root.chmod(0o700)
+    return figures
+
+
+def _withdraw(rng: random.Random, scene: Scene) -> None:
+    """Forbid writing or everything, in one place, for a moment."""
+    root = Path(rng.choice(scene.roots))
+    path = rng.choice([root, root, *sorted(root.rglob("*"))])
+    try:
+        mode = path.stat().st_mode & 0o777
+        path.chmod(rng.choice((0o000, 0o400, 0o500)))
+        time.sleep(rng.uniform(0, _MOMENT))
+        path.chmod(mode)
+    except FileNotFoundError:
+        pass  # a temporary file, and it is gone

@@ -1,0 +1,124 @@
+"""kill -9 while blocks are being dumped: by the clock, and within a call to the operating system."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tests.campaign.figures import Figures
+from tests.campaign.processes import Child
+from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect, reopen
+from ucm.store.factory import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tests.campaign.processes import Reporter
+
+#: How many kills a store goes through, with this many blocks.
+_KILLS, _BLOCKS = 5, 120
+#: A process is killed at a random moment after it committed up to so many blocks, or at its fuse.
+_MOST_COMMITTED = 30
+_MOMENT, _LONGEST_LIFE = 0.02, 5.0
+_CALLS = ("open", "write", "pwritev", "ftruncate", "fsync", "close", "rename", "mkdir", "unlink")
+
+
+def run(count: int, stage: Stage) -> Figures:
+    """Kill so many processes; after each, a fresh one loads all that is visible.
+
+    Args:
+        count: How many.
+        stage: Where.
+    """
+    figures = Figures()
+    rng = stage.rng
+    scenes: list[Scene] = []
+    committed: set[int] = set()
+    for number in range(count):
+        if number % _KILLS == 0:
+            scenes.append(stage.scene(_BLOCKS))
+            committed = set()
+        fuse = rng.choice((None, None, rng.randrange(30), rng.randrange(300)))
+        child = Child(dump_until_killed, scenes[-1], rng.getrandbits(32), fuse)
+        enough = rng.randrange(_MOST_COMMITTED) if fuse is None else sys.maxsize
+        deadline = time.monotonic() + _LONGEST_LIFE
+        while child.alive and len(child.values("committed")) < enough and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, _MOMENT))
+        child.kill()
+        figures.add(child.end())
+        figures.trials += 1
+        figures.committed += len(child.values("committed"))
+        committed |= set(child.values("committed"))
+        figures.add(inspect(scenes[-1], sorted(committed)))
+        stage.tick()
+    figures.add(reopen(scenes))
+    return figures
+
+
+def dump_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | None) -> None:
+    """Dump random blocks, their shards in random order, and tell which are committed.
+
+    Args:
+        reporter: Hears of each block.
+        scene: Where to.
+        seed: Decides which.
+        fuse: After how many calls to the operating system to die, within the next one; None: never.
+    """
+    rng = random.Random(seed)  # noqa: S311 - it decides what is tested
+    corpus = scene.corpus
+    reporter.tell("begun")
+    if fuse is not None:
+        burn(fuse, rng)
+    store = open_store(scene.config, NAMESPACE, corpus.geometry)
+    while True:
+        batch = rng.sample(range(corpus.count), rng.randrange(1, 6))
+        dump_in_pieces(store, [piece for index in batch for piece in corpus.pieces(index, rng)], rng)
+        if rng.random() < 0.1:
+            store.discard([corpus.key(batch.pop())])
+        done = store.wait(store.commit([corpus.key(index) for index in batch])).done
+        for index in batch:
+            if corpus.key(index) in done:
+                reporter.tell("committed", index)
+
+
+def dump_in_pieces(store: Any, pieces: Sequence[Any], rng: random.Random) -> None:
+    """Dump transfers in random order and in calls of a random size, without waiting."""
+    pieces = rng.sample(pieces, len(pieces))
+    while pieces:
+        step = rng.randrange(1, len(pieces) + 1)
+        store.dump(pieces[:step])
+        pieces = pieces[step:]
+
+
+def burn(fuse: int, rng: random.Random) -> None:
+    """Let this process die within a later call to the operating system: before it, after it, or half way through."""
+    left = [fuse]
+
+    def deadly(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                if name == "pwritev":
+                    _tear(call, *arguments, rng=rng)
+                elif rng.random() < 0.5:
+                    call(*arguments, **keywords)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **keywords)
+
+        return wrapped
+
+    for name in _CALLS:
+        setattr(os, name, deadly(name, getattr(os, name)))
+
+
+def _tear(
+    call: Callable[..., Any], descriptor: int, buffers: Sequence[Any], offset: int, *, rng: random.Random
+) -> None:
+    """Write the beginning of what was to be written."""
+    whole = b"".join(bytes(buffer) for buffer in buffers)
+    call(descriptor, [whole[: rng.randrange(len(whole) + 1)]], offset)

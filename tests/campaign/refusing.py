@@ -1,0 +1,87 @@
+"""An operating system that refuses: any call may fail, or do half of what it was asked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tests.campaign.figures import Figures
+from tests.campaign.processes import in_new_process
+from tests.campaign.scene import Stage, inspect, reopen
+from tests.campaign.user import User
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.campaign.processes import Reporter
+    from tests.campaign.scene import Scene
+
+_BLOCKS, _STEPS = 40, 20
+_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EINVAL, errno.ENOENT, errno.EBUSY),
+)
+_CALLS = ("open", "pread", "preadv", "pwritev", "ftruncate", "fsync", "fstat", "rename", "mkdir", "unlink", "link")
+_HALVED = ("pwritev", "preadv")
+_SHARE = 0.05
+
+
+def run(count: int, stage: Stage) -> Figures:
+    """Refuse in so many stores.
+
+    Args:
+        count: How many.
+        stage: Where.
+    """
+    figures = Figures()
+    scenes: list[Scene] = []
+    for _ in range(count):
+        scenes.append(stage.scene(_BLOCKS))
+        figures.add(in_new_process(_use_refused, scenes[-1], stage.rng.getrandbits(32))[1])
+        figures.add(inspect(scenes[-1]))
+        figures.trials += 1
+        stage.tick()
+    figures.add(reopen(scenes))
+    return figures
+
+
+def _use_refused(reporter: Reporter, scene: Scene, seed: int) -> None:
+    rng = random.Random(seed)  # noqa: S311 - it decides what is tested
+    user = User(scene, rng, 0, 1)
+    with _refusals(rng):
+        for _ in range(_STEPS):
+            user.dump_some()
+            user.load_some()
+    user.recover()
+    user.store.close()
+    reporter.tell("figures", user.figures)
+
+
+@contextmanager
+def _refusals(rng: random.Random) -> Iterator[None]:
+    """Let some calls to the operating system fail, and others read or write less than they should."""
+    originals = {name: getattr(os, name) for name in _CALLS}
+
+    def unreliable(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            if rng.random() < _SHARE:
+                number = rng.choice(_ERRORS)
+                raise OSError(number, os.strerror(number))
+            if name in _HALVED and rng.random() < _SHARE:
+                descriptor, buffers, offset = arguments
+                first = memoryview(buffers[0]).cast("B")
+                return call(descriptor, [first[: rng.randrange(1, len(first) + 1)]], offset)
+            return call(*arguments, **keywords)
+
+        return wrapped
+
+    for name, call in originals.items():
+        setattr(os, name, unreliable(name, call))
+    try:
+        yield
+    finally:
+        for name, call in originals.items():
+            setattr(os, name, call)

@@ -1,0 +1,209 @@
+"""A store in directories of its own, and what a fresh process finds in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.campaign.content import Corpus, random_corpus
+from tests.campaign.figures import Figures
+from tests.campaign.processes import in_new_process
+from ucm.store.config import StoreConfig
+from ucm.store.dram import in_memory
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import namespaces
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from tests.campaign.processes import Reporter
+
+NAMESPACE = "campaign/rank0"
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - directories with random names and mode 0700 are made in it
+#: The chance of ways of writing that are slow.
+_SELDOM = 0.2
+#: How long a store may take to delete what dead writers left: its keeper begins after some seconds.
+_TIDY_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A store.
+
+    Args:
+        config: How it is opened.
+        corpus: What is put into it.
+    """
+
+    config: StoreConfig
+    corpus: Corpus
+
+    @property
+    def roots(self) -> list[str]:
+        """All its directories."""
+        dram = [self.config.dram_directory] if "Cache" in self.config.pipeline else []
+        return [*self.config.directories, *dram]
+
+    def views(self) -> list[StoreConfig]:
+        """The store as it is, and if it has several tiers, each of them alone."""
+        plain = replace(self.config, lookup_cache_keys=0)
+        if "|" not in plain.pipeline:
+            return [plain]
+        return [plain, replace(plain, pipeline="Posix"), replace(plain, pipeline="Dram")]
+
+
+@contextmanager
+def folders() -> Iterator[tuple[Path, Path | None]]:
+    """Two new directories, one on the disk and one in memory where the system has that; deleted at the end."""
+    disk = Path(tempfile.mkdtemp(prefix="ucm-campaign-"))
+    shared = None
+    if in_memory(_SHARED_MEMORY) and os.access(_SHARED_MEMORY, os.W_OK):
+        shared = Path(tempfile.mkdtemp(prefix="ucm-campaign-", dir=_SHARED_MEMORY))
+    try:
+        yield disk, shared
+    finally:
+        for folder in (disk, shared):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a part of the campaign plays on.
+
+    Args:
+        rng: Decides everything.
+        disk: Where stores are made.
+        shared: Where their Dram tiers are; without it there are none.
+        tick: Called after each trial.
+        options: Options of every store, in place of random ones.
+    """
+
+    rng: random.Random
+    disk: Path
+    shared: Path | None
+    tick: Callable[[], object] = int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def scene(self, blocks: int, **options: Any) -> Scene:
+        """A store with random tiers, threads and ways of writing.
+
+        Args:
+            blocks: How many blocks its corpus has.
+            options: Further options of the store, as they are.
+        """
+        rng = self.rng
+        name = f"{rng.getrandbits(64):016x}"
+        directories = tuple(str(self.disk / f"{name}-{number}") for number in range(rng.choice((1, 1, 2))))
+        for directory in directories:
+            Path(directory).mkdir(mode=0o700)
+        chosen: dict[str, Any] = {
+            "pipeline": rng.choice(("Posix", "Cache|Posix")) if self.shared else "Posix",
+            "dram_directory": str(self.shared / name) if self.shared else "",
+            "fsync": rng.random() < _SELDOM,
+            "direct_io": rng.random() < _SELDOM,
+            "dump_threads": rng.randrange(1, 4),
+            "load_threads": rng.randrange(1, 4),
+            "dump_nice": 0,
+            "rest_seconds": 0.05,
+        }
+        config = StoreConfig(directories=directories, **{**chosen, **options, **self.options})
+        return Scene(config, random_corpus(rng, blocks))
+
+    def stop_file(self) -> Path:
+        """A file that is not there yet."""
+        return self.disk / f"stop-{self.rng.getrandbits(64):016x}"
+
+
+def temporaries(scene: Scene) -> int:
+    """How many temporary files lie in a store, and leases with them."""
+    count = 0
+    for root in scene.roots:
+        for layout in namespaces(root) if Path(root).is_dir() else []:
+            for directory in (layout.temporary, layout.leases):
+                count += len(list(Path(directory).glob("*")))
+    return count
+
+
+def loose_files(scene: Scene) -> int:
+    """How many files lie where a keeper never looks, in directories that no marker says to be ours."""
+    count = 0
+    for root in scene.roots:
+        known = {Path(layout.base) for layout in namespaces(root)} if Path(root).is_dir() else set()
+        count += sum(
+            len([path for path in folder.rglob("*") if path.is_file()])
+            for folder in Path(root).glob("*")
+            if folder not in known
+        )
+    return count
+
+
+def inspect(scene: Scene, committed: Sequence[int] = (), *, editions: int = 1, damaged: bool = False) -> Figures:
+    """Load everything visible in a fresh process, through all tiers and through each alone.
+
+    Args:
+        scene: The store.
+        committed: Blocks that must be there.
+        editions: How many editions of a block are right.
+        damaged: Whether somebody damaged files, so that loads may fail; what failed must then be a miss.
+    """
+    figures = Figures()
+    for number, view in enumerate(scene.views()):
+        child, found = in_new_process(_load_all, view, scene.corpus, editions, damaged)
+        figures.add(found)
+        if number == 0:
+            figures.lost += sum(len(set(committed) - set(visible)) for visible in child.values("visible"))
+    return figures
+
+
+def _load_all(reporter: Reporter, config: StoreConfig, corpus: Corpus, editions: int, damaged: bool) -> None:
+    figures = Figures()
+    keys = [corpus.key(index) for index in range(corpus.count)]
+    with open_store(config, NAMESPACE, corpus.geometry) as store:
+        visible = [index for index, there in enumerate(store.lookup(keys)) if there]
+        figures.visible = len(visible)
+        rooms = {index: corpus.room(index) for index in visible}
+        result = store.wait(store.load(list(rooms.values())))
+        for index, room in rooms.items():
+            if room.key in result.failed:
+                figures.refused += 1
+            elif corpus.edition_of(index, room, editions) is None:
+                figures.wrong_bytes += 1
+            else:
+                figures.loaded += 1
+        failed = {key: error for key, error in result.failed.items() if error.cause in {"corrupt", "foreign"}}
+        figures.corrupt_hits = sum(store.lookup(list(failed))) if damaged else len(failed)
+        figures.notes = [] if damaged else [f"torn: {error}" for error in failed.values()]
+    reporter.tell("figures", figures)
+    reporter.tell("visible", visible)
+
+
+def reopen(scenes: Sequence[Scene]) -> Figures:
+    """Open stores again as an engine does, and see whether what dead writers left goes away."""
+    return in_new_process(_reopen, scenes)[1]
+
+
+def _reopen(reporter: Reporter, scenes: Sequence[Scene]) -> None:
+    figures = Figures(left_by_faults=sum(temporaries(scene) + loose_files(scene) for scene in scenes))
+    stores = [open_store(scene.config, NAMESPACE, scene.corpus.geometry) for scene in scenes]
+    for scene, store in zip(scenes, stores, strict=True):
+        new = scene.corpus.transfer(scene.corpus.count)
+        store.wait(store.dump([new]))
+        done = store.wait(store.commit([new.key])).done
+        figures.stuck += new.key not in done
+    deadline = time.monotonic() + _TIDY_PATIENCE
+    while time.monotonic() < deadline:
+        figures.left_over = sum(temporaries(scene) + loose_files(scene) for scene in scenes)
+        if not figures.left_over:
+            break
+        time.sleep(0.2)
+    for store in stores:
+        store.close()
+    reporter.tell("figures", figures)

@@ -1,0 +1,77 @@
+"""A short campaign; and a store that is not careful, which the campaign must find out."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.campaign import damaged, kill
+from tests.campaign.__main__ import PARTS, run_part
+from tests.campaign.careless import CARELESS
+from tests.campaign.damage import DAMAGES, block_files, damage_store
+from tests.campaign.figures import MUST_BE_ZERO, Figures, table
+from tests.campaign.scene import Stage, folders
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SEED = 20240607
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_must_be_zero_is_zero(part: str) -> None:
+    figures = run_part(part, 20, SEED)
+    print(table({part: figures}))
+    assert figures.trials
+    assert figures.loaded
+    assert not figures.failed, figures
+
+
+def test_a_store_that_writes_blocks_in_place_is_found_out() -> None:
+    with folders() as (disk, _):
+        rng = random.Random(SEED)  # noqa: S311 - it decides what is tested
+        figures = kill.run(30, Stage(rng, disk, None, options={"pipeline": CARELESS}))
+    assert figures.wrong_bytes
+    assert figures.failed
+
+
+def test_a_store_without_checksums_is_found_out() -> None:
+    with folders() as (disk, _):
+        rng = random.Random(SEED)  # noqa: S311 - it decides what is tested
+        figures = damaged.run(40, Stage(rng, disk, None, options={"pipeline": CARELESS}))
+    assert figures.wrong_bytes
+    assert figures.failed
+
+
+@pytest.mark.parametrize("name", MUST_BE_ZERO)
+def test_each_fault_counts(name: str) -> None:
+    figures = Figures()
+    setattr(figures, name, 1)
+    assert figures.failed
+    assert not Figures(trials=1, refused=1, left_by_faults=1).failed
+
+
+def test_the_table_adds_up() -> None:
+    lines = table({"one": Figures(trials=1200, notes=["so"]), "two": Figures(trials=34, lost=1)}).splitlines()
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["one", "1,200", "0"],
+        ["two", "34", "0"],
+        ["in", "all", "1,234"],
+    ]
+    assert lines[4:] == ["one: so"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_every_damage_changes_what_it_says(how: str, tmp_path: Path) -> None:
+    rng = random.Random(SEED)  # noqa: S311 - it decides what is tested
+    scene = Stage(rng, tmp_path, None).scene(12)
+    assert damaged.fill(scene).committed == 12
+    for root in map(type(tmp_path), scene.roots):
+        before = {block.path: block.path.read_bytes() for block in block_files(root)}
+        harmed = {block.path for block in damage_store(root, how, rng, limit=3)}
+        assert len(harmed) == min(3, len(before))
+        for path, content in before.items():
+            now = path.read_bytes() if path.exists() else b""
+            assert (now != content) == (path in harmed)

@@ -1,0 +1,126 @@
+"""A process that dumps and loads without pause, whatever happens to the store, as an engine does."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.campaign.figures import Figures
+from tests.campaign.kill import dump_in_pieces
+from tests.campaign.scene import NAMESPACE, Scene
+from ucm.errors import ConfigError
+from ucm.store.factory import open_store
+
+if TYPE_CHECKING:
+    from tests.campaign.processes import Reporter
+
+#: How long a store may take to work again once a fault is over.
+_PATIENCE = 30.0
+
+
+def use(reporter: Reporter, scene: Scene, seed: int, stop: str, user_id: int | None = None, editions: int = 1) -> None:
+    """Dump random blocks, load random blocks, and compare; until a file appears, from when on all must work again.
+
+    Args:
+        reporter: Hears the figures in the end, and ``working`` after the first block.
+        scene: The store.
+        seed: Decides what is done.
+        stop: The file.
+        user_id: The user to become first; None: stay who we are.
+        editions: How many editions of a block are right; which one is dumped is decided by the seed.
+    """
+    if user_id is not None:
+        os.setgroups([])
+        os.setgid(user_id)
+        os.setuid(user_id)
+    rng = random.Random(seed)  # noqa: S311 - it decides what is tested
+    user = User(scene, rng, rng.randrange(editions), editions)
+    while not Path(stop).exists():
+        user.dump_some()
+        user.load_some()
+        if user.figures.committed:
+            reporter.tell("working")
+    user.recover()
+    user.store.close()
+    reporter.tell("figures", user.figures)
+
+
+def open_refused(reporter: Reporter, scene: Scene, user_id: int | None) -> None:
+    """Open a store that cannot be used; that must be an error which says so."""
+    if user_id is not None:
+        os.setgroups([])
+        os.setgid(user_id)
+        os.setuid(user_id)
+    figures = Figures()
+    try:
+        open_store(scene.config, NAMESPACE, scene.corpus.geometry).close()
+    except ConfigError:
+        figures.refused += 1
+    else:
+        figures.stuck += 1
+        figures.notes.append("a store that cannot be written was opened without a word")
+    reporter.tell("figures", figures)
+
+
+class User:
+    """One engine's side of a store.
+
+    Args:
+        scene: The store.
+        rng: Decides what is done.
+        edition: Which edition of the blocks it dumps.
+        editions: How many editions are right.
+    """
+
+    def __init__(self, scene: Scene, rng: random.Random, edition: int, editions: int) -> None:
+        self.figures = Figures()
+        self._corpus = scene.corpus
+        self._rng = rng
+        self._edition, self._editions = edition, editions
+        self.store = open_store(scene.config, NAMESPACE, scene.corpus.geometry)
+
+    def dump_some(self) -> bool:
+        """Whether all went well."""
+        corpus, rng = self._corpus, self._rng
+        batch = rng.sample(range(corpus.count), rng.randrange(1, 4))
+        pieces = [piece for index in batch for piece in corpus.pieces(index, rng, self._edition)]
+        dump_in_pieces(self.store, pieces, rng)
+        result = self.store.wait(self.store.commit([corpus.key(index) for index in batch]))
+        self.figures.committed += len(result.done)
+        self.figures.refused += len(result.failed)
+        return not result.failed
+
+    def load_some(self) -> bool:
+        """Whether all that was promised went well, and something was promised."""
+        corpus, figures = self._corpus, self.figures
+        batch = self._rng.sample(range(corpus.count), 4)
+        promised = self.store.lookup([corpus.key(index) for index in batch])
+        rooms = {index: corpus.room(index) for index, there in zip(batch, promised, strict=True) if there}
+        result = self.store.wait(self.store.load(list(rooms.values())))
+        figures.visible += len(rooms)
+        for index, room in rooms.items():
+            error = result.failed.get(room.key)
+            if error is not None:
+                figures.refused += 1
+                if error.cause in {"corrupt", "foreign"}:
+                    figures.corrupt_hits += 1
+                    figures.notes.append(f"torn: {error}")
+            elif corpus.edition_of(index, room, self._editions) is None:
+                figures.wrong_bytes += 1
+            else:
+                figures.loaded += 1
+        return bool(rooms) and not result.failed
+
+    def recover(self) -> None:
+        """Go on until a dump and a load went well."""
+        deadline = time.monotonic() + _PATIENCE
+        dumped = loaded = False
+        while not (dumped and loaded):
+            dumped = self.dump_some() or dumped
+            loaded = self.load_some() or loaded
+            if time.monotonic() > deadline:
+                self.figures.stuck += 1
+                return
