@@ -14,7 +14,7 @@ class RecentKeys:
 
     Args:
         limit: How many keys are held at most; 0 or 1 hold none.
-        seconds: How long a key is held at least; twice that at most, for as long as somebody asks.
+        seconds: How long a key is held unless there are too many; twice that at most.
     """
 
     def __init__(self, limit: int, seconds: float) -> None:
@@ -29,10 +29,14 @@ class RecentKeys:
         if not self._half:
             return set(), set()
         now = time.monotonic()
-        if now >= self._turn or len(self._young) > self._half:
-            # A key seen before a pause of this length is as old as the pause: both sets go.
-            self._old = self._young if now < self._turn + self._seconds else set()
-            self._young = set()
+        if now >= self._turn + self._seconds:
+            self._young, self._old = set(), set()
+            self._turn = now + self._seconds
+        elif now >= self._turn:
+            self._young, self._old = set(), self._young
+            self._turn += self._seconds
+        elif len(self._young) > self._half:
+            self._young, self._old = set(), self._young
             self._turn = now + self._seconds
         return self._young, self._old
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.ucm.store.blocks import EVEN, ODD, Memory, content, fetch, filled, key, save
 from ucm.errors import ConfigError
-from ucm.store import health
+from ucm.store import health, recent
 from ucm.store.config import StoreConfig
 from ucm.store.errors import StoreFullError, StoreUnavailableError
 from ucm.store.factory import open_store
@@ -40,9 +40,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What tells when a rest is over."""
+    """What tells when a rest is over, and what was seen is old."""
     found = Clock()
     monkeypatch.setattr(health, "time", found)
+    monkeypatch.setattr(recent, "time", found)
     return found
 
 
@@ -332,18 +333,37 @@ def test_without_a_thread_until_the_first_transfer(config: StoreConfig) -> None:
     assert threading.active_count() == before
 
 
-def test_what_was_seen_is_believed_for_a_moment_only(config: StoreConfig) -> None:
-    cached = replace(config, lookup_cache_keys=100, lookup_cache_seconds=0.1)
+def test_what_was_seen_is_believed_for_a_moment_only(config: StoreConfig, clock: Clock) -> None:
+    cached = replace(config, lookup_cache_keys=100, lookup_cache_seconds=3.0)
     with open_store(config, NAMESPACE, ODD) as writer, open_store(cached, NAMESPACE, ODD) as store:
+        save(writer, KEYS, ODD)
+        assert store.lookup(KEYS) == [True] * len(KEYS)
+        clock.now += 2.9
+        assert store.lookup(KEYS) == [True] * len(KEYS)
+        for path in files(config.directories[0]):
+            path.unlink()
+        clock.now += 2.9
+        assert store.lookup_on_prefix(KEYS) == len(KEYS)
+        clock.now += 0.3
+        # However often it was asked for, it is not believed for longer than twice the time.
+        assert store.lookup(KEYS) == [False] * len(KEYS)
         save(writer, KEYS, ODD)
         assert store.lookup(KEYS) == [True] * len(KEYS)
         for path in files(config.directories[0]):
             path.unlink()
-        assert store.lookup(KEYS[:1]) == [True]
-        deadline = time.monotonic() + 10
-        while store.lookup(KEYS)[0] and time.monotonic() < deadline:
-            time.sleep(0.02)
+        clock.now += 100
         assert store.lookup(KEYS) == [False] * len(KEYS)
+
+
+def test_a_bounded_number_is_remembered(config: StoreConfig, clock: Clock) -> None:
+    with open_store(replace(config, lookup_cache_keys=4), NAMESPACE, ODD) as store:
+        save(store, KEYS, ODD)
+        clock.now += 100
+        for block in KEYS:
+            assert store.lookup([block]) == [True]
+        for path in files(config.directories[0]):
+            path.unlink()
+        assert 1 <= store.lookup(KEYS).count(True) <= 6
 
 
 def test_a_failed_load_ends_the_belief(config: StoreConfig) -> None:
