@@ -19,7 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from ucm.integration.vllm.connector.assembly import SchedulerSide, WorkerSide, connector_settings
+from ucm.config.load import load_connector_config
+from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
+from ucm.integration.vllm.connector.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,13 +68,18 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             super().__init__(vllm_config, role)
         else:
             super().__init__(vllm_config, role, kv_cache_config)
-        settings = connector_settings(vllm_config, self.kind)
+        settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
         else:
             self._worker_side = WorkerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
+
+    @classmethod
+    def _settings(cls, extra_config: dict[str, Any] | None) -> ConnectorConfig:
+        fixed = {} if cls.kind is None else {"connector": cls.kind}
+        return load_connector_config({**(extra_config or {}), **fixed})
 
     @property
     def _scheduler(self) -> SchedulerSide:
@@ -154,11 +161,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where blocks are loaded layer by layer."""
-        self._worker.mover.wait_for_layer(layer_name)
+        if self._worker.has_begun:
+            self._worker.mover.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Dump one layer, where blocks are dumped layer by layer."""
-        self._worker.mover.layer_computed(layer_name)
+        if self._worker.has_begun:
+            self._worker.mover.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Start the step's dumps."""
@@ -217,10 +226,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layer by layer needs Python between the layers, which a full graph skips."""
-        from ucm.config.load import load_connector_config  # noqa: PLC0415 - only asked where graphs are captured
-
-        config: ConnectorConfig = load_connector_config(extra_config)
-        return (cls.kind or config.connector) == "layerwise"
+        return cls._settings(extra_config).connector == "layerwise"
 
 
 class UCMDirectConnector(UCMConnector):

@@ -34,6 +34,7 @@ class StepPlan:
 
     Args:
         step: Counts up by one with each step, from 1.
+        namespace: Where the engine's blocks are kept.
         loads: To be loaded: before the step's forward, or while the requests wait between steps.
         dumps: To be dumped after the step's forward computed them.
         late_dumps: To be dumped at once: computed in earlier steps, and not written by this one.
@@ -44,6 +45,7 @@ class StepPlan:
     """
 
     step: int
+    namespace: str = ""
     loads: list[BlockMoves] = field(default_factory=list)
     dumps: list[BlockMoves] = field(default_factory=list)
     late_dumps: list[BlockMoves] = field(default_factory=list)

@@ -38,6 +38,7 @@ class PlanningOptions:
         saves: Whether it lets it save (``kv_producer`` or ``kv_both``).
         prefix_caching: Whether vLLM's own prefix cache is on; it turns it off for models that need all outputs.
         reloads_preempted: Whether a load of a request that was preempted is safe in this release.
+        namespace: Where the engine's blocks are kept, for the workers.
         drops_last_block: Whether a draft model's KV in the last slot of a block depends on the token behind it, so
             that the last block of a hit is computed; as vLLM does in its own prefix cache.
     """
@@ -51,6 +52,7 @@ class PlanningOptions:
     prefix_caching: bool = True
     reloads_preempted: bool = True
     drops_last_block: bool = False
+    namespace: str = ""
 
 
 class PrefixCacheScheduler:
@@ -124,6 +126,7 @@ class PrefixCacheScheduler:
         self._end_holds(self._step - self._options.batches)
         plan = StepPlan(
             self._step,
+            self._options.namespace,
             idle=not scheduler_output.total_num_scheduled_tokens,
             settled=self._step - self._options.batches,
             void=self._void,

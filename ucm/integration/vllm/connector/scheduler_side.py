@@ -1,0 +1,107 @@
+"""The connector in the scheduler's process, put together from its parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucm.hashing.block_keys import BlockKeys
+from ucm.hashing.model_identity import model_identity, namespace
+from ucm.hashing.rank_geometry import rank_tags
+from ucm.integration.vllm.connector.engine_facts import (
+    batches_in_flight,
+    drafts_look_ahead,
+    load_policy,
+    refuse_what_cannot_work,
+)
+from ucm.integration.vllm.connector.groups import cache_groups
+from ucm.integration.vllm.connector.holding import BlockHolder
+from ucm.integration.vllm.connector.lookup import PrefixLookup
+from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.integration.vllm.metrics import create_counters
+from ucm.logger import get_logger
+from ucm.store.factory import open_store
+
+if TYPE_CHECKING:
+    from ucm.config.settings import ConnectorConfig
+    from ucm.hashing.model_identity import ModelIdentity
+
+
+def engine_identity(vllm_config: Any, settings: ConnectorConfig) -> ModelIdentity:
+    """What the engine's blocks depend on; a sparse method's options among it, for it changes what later tokens see."""
+    sparse = settings.ucm_sparse_config
+    return model_identity(vllm_config, more={"ucm_sparse_config": sparse} if sparse else None)
+
+
+class SchedulerSide:
+    """The connector in the scheduler's process.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not give it.
+        settings: The connector's settings.
+        connector_base: vLLM's connector class.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
+        refuse_what_cannot_work(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if hasattr(transfer, "kv_load_failure_policy"):
+            # vLLM's own default ends a request whose blocks cannot be loaded; ours computes them.
+            transfer.kv_load_failure_policy = settings.load_failure
+        groups = cache_groups(vllm_config, kv_cache_config)
+        identity = engine_identity(vllm_config, settings)
+        self.namespace = namespace(identity)
+        config = settings.store.as_store_config()
+        stores = {
+            group.index: [
+                open_store(config, f"{self.namespace}/{tag}", None)
+                for tag in rank_tags(vllm_config, group.index, spec=group.spec)
+            ]
+            for group in groups.groups
+        }
+        self._stores = [store for of_group in stores.values() for store in of_group]
+        self.block_pool: Any = None
+        self.counters = create_counters(vllm_config, settings)
+        self._keys = BlockKeys(vllm_config, identity.digest)
+        self.policy = load_policy(connector_base, vllm_config, len(groups.groups), settings.connector)
+        self.planner = PrefixCacheScheduler(
+            PrefixLookup(groups, stores, self._keys, None if self.policy.recovers else BlockHolder(stores)),
+            self.counters,
+            PlanningOptions(
+                batches=batches_in_flight(vllm_config),
+                min_hit_tokens=settings.min_hit_tokens,
+                hit_ratio=settings.hit_ratio,
+                save_decode_blocks=settings.save_decode_blocks,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+                prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+                reloads_preempted=self.policy.reloads_preempted,
+                drops_last_block=drafts_look_ahead(vllm_config),
+                namespace=self.namespace,
+            ),
+        )
+        get_logger().info("[UCM.Connector] namespace %s, %d stores to look up", self.namespace, len(self._stores))
+
+    def load_failed(self, block_ids: set[int]) -> None:
+        """Blocks failed to load within a step: nobody may find them, or what was computed behind them, by their hash.
+
+        vLLM's recovery leaves them in its prefix cache, for they are about to be computed; but their request may be
+        aborted or preempted before that.
+        """
+        behind = self.planner.load_failed(block_ids)
+        if self.block_pool is not None:
+            self.block_pool.evict_blocks(behind)
+
+    def start_anew(self) -> None:
+        """Use keys from now on that nobody has used before."""
+        self._keys.start_anew()
+
+    def take_stats(self) -> Any:
+        """What was counted since the last call; None for nothing."""
+        return self.counters.take()
+
+    def close(self) -> None:
+        """Close the stores."""
+        self.counters.close()
+        for store in self._stores:
+            store.close()
