@@ -72,14 +72,34 @@ def _store(out: Translation, top: Place) -> StoreSettings | None:
     """The store's settings, its directories looked at; None if they are wrong, which is noted."""
     if "store" not in out.settings and out.problems:
         return None
-    store = _validated(StoreSettings, out.settings.get("store", {}), ("store",), out, top)
+    written = out.settings.get("store", {})
+    store = _validated(StoreSettings, written, ("store",), out, top)
     if store is None:
+        partly = _as_far_as_right(written)
+        if partly is not None:
+            _look_at_media(partly, written, out, top)
         return None
+    return store.model_copy(update=_look_at_media(store, written, out, top))
+
+
+def _as_far_as_right(written: object) -> StoreSettings | None:
+    """Settings without those that are wrong, so that the directories among them are looked at all the same."""
+    try:
+        return StoreSettings.model_validate(written)
+    except ValidationError as error:
+        names = {details["loc"][0] for details in error.errors() if details["loc"]}
+        if not names or "pipeline" in names or not isinstance(written, dict):
+            return None
+        return _as_far_as_right({name: value for name, value in written.items() if name not in names})
+
+
+def _look_at_media(store: StoreSettings, written: dict[str, Any], out: Translation, top: Place) -> dict[str, Any]:
+    """What becomes of the settings that name directories; what is wrong with those is noted."""
     changed: dict[str, Any] = {}
     if store.pipeline in WITH_POSIX:
-        place, written = out.origin(("store", "directories"), top, out.settings["store"]["directories"])
+        place, value = out.origin(("store", "directories"), top, written["directories"])
         changed["directories"] = tuple(
-            _directory(out, directory, place if isinstance(written, str) else place.inside(index))
+            _directory(out, directory, place if isinstance(value, str) else place.inside(index))
             for index, directory in enumerate(store.directories)
         )
         _check_capacity(out, top, "posix_capacity", store.posix_capacity, changed["directories"])
@@ -89,7 +109,7 @@ def _store(out: Translation, top: Place) -> StoreSettings | None:
             changed["dram_directory"] = _directory(out, store.dram_directory, place)
         directory = changed.get("dram_directory", store.dram_directory)
         _check_capacity(out, top, "dram_capacity", store.dram_capacity, (directory,))
-    return store.model_copy(update=changed)
+    return changed
 
 
 def _directory(out: Translation, written: str, place: Place) -> str:

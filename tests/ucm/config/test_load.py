@@ -71,6 +71,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         "store:\n"
         f"  directories: [{tmp_path}/kv, {path}]\n"
         f"  posix_capacity: {TOO_MUCH}\n"
+        "  dump_threads: none\n"
         "conector: layerwise\n"
         "min_hit_tokens: -1\n"
         "load_failure: retry\n"
@@ -80,7 +81,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_connector_config({"UCM_CONFIG_FILE": str(path), "use_lite": True})
     text = str(caught.value)
-    assert text.startswith("6 settings cannot be used\n")
+    assert text.startswith("7 settings cannot be used\n")
     for line in (
         "'conector' is not a setting",
         f"where: {path}: conector = 'layerwise'",
@@ -88,6 +89,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         f"{path} is not a directory",
         f"where: {path}: store.directories[1] = '{path}'",
         f"where: {path}: min_hit_tokens = -1",
+        f"where: {path}: store.dump_threads = 'none'",
         f"where: {path}: load_failure = 'retry'",
         "to do: write 'recompute' or 'fail'",
         "the configuration file cannot be read: No such file or directory",
@@ -119,6 +121,22 @@ def test_what_is_wrong(settings: dict[str, Any], what: str, where: str) -> None:
     assert caught.value.what.startswith(what)
     assert caught.value.where == f"kv_connector_extra_config: {where}".removesuffix(": ")
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("store", "problems"),
+    [
+        ({"pipeline": "Cache", "directories": "/proc/no"}, 1),  # which of its settings mean something is not known
+        ({"directories": "/proc/no", "fsync": 1, "load_threads": 0}, 3),
+        ({"directories": 5, "fsync": 1}, 2),
+        (["/proc/no"], 1),
+    ],
+)
+def test_directories_are_looked_at_beside_what_is_wrong(store: object, problems: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({"store": store})
+    assert caught.value.what.count("where: ") == (problems if problems > 1 else 0)
+    assert ("cannot be made" in str(caught.value)) == (problems == 3)
 
 
 def test_a_key_that_is_like_no_other_is_answered_with_those_that_there_are() -> None:
