@@ -68,7 +68,7 @@ def _open_part(
         return PosixTier("posix", config.directories, namespace, codec, config, config.posix_capacity_bytes)
     if name in {"Dram", "Cache"}:
         root, capacity = prepare_dram(config)
-        return PosixTier("dram", [root], namespace, codec, config, capacity)
+        return PosixTier("dram", [root], namespace, codec, config, capacity, on_disk=False)
     back_end: Any = EmptyStore if name == "Empty" else _class_of_others(name)
     made = back_end(config, namespace, geometry)
     if not isinstance(made, KVStore | Tier):

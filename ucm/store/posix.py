@@ -40,6 +40,7 @@ class PosixTier(Tier):
         codec: What a block's file looks like; None in an instance that only looks up and prefetches.
         config: The store's options.
         capacity_bytes: What it may use.
+        on_disk: Whether the directories are, or else in memory.
 
     Raises:
         ConfigError: A directory is missing or unusable, or the namespace cannot be one.
@@ -53,6 +54,8 @@ class PosixTier(Tier):
         codec: HeaderCodec | None,
         config: StoreConfig,
         capacity_bytes: int | None,
+        *,
+        on_disk: bool = True,
     ) -> None:
         super().__init__(name)
         if not roots or len(set(roots)) != len(roots):
@@ -62,17 +65,7 @@ class PosixTier(Tier):
                 fix="name directories that exist and are this user's own",
             )
         check_namespace(namespace)
-        posix = name == "posix"
-        self._directories = [
-            Directory(
-                root,
-                namespace,
-                config,
-                direct_io=config.direct_io and posix,
-                fsync=config.fsync and posix,
-            )
-            for root in roots
-        ]
+        self._directories = [Directory(root, namespace, config, on_disk=on_disk) for root in roots]
         self._slots = _slots(roots)
         self._codec = codec
         self._capacity_bytes = capacity_bytes

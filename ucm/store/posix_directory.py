@@ -26,17 +26,17 @@ class Directory:
         root: Its path.
         namespace: The namespace.
         config: The store's options.
-        direct_io: Whether to bypass the page cache.
-        fsync: Whether to reach the disk before a block becomes visible.
+        on_disk: Whether it is, or else in memory: then direct I/O, syncing and claiming space mean nothing.
 
     Raises:
         ConfigError: It is not there, or cannot be used by us.
     """
 
-    def __init__(self, root: str, namespace: str, config: StoreConfig, *, direct_io: bool, fsync: bool) -> None:
+    def __init__(self, root: str, namespace: str, config: StoreConfig, *, on_disk: bool) -> None:
         self.layout = Layout(os.path.realpath(root), namespace)
-        self.direct_io = direct_io
-        self.fsync = fsync
+        self.direct_io = config.direct_io and on_disk
+        self.fsync = config.fsync and on_disk
+        self.claims_space = on_disk
         self.aside_keep = config.aside_keep
         self.touch_seconds = config.touch_seconds
         self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds)

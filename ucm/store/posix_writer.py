@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from ucm.store.errors import StoreUnavailableError
 from ucm.store.posix_io import write_direct, write_from
 from ucm.store.posix_layout import FILE_MODE, make_directory, owner_name
+from ucm.store.posix_space import CLAIM_FROM, claim_space
 from ucm.store.tier import BlockWriter
 
 if TYPE_CHECKING:
@@ -118,15 +119,18 @@ class BlockFileWriter(BlockWriter):
         return True
 
     def _open(self, flags: int) -> None:
+        directory = self._directory
         if self._created:
             self._descriptor = os.open(self._temporary, _REOPEN | flags)
         else:
             try:
                 self._descriptor = os.open(self._temporary, _CREATE | flags, FILE_MODE)
             except FileNotFoundError:
-                self._directory.make()
+                directory.make()
                 self._descriptor = os.open(self._temporary, _CREATE | flags, FILE_MODE)
             self._created = True
+            if directory.claims_space and self._file_nbytes >= CLAIM_FROM:
+                directory.claims_space = claim_space(self._descriptor, self._file_nbytes)
 
     def _close(self) -> None:
         if self._descriptor >= 0:

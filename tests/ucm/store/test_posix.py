@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -16,7 +17,8 @@ import pytest
 
 from tests.ucm.store.blocks import EVEN, ODD, Memory, content, fetch, filled, key, save
 from ucm.errors import ConfigError
-from ucm.store import health, recent
+from ucm.store import health, posix_space, recent
+from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.errors import StoreFullError, StoreUnavailableError
 from ucm.store.factory import open_store
@@ -373,3 +375,35 @@ def test_a_failed_load_ends_the_belief(config: StoreConfig) -> None:
         Path(Layout(config.directories[0], NAMESPACE).block(KEYS[3])).unlink()
         fetch(store, KEYS, ODD)
         assert store.lookup(KEYS) == [index != 3 for index in range(len(KEYS))]
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINTR, None])
+def test_claiming_space_is_left_where_it_cannot_be(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    calls = 0
+
+    def refuse(*_: int) -> int:
+        nonlocal calls
+        calls += 1
+        ctypes.set_errno(number or 0)
+        return -1
+
+    monkeypatch.setattr(posix_space, "_fallocate", lambda: refuse if number else None)
+    large = BlockGeometry((posix_space.CLAIM_FROM,), bytes(16))
+    with open_store(replace(config, dump_threads=1), NAMESPACE, large) as store:
+        assert save(store, KEYS[:3], large).failed == {}
+        assert fetch(store, KEYS[:3], large)[0] == {block: content(block, large) for block in KEYS[:3]}
+    assert calls == {errno.EOPNOTSUPP: 1, errno.EINTR: 3, None: 0}[number]
+
+
+def test_a_block_for_which_no_space_can_be_claimed(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    monkeypatch.setattr(posix_space, "_fallocate", lambda: refuse)
+    large = BlockGeometry((posix_space.CLAIM_FROM,), bytes(16))
+    with open_store(config, NAMESPACE, large) as store:
+        assert isinstance(save(store, KEYS[:1], large).failed[KEYS[0]], StoreFullError)
+        assert files(config.directories[0]) == []

@@ -1,0 +1,237 @@
+"""How fast a store is, beside what the machine can do at best: the same bytes, in the same run, in turns.
+
+Every round measures a plain copy in memory, plain files (one write or read per block, no header, no checksum, no
+rename) and the store, one after the other, so that what else the machine does hits all of them alike. The ratios are
+taken within a round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucm.errors import UcmError
+from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import DIRECTORY_MODE, FILE_MODE, Layout, owner_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ucm.store.base import KVStore, Task
+    from ucm.store.config import StoreConfig
+
+MIB = 1 << 20
+#: What each figure of the store is compared with: by one thread, and by as many as the store uses.
+BESIDE = {"dump": "write", "load hot": "read hot", "load cold": "read cold"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is moved.
+
+    Args:
+        blocks: How many blocks.
+        shards: Of how many shards each.
+        shard_nbytes: Bytes of each shard.
+        rounds: How often everything is measured.
+    """
+
+    blocks: int = 64
+    shards: int = 16
+    shard_nbytes: int = 256 * 1024
+    rounds: int = 9
+
+    @property
+    def geometry(self) -> BlockGeometry:
+        """Of these blocks."""
+        return BlockGeometry((self.shard_nbytes,) * self.shards, b"ucm store bench!")
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return self.blocks * self.geometry.nbytes
+
+
+@dataclass
+class Figures:
+    """What was measured: by operation, the seconds of each round."""
+
+    workload: Workload
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, operation: str, run: Callable[[], None]) -> None:
+        """Measure an operation once."""
+        began = time.perf_counter()
+        run()
+        self.seconds.setdefault(operation, []).append(time.perf_counter() - began)
+
+    def rate(self, operation: str) -> tuple[float, float]:
+        """The best and the median GB/s of an operation."""
+        seconds = self.seconds[operation]
+        return self.workload.nbytes / min(seconds) / 1e9, self.workload.nbytes / median(seconds) / 1e9
+
+    def ratio(self, operation: str, beside: str) -> tuple[float, float]:
+        """How fast the first is for each unit of speed of the second: of the best rounds, and the median of rounds."""
+        one, other = self.seconds[operation], self.seconds[beside]
+        return min(other) / min(one), median(o / s for s, o in zip(one, other, strict=True))
+
+
+def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], None] = lambda _: None) -> Figures:
+    """Measure a store in a namespace of its own, which is deleted afterwards.
+
+    Args:
+        config: The store; of its first directory's file system (or the Dram tier's) the plain files are.
+        workload: What is moved.
+        progress: Called with the name of each operation before it is measured.
+
+    Returns:
+        The figures of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread and, as ``… xN``, by as many
+        as the store uses, and of the store's ``dump``, ``load hot`` and ``load cold``. There is no cold read where
+        files live in memory.
+
+    Raises:
+        UcmError: The store cannot be opened, or a transfer failed.
+    """
+    roots = [config.dram_directory] if "Posix" not in config.pipeline else list(config.directories)
+    namespace = f"bench-{os.getpid()}"
+    figures = Figures(workload)
+    with ExitStack() as stack:
+        store = stack.enter_context(open_store(config, namespace, workload.geometry))
+        layouts = [Layout(root, namespace) for root in {*roots, config.dram_directory} if Path(root).is_dir()]
+        plain = Path(roots[0], f"bench-plain-{owner_name()}")
+        plain.mkdir(mode=DIRECTORY_MODE)
+        stack.callback(shutil.rmtree, plain, ignore_errors=True)
+        for layout in layouts:
+            stack.callback(shutil.rmtree, layout.base, ignore_errors=True)
+        pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.dump_threads}}
+        run = _Run(config, workload, store, plain, layouts, pools)
+        for number in range(workload.rounds):
+            for operation, action in run.operations(number):
+                progress(operation)
+                figures.add(operation, action)
+    return figures
+
+
+class _Run:
+    """The memory, the files and the store of one bench."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        workload: Workload,
+        store: KVStore,
+        plain: Path,
+        layouts: list[Layout],
+        pools: dict[int, ThreadPoolExecutor],
+    ) -> None:
+        self._config, self._workload, self._store = config, workload, store
+        self._plain, self._layouts, self._pools = plain, layouts, pools
+        self._source = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), dtype=np.uint8)
+        self._target = np.zeros(workload.nbytes, dtype=np.uint8)
+        digests = [hashlib.blake2b(str(number).encode(), digest_size=32) for number in range(workload.blocks)]
+        self._keys = [BlockKey(digest.digest()) for digest in digests]
+        self._dumps, self._loads = self._transfers(self._source), self._transfers(self._target)
+        self._from, self._into = self._blocks(self._source), self._blocks(self._target)
+
+    def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
+        """What a round measures; what must be done before each is done when it is asked for."""
+        loads, dumps = self._config.load_threads, self._config.dump_threads
+        yield "memcpy", lambda: np.copyto(self._target, self._source)
+        writes: list[tuple[str, Callable[[], None]]] = [
+            ("write", lambda: self._each(self._write)),
+            (f"write x{dumps}", lambda: self._each(self._write, dumps)),
+            ("dump", self._dump),
+        ]
+        self._delete(stored=True)
+        # In turns, as who comes first finds the disk idle; what is read afterwards is always there.
+        for operation, action in writes if number % 2 else [writes[2], *writes[:2]]:
+            if operation != "dump":
+                self._delete()
+            yield operation, action
+        reads: list[tuple[str, Callable[[], None]]] = [
+            ("read", lambda: self._each(self._read)),
+            (f"read x{loads}", lambda: self._each(self._read, loads)),
+            ("load", self._load),
+        ]
+        for operation, action in reads:
+            yield operation.replace("read", "read hot").replace("load", "load hot"), action
+        self._verify()
+        if self._config.pipeline == "Posix":
+            for operation, action in reads:
+                self._drop()
+                yield operation.replace("read", "read cold").replace("load", "load cold"), action
+
+    def _transfers(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[BlockTransfer]:
+        size, count = self._workload.shard_nbytes, self._workload.shards
+        view = memory.data
+        shards = [view[at : at + size] for at in range(0, self._workload.nbytes, size)]
+        return [BlockTransfer(key, shards[i * count : (i + 1) * count]) for i, key in enumerate(self._keys)]
+
+    def _blocks(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[memoryview]:
+        size = self._workload.geometry.nbytes
+        return [memory.data[at : at + size] for at in range(0, self._workload.nbytes, size)]
+
+    def _each(self, action: Callable[[int], None], threads: int = 0) -> None:
+        numbers = range(self._workload.blocks)
+        for _ in self._pools[threads].map(action, numbers) if threads else map(action, numbers):
+            pass
+
+    def _write(self, number: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(f"{self._plain}/{number}", flags, FILE_MODE)
+        os.pwrite(descriptor, self._from[number], 0)
+        os.close(descriptor)
+
+    def _read(self, number: int) -> None:
+        descriptor = os.open(f"{self._plain}/{number}", os.O_RDONLY)
+        os.preadv(descriptor, [self._into[number]], 0)
+        os.close(descriptor)
+
+    def _dump(self) -> None:
+        dumped = self._store.dump(self._dumps)
+        committed = self._store.commit(self._keys)
+        self._finish(dumped)
+        self._finish(committed)
+
+    def _load(self) -> None:
+        self._finish(self._store.load(self._loads))
+
+    def _finish(self, task: Task) -> None:
+        for error in self._store.wait(task).failed.values():
+            raise error
+
+    def _verify(self) -> None:
+        if not np.array_equal(self._source, self._target):
+            raise UcmError("the store gave back other bytes than it was given")
+
+    def _files(self, *, stored: bool) -> list[Path]:
+        blocks = [Path(layout.block(key)) for layout in self._layouts for key in self._keys] if stored else []
+        return [path for path in [*self._plain.iterdir(), *blocks] if path.exists()]
+
+    def _delete(self, *, stored: bool = False) -> None:
+        for path in self._files(stored=stored):
+            path.unlink()
+
+    def _drop(self) -> None:
+        """Take everything out of the page cache."""
+        for path in self._files(stored=True):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def for_bench(config: StoreConfig) -> StoreConfig:
+    """A configuration under which nothing but transfers happens: no eviction, no refusal, no giving way."""
+    return replace(config, posix_capacity_bytes=None, dump_queue_bytes=1 << 62, dump_nice=0)

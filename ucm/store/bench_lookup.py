@@ -1,0 +1,96 @@
+"""How long a lookup takes in a store of many blocks, and how long opening it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucm.store.base import BlockKey
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import DIRECTORY_MODE, FILE_MODE, Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucm.store.config import StoreConfig
+
+
+@dataclass(frozen=True)
+class LookupFigures:
+    """Seconds; each list is one entry per call."""
+
+    stored: int  #: blocks in the store
+    asked: int  #: keys per call
+    opening: list[float]  #: opening the store and asking for one key
+    first: list[float]  #: ids that are there and were not asked for before
+    again: list[float]  #: the same ids a moment later
+    missing: list[float]  #: ids that are not there
+    prefix: list[float]  #: as ``first``, by ``lookup_on_prefix``
+
+    @staticmethod
+    def quantile(seconds: list[float], part: float) -> float:
+        """For instance the median for 0.5."""
+        return float(np.quantile(seconds, part))
+
+
+def bench_lookup(
+    config: StoreConfig,
+    stored: int = 1_000_000,
+    asked: int = 1_000,
+    calls: int = 200,
+    progress: Callable[[int], None] = lambda _: None,
+) -> LookupFigures:
+    """Measure lookups in a namespace of its own, which is deleted afterwards.
+
+    The blocks are entries without contents, spread over the store's directories: a lookup asks for no more.
+
+    Args:
+        config: A store of one directory.
+        stored: How many blocks there are.
+        asked: How many are asked for at once.
+        calls: How often.
+        progress: Called with the number of blocks made so far.
+    """
+    namespace = f"bench-lookup-{os.getpid()}"
+    layout = Layout(config.directories[0], namespace)
+    chance = np.random.default_rng(1)
+    digests = chance.bytes(32 * stored)
+    keys = [BlockKey(digests[at : at + 32]) for at in range(0, 32 * stored, 32)]
+    try:
+        layout.make()
+        for bucket in range(256):
+            Path(layout.base, f"{bucket:02x}").mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        for number, key in enumerate(keys):
+            os.close(os.open(layout.block(key), os.O_WRONLY | os.O_CREAT, FILE_MODE))
+            if number % 1000 == 0:
+                progress(number)
+        figures = LookupFigures(stored, asked, [], [], [], [], [])
+        for _ in range(5):
+            began = time.perf_counter()
+            with open_store(config, namespace, None) as store:
+                store.lookup(keys[:1])
+                figures.opening.append(time.perf_counter() - began)
+        with open_store(config, namespace, None) as store:
+            for call in range(calls):
+                some = [keys[index] for index in chance.choice(stored, asked, replace=False)]
+                nowhere = [BlockKey(chance.bytes(32)) for _ in range(asked)]
+                ways: list[tuple[list[float], Callable[[], object]]] = [
+                    (figures.missing, lambda: store.lookup(nowhere)),  # noqa: B023 - called in this very turn
+                    (figures.first, lambda: store.lookup(some)),  # noqa: B023
+                    (figures.again, lambda: store.lookup(some)),  # noqa: B023
+                ]
+                if call % 2:
+                    ways[1:] = [(figures.prefix, lambda: store.lookup_on_prefix(some))]  # noqa: B023
+                for seconds, way in ways:
+                    began = time.perf_counter()
+                    way()
+                    seconds.append(time.perf_counter() - began)
+        return figures
+    finally:
+        shutil.rmtree(layout.base, ignore_errors=True)
