@@ -33,6 +33,7 @@ class RequestState:
         saved: For each group, the blocks from the start that need no dump any more.
         looked_up: The computed tokens that the last lookup was for, when it was made, and what it found.
         hold: What keeps the found blocks from being evicted until they are loaded.
+        tried: A load was begun, and the request has not been started since.
     """
 
     request: Any
@@ -40,3 +41,4 @@ class RequestState:
     saved: list[int]
     looked_up: tuple[int, float, int] | None = None
     hold: Hold = field(default_factory=Hold)
+    tried: bool = False

@@ -86,6 +86,9 @@ class PrefixCacheScheduler:
         state = self._state(request)
         if state is None or not self._options.loads or self._must_compute(request):
             return 0
+        if state.tried:
+            # vLLM asks again because not even the first block came. It might not come the next time either.
+            return 0
         now = time.monotonic()
         if state.looked_up is not None:
             computed, when, found = state.looked_up
@@ -113,6 +116,7 @@ class PrefixCacheScheduler:
         if num_external_tokens > 0:
             load = PendingLoad(start, start + num_external_tokens, block_ids_by_group(blocks))
             self._to_load[request.request_id] = load
+            state.tried = True
         else:
             self._let_go(state)
 
@@ -157,6 +161,7 @@ class PrefixCacheScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 state.block_ids = ids
+                state.tried = False
         for request_id, new_ids in grown_requests(scheduler_output):
             state = self._requests.get(request_id)
             for number, group_ids in enumerate(new_ids):
@@ -224,8 +229,10 @@ class PrefixCacheScheduler:
         if limit <= num_computed_tokens:
             return 0
         end, state.hold = self._lookup.find(state.request, num_computed_tokens, limit)
-        if self._options.drops_last_block:
-            end -= step
+        if self._options.drops_last_block and end > num_computed_tokens:
+            # Not merely less of what was found: a sliding window reads other blocks from there.
+            self._let_go(state)
+            end, state.hold = self._lookup.find(state.request, num_computed_tokens, end - step)
         if end - num_computed_tokens < max(self._options.min_hit_tokens, 1):
             self._let_go(state)
             return 0

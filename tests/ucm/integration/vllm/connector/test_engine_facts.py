@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ucm.integration.vllm.connector.engine_facts import (
+    LoadPolicy,
     batches_in_flight,
+    drafts_look_ahead,
+    load_policy,
     ranks,
-    recovers_from_load_failures,
     refuse_what_cannot_work,
 )
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
@@ -49,27 +52,102 @@ def test_ranks() -> None:
 
 
 class Old:
-    pass
+    """The connector's interface until 0.11.0."""
 
 
-class New:
+class Reports(Old):
+    """Since 0.11.1."""
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
 
 
-def test_recovery_needs_the_interface_and_one_group() -> None:
-    assert recovers_from_load_failures(New, 1)
-    assert not recovers_from_load_failures(New, 2)
-    assert not recovers_from_load_failures(Old, 1)
+class Piecewise(Reports):
+    """Since 0.17.1."""
+
+    def requires_piecewise_for_cudagraph(self) -> bool:
+        return False
+
+
+class Reaches(Piecewise):
+    """Since 0.19.1."""
+
+    def bind_gpu_block_pool(self, pool: object) -> None:
+        raise NotImplementedError(pool)
+
+
+HELD = LoadPolicy(recovers=False)
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        (Old, HELD),
+        (Reports, LoadPolicy(recovers=True, between_steps=True, reloads_preempted=False)),
+        (Piecewise, LoadPolicy(recovers=True, between_steps=True, background=True, reloads_preempted=False)),
+        (Reaches, LoadPolicy(recovers=True, between_steps=True, background=True)),
+    ],
+)
+def test_loads_are_made_between_steps_where_vllm_mends_those(base: type, expected: LoadPolicy) -> None:
+    assert load_policy(base, config(), 1, "direct") == expected
+    assert load_policy(base, config(scheduler={"async_scheduling": True}), 1, "direct") == expected
+    assert load_policy(base, config(), 2, "direct") == HELD
+
+
+def test_layer_by_layer_they_are_made_within_a_step_or_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    within = LoadPolicy(recovers=True)
+    assert load_policy(Reaches, config(), 1, "layerwise") == within
+    assert load_policy(Reaches, config(use_v2_model_runner=False), 1, "layerwise") == within
+    for held in (
+        load_policy(Reaches, config(), 2, "layerwise"),
+        load_policy(Piecewise, config(), 1, "layerwise"),
+        load_policy(Reaches, config(scheduler={"async_scheduling": True}), 1, "layerwise"),
+        load_policy(Reaches, config(use_v2_model_runner=True), 1, "layerwise"),
+    ):
+        assert held == HELD
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert load_policy(Reaches, config(), 1, "layerwise") == HELD
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_refused(name: str) -> None:
-    refuse_what_cannot_work(config(parallel={name: 1}))
+    refuse_what_cannot_work(config(parallel={name: 1}), None)
     with pytest.raises(UnsupportedModelError) as refused:
-        refuse_what_cannot_work(config(parallel={name: 2}))
+        refuse_what_cannot_work(config(parallel={name: 2}), None)
     assert refused.value.where == f"parallel_config.{name} = 2"
 
 
 def test_a_release_without_context_parallelism_is_taken() -> None:
-    refuse_what_cannot_work(config())
+    refuse_what_cannot_work(config(), None)
+
+
+def test_a_cache_that_vllm_zeroes_is_refused() -> None:
+    refuse_what_cannot_work(config(), SimpleNamespace(needs_kv_cache_zeroing=False))
+    with pytest.raises(UnsupportedModelError, match="zeroes blocks"):
+        refuse_what_cannot_work(config(), SimpleNamespace(needs_kv_cache_zeroing=True))
+
+
+def speculative(*, model: object, eagle: bool) -> Any:
+    return config(speculative_config=SimpleNamespace(draft_model_config=model, use_eagle=lambda: eagle))
+
+
+def test_drafts_that_look_ahead() -> None:
+    assert not drafts_look_ahead(config())
+    assert not drafts_look_ahead(config(speculative_config=None))
+    assert not drafts_look_ahead(speculative(model=None, eagle=False))
+    assert drafts_look_ahead(speculative(model=object(), eagle=True))
+
+
+def test_a_draft_model_needs_a_release_that_saves_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "vllm.v1.worker.kv_connector_model_runner_mixin"
+    runner = ModuleType(name)
+    for parent in ("vllm", "vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, name, runner)
+    runner.KVConnectorModelRunnerMixin = type("Mixin", (), {})  # type: ignore[attr-defined]
+    refuse_what_cannot_work(speculative(model=None, eagle=False), None)  # n-gram drafts have no KV
+    with pytest.raises(UnsupportedModelError, match="before the draft model has run"):
+        refuse_what_cannot_work(speculative(model=object(), eagle=True), None)
+    runner.KVConnectorModelRunnerMixin = type("Mixin", (), {"finalize_kv_connector": None})  # type: ignore[attr-defined]
+    refuse_what_cannot_work(speculative(model=object(), eagle=True), None)

@@ -154,6 +154,22 @@ def test_unknown_and_ambiguous_orders_are_refused(shape: tuple[int, ...], blocks
     assert refused.value.fix
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((2, 9, 8, 3, 4), 1), ((9, 2, 8, 3, 4), 0), ((9, 8, 12), 0), ((2, 9, 96), 1)]
+)
+def test_releases_that_do_not_tell_the_number_of_blocks(shape: tuple[int, ...], axis: int) -> None:
+    """Until 0.11.0; the layouts of the time, none of which splits blocks for the kernels."""
+    found = tensor(shape)
+    layout = layer_layout("layer", found, None, None)
+    assert layout.num_blocks == 9
+    check(layout, found, 9, axis)
+
+
+def test_they_are_ambiguous_with_two_blocks() -> None:
+    with pytest.raises(UnknownLayoutError, match="either of two places"):
+        layer_layout("layer", tensor((2, 2, 8, 4)), None, None)
+
+
 # What two engines must agree on.
 
 

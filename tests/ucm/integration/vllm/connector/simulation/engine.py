@@ -1,0 +1,228 @@
+"""The engine: requests arrive, end and are aborted while steps are in flight and blocks vanish from the store."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
+from tests.ucm.integration.vllm.connector.simulation.pool import Pool
+from tests.ucm.integration.vllm.connector.simulation.rank import Chunk, Rank
+from tests.ucm.integration.vllm.connector.simulation.request import Request
+from tests.ucm.integration.vllm.connector.simulation.scheduler import Scheduler
+from tests.ucm.integration.vllm.connector.simulation.truth import END, VOCABULARY, next_token
+from ucm.integration.vllm.connector.holding import BlockHolder
+from ucm.integration.vllm.connector.lookup import PrefixLookup
+from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.leases import LeasingStore
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+    from tests.ucm.integration.vllm.connector.simulation.setting import Setting
+    from tests.ucm.integration.vllm.connector.simulation.step import Step, Work
+    from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
+    from ucm.store.base import BlockGeometry
+
+
+def open_blocks(directory: Path, rank: int, group: int, geometry: BlockGeometry | None) -> LeasingStore:
+    """A rank's store of one group."""
+    config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0)
+    store = open_store(config, f"model/rank{rank}-g{group}", geometry)
+    assert isinstance(store, LeasingStore)
+    return store
+
+
+class Uncounted:
+    """A counter that nobody reads."""
+
+    def looked_up(self, *_: object) -> None:
+        pass
+
+
+class Engine:
+    """An engine on a store in a directory.
+
+    Args:
+        setting: What kind of engine.
+        directory: Where its blocks are.
+        chance: Decides all that is left open.
+        truth: What is right.
+        keys: Names blocks.
+    """
+
+    def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth, keys: Keys) -> None:
+        self.setting = setting
+        self.truth = truth
+        self.keys = keys
+        self.chance = chance
+        self.directory = directory
+        self.happened: Counter[str] = Counter()
+        self.stores: list[FaultyStore] = []
+        groups = setting.cache_groups()
+        # Opened for lookup, as in the scheduler's process.
+        self._looking = {
+            group.index: [open_blocks(directory, rank, group.index, None) for rank in range(setting.ranks)]
+            for group in groups.groups
+        }
+        holder = BlockHolder(self._looking) if setting.loads == "held" else None
+        planner = PrefixCacheScheduler(
+            PrefixLookup(groups, self._looking, keys, holder),
+            Uncounted(),
+            PlanningOptions(batches=setting.batches, save_decode_blocks=setting.save_decode_blocks),
+        )
+        pool = Pool(setting.blocks, groups, keys, caching=setting.caching)
+        self.scheduler = Scheduler(pool, planner, setting)
+        self.ranks = [Rank(number, groups, setting, self._faulty) for number in range(setting.ranks)]
+        self._planned: deque[Step] = deque()
+        self._executed: deque[tuple[Step, dict[str, list[int]], set[int], set[str]]] = deque()
+        self._tokens: dict[str, list[int]] = {}
+        self._drafted: dict[str, list[int]] = {}
+        self._number = 0
+        self._requests: list[Request] = []
+        self._loaded: Counter[str] = Counter()
+
+    # From outside
+
+    def submit(self, prompt: list[int], max_tokens: int) -> Request:
+        self._number += 1
+        request = Request(f"{id(self)}-{self._number}", prompt, max_tokens)
+        self._requests.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def turn(self) -> None:
+        """One turn of the engine's loop: schedule a step if it may, else take in the outcome of one."""
+        chance, setting = self.chance, self.setting
+        if chance.random() < setting.losses:
+            self._lose_blocks()
+        in_flight = len(self._planned) + len(self._executed)
+        if in_flight < setting.batches and (self.scheduler.busy or not in_flight):
+            step = self.scheduler.schedule()
+            self.happened["steps"] += 1
+            self.happened["loads"] += sum(len(moves.keys) for moves in step.plan.loads)
+            self._planned.append(step)
+            # An empty step goes to the workers too.
+            if step.work and chance.random() < 0.7:
+                return
+        if chance.random() < setting.aborts and self.scheduler.requests:
+            self.scheduler.finish(chance.choice(list(self.scheduler.requests.values())))
+            self.happened["aborts"] += 1
+        while self._planned and (not self._executed or chance.random() < 0.5):
+            self._execute(self._planned.popleft())
+        if self._executed:
+            self._take_in(*self._executed.popleft())
+
+    def drain(self) -> None:
+        """Until every request has ended and every outcome is known."""
+        turns = 0
+        while self.scheduler.busy or self._planned or self._executed:
+            self.turn()
+            turns += 1
+            assert turns < 5000, "the engine does not get on"
+        assert self.scheduler.pool.in_use == 0
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.worker.close()
+        for of_group in self._looking.values():
+            for store in of_group:
+                store.close()
+
+    # Within
+
+    def _execute(self, step: Step) -> None:
+        plan = pickle.dumps(step.plan)
+        inputs = [(work, *self._inputs(work)) for work in step.work]
+        chunks = [Chunk(start, tokens, work.block_ids) for work, start, tokens, _ in inputs]
+        invalid: set[int] = set()
+        loads_last = self.setting.loads == "between" and self.chance.random() < 0.5
+        for rank in self.ranks:
+            copy = pickle.loads(plan)  # noqa: S301 - our own, as vLLM does
+            failed, loaded = rank.step(copy, chunks, self.truth, self.keys, loads_last=loads_last)
+            invalid |= failed
+            self._loaded.update(loaded)
+        everywhere = {request_id for request_id, count in self._loaded.items() if count == len(self.ranks)}
+        for request_id in everywhere:
+            del self._loaded[request_id]
+        sampled = {}
+        for work, start, tokens, ends in inputs:
+            if ends:
+                sampled[work.request_id] = self._sample(work, start, tokens)
+        self.happened["invalid"] += len(invalid)
+        self._executed.append((step, sampled, invalid, everywhere))
+
+    def _inputs(self, work: Work) -> tuple[int, list[int], bool]:
+        """Where a chunk begins really, its tokens, and whether a token follows it."""
+        count = work.count - work.drafts
+        if work.known is not None:
+            tokens = work.known[: len(work.known) - work.drafts]
+            drafts = work.known[len(tokens) :]
+        else:
+            tokens = self._tokens[work.request_id]
+            drafts = self._drafted[work.request_id][: work.drafts] if work.drafts else []
+        self._tokens[work.request_id] = tokens
+        start = min(work.start, len(tokens) - count)
+        return start, (tokens + drafts)[start : start + work.count], start + count == len(tokens)
+
+    def _sample(self, work: Work, start: int, tokens: list[int]) -> list[int]:
+        first = work.count - work.drafts - 1
+        found: list[int] = []
+        for place in range(first, work.count):
+            cells = [value for rank in self.ranks for value in rank.cells_at(start + place, work.block_ids)]
+            found.append(next_token(cells))
+            if place + 1 < work.count and tokens[place + 1] != found[-1]:
+                break
+        after = self._tokens[work.request_id] = self._tokens[work.request_id] + found
+        drafts: list[int] = []
+        for _ in range(self.setting.drafts):
+            right = self.truth.following(after + drafts)
+            drafts.append(right if self.chance.random() < 0.7 else self.chance.randrange(VOCABULARY))
+        self._drafted[work.request_id] = drafts
+        return found
+
+    def _take_in(self, step: Step, sampled: dict[str, list[int]], invalid: set[int], loaded: set[str]) -> None:
+        self.scheduler.update(step, sampled, invalid, loaded)
+        if self.setting.drafts and not self.setting.asynchronous:
+            self.scheduler.draft({i: self._drafted[i][: self.chance.randint(0, self.setting.drafts)] for i in sampled})
+        for request in [request for request in self._requests if request.status == "finished"]:
+            self._requests.remove(request)
+            self.check(request)
+
+    def check(self, request: Request) -> None:
+        """Its tokens are those that follow from its prompt."""
+        tokens = list(request.prompt)
+        for token in request.output:
+            assert token == self.truth.following(tokens), "a wrong token was served"
+            tokens.append(token)
+        assert END not in request.output[:-1]
+        self.happened["finished"] += 1
+
+    def _lose_blocks(self) -> None:
+        """Blocks vanish, as if evicted by another engine."""
+        found = [path for path in sorted(self.directory.rglob("*")) if path.is_file() and self._is_block(path)]
+        for path in self.chance.sample(found, min(len(found), self.chance.randint(1, 8))):
+            path.unlink()
+            self.happened["lost"] += 1
+
+    def _is_block(self, path: Path) -> bool:
+        try:
+            return bytes.fromhex(path.parent.name + path.name) in self.keys.tokens
+        except ValueError:
+            return False
+
+    def _faulty(self, rank: int, group: int, geometry: BlockGeometry) -> FaultyStore:
+        setting = self.setting
+        store = FaultyStore(
+            open_blocks(self.directory, rank, group, geometry),
+            self.chance,
+            setting.failing_loads,
+            setting.failing_dumps,
+            setting.late,
+        )
+        self.stores.append(store)
+        return store

@@ -1,0 +1,165 @@
+"""A store that is slow, and that fails."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar
+
+from ucm.store.base import Task, TaskResult
+from ucm.store.errors import BlockMissingError, StoreFullError, StoreUnavailableError
+from ucm.store.leases import LeasingStore
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ucm.store.base import BlockKey, BlockTransfer, TierStats
+    from ucm.store.errors import StoreError
+    from ucm.store.leases import Lease
+
+Item = TypeVar("Item")
+
+
+class Deferred(Task):
+    """A call that is carried out later."""
+
+    def __init__(self, queue: deque[Deferred], run: Callable[[], TaskResult]) -> None:
+        self.queue = queue
+        self.run = run
+        self.result: TaskResult | None = None
+
+
+class FaultyStore(LeasingStore):
+    """Carries transfers out late, at the latest when someone waits, and lets some of them fail.
+
+    Loads are in order among themselves, and so is all that leads to visible blocks.
+
+    Args:
+        inner: A real store.
+        chance: Decides.
+        failing_loads: The share of loads of single blocks that fail.
+        failing_dumps: The share of dumps and commits of single blocks that fail.
+        late: The share of calls after which nothing waiting is carried out.
+    """
+
+    def __init__(
+        self, inner: LeasingStore, chance: random.Random, failing_loads: float, failing_dumps: float, late: float
+    ) -> None:
+        self.inner = inner
+        self._chance = chance
+        self._failing_loads = failing_loads
+        self._failing_dumps = failing_dumps
+        self._late = late
+        self._loads: deque[Deferred] = deque()
+        self._dumps: deque[Deferred] = deque()
+        self.loaded = 0
+        self.failed = 0
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self.inner.lookup(keys)
+
+    def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
+        return self.inner.lookup_on_prefix(keys)
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        self.inner.prefetch(keys)
+
+    def lease(self, keys: Sequence[BlockKey], *, verify: bool = False) -> Lease:
+        return self.inner.lease(keys, verify=verify)
+
+    def release(self, lease: Lease) -> None:
+        self.inner.release(lease)
+
+    def load(self, blocks: Sequence[BlockTransfer], lease: str | None = None) -> Task:
+        error = BlockMissingError("injected")
+        good, failed = self._split(blocks, lambda block: block.key, error, self._failing_loads)
+
+        def run() -> TaskResult:
+            result = self.inner.wait(self.inner.load(good, lease))
+            for block in blocks:
+                if block.key in failed or block.key in result.failed:
+                    for shard in block.shards:  # the memory of a block that failed holds anything
+                        shard[:] = self._chance.randbytes(shard.nbytes)
+            self.loaded += len(result.done)
+            return _with(result, failed)
+
+        return self._defer(self._loads, run)
+
+    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
+        error = StoreFullError("injected")
+        good, failed = self._split(blocks, lambda block: block.key, error, self._failing_dumps)
+        seen = [[bytes(shard) for shard in block.shards] for block in good]
+
+        def run() -> TaskResult:
+            now = [[bytes(shard) for shard in block.shards] for block in good]
+            assert now == seen, "a block was written while it was being dumped"
+            return _with(self.inner.wait(self.inner.dump(good)), failed)
+
+        return self._defer(self._dumps, run)
+
+    def commit(self, keys: Sequence[BlockKey]) -> Task:
+        good, failed = self._split(keys, lambda key: key, StoreUnavailableError("injected"), self._failing_dumps)
+
+        def run() -> TaskResult:
+            self.inner.discard(list(failed))
+            return _with(self.inner.wait(self.inner.commit(good)), failed)
+
+        return self._defer(self._dumps, run)
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        def run() -> TaskResult:
+            self.inner.discard(keys)
+            return TaskResult({}, {}, 0, 0.0)
+
+        self._defer(self._dumps, run)
+
+    def wait(self, task: Task) -> TaskResult:
+        assert isinstance(task, Deferred)
+        while task.result is None:
+            _carry_out(task.queue)
+        return task.result
+
+    def check(self, task: Task) -> bool:
+        assert isinstance(task, Deferred)
+        self._some(task.queue)
+        return task.result is not None
+
+    def stats(self) -> Mapping[str, TierStats]:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        while self._dumps:
+            _carry_out(self._dumps)
+        self.inner.close()
+
+    def _defer(self, queue: deque[Deferred], run: Callable[[], TaskResult]) -> Deferred:
+        task = Deferred(queue, run)
+        queue.append(task)
+        self._some(queue)
+        return task
+
+    def _some(self, queue: deque[Deferred]) -> None:
+        while queue and self._chance.random() >= self._late:
+            _carry_out(queue)
+
+    def _split(
+        self, items: Sequence[Item], key_of: Callable[[Item], BlockKey], error: StoreError, share: float
+    ) -> tuple[list[Item], dict[BlockKey, StoreError]]:
+        good: list[Item] = []
+        failed: dict[BlockKey, StoreError] = {}
+        for item in items:
+            if self._chance.random() < share:
+                failed[key_of(item)] = error
+            else:
+                good.append(item)
+        self.failed += len(failed)
+        return good, failed
+
+
+def _carry_out(queue: deque[Deferred]) -> None:
+    task = queue.popleft()
+    task.result = task.run()
+
+
+def _with(result: TaskResult, failed: Mapping[BlockKey, StoreError]) -> TaskResult:
+    return TaskResult(result.done, {**result.failed, **failed}, result.nbytes, result.seconds)

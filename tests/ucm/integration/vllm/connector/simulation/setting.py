@@ -1,0 +1,69 @@
+"""What an engine is like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.ucm.integration.vllm.connector.simulation.truth import Truth
+from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An engine.
+
+    Args:
+        groups: For each group its block size, its window and its number of layers.
+        ranks: Workers.
+        batches: Steps in flight.
+        asynchronous: Whether steps are scheduled before the tokens of the one before are known.
+        drafts: Draft tokens per step.
+        blocks: Blocks of the KV cache.
+        budget: Tokens per step.
+        chunk: Most tokens of one request in a step.
+        running: Requests that run at once.
+        layerwise: Whether blocks are moved layer by layer.
+        caching: Whether the engine finds prefixes in its own KV cache.
+        loads: When blocks are loaded: ``between`` two steps, while the request waits; ``within`` a step, which computes
+            with them; or ``held``, within a step and after they were verified and held.
+        background: Whether a step may end before loads between steps do.
+        failing_loads: The share of block loads that fail.
+        failing_dumps: The share of block dumps and commits that fail.
+        late: How late the store carries out what it is asked.
+        aborts: The share of steps at which a request is aborted.
+        losses: The share of steps at which blocks vanish from the store.
+        save_decode_blocks: Whether blocks of generated tokens are stored.
+    """
+
+    groups: tuple[tuple[int, int | None, int], ...] = ((4, None, 5),)
+    ranks: int = 1
+    batches: int = 1
+    asynchronous: bool = False
+    drafts: int = 0
+    blocks: int = 24
+    budget: int = 16
+    chunk: int | None = None
+    running: int = 4
+    layerwise: bool = False
+    caching: bool = True
+    loads: Literal["between", "within", "held"] = "between"
+    background: bool = True
+    failing_loads: float = 0.0
+    failing_dumps: float = 0.0
+    late: float = 0.7
+    aborts: float = 0.0
+    losses: float = 0.0
+    save_decode_blocks: bool = True
+
+    def cache_groups(self) -> CacheGroups:
+        names = iter(f"layer.{number}" for number in range(sum(count for _, _, count in self.groups)))
+        return CacheGroups(
+            tuple(
+                CacheGroup(index, size, window, {}, tuple(next(names) for _ in range(count)))
+                for index, (size, window, count) in enumerate(self.groups)
+            )
+        )
+
+    def truth(self) -> Truth:
+        return Truth([window for _, window, count in self.groups for _ in range(count)], self.ranks)

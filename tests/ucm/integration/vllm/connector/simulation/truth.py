@@ -1,0 +1,95 @@
+"""What is right: the value of every KV cell, the next token, and the keys of blocks, as functions of tokens alone."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+#: A cell is what one layer of one rank keeps of one token.
+CELL = np.dtype("<u8")
+#: Token 0 ends a request. There are few, so that requests come to share prefixes by themselves.
+VOCABULARY = 6
+END = 0
+
+
+def cell(context: bytes, token: int, layer: int, rank: int) -> int:
+    """A token's cell, from the cells that it attends to, oldest first."""
+    return xxhash.xxh3_64_intdigest(context + bytes([token, layer, rank]))
+
+
+def next_token(cells: Sequence[int]) -> int:
+    """What follows a token, from its cells in all layers of all ranks."""
+    return xxhash.xxh3_64_intdigest(np.array(cells, CELL).tobytes()) % VOCABULARY
+
+
+class Truth:
+    """The model without an engine.
+
+    Args:
+        windows: For each layer, how far back it attends; None for everything.
+        ranks: Ranks, each with KV of its own.
+    """
+
+    def __init__(self, windows: Sequence[int | None], ranks: int) -> None:
+        self.windows = tuple(windows)
+        self.ranks = ranks
+        self._cells: dict[tuple[int, ...], NDArray[np.uint64]] = {}
+
+    def cells(self, tokens: Sequence[int]) -> NDArray[np.uint64]:
+        """All cells of these tokens: (ranks, layers, tokens)."""
+        whole = tuple(tokens)
+        known = self._cells.get(whole)
+        if known is None:
+            known = np.zeros((self.ranks, len(self.windows), len(whole)), CELL)
+            if whole:
+                known[..., :-1] = self.cells(whole[:-1])
+                for rank in range(self.ranks):
+                    for layer, window in enumerate(self.windows):
+                        begin = 0 if window is None else max(0, len(whole) - window)
+                        context = known[rank, layer, begin : len(whole) - 1].tobytes()
+                        known[rank, layer, -1] = cell(context, whole[-1], layer, rank)
+            self._cells[whole] = known
+        return known
+
+    def following(self, tokens: Sequence[int]) -> int:
+        """The token after these."""
+        return next_token(self.cells(tokens)[:, :, -1].ravel().tolist())
+
+
+class Keys:
+    """Names blocks, and remembers of what they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
+        #: All tokens up to the end of the block, by key.
+        self.tokens: dict[bytes, tuple[int, ...]] = {}
+
+    def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
+        """The keys of a request's whole blocks."""
+        return self.chain(request.all_token_ids, block_size)[first:]
+
+    def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
+        """The keys of all whole blocks of these tokens."""
+        keys: list[bytes] = []
+        parent = block_size.to_bytes(16, "little")
+        for end in range(block_size, len(tokens) + 1, block_size):
+            block = tuple(tokens[end - block_size : end])
+            key = self._known.get((parent, block))
+            if key is None:
+                key = hashlib.blake2b(parent + bytes(block), digest_size=16).digest()
+                self._known[parent, block] = key
+                self.tokens[key] = tuple(tokens[:end])
+            keys.append(key)
+            parent = key
+        return keys
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept by request."""

@@ -1,0 +1,34 @@
+"""Reads a whole store and compares every block with what its key stands for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.ucm.integration.vllm.connector.simulation.engine import open_blocks
+from tests.ucm.integration.vllm.connector.simulation.truth import CELL
+from ucm.store.base import BlockKey, BlockTransfer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ucm.integration.vllm.connector.simulation.engine import Engine
+
+
+def wrong_blocks(engine: Engine, directory: Path) -> tuple[int, list[str]]:
+    """How many blocks the store has for an engine's ranks and groups, and which of them are wrong."""
+    count, wrong = 0, []
+    keys = [BlockKey(key) for key in engine.keys.tokens]
+    for rank in engine.ranks:
+        for group in engine.setting.cache_groups().groups:
+            layers = [layer for layer, of in enumerate(rank.group_of) if of == group.index]
+            with open_blocks(directory, rank.number, group.index, rank.geometries[group.index]) as store:
+                there = [key for key, found in zip(keys, store.lookup(keys), strict=True) if found]
+                memory = {key: [bytearray(group.block_size * CELL.itemsize) for _ in layers] for key in there}
+                blocks = [BlockTransfer(key, [memoryview(row) for row in rows]) for key, rows in memory.items()]
+                done = store.wait(store.load(blocks)).done
+                count += len(done)
+                for key in done:
+                    right = engine.truth.cells(engine.keys.tokens[key])[rank.number, layers, -group.block_size :]
+                    if b"".join(memory[key]) != right.astype(CELL).tobytes():
+                        wrong.append(f"rank {rank.number}, group {group.index}: {engine.keys.tokens[key]}")
+    return count, wrong
