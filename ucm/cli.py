@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ucm import __version__
 from ucm.doctor import command as doctor
 from ucm.errors import UcmError
+from ucm.store_command import command as store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ucm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
+    store.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
         code: int = options.handle(options)

@@ -1,0 +1,91 @@
+"""How much a namespace holds, and what dead processes left in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.store.blocks import ODD, key, save
+from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec
+from ucm.store.inventory import IDENTITY, identity, left_behind, side_files, take_stock, unmarked
+from ucm.store.posix_layout import Layout, owner_name
+
+if TYPE_CHECKING:
+    from ucm.store.config import StoreConfig
+
+FILE = HeaderCodec("n", ODD).file_nbytes
+
+
+@pytest.fixture
+def layout(config: StoreConfig) -> Layout:
+    with open_store(config, "a/b", ODD) as store:
+        save(store, [key(number) for number in range(3)], ODD)
+    return Layout(config.directories[0], "a/b")
+
+
+def test_a_namespace_s_stock(layout: Layout) -> None:
+    for number in range(3):
+        os.utime(layout.block(key(number)), (1000 + number, 1000 + number))
+    steps: list[None] = []
+    stock = take_stock(layout, 3600, lambda: steps.append(None))
+    assert (stock.namespace, stock.blocks, stock.nbytes, len(steps)) == ("a/b", 3, 3 * FILE, 3)
+    assert (stock.oldest, stock.newest) == (1000, 1002)
+    assert (stock.temporaries, stock.leases, stock.left_behind, stock.aside, stock.side_nbytes) == (0, 0, 0, 0, 0)
+
+
+def test_a_block_used_in_1970(layout: Layout) -> None:
+    for number in range(3):
+        os.utime(layout.block(key(number)), (0, 0))
+    stock = take_stock(layout, 3600)
+    assert (stock.oldest, stock.newest) == (0, 0)
+
+
+def test_a_namespace_that_is_gone_holds_nothing(tmp_path: Path) -> None:
+    layout = Layout(str(tmp_path), "n")
+    stock = take_stock(layout, 3600)
+    assert (stock.blocks, stock.oldest, stock.newest, stock.identity) == (0, None, None, None)
+    assert side_files(layout.temporary) == []
+
+
+def test_what_the_dead_left(layout: Layout) -> None:
+    mine = owner_name()
+    dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
+    for name in (mine, dead):
+        Path(layout.temporary, name).write_bytes(b"x" * 7)
+        Path(layout.leases, name).mkdir()
+    Path(layout.aside, "1-ab-corrupt").write_bytes(b"x" * 3)
+    left = left_behind(layout, 3600)
+    assert {(file.path, file.nbytes) for file in left} == {
+        (f"{layout.temporary}/{dead}", 7),
+        (f"{layout.leases}/{dead}", 0),
+    }
+    stock = take_stock(layout, 3600)
+    assert (stock.temporaries, stock.leases, stock.left_behind, stock.aside, stock.side_nbytes) == (2, 2, 2, 1, 17)
+    assert len(left_behind(layout, -1)) == 4
+
+
+def test_identities(layout: Layout) -> None:
+    path = Path(layout.base, IDENTITY)
+    assert identity(layout) is None
+    path.write_text('{"name": "llama"}', encoding="utf-8")
+    assert identity(layout) == {"name": "llama"}
+    path.unlink()
+    path.mkdir()
+    assert identity(layout) is None
+
+
+def test_namespaces_without_a_marker(layout: Layout) -> None:
+    root = Path(layout.root)
+    for name in ("stranger", "UPPER", "empty"):
+        (root / name / "tmp").mkdir(parents=True)
+    (root / "stranger" / "ab").write_text("x", encoding="utf-8")
+    (root / "file").write_text("x", encoding="utf-8")
+    assert unmarked(layout.root) == [str(root / "stranger")]
+    (root / "stranger" / "ab").unlink()
+    assert unmarked(layout.root) == []
+    Path(layout.base, "NAMESPACE").unlink()
+    assert unmarked(layout.root) == [layout.base]

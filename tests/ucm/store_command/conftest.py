@@ -1,0 +1,90 @@
+"""A store with two namespaces, made by the real thing, and the command beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ucm.store.blocks import EVEN, key, save
+from ucm import cli
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec
+from ucm.store.posix_layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucm.store.base import BlockKey
+
+BIG, SMALL = "llama-3f9a/g0", "tiny-9bce/g0"
+FILE = HeaderCodec(BIG, EVEN).file_nbytes
+DAY = 86400.0
+
+
+@dataclass
+class Kept:
+    """A store; block number n of a namespace was last used n days ago."""
+
+    root: Path
+    keys: dict[str, list[BlockKey]] = field(default_factory=dict)
+
+    def path(self, namespace: str, number: int) -> Path:
+        return Path(Layout(str(self.root), namespace).block(self.keys[namespace][number]))
+
+    def side(self, namespace: str, name: str) -> Path:
+        return Path(Layout(str(self.root), namespace).base, name)
+
+    def blocks(self, namespace: str) -> list[int]:
+        """The numbers of the blocks that are there."""
+        return [number for number in range(len(self.keys[namespace])) if self.path(namespace, number).exists()]
+
+    def fill(self, namespace: str, count: int) -> None:
+        self.keys[namespace] = [key(number) for number in range(count)]
+        with open_store(StoreConfig(directories=(str(self.root),)), namespace, EVEN) as store:
+            save(store, self.keys[namespace], EVEN)
+        now = time.time()
+        for number in range(count):
+            os.utime(self.path(namespace, number), (now - number * DAY,) * 2)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    root = tmp_path / "kv"
+    root.mkdir(mode=0o700)
+    found = Kept(root)
+    found.fill(BIG, 10)
+    found.fill(SMALL, 4)
+    return found
+
+
+@dataclass
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """Run ``ucm store`` in this process."""
+
+    def run(*words: object) -> Answer:
+        capsys.readouterr()
+        try:
+            code = cli.main(["store", *map(str, words)])
+        except SystemExit as end:  # argparse's own errors
+            code = int(end.code or 0)
+        return Answer(code, *capsys.readouterr())
+
+    return run

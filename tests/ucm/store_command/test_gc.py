@@ -1,0 +1,222 @@
+"""What is deleted, and what is not."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.store.blocks import EVEN, fetch, key, save
+from tests.ucm.store_command.conftest import BIG, FILE, SMALL
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import owner_name
+from ucm.store_command import cleaning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ucm.store_command.conftest import Answer, Kept
+
+
+def litter(kept: Kept) -> tuple[list[Path], list[Path]]:
+    """What dead processes leave, and what living ones have."""
+    mine = owner_name()
+    dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
+    left, used = [kept.side(BIG, "aside/1-ab-corrupt")], []
+    for place in ("tmp", "leases"):
+        left.append(kept.side(BIG, f"{place}/{dead}"))
+        used.append(kept.side(BIG, f"{place}/{mine}"))
+    for path in (*left, *used):
+        if path.parent.name == "leases":
+            path.mkdir()
+            (path / "link").write_bytes(b"")
+        else:
+            path.write_bytes(b"x" * 10)
+    return left, used
+
+
+def tree(root: Path) -> dict[Path, tuple[int, bytes]]:
+    """Everything below a directory."""
+    return {p: (p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in root.rglob("*")}
+
+
+def test_only_what_nobody_needs_goes_by_itself(kept: Kept, ask: Callable[..., Answer]) -> None:
+    left, used = litter(kept)
+    answer = ask("gc", "--json", "--directory", kept.root)
+    assert answer.code == 0
+    assert {(one["kind"], one["count"], one["bytes"]) for one in answer.data["deleted"]} == {
+        ("left behind", 2, 10),
+        ("damaged", 1, 10),
+    }
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in used)
+    assert len(kept.blocks(BIG)) == 10
+    answer = ask("gc", "--directory", kept.root)
+    assert (answer.code, answer.out) == (0, "There is nothing to delete.\n")
+
+
+def test_old_temporaries_of_other_hosts_go(kept: Kept, ask: Callable[..., Answer]) -> None:
+    path = kept.side(BIG, f"tmp/{'0' * 16}-1-1-0-0")
+    path.write_bytes(b"x")
+    assert ask("gc", "--directory", kept.root).code == 0
+    assert path.exists()
+    os.utime(path, (time.time() - 4000,) * 2)
+    assert ask("gc", "--directory", kept.root).code == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "big", "small"),
+    [
+        (("--older-than", "60h"), range(3), range(3)),
+        (("--older-than", "60h", "--namespace", "llama*"), range(3), range(4)),
+        (("--to", 14 * FILE), range(10), range(4)),
+        (("--to", 14 * FILE - 1), range(9), range(4)),
+        (("--to", 5 * FILE, "--namespace", BIG), range(5), range(4)),
+        (("--to", "0"), (), ()),
+        (("--to", 8 * FILE, "--older-than", "60h"), range(3), range(3)),
+        (("--to", 2 * FILE, "--older-than", "60h"), range(1), range(1)),
+        (("--all", "--namespace", "tiny*"), range(10), ()),
+        (("--all", "--namespace", "*"), (), ()),
+    ],
+)
+def test_blocks_go_on_demand(
+    kept: Kept,
+    ask: Callable[..., Answer],
+    options: tuple[object, ...],
+    big: tuple[int, ...] | range,
+    small: tuple[int, ...] | range,
+) -> None:
+    os.utime(kept.path(SMALL, 0), (time.time() - 60,) * 2)  # so that no two blocks were used at the same moment
+    for number in range(1, 4):
+        used = kept.path(SMALL, number).stat().st_mtime - 3600
+        os.utime(kept.path(SMALL, number), (used, used))
+    before = tree(kept.root)
+    dry = ask("gc", "--json", "--dry-run", "--directory", kept.root, *options)
+    assert dry.code == 0
+    assert tree(kept.root) == before
+    wet = ask("gc", "--json", "--directory", kept.root, *options)
+    assert wet.code == 0
+    assert (kept.blocks(BIG), kept.blocks(SMALL)) == (list(big), list(small))
+    assert wet.data["deleted"] == dry.data["deleted"]
+    gone = 14 - len(big) - len(small)
+    assert sum(one["count"] for one in wet.data["deleted"] if one["kind"] == "block") == gone
+    assert sum(one["bytes"] for one in wet.data["deleted"]) == gone * FILE
+
+
+def test_a_namespace_goes_altogether(kept: Kept, ask: Callable[..., Answer]) -> None:
+    litter(kept)
+    kept.side(BIG, "identity.json").write_text("{}", encoding="utf-8")
+    assert ask("gc", "--all", "--namespace", SMALL, "--directory", kept.root).code == 0
+    assert not kept.side(SMALL, ".").exists()
+    answer = ask("gc", "--all", "--namespace", BIG, "--directory", kept.root)
+    assert answer.code == 0
+    assert kept.blocks(BIG) == []
+    # A living reader has a lease: what it needs stays.
+    assert kept.side(BIG, "NAMESPACE").exists()
+    assert kept.side(BIG, "leases").exists()
+
+
+def test_what_is_not_ours_is_never_touched(kept: Kept, ask: Callable[..., Answer]) -> None:
+    strange = [kept.root / "README", kept.side(BIG, "notes"), kept.path(BIG, 0).parent / "README"]
+    for path in strange:
+        path.write_text("x", encoding="utf-8")
+    assert ask("gc", "--all", "--namespace", "*", "--directory", kept.root).code == 0
+    assert all(path.exists() for path in strange)
+
+
+def test_leased_blocks_stay(kept: Kept, ask: Callable[..., Answer]) -> None:
+    lease = kept.side(BIG, f"leases/{owner_name()}")
+    lease.mkdir()
+    os.link(kept.path(BIG, 7), lease / "link")
+    answer = ask("gc", "--older-than", "60h", "--namespace", BIG, "--directory", kept.root)
+    assert answer.code == 0
+    assert kept.blocks(BIG) == [0, 1, 2, 7]
+    assert answer.out.endswith("1 block is in use, and stayed.\n")
+
+
+def test_blocks_used_meanwhile_stay(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    delete = cleaning._delete_block
+
+    def late(*arguments: object) -> bool:
+        os.utime(kept.path(BIG, 8))
+        return delete(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cleaning, "_delete_block", late)
+    answer = ask("gc", "--older-than", "60h", "--namespace", BIG, "--directory", kept.root, "--json")
+    assert 8 in kept.blocks(BIG)
+    assert answer.data["spared"] <= 1
+
+
+def test_what_cannot_be_deleted_is_told(
+    kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    answer = ask("gc", "--older-than", "60h", "--namespace", SMALL, "--directory", kept.root)
+    assert answer.code == 1
+    assert answer.out == (f"Nothing was deleted.\n{kept.path(SMALL, 3)} could not be deleted: Permission denied\n")
+    assert len(ask("gc", "--json", "--older-than", "60h", "--directory", kept.root).data["failed"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--all",), "--all deletes the namespaces that --namespace names"),
+        (("--all", "--namespace", "*", "--to", "0"), "--all leaves nothing"),
+        (("--all", "--namespace", "*", "--older-than", "1d"), "--all leaves nothing"),
+        (("--namespace", "nobody"), "no namespace is like nobody"),
+    ],
+)
+def test_misuse(kept: Kept, ask: Callable[..., Answer], options: tuple[str, ...], what: str) -> None:
+    before = tree(kept.root)
+    answer = ask("gc", "--directory", kept.root, *options)
+    assert answer.code == 2
+    assert what in answer.err
+    assert tree(kept.root) == before
+
+
+def test_a_size_is_that_of_one_tier(kept: Kept, ask: Callable[..., Answer], tmp_path: Path) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text(
+        f"store: {{pipeline: Cache|Posix, directories: ['{kept.root}'], dram_directory: '{tmp_path}/dram'}}\n",
+        encoding="utf-8",
+    )
+    assert "add --tier posix" in ask("gc", "--to", "0", "--config", file).err
+    assert ask("gc", "--to", "0", "--tier", "posix", "--config", file).code == 0
+    assert kept.blocks(BIG) == []
+
+
+def test_an_engine_goes_on_when_its_namespace_is_deleted(kept: Kept, ask: Callable[..., Answer]) -> None:
+    ended = threading.Event()
+    failed: list[object] = []
+
+    def work() -> None:
+        with open_store(StoreConfig(directories=(str(kept.root),), lookup_cache_keys=0), BIG, EVEN) as store:
+            number = 100
+            while not ended.is_set():
+                save(store, [key(number)], EVEN)
+                number += 1
+            ended.wait()
+            last = [key(1), key(2)]
+            deadline = time.monotonic() + 60
+            while not all(store.lookup(last)) and time.monotonic() < deadline:
+                save(store, last, EVEN)
+            failed.extend(fetch(store, last, EVEN)[1])
+
+    engine = threading.Thread(target=work)
+    engine.start()
+    try:
+        codes = {ask("gc", "--all", "--namespace", "*", "--directory", kept.root).code for _ in range(10)}
+    finally:
+        ended.set()
+        engine.join()
+    assert codes <= {0, 2}  # 2: there was no namespace just then
+    assert failed == []

@@ -1,0 +1,141 @@
+"""How much a store holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.store_command.conftest import BIG, DAY, FILE, SMALL
+from ucm.store.posix_layout import owner_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.ucm.store_command.conftest import Answer, Kept
+
+
+def test_what_is_there(kept: Kept, ask: Callable[..., Answer]) -> None:
+    answer = ask("stat", "--directory", kept.root)
+    assert (answer.code, answer.err) == (0, "")
+    first, head, big, small = answer.out.splitlines()
+    assert first.startswith(f"{kept.root} (posix): 2 namespaces, 14 blocks, 1.8 MiB; ")
+    assert head.split()[:3] == ["namespace", "blocks", "bytes"]
+    assert big.split()[:4] == [BIG, "10", "1.29", "MiB"]
+    assert "9 d ago" in big
+    assert small.split()[:2] == [SMALL, "4"]
+
+
+def test_for_a_program(kept: Kept, ask: Callable[..., Answer]) -> None:
+    kept.side(BIG, "identity.json").write_text(json.dumps({"name": "llama", "digest": "3f9a"}), encoding="utf-8")
+    data = ask("stat", "--json", "--directory", kept.root).data
+    (directory,) = data["directories"]
+    assert (directory["directory"], directory["tier"], directory["problem"]) == (str(kept.root), "posix", None)
+    assert (directory["blocks"], directory["bytes"], directory["side_bytes"]) == (14, 14 * FILE, 0)
+    assert 0 < directory["free_bytes"] < directory["total_bytes"]
+    big, small = directory["namespaces"]
+    assert (big["namespace"], big["blocks"], big["bytes"]) == (BIG, 10, 10 * FILE)
+    assert big["identity"] == {"name": "llama", "digest": "3f9a"}
+    assert small["identity"] is None
+    assert big["oldest_use"] < small["oldest_use"] < small["newest_use"]
+    assert data["tiers"] == [{"tier": "posix", "bytes": 14 * FILE, "capacity_bytes": None}]
+
+
+def test_what_lies_beside_the_blocks(kept: Kept, ask: Callable[..., Answer]) -> None:
+    mine = owner_name()
+    dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
+    for name in (mine, dead):
+        kept.side(BIG, f"tmp/{name}").write_bytes(b"x" * 100)
+        kept.side(BIG, f"leases/{name}").mkdir()
+    kept.side(BIG, "aside/1-ab-corrupt").write_bytes(b"x" * 50)
+    (directory,) = ask("stat", "--json", "--directory", kept.root, "--namespace", "llama*").data["directories"]
+    (big,) = directory["namespaces"]
+    found = {name: big[name] for name in ("temporaries", "leases", "left_behind", "set_aside", "side_bytes")}
+    assert found == {"temporaries": 2, "leases": 2, "left_behind": 2, "set_aside": 1, "side_bytes": 250}
+
+
+def test_whose_blocks_they_are(kept: Kept, ask: Callable[..., Answer]) -> None:
+    identity = {"name": "Llama-3", "digest": "3f9a" * 16, "vllm": "0.32.0", "cache": {"cache_dtype": "fp8_e4m3"}}
+    for namespace in (BIG, SMALL):
+        kept.side(namespace, "identity.json").write_text(json.dumps(identity), encoding="utf-8")
+    lines = ask("stat", "--directory", kept.root).out.splitlines()
+    told = f"  {BIG}: model Llama-3, vLLM 0.32.0, KV cache fp8_e4m3, identity 3f9a3f9a3f9a3f9a"
+    assert lines[-1] == told, "an identity that several namespaces share is told once"
+
+
+@pytest.mark.parametrize("written", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000])
+def test_an_identity_that_cannot_be_read_is_none(kept: Kept, ask: Callable[..., Answer], written: bytes) -> None:
+    kept.side(BIG, "identity.json").write_bytes(written)
+    (directory,) = ask("stat", "--json", "--directory", kept.root).data["directories"]
+    assert directory["namespaces"][0]["identity"] is None
+
+
+def test_strange_identities_are_shown(kept: Kept, ask: Callable[..., Answer]) -> None:
+    kept.side(BIG, "identity.json").write_text('{"cache": 1, "name": null}', encoding="utf-8")
+    assert ask("stat", "--directory", kept.root).code == 0
+
+
+def test_times_that_no_calendar_has(kept: Kept, ask: Callable[..., Answer]) -> None:
+    os.utime(kept.path(BIG, 0), (0, 0))
+    os.utime(kept.path(BIG, 1), (time.time() + DAY,) * 2)
+    (directory,) = ask("stat", "--json", "--directory", kept.root).data["directories"]
+    assert directory["namespaces"][0]["oldest_use"].startswith("1970-01-01")
+    assert "in the future" in ask("stat", "--directory", kept.root).out
+
+
+def test_an_empty_directory_is_no_problem(tmp_path: Path, ask: Callable[..., Answer]) -> None:
+    answer = ask("stat", "--directory", tmp_path)
+    assert answer.code == 0
+    assert "0 namespaces, 0 blocks" in answer.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_namespace_without_its_marker_is_a_problem(kept: Kept, ask: Callable[..., Answer]) -> None:
+    kept.side(BIG, "NAMESPACE").unlink()
+    (kept.root / "stranger").mkdir()
+    answer = ask("stat", "--directory", kept.root)
+    assert answer.code == 1
+    assert f"{kept.side(BIG, '.')} looks like a namespace and lacks its marker" in answer.out
+    assert "stranger" not in answer.out
+    assert ask("stat", "--json", "--directory", kept.root).data["directories"][0]["unmarked"] == [
+        str(kept.side(BIG, "."))
+    ]
+
+
+def test_a_configuration_with_both_tiers(kept: Kept, ask: Callable[..., Answer], tmp_path: Path) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text(
+        f"store: {{pipeline: Cache|Posix, directories: [{kept.root.name}], posix_capacity: 10MiB, dram_directory: d}}",
+        encoding="utf-8",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        answer = ask("stat", "--config", file)
+        data = ask("stat", "--json", "--config", file).data
+    assert answer.code == 0
+    assert f"{tmp_path}/d (dram) cannot be read: No such file or directory: engines make it" in answer.out
+    assert "The posix tier uses 1.8 MiB of the 10 MiB that it may use." in answer.out
+    assert not (tmp_path / "d").exists()
+    tiers = {tier["tier"]: tier for tier in data["tiers"]}
+    assert tiers["posix"] == {"tier": "posix", "bytes": 14 * FILE, "capacity_bytes": 10 << 20}
+    assert tiers["dram"]["bytes"] == 0
+
+
+def test_a_configured_directory_that_is_gone_is_a_problem(
+    kept: Kept, ask: Callable[..., Answer], tmp_path: Path
+) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text(f"store: {{directories: ['{kept.root}', '{tmp_path}/gone']}}\n", encoding="utf-8")
+    for command in ("stat", "ls", "verify", "gc"):
+        answer = ask(command, "--config", file)
+        assert answer.code == 1
+        assert f"{tmp_path}/gone (posix) cannot be read: No such file or directory" in answer.out
+    assert not (tmp_path / "gone").exists()
+    shutil.rmtree(kept.root)
+    kept.root.write_text("", encoding="utf-8")
+    assert "Not a directory" in ask("stat", "--config", file).out

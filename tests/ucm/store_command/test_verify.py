@@ -1,0 +1,142 @@
+"""Every checksum."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.campaign.damage import DAMAGES, damage_store
+from tests.ucm.store.blocks import EVEN, fetch, key, save
+from tests.ucm.store_command.conftest import BIG, FILE, SMALL
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.inspection import check_block
+from ucm.store_command import verify as module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.ucm.store_command.conftest import Answer, Kept
+    from ucm.store.errors import StoreError
+    from ucm.store.inspection import StoredBlock
+
+
+def test_a_sound_store(kept: Kept, ask: Callable[..., Answer]) -> None:
+    answer = ask("verify", "--directory", kept.root)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.startswith("14 blocks, 1.8 MiB read in ")
+    assert answer.out.endswith("/s\nEvery block is as it was written.\n")
+    data = ask("verify", "--json", "--directory", kept.root).data
+    assert (data["blocks"], data["bytes"], data["vanished"], data["problems"]) == (14, 14 * FILE, 0, [])
+    assert data["bytes_per_second"] == pytest.approx(data["bytes"] / data["seconds"])
+
+
+@pytest.mark.parametrize("how", sorted(set(DAMAGES) - {"delete"}))
+@pytest.mark.parametrize("threads", [1, 4])
+def test_every_damage_is_found(kept: Kept, ask: Callable[..., Answer], how: str, threads: int) -> None:
+    harmed = damage_store(kept.root, how, random.Random(1), limit=3)  # noqa: S311 - it decides what is tested
+    answer = ask("verify", "--json", "--directory", kept.root, "--threads", threads)
+    assert answer.code == 1
+    assert {problem["path"] for problem in answer.data["problems"]} == {str(block.path) for block in harmed}
+    assert sum(answer.data["damaged"].values()) == 3
+    assert all(block.path.exists() for block in harmed)
+
+
+def test_the_reasons(kept: Kept, ask: Callable[..., Answer]) -> None:
+    whole = kept.path(BIG, 0).read_bytes()
+    kept.path(BIG, 0).write_bytes(whole[:-1])
+    kept.path(BIG, 1).write_bytes(whole)
+    kept.path(SMALL, 0).write_bytes(whole)
+    answer = ask("verify", "--directory", kept.root)
+    assert answer.code == 1
+    assert f"corrupt: the file has {FILE - 1} bytes, not {FILE}\n  {kept.path(BIG, 0)}\n" in answer.out
+    assert f"foreign: the block's key is {kept.keys[BIG][0].hex()}\n  {kept.path(BIG, 1)}\n" in answer.out
+    assert f"foreign: the block belongs to another namespace\n  {kept.path(SMALL, 0)}\n" in answer.out
+    assert answer.out.endswith("Not as they should be: 1 corrupt, 2 foreign.\n")
+
+
+def test_damage_is_set_aside_on_demand(kept: Kept, ask: Callable[..., Answer]) -> None:
+    kept.path(BIG, 3).write_bytes(b"rubbish")
+    answer = ask("verify", "--set-aside", "--directory", kept.root)
+    assert answer.code == 1
+    assert "within its header; set aside" in answer.out
+    assert kept.blocks(BIG) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    (aside,) = kept.side(BIG, "aside").iterdir()
+    assert aside.name.endswith(f"{kept.keys[BIG][3].hex()}-corrupt")
+    assert ask("verify", "--directory", kept.root).code == 0
+
+
+def test_what_cannot_be_read_is_no_damage(kept: Kept, ask: Callable[..., Answer]) -> None:
+    path = kept.path(BIG, 0)
+    path.unlink()
+    path.mkdir()
+    answer = ask("verify", "--set-aside", "--json", "--directory", kept.root)
+    assert answer.code == 1
+    (problem,) = answer.data["problems"]
+    assert (problem["cause"], problem["set_aside"]) == ("unavailable", False)
+    assert path.is_dir()
+
+
+def test_engines_may_be_at_work(kept: Kept, ask: Callable[..., Answer]) -> None:
+    """Blocks come, go and are used while every one is read again and again."""
+    ended = threading.Event()
+
+    def work() -> None:
+        number = 100
+        with open_store(StoreConfig(directories=(str(kept.root),), lookup_cache_keys=0), BIG, EVEN) as store:
+            while not ended.is_set():
+                fresh = [key(number), key(number + 1)]
+                save(store, fresh, EVEN)
+                fetch(store, fresh, EVEN)
+                for path in kept.root.glob(f"*/??/{fresh[0].hex()[2:]}"):
+                    path.unlink()
+                number += 1
+
+    engine = threading.Thread(target=work)
+    engine.start()
+    try:
+        answers = [ask("verify", "--json", "--directory", kept.root) for _ in range(20)]
+    finally:
+        ended.set()
+        engine.join()
+    assert [answer.data["problems"] for answer in answers] == [[]] * 20
+    assert all(answer.code == 0 for answer in answers)
+
+
+def test_a_block_that_vanishes_is_counted_as_such(
+    kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(block: StoredBlock) -> StoreError | None:
+        kept.path(BIG, 0).unlink(missing_ok=True)
+        return check_block(block)
+
+    monkeypatch.setattr(module, "check_block", slowly)
+    answer = ask("verify", "--directory", kept.root, "--namespace", BIG, "--threads", 1)
+    assert answer.code == 0
+    assert "; 1 was deleted meanwhile\n" in answer.out or answer.out.startswith("9 blocks")
+
+
+def test_a_failure_of_a_thread_ends_all(
+    kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: StoredBlock) -> StoreError | None:
+        raise OSError(5, "Input/output error", "somewhere")
+
+    monkeypatch.setattr(module, "check_block", fail)
+    answer = ask("verify", "--directory", kept.root)
+    assert answer.code == 2
+    assert "the store cannot be read: Input/output error" in answer.err
+
+
+def test_nobody_to_read(kept: Kept, ask: Callable[..., Answer]) -> None:
+    assert ask("verify", "--directory", kept.root, "--threads", 0).code == 2
+
+
+def test_an_empty_directory(tmp_path: Path, ask: Callable[..., Answer]) -> None:
+    answer = ask("verify", "--directory", tmp_path)
+    assert answer.code == 0
+    assert answer.out.startswith("0 blocks, 0 B read")

@@ -1,0 +1,19 @@
+"""``ucm store``: looking after the directories of a store, also while engines use them. See docs/store.md.
+
+With ``--json`` each subcommand prints one object. Sizes are bytes, times are ISO 8601 in UTC, ``tier`` is ``posix`` or
+``dram``, and ``directory`` is a path as it was named.
+
+``stat``: ``directories``, each with ``directory``, ``tier``, ``problem`` (null where it can be read), ``blocks``,
+``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``unmarked`` (paths), ``namespaces``;
+``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``. A namespace has ``namespace``, ``identity``, ``blocks``,
+``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``leases``, ``left_behind``, ``set_aside``, ``side_bytes``.
+
+``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null where
+the file system does not tell), ``used``; ``matching`` and ``matching_bytes`` count also those beyond the limit.
+
+``verify``: ``blocks``, ``bytes``, ``seconds``, ``bytes_per_second``, ``vanished``, ``damaged`` by cause, and
+``problems``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``, ``set_aside``.
+
+``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be), a list of ``directory``, ``tier``, ``namespace``,
+``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
+"""

@@ -1,0 +1,189 @@
+"""What ``ucm store gc`` deletes: found first, so that it can be shown and asked about, and deleted then.
+
+A block is deleted only if it is still as old as it was when it was chosen, and promised to nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from array import array
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucm.store.inspection import stored_blocks
+from ucm.store.inventory import IDENTITY, left_behind, side_files
+from ucm.store.posix_layout import MARKER, buckets
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+    from ucm.store.inspection import StoredBlock
+    from ucm.store.posix_layout import Layout
+    from ucm.store_command.places import Directory, Places
+
+LEFT_BEHIND, DAMAGED, BLOCK = "left behind", "damaged", "block"
+
+
+@dataclass(slots=True)
+class Tally:
+    """How much that is."""
+
+    count: int = 0
+    nbytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """One more."""
+        self.count += 1
+        self.nbytes += nbytes
+
+
+@dataclass
+class Plan:
+    """What is to be deleted.
+
+    Args:
+        chosen: The namespaces, each in its directory.
+        until: Blocks last used before this moment go, in seconds since the epoch.
+        drop: Whether the namespaces go altogether.
+    """
+
+    chosen: Sequence[tuple[Directory, Layout]]
+    until: float
+    drop: bool
+    tallies: dict[tuple[Directory, str, str], Tally] = field(default_factory=dict)
+
+    def tally(self, directory: Directory, layout: Layout, kind: str) -> Tally:
+        """How much of a kind is deleted in a namespace of a directory."""
+        return self.tallies.setdefault((directory, layout.namespace, kind), Tally())
+
+
+@dataclass
+class Outcome:
+    """What was deleted, and what was not."""
+
+    tallies: dict[tuple[Directory, str, str], Tally]
+    spared: int = 0  #: blocks that are promised to a reader, or were used meanwhile
+    failed: list[tuple[str, str]] = field(default_factory=list)  #: paths and reasons
+
+
+def plan(places: Places, options: argparse.Namespace, step: Callable[[], object] = int) -> Plan:
+    """Look for what a command line asks to delete.
+
+    Args:
+        places: Where.
+        options: ``older_than``, ``to`` and ``all``.
+        step: Called after each block.
+
+    Raises:
+        OSError: A directory cannot be listed.
+    """
+    chosen = places.chosen()
+    until = float("inf") if options.all else _until(chosen, options.older_than, options.to)
+    found = Plan(chosen, until, drop=options.all)
+    for directory, layout in chosen:
+        for kind, files in _beside(layout, places.config.stale_seconds, drop=found.drop).items():
+            for path, nbytes in files:
+                del path
+                found.tally(directory, layout, kind).add(nbytes)
+        if until > 0:
+            for block in stored_blocks(layout.root, layout.namespace):
+                step()
+                if block.used < until:
+                    found.tally(directory, layout, BLOCK).add(block.nbytes)
+    return found
+
+
+def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = int) -> Outcome:
+    """Delete.
+
+    Args:
+        found: What.
+        stale_seconds: See ``StoreConfig``.
+        step: Called after each block.
+    """
+    done = Plan(found.chosen, found.until, found.drop)
+    outcome = Outcome(done.tallies)
+    for directory, layout in found.chosen:
+        for kind, files in _beside(layout, stale_seconds, drop=found.drop).items():
+            for path, nbytes in files:
+                if _delete(path, outcome):
+                    done.tally(directory, layout, kind).add(nbytes)
+        if found.until > 0:
+            for block in stored_blocks(layout.root, layout.namespace):
+                step()
+                if block.used < found.until and _delete_block(block, found.until, outcome):
+                    done.tally(directory, layout, BLOCK).add(block.nbytes)
+        if found.drop:
+            _remove_directories(layout)
+    return outcome
+
+
+def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None, to: int | None) -> float:
+    """The moment before which blocks were last used that are to go; 0: none are."""
+    until = 0.0 if older_than is None else time.time() - older_than
+    if to is None:
+        return until
+    uses, sizes = array("d"), array("q")
+    for _, layout in chosen:
+        for block in stored_blocks(layout.root, layout.namespace):
+            uses.append(block.used)
+            sizes.append(block.nbytes)
+    order = np.argsort(np.frombuffer(uses))
+    # What is kept, at each block, if all that were used before it go.
+    kept = np.cumsum(np.frombuffer(sizes, dtype=np.int64)[order][::-1])[::-1]
+    too_many = int(np.count_nonzero(kept > to))
+    if not too_many:
+        return until
+    last = uses[order[too_many - 1]]
+    return max(until, float(np.nextafter(last, np.inf)))
+
+
+def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, list[tuple[str, int]]]:
+    """What goes of a namespace beside its blocks, as paths and bytes, by kind."""
+    abandoned = left_behind(layout, stale_seconds)
+    if drop:
+        abandoned = side_files(layout.temporary)
+    return {
+        LEFT_BEHIND: [(file.path, file.nbytes) for file in abandoned],
+        DAMAGED: [(file.path, file.nbytes) for file in side_files(layout.aside)],
+    }
+
+
+def _delete(path: str, outcome: Outcome) -> bool:
+    try:
+        if Path(path).is_dir():
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        outcome.failed.append((path, error.strerror or str(error)))
+        return False
+    return True
+
+
+def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
+    with suppress(FileNotFoundError):
+        status = os.stat(block.path, follow_symlinks=False)  # noqa: PTH116 - a Path costs as much as the call
+        if status.st_nlink == 1 and status.st_mtime < until:
+            return _delete(block.path, outcome)
+        outcome.spared += 1
+    return False
+
+
+def _remove_directories(layout: Layout) -> None:
+    """Remove what is empty of a namespace; where something is left, an engine uses it, and its marker stays."""
+    with suppress(OSError):
+        for path in (*buckets(layout), layout.temporary, layout.aside, layout.leases):
+            Path(path).rmdir()
+        for name in (IDENTITY, MARKER):
+            Path(layout.base, name).unlink(missing_ok=True)
+        Path(layout.base).rmdir()

@@ -1,0 +1,115 @@
+"""``ucm store ls``: the blocks of a store."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ucm.config.units import format_size
+from ucm.errors import UcmError
+from ucm.store.inspection import StoredBlock, stored_blocks
+from ucm.store_command.birth import made
+from ucm.store_command.places import Directory, find_places
+from ucm.store_command.text import ago, blocks_and_bytes, iso, progress, say, say_json, table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+
+class Listed(NamedTuple):
+    """A block, and where it is."""
+
+    directory: Directory
+    block: StoredBlock
+
+
+#: Smallest first.
+_ORDERS: dict[str, Callable[[Listed], Any]] = {
+    "used": lambda listed: -listed.block.used,
+    "size": lambda listed: -listed.block.nbytes,
+    "key": lambda listed: listed.block.key,
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """List; 1 if a directory cannot be read.
+
+    Raises:
+        UcmError: The options name nothing that is there, or contradict each other.
+    """
+    older, newer = options.older_than, options.newer_than
+    if older is not None and newer is not None and older >= newer:
+        raise UcmError("no block is both that old and that new", fix="let --newer-than be the longer time")
+    places = find_places(options)
+    blocks = nbytes = 0
+
+    def counted(found: Iterator[Listed]) -> Iterator[Listed]:
+        nonlocal blocks, nbytes
+        with progress("listing", None, "blocks") as bar:
+            for listed in found:
+                blocks += 1
+                nbytes += listed.block.nbytes
+                bar.update()
+                yield listed
+
+    matching = counted(
+        listed
+        for directory, layout in places.chosen()
+        for block in stored_blocks(layout.root, layout.namespace)
+        if _matches(listed := Listed(directory, block), options)
+    )
+    if options.limit:
+        choose = heapq.nlargest if options.reverse else heapq.nsmallest
+        shown = choose(options.limit, matching, key=_ORDERS[options.sort])
+    else:
+        shown = sorted(matching, key=_ORDERS[options.sort], reverse=options.reverse)
+    if options.json:
+        say_json({"blocks": [_data(one) for one in shown], "matching": blocks, "matching_bytes": nbytes})
+    else:
+        say(_text(shown))
+        shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
+        say([f"{blocks_and_bytes(blocks, nbytes)}{shorter}"])
+        say(f"{one.path} ({one.tier}) cannot be read: {one.problem}" for one in places.broken)
+    return int(bool(places.broken))
+
+
+def _matches(listed: Listed, options: argparse.Namespace) -> bool:
+    block = listed.block
+    age = time.time() - block.used
+    return (
+        (options.key is None or block.key.hex().startswith(options.key))
+        and (options.older_than is None or age > options.older_than)
+        and (options.newer_than is None or age < options.newer_than)
+        and (options.larger_than is None or block.nbytes > options.larger_than)
+    )
+
+
+def _text(shown: list[Listed]) -> list[str]:
+    """One table for each namespace of each directory, in the order of their first blocks."""
+    groups: dict[tuple[str, str], list[StoredBlock]] = {}
+    for directory, block in shown:
+        groups.setdefault((directory.path, block.layout.namespace), []).append(block)
+    lines = []
+    for (path, namespace), blocks in groups.items():
+        rows = [("key", "bytes", "made", "last used")]
+        rows += [
+            (block.key.hex(), format_size(block.nbytes), ago(made(block.path)), ago(block.used)) for block in blocks
+        ]
+        lines += [f"{path}: {namespace}", *(f"  {line}" for line in table(rows, right=(1,))), ""]
+    return lines
+
+
+def _data(listed: Listed) -> dict[str, Any]:
+    directory, block = listed
+    return {
+        "directory": directory.path,
+        "tier": directory.tier,
+        "namespace": block.layout.namespace,
+        "key": block.key.hex(),
+        "path": block.path,
+        "bytes": block.nbytes,
+        "made": iso(made(block.path)),
+        "used": iso(block.used),
+    }

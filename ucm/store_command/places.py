@@ -1,0 +1,183 @@
+"""Which directories a command is about. None of them is made, nor anything in them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from ucm.config.document import FILE_KEY, expand, read_document
+from ucm.config.problems import Place as Setting
+from ucm.config.problems import raise_for
+from ucm.config.settings import ConnectorConfig
+from ucm.config.store_settings import WITH_DRAM, WITH_POSIX, StoreSettings
+from ucm.config.upstream import translate
+from ucm.config.validation import problems_of
+from ucm.errors import ConfigError, UcmError
+from ucm.store.config import StoreConfig
+from ucm.store.posix_layout import namespaces
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+    from ucm.store.posix_layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """One directory.
+
+    Args:
+        tier: ``posix`` or ``dram``.
+        path: As it was named.
+        problem: Why it cannot be read; empty if it can.
+        optional: Whether it is in order that it is not there: engines make it.
+    """
+
+    tier: str
+    path: str
+    problem: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a command is about.
+
+    Args:
+        directories: All of them.
+        patterns: The namespaces that are meant; none: all.
+        capacities: What each tier may use, where that is limited.
+        config: The store's options, or the usual ones.
+    """
+
+    directories: tuple[Directory, ...]
+    patterns: tuple[str, ...]
+    capacities: Mapping[str, int] = field(default_factory=dict)
+    config: StoreConfig = field(default_factory=StoreConfig)
+
+    @property
+    def readable(self) -> list[Directory]:
+        """The directories that can be read."""
+        return [directory for directory in self.directories if not directory.problem]
+
+    @property
+    def broken(self) -> list[Directory]:
+        """Those that should be there and cannot be read."""
+        return [directory for directory in self.directories if directory.problem and not directory.optional]
+
+    def chosen(self) -> list[tuple[Directory, Layout]]:
+        """Every namespace that is meant, in every directory.
+
+        Raises:
+            UcmError: Namespaces were named, and there are none like that.
+        """
+        found = [(directory, layout) for directory in self.readable for layout in namespaces(directory.path)]
+        if not self.patterns:
+            return found
+        meant = [
+            (directory, layout)
+            for directory, layout in found
+            if any(fnmatchcase(layout.namespace, pattern) for pattern in self.patterns)
+        ]
+        if not meant:
+            there = sorted({layout.namespace for _, layout in found})
+            raise UcmError(
+                f"no namespace is like {' or '.join(self.patterns)}",
+                where="--namespace",
+                fix=f"there are: {', '.join(there)}" if there else "there are none at all: is this the directory?",
+            )
+        return meant
+
+
+def find_places(options: argparse.Namespace) -> Places:
+    """The directories that a command line means.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
+        UcmError: A directory was named that is none.
+    """
+    patterns = tuple(options.namespace or ())
+    if options.config is not None:
+        found = _of_config(read_store_settings(options.config), patterns)
+    else:
+        if options.tier is not None:
+            raise UcmError("--tier chooses among the tiers of a configuration", fix="leave it out, or give --config")
+        paths = list(dict.fromkeys(str(path) for path in options.directory))
+        found = Places(tuple(Directory("posix", path, _problem(path)) for path in paths), patterns)
+        for directory in found.broken:
+            raise UcmError(
+                f"this is no directory that can be read: {directory.problem}",
+                where=f"--directory {directory.path}",
+                fix="name a directory of the store, as in the engines' configuration",
+            )
+    if options.tier is None:
+        return found
+    directories = tuple(directory for directory in found.directories if directory.tier == options.tier)
+    if not directories:
+        raise UcmError(f"this store has no {options.tier} tier", where=f"--tier {options.tier}", fix="leave it out")
+    return Places(directories, patterns, found.capacities, found.config)
+
+
+def read_store_settings(file: Path) -> StoreSettings:
+    """The store's settings in a connector's configuration file, with absolute paths; nothing is looked at or made.
+
+    Raises:
+        ConfigError: With everything that is wrong in the file.
+    """
+    document = read_document({FILE_KEY: str(file)})
+    out = translate(document, ConnectorConfig.model_fields)
+    top = Setting(str(document.file))
+    if "store" not in out.settings:
+        raise_for(out.problems)
+    try:
+        store = StoreSettings.model_validate(out.settings.get("store", {}))
+    except ValidationError as error:
+        raise_for([*out.problems, *problems_of(error, StoreSettings, ("store",), out, top)])
+        raise
+    raise_for(out.problems)
+    paths = {
+        name: [str(Path.cwd() / expand(path, out.origin(("store", name), top)[0])) for path in written]
+        for name, written in (("directories", store.directories), ("dram_directory", (store.dram_directory,)))
+    }
+    changed = {"directories": tuple(paths["directories"]), "dram_directory": paths["dram_directory"][0]}
+    return store.model_copy(update=changed)
+
+
+def _of_config(settings: StoreSettings, patterns: tuple[str, ...]) -> Places:
+    if settings.pipeline not in {*WITH_POSIX, *WITH_DRAM}:
+        raise ConfigError(
+            f"the store {settings.pipeline!r} has no directories of ours to look at",
+            where="store: pipeline",
+            fix="name a store's directories with --directory, or ask whoever made that store",
+        )
+    config = settings.as_store_config()
+    directories: list[Directory] = []
+    capacities: dict[str, int] = {}
+    if settings.pipeline in WITH_DRAM:
+        path = config.dram_directory
+        there = Path(path).exists()
+        directories.append(Directory("dram", path, _problem(path), optional=not there))
+        if config.dram_capacity_bytes is not None:
+            capacities["dram"] = config.dram_capacity_bytes
+        elif there:
+            system = os.statvfs(path)
+            capacities["dram"] = int(system.f_blocks * system.f_frsize * config.dram_capacity_fraction)
+    if settings.pipeline in WITH_POSIX:
+        directories += [Directory("posix", path, _problem(path)) for path in config.directories]
+        if config.posix_capacity_bytes is not None:
+            capacities["posix"] = config.posix_capacity_bytes
+    return Places(tuple(directories), patterns, capacities, config)
+
+
+def _problem(path: str) -> str:
+    try:
+        with os.scandir(path):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

@@ -1,0 +1,179 @@
+"""``ucm store stat``: how much a store holds, and whose blocks they are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucm.config.units import format_size
+from ucm.store.inventory import NamespaceStock, take_stock, unmarked
+from ucm.store_command.places import Directory, Places, find_places
+from ucm.store_command.text import ago, blocks_and_bytes, iso, many, progress, say, say_json, table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+
+@dataclass
+class DirectoryStock:
+    """What a directory holds."""
+
+    directory: Directory
+    namespaces: list[NamespaceStock] = field(default_factory=list)
+    unmarked: list[str] = field(default_factory=list)
+    free: int = 0  #: bytes of its file system that this user may still fill
+    total: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Of all namespaces."""
+        return sum(stock.blocks for stock in self.namespaces)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return sum(stock.nbytes for stock in self.namespaces)
+
+    @property
+    def side_nbytes(self) -> int:
+        """Of everything else."""
+        return sum(stock.side_nbytes for stock in self.namespaces)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Count, and print; 1 if a directory cannot be read, or is not looked after.
+
+    Raises:
+        UcmError: The options name nothing that is there.
+    """
+    places = find_places(options)
+    stocks = _count(places)
+    if options.json:
+        say_json({"directories": [_directory_data(stock) for stock in stocks], "tiers": _tier_data(places, stocks)})
+    else:
+        say("\n\n".join("\n".join(lines) for lines in _text(places, stocks)).splitlines())
+    return int(bool(places.broken) or any(stock.unmarked for stock in stocks))
+
+
+def _count(places: Places) -> list[DirectoryStock]:
+    stocks = {directory: DirectoryStock(directory) for directory in places.directories}
+    with progress("counting", None, "blocks") as bar:
+        for directory, layout in places.chosen():
+            stock = take_stock(layout, places.config.stale_seconds, bar.update)
+            stocks[directory].namespaces.append(stock)
+    for directory in places.readable:
+        system = os.statvfs(directory.path)
+        stocks[directory].free = system.f_bavail * system.f_frsize
+        stocks[directory].total = system.f_blocks * system.f_frsize
+        stocks[directory].unmarked = unmarked(directory.path)
+    return list(stocks.values())
+
+
+def _text(places: Places, stocks: Sequence[DirectoryStock]) -> list[list[str]]:
+    paragraphs = [_directory_text(stock) for stock in stocks]
+    for tier in _tier_data(places, stocks):
+        if tier["capacity_bytes"] is not None:
+            used, capacity = format_size(tier["bytes"]), format_size(tier["capacity_bytes"])
+            paragraphs.append([f"The {tier['tier']} tier uses {used} of the {capacity} that it may use."])
+    return paragraphs
+
+
+def _directory_text(stock: DirectoryStock) -> list[str]:
+    directory = stock.directory
+    title = f"{directory.path} ({directory.tier})"
+    if directory.problem:
+        expected = ": engines make it when they start" if directory.optional else ""
+        return [f"{title} cannot be read: {directory.problem}{expected}"]
+    namespaces = many(len(stock.namespaces), "namespace", "namespaces")
+    free = f"{format_size(stock.free)} of {format_size(stock.total)} free on its file system"
+    lines = [f"{title}: {namespaces}, {blocks_and_bytes(stock.blocks, stock.nbytes)}; {free}"]
+    if stock.namespaces:
+        lines += [f"  {line}" for line in _namespace_table(stock.namespaces)]
+    for path in stock.unmarked:
+        lines += [
+            f"  {path} looks like a namespace and lacks its marker, so nobody looks after it.",
+            "    An engine that uses it makes the marker again within minutes; if none does, delete the directory.",
+        ]
+    return lines
+
+
+def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
+    rows: list[tuple[str, ...]] = []
+    rows.append(
+        ("namespace", "blocks", "bytes", "last used", "first to go", "writing", "leased", "left behind", "damaged")
+    )
+    for stock in stocks:
+        counts = (stock.temporaries, stock.leases, stock.left_behind, stock.aside)
+        rows.append(
+            (
+                stock.namespace,
+                f"{stock.blocks:,}",
+                format_size(stock.nbytes),
+                ago(stock.newest),
+                ago(stock.oldest),
+                *(f"{number:,}" for number in counts),
+            )
+        )
+    lines = table(rows, right=(1, 2, 5, 6, 7, 8))
+    told: dict[str, str] = {}
+    for stock in stocks:
+        if stock.identity is not None:
+            told.setdefault(_summary(stock.identity), stock.namespace)
+    return [*lines, *(f"{namespace}: {summary}" for summary, namespace in told.items())]
+
+
+def _summary(identity: dict[str, Any]) -> str:
+    """Some of what the blocks of a namespace depend on."""
+    cache = identity.get("cache")
+    said = [
+        ("model", identity.get("name")),
+        ("vLLM", identity.get("vllm")),
+        ("KV cache", cache.get("cache_dtype") if isinstance(cache, dict) else None),
+        ("identity", str(identity.get("digest"))[:16]),
+    ]
+    return ", ".join(f"{name} {value}" for name, value in said if value is not None)
+
+
+def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
+    directory = stock.directory
+    return {
+        "directory": directory.path,
+        "tier": directory.tier,
+        "problem": directory.problem or None,
+        "blocks": stock.blocks,
+        "bytes": stock.nbytes,
+        "side_bytes": stock.side_nbytes,
+        "free_bytes": stock.free,
+        "total_bytes": stock.total,
+        "unmarked": stock.unmarked,
+        "namespaces": [
+            {
+                "namespace": one.namespace,
+                "identity": one.identity,
+                "blocks": one.blocks,
+                "bytes": one.nbytes,
+                "oldest_use": iso(one.oldest),
+                "newest_use": iso(one.newest),
+                "temporaries": one.temporaries,
+                "leases": one.leases,
+                "left_behind": one.left_behind,
+                "set_aside": one.aside,
+                "side_bytes": one.side_nbytes,
+            }
+            for one in stock.namespaces
+        ],
+    }
+
+
+def _tier_data(places: Places, stocks: Sequence[DirectoryStock]) -> list[dict[str, Any]]:
+    tiers = dict.fromkeys(stock.directory.tier for stock in stocks)
+    return [
+        {
+            "tier": tier,
+            "bytes": sum(stock.nbytes + stock.side_nbytes for stock in stocks if stock.directory.tier == tier),
+            "capacity_bytes": places.capacities.get(tier),
+        }
+        for tier in tiers
+    ]

@@ -1,0 +1,104 @@
+"""Words, tables and progress bars for people, times for programs."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import tqdm
+
+from ucm.config.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+_STEPS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print results."""
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+
+
+def say_json(data: Any) -> None:
+    """Print a result for a program."""
+    say([json.dumps(data, indent=1, ensure_ascii=False)])
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Aligned lines.
+
+    Args:
+        rows: The first one has the headings.
+        right: The columns that are aligned to the right.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def ago(moment: float | None) -> str:
+    """How long ago a moment was.
+
+    Args:
+        moment: In seconds since the epoch; None: there was none.
+    """
+    if moment is None:
+        return "never"
+    age = time.time() - moment
+    if age < -1:
+        return "in the future"
+    for length, unit in _STEPS:
+        if age >= 2 * length:
+            return f"{age / length:.0f} {unit} ago"
+    return "just now"
+
+
+def iso(moment: float | None) -> str | None:
+    """A moment for programs; None where there is none, or no calendar has it."""
+    if moment is None:
+        return None
+    try:
+        return dt.datetime.fromtimestamp(moment, dt.timezone.utc).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def many(number: int, one: str, more: str) -> str:
+    """A number and its noun."""
+    return f"{number:,} {one if number == 1 else more}"
+
+
+def blocks_and_bytes(blocks: int, nbytes: int) -> str:
+    """How much that is."""
+    return f"{many(blocks, 'block', 'blocks')}, {format_size(nbytes)}"
+
+
+def progress(what: str, total: int | None, unit: str) -> tqdm.tqdm[Any]:
+    """A bar on standard error, if that is a terminal.
+
+    Args:
+        what: Is under way.
+        total: How much there is to do, if that is known.
+        unit: ``B`` for bytes, which are shown with units of 1024, or a noun.
+    """
+    nbytes = unit == "B"
+    return tqdm.tqdm(
+        desc=what,
+        total=total,
+        unit=unit if nbytes else f" {unit}",
+        unit_scale=nbytes,
+        unit_divisor=1024 if nbytes else 1000,
+        disable=None,
+        leave=False,
+        file=sys.stderr,
+    )

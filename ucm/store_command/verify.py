@@ -1,0 +1,174 @@
+"""``ucm store verify``: read every block and compare every checksum."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucm.config.units import format_size
+from ucm.errors import UcmError
+from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError
+from ucm.store.inspection import StoredBlock, check_block, put_aside, stored_blocks
+from ucm.store_command.places import Directory, Places, find_places
+from ucm.store_command.text import blocks_and_bytes, many, progress, say, say_json
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from ucm.store.errors import StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A block that is not as it should be."""
+
+    directory: Directory
+    block: StoredBlock
+    error: StoreError
+    set_aside: bool
+
+
+@dataclass
+class Verdict:
+    """What was read, and what is wrong with it."""
+
+    blocks: int = 0
+    nbytes: int = 0
+    vanished: int = 0  #: deleted between being listed and being read, as engines do
+    seconds: float = 0.0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def by_cause(self) -> dict[str, int]:
+        """How many problems there are of each kind."""
+        causes = [problem.error.cause for problem in self.problems]
+        return {cause: causes.count(cause) for cause in sorted(set(causes))}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read, and print; 1 if anything is not as it should be.
+
+    Raises:
+        UcmError: The options name nothing that is there.
+    """
+    if not options.threads:
+        raise UcmError("somebody has to read", where="--threads 0", fix="give it 1 or more")
+    places = find_places(options)
+    verdict = verify(places, options.threads, options.set_aside)
+    if options.json:
+        say_json(_data(verdict))
+    else:
+        say(_text(verdict))
+        say(f"{one.path} ({one.tier}) cannot be read: {one.problem}" for one in places.broken)
+    return int(bool(verdict.problems or places.broken))
+
+
+def verify(places: Places, threads: int, set_aside: bool) -> Verdict:
+    """Read every block.
+
+    Args:
+        places: Where.
+        threads: How many read.
+        set_aside: Whether to take what is damaged out of the way.
+    """
+    verdict = Verdict()
+    chosen = places.chosen()
+    with progress("listing", None, "blocks") as bar:
+        total = sum(block.nbytes for _, block in _blocks(chosen) if bar.update() or True)
+    began = time.perf_counter()
+    with progress("reading", total, "B") as bar, ThreadPoolExecutor(threads) as pool:
+        reader = _Reader(verdict, _blocks(chosen), bar, places.config.aside_keep if set_aside else None)
+        try:
+            for done in [pool.submit(reader.read) for _ in range(threads)]:
+                done.result()
+        finally:
+            reader.stopped = True
+    verdict.seconds = time.perf_counter() - began
+    return verdict
+
+
+def _blocks(chosen: list[tuple[Directory, Any]]) -> Iterator[tuple[Directory, StoredBlock]]:
+    for directory, layout in chosen:
+        for block in stored_blocks(layout.root, layout.namespace):
+            yield directory, block
+
+
+class _Reader:
+    """What the threads of a run share."""
+
+    def __init__(
+        self, verdict: Verdict, blocks: Iterator[tuple[Directory, StoredBlock]], bar: Any, keep: int | None
+    ) -> None:
+        self.stopped = False
+        self._verdict = verdict
+        self._blocks = blocks
+        self._bar = bar
+        self._keep = keep
+        self._lock = threading.Lock()
+
+    def read(self) -> None:
+        """Read blocks until there are no more."""
+        while not self.stopped:
+            with self._lock:
+                directory, block = next(self._blocks, (None, None))
+            if directory is None or block is None:
+                return
+            error = check_block(block)
+            aside = self._put_aside(block, error)
+            with self._lock:
+                self._note(directory, block, error, aside)
+
+    def _put_aside(self, block: StoredBlock, error: StoreError | None) -> bool:
+        if self._keep is None or not isinstance(error, BlockCorruptError | BlockForeignError):
+            return False
+        return put_aside(block, error, self._keep)
+
+    def _note(self, directory: Directory, block: StoredBlock, error: StoreError | None, aside: bool) -> None:
+        self._bar.update(block.nbytes)
+        if isinstance(error, BlockMissingError):
+            self._verdict.vanished += 1
+            return
+        self._verdict.blocks += 1
+        self._verdict.nbytes += block.nbytes
+        if error is not None:
+            self._verdict.problems.append(Problem(directory, block, error, aside))
+
+
+def _text(verdict: Verdict) -> list[str]:
+    lines = []
+    for problem in verdict.problems:
+        done = "; set aside" if problem.set_aside else ""
+        lines += [f"{problem.error.cause}: {problem.error.what}{done}", f"  {problem.block.path}"]
+    rate = format_size(verdict.nbytes / verdict.seconds) if verdict.seconds else "0 B"
+    gone = f"; {many(verdict.vanished, 'was', 'were')} deleted meanwhile" if verdict.vanished else ""
+    lines.append(f"{blocks_and_bytes(verdict.blocks, verdict.nbytes)} read in {verdict.seconds:.1f} s, {rate}/s{gone}")
+    bad = ", ".join(f"{count:,} {cause}" for cause, count in verdict.by_cause.items())
+    return [*lines, f"Not as they should be: {bad}." if bad else "Every block is as it was written."]
+
+
+def _data(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "blocks": verdict.blocks,
+        "bytes": verdict.nbytes,
+        "seconds": verdict.seconds,
+        "bytes_per_second": verdict.nbytes / verdict.seconds if verdict.seconds else 0.0,
+        "vanished": verdict.vanished,
+        "damaged": verdict.by_cause,
+        "problems": [
+            {
+                "directory": problem.directory.path,
+                "tier": problem.directory.tier,
+                "namespace": problem.block.layout.namespace,
+                "key": problem.block.key.hex(),
+                "path": problem.block.path,
+                "cause": problem.error.cause,
+                "reason": problem.error.what,
+                "set_aside": problem.set_aside,
+            }
+            for problem in verdict.problems
+        ],
+    }
