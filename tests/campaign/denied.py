@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.campaign.figures import Figures
 from tests.campaign.processes import Child, in_new_process
-from tests.campaign.scene import Scene, Stage, inspect, temporaries
+from tests.campaign.scene import Scene, Stage, inspect, reopen
 from tests.campaign.user import open_refused, use
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ def run(count: int, stage: Stage) -> Figures:
     stage.disk.chmod(0o711)
     rng = stage.rng
     figures = Figures()
+    scenes: list[Scene] = []
     while figures.trials < count:
         # A Dram tier that is not its user's own is refused at start: there is nothing to withdraw from it.
         scene = replace(stage, shared=None).scene(_BLOCKS)
+        scenes.append(scene)
         for root in scene.roots:
             _give(Path(root), user)
         figures.add(_refused_at_open(scene, user))
@@ -51,7 +53,7 @@ def run(count: int, stage: Stage) -> Figures:
         stop.touch()
         figures.add(child.end())
         figures.add(inspect(scene))
-        figures.left_over += temporaries(scene)
+    figures.add(reopen(scenes))
     return figures
 
 
