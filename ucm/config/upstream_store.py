@@ -29,20 +29,23 @@ def translate_store(out: Translation, place: Place, connector: Mapping[str, Any]
     if not isinstance(config, dict):
         out.refuse(within, "not a mapping", "write {storage_backends: …}", config)
         return
+    for key in ("ucm_connector_name", "ucm_connector_module_path"):
+        if not isinstance(connector.get(key, ""), str):
+            out.refuse(place.inside(key), "not a text", "write a name", connector[key])
+            return
     out.origins[("store",)] = (within, NO_VALUE)
-    module = connector.get("ucm_connector_module_path")
-    if module is not None:
-        _custom(out, place, str(module), connector)
-        return
-    if _pipeline(out, place, connector, config):
+    if "ucm_connector_module_path" in connector:
+        _custom(out, place, connector)
+    elif _pipeline(out, place, connector, config):
         for key, value in config.items():
             _store_key(out, within.inside(str(key)), str(key), value)
 
 
-def _custom(out: Translation, place: Place, module: str, connector: Mapping[str, Any]) -> None:
+def _custom(out: Translation, place: Place, connector: Mapping[str, Any]) -> None:
     """A store of the user's own, with settings of its own."""
+    module = connector["ucm_connector_module_path"]
     where = place.inside("ucm_connector_module_path")
-    out.put(("store", "pipeline"), f"{module}:{connector.get('ucm_connector_name')}", where, module)
+    out.put(("store", "pipeline"), f"{module}:{connector.get('ucm_connector_name', '')}", where, module)
     config = connector.get("ucm_connector_config", {})
     out.put(("store", "options"), config, place.inside("ucm_connector_config"), config)
 
@@ -61,6 +64,9 @@ def _pipeline(out: Translation, place: Place, connector: Mapping[str, Any], conf
         return False
     pipeline = config.get("store_pipeline", "Cache|Posix")
     pipeline_place = place.inside("ucm_connector_config", "store_pipeline")
+    if not isinstance(pipeline, str):
+        out.refuse(pipeline_place, "not a text", "write it in quotes", pipeline)
+        return False
     if pipeline in keys.PIPELINES:
         out.notices.append(f"{pipeline_place}: {pipeline!r} is called {keys.PIPELINES[pipeline]!r} here")
         pipeline = keys.PIPELINES[pipeline]
