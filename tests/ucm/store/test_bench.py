@@ -1,0 +1,51 @@
+"""The store's bench measures what it says, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.store.bench import BESIDE, Figures, Workload, bench, for_bench
+from ucm.store.bench_lookup import LookupFigures, bench_lookup
+
+if TYPE_CHECKING:
+    from ucm.store.config import StoreConfig
+
+SMALL = Workload(blocks=4, shards=3, shard_nbytes=5000, rounds=3)
+
+
+@pytest.mark.parametrize("pipeline", ["Posix", "Dram", "Cache|Posix"])
+def test_every_operation_is_measured_in_every_round(config: StoreConfig, memory: str, pipeline: str) -> None:
+    chosen = replace(config, pipeline=pipeline, dram_directory=memory, dram_capacity_bytes=1 << 24, load_threads=3)
+    heard: list[str] = []
+    figures = bench(for_bench(chosen), SMALL, heard.append)
+    expected = ["memcpy", "write", "write x2", "dump", "read hot", "read hot x3", "load hot"]
+    if pipeline == "Posix":
+        expected += ["read cold", "read cold x3", "load cold"]
+    assert sorted(figures.seconds) == sorted(expected)
+    assert all(len(seconds) == SMALL.rounds for seconds in figures.seconds.values())
+    assert sorted(heard) == sorted(SMALL.rounds * expected)
+    for operation, beside in BESIDE.items():
+        if operation in figures.seconds:
+            assert min(figures.rate(operation)) > 0
+            assert min(figures.ratio(operation, beside)) > 0
+    for root in (config.directories[0], memory):
+        assert not Path(root).exists() or list(Path(root).iterdir()) == []
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    figures = Figures(SMALL, {"load hot": [2.0, 1.0, 4.0], "read hot": [1.0, 1.0, 3.0]})
+    assert figures.ratio("load hot", "read hot") == (1.0, 0.75)
+
+
+def test_lookups_are_measured(config: StoreConfig) -> None:
+    heard: list[int] = []
+    figures = bench_lookup(config, stored=3000, asked=50, calls=10, progress=heard.append)
+    assert heard == [0, 1000, 2000]
+    assert [len(figures.opening), len(figures.first), len(figures.again)] == [5, 5, 5]
+    assert [len(figures.prefix), len(figures.missing)] == [5, 10]
+    assert LookupFigures.quantile([1.0, 2.0, 3.0], 0.5) == 2.0
+    assert list(Path(config.directories[0]).iterdir()) == []
