@@ -87,10 +87,11 @@ def _as_far_as_right(written: object) -> StoreSettings | None:
     try:
         return StoreSettings.model_validate(written)
     except ValidationError as error:
-        names = {details["loc"][0] for details in error.errors() if details["loc"]}
-        if not names or "pipeline" in names or not isinstance(written, dict):
-            return None
-        return _as_far_as_right({name: value for name, value in written.items() if name not in names})
+        wrong = {str(details["loc"][0]) for details in error.errors() if details["loc"]}
+    if not isinstance(written, dict) or "pipeline" in wrong:
+        return None
+    right = {name: value for name, value in written.items() if str(name) not in wrong}
+    return _as_far_as_right(right) if len(right) < len(written) else None
 
 
 def _look_at_media(store: StoreSettings, written: dict[str, Any], out: Translation, top: Place) -> dict[str, Any]:

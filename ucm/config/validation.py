@@ -23,6 +23,7 @@ _WORDS = {
     "greater_than": ("{gt} or less", "write more than {gt}"),
     "greater_than_equal": ("less than {ge}", "write {ge} or more"),
     "int_type": ("not a whole number", "write a whole number"),
+    "invalid_key": ("a name is expected, not a number", "write a setting's name"),
     "less_than_equal": ("more than {le}", "write {le} or less"),
     "literal_error": ("not one of those that there are", "write {expected}"),
     "model_type": ("not a mapping", "write {{name: value, …}}"),

@@ -106,6 +106,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         ({"store": None}, "not a mapping", "store = None"),
         ({"store": {"directories": []}}, "the store 'Posix' needs a directory", "store = {'directories': []}"),
         ({"store": {"pipeline": "Empty", "fsnc": 1}}, "'fsnc' is not a setting", "store.fsnc = 1"),
+        ({"store": {"pipeline": "Empty", 5: 1}}, "a name is expected, not a number", "store[5] = 5"),
         (EMPTY | {"hit_ratio": 1.5}, "more than 1", "hit_ratio = 1.5"),
         (EMPTY | {"hit_ratio": float("nan")}, "not a finite number", "hit_ratio = nan"),
         (EMPTY | {"connector": "mock"}, "the mock connector needs hit_ratio", ""),
