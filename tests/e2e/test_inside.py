@@ -18,7 +18,16 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
 
 
-@pytest.mark.parametrize("file", ["tests/e2e/test_block_table.py", "tests/ucm/test_probe.py"])
+CONNECTOR = "tests/ucm/integration/vllm/connector"
+FILES = (
+    "tests/e2e/test_block_table.py",
+    "tests/ucm/test_probe.py",
+    f"{CONNECTOR}/test_device_memory.py",
+    f"{CONNECTOR}/test_staged_transfer.py",
+)
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_with_real_objects(environments: Environments, file: str) -> None:
     python = environments.overlay.python
     done = subprocess.run(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -155,14 +155,19 @@ class StagedTransfer(GroupTransfer):
     ) -> None:
         lane = self._loader
         reading: list[tuple[list[Any], Sequence[BlockKey], Sequence[int], Task]] = []
-        for number, (some_keys, some_ids) in enumerate(_chunks(keys, block_ids, self._chunk)):
-            if len(reading) == len(lane.staging):
+        try:
+            for number, (some_keys, some_ids) in enumerate(_chunks(keys, block_ids, self._chunk)):
+                if len(reading) == len(lane.staging):
+                    self._place(task, event, layers, reading.pop(0))
+                staging = lane.staging[number % len(lane.staging)]
+                transfers = _transfers(some_keys, staging, layers)
+                reading.append((staging, some_keys, some_ids, load_from(self._store, transfers, lease)))
+            while reading:
                 self._place(task, event, layers, reading.pop(0))
-            staging = lane.staging[number % len(lane.staging)]
-            transfers = _transfers(some_keys, staging, layers)
-            reading.append((staging, some_keys, some_ids, load_from(self._store, transfers, lease)))
-        for portion in reading:
-            self._place(task, event, layers, portion)
+        finally:
+            # Should the device have failed: the next task must find the staging memory at rest.
+            for *_, portion in reading:
+                self._store.wait(portion)
 
     def _place(
         self,
@@ -173,28 +178,30 @@ class StagedTransfer(GroupTransfer):
     ) -> None:
         staging, keys, block_ids, reading = portion
         result = self._store.wait(reading)
-        task.take(result)
         rows = [row for row, key in enumerate(keys) if key in result.done]
         if rows:
             with self._loader.stream.after(event):
                 self._memory.scatter(rows, [block_ids[row] for row in rows], layers, staging)
             self._loader.stream.synchronize()
+        task.take(result)
 
     def _dump(
         self, task: StagedTask, event: Any, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range
     ) -> None:
         lane = self._dumper
         writing: list[Task] = []
-        for number, (some_keys, some_ids) in enumerate(_chunks(keys, block_ids, self._chunk)):
-            if len(writing) == len(lane.staging):
-                task.take(self._store.wait(writing.pop(0)))
-            staging = lane.staging[number % len(lane.staging)]
-            with lane.stream.after(event):
-                self._memory.gather(some_ids, layers, staging)
-            lane.stream.synchronize()
-            writing.append(self._store.dump(_transfers(some_keys, staging, layers)))
-        for portion in writing:
-            task.take(self._store.wait(portion))
+        try:
+            for number, (some_keys, some_ids) in enumerate(_chunks(keys, block_ids, self._chunk)):
+                if len(writing) == len(lane.staging):
+                    task.take(self._store.wait(writing.pop(0)))
+                staging = lane.staging[number % len(lane.staging)]
+                with lane.stream.after(event):
+                    self._memory.gather(some_ids, layers, staging)
+                lane.stream.synchronize()
+                writing.append(self._store.dump(_transfers(some_keys, staging, layers)))
+        finally:
+            for portion in writing:
+                task.take(self._store.wait(portion))
 
 
 class _Lane:
@@ -224,6 +231,8 @@ class _Lane:
             try:
                 work(task, event)
             except Exception as error:  # noqa: BLE001 - what the device says ends no thread; it is told per block
+                with suppress(Exception):
+                    self.stream.synchronize()  # copies that were begun must not end later than the task
                 task.give_up(error)
             task.finish()
 

@@ -1,0 +1,238 @@
+"""Blocks between a device and a store by way of staging memory, with torch's CPU as the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.ucm.integration.vllm.connector.tensors import tensor
+from ucm.integration.vllm.connector.device_memory import DeviceMemory
+from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.store.base import BlockKey
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+
+pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
+
+from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
+from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from tests.ucm.integration.vllm.connector.tensors import Tensor
+    from ucm.store.base import BlockTransfer, KVStore, Task, TaskResult
+
+BLOCKS, LAYERS = 12, 3
+ALL = range(LAYERS)
+KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(BLOCKS)]
+
+
+class Watched:
+    """A store that tells which of its transfers nobody has waited for."""
+
+    def __init__(self, inner: KVStore) -> None:
+        self.inner = inner
+        self.left: set[int] = set()
+
+    def load(self, blocks: Sequence[BlockTransfer]) -> Task:
+        return self._begun(self.inner.load(blocks))
+
+    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
+        return self._begun(self.inner.dump(blocks))
+
+    def wait(self, task: Task) -> TaskResult:
+        result = self.inner.wait(task)
+        self.left.discard(id(task))
+        return result
+
+    def _begun(self, task: Task) -> Task:
+        self.left.add(id(task))
+        return task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Failing(DeviceMemory):
+    """A device that fails at some of its copies, counted from 0."""
+
+    at: frozenset[int] = frozenset()
+    copies = 0
+
+    def gather(self, block_ids: Sequence[int], layers: range, staging: list[Any]) -> None:
+        self._count()
+        super().gather(block_ids, layers, staging)
+
+    def scatter(self, rows: Sequence[int], block_ids: Sequence[int], layers: range, staging: list[Any]) -> None:
+        self._count()
+        super().scatter(rows, block_ids, layers, staging)
+
+    def _count(self) -> None:
+        self.copies += 1
+        if self.copies - 1 in self.at:
+            raise RuntimeError("out of memory")
+
+
+class Setup:
+    """KV caches, the device, the store and what is between them; two blocks to a chunk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.caches: dict[str, Tensor] = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in ALL}
+        group = CacheGroup(0, 4, None, {}, tuple(self.caches))
+        self.device = Failing(group, all_as_torch(self.caches), BLOCKS, {})
+        config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0)
+        self.store = Watched(open_store(config, "model/rank0", self.device.geometry))
+        chunk = 2 * self.device.geometry.nbytes
+        self.transfer = StagedTransfer(self.device, self.store, 2 * chunk)  # type: ignore[arg-type]
+
+    def content(self, block: int) -> list[bytes]:
+        return [cache.view()[:, block].tobytes() for cache in self.caches.values()]
+
+    def contents(self) -> list[list[bytes]]:
+        return [self.content(block) for block in range(BLOCKS)]
+
+    def save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> TaskResult:
+        self.transfer.wait(self.transfer.dump(keys, blocks, ALL))
+        return self.transfer.wait(self.transfer.commit(keys))
+
+    def load(self, keys: Sequence[BlockKey], blocks: Sequence[int], layers: range = ALL) -> TaskResult:
+        return self.transfer.wait(self.transfer.load(keys, blocks, layers))
+
+    def wipe(self) -> None:
+        for cache in self.caches.values():
+            cache.raw[:] = 0xEE
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    found = Setup(tmp_path)
+    yield found
+    found.transfer.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+def test_what_was_dumped_is_loaded_into_other_blocks(setup: Setup, count: int) -> None:
+    were = setup.contents()
+    saved = setup.save(KEYS[:count], range(count))
+    assert set(saved.done) == set(KEYS[:count])
+    setup.wipe()
+    empty = setup.contents()
+    target = list(range(BLOCKS - 1, BLOCKS - 1 - count, -1))
+    loaded = setup.load(KEYS[:count], target)
+    assert set(loaded.done) == set(KEYS[:count])
+    assert loaded.nbytes == count * setup.transfer.block_bytes
+    for block in range(BLOCKS):
+        assert setup.content(block) == (were[target.index(block)] if block in target else empty[block])
+
+
+def test_layers_are_moved_apart(setup: Setup) -> None:
+    were = setup.contents()
+    for layer in (2, 0, 1):
+        setup.transfer.dump(KEYS[:5], range(5), range(layer, layer + 1))
+    assert set(setup.transfer.wait(setup.transfer.commit(KEYS[:5])).done) == set(KEYS[:5])
+    setup.wipe()
+    empty = setup.contents()
+    setup.load(KEYS[:5], range(5), range(1, 3))
+    for block in range(5):
+        assert setup.content(block) == [empty[block][0], *were[block][1:]]
+
+
+def test_nothing_is_visible_before_the_commit_or_after_a_discard(setup: Setup) -> None:
+    setup.transfer.wait(setup.transfer.dump(KEYS[:3], range(3), ALL))
+    assert setup.store.inner.lookup(KEYS[:3]) == [False] * 3
+    setup.transfer.discard(KEYS[:3])
+    failed = setup.transfer.wait(setup.transfer.commit(KEYS[:3])).failed
+    assert {error.cause for error in failed.values()} == {"incomplete"}
+    assert setup.store.inner.lookup(KEYS[:3]) == [False] * 3
+
+
+def test_what_is_missing_is_told_and_the_rest_arrives(setup: Setup) -> None:
+    were = setup.contents()
+    setup.save([KEYS[0], KEYS[2], KEYS[3]], [0, 2, 3])
+    setup.wipe()
+    empty = setup.contents()
+    loaded = setup.load(KEYS[:5], range(5))
+    assert {key: error.cause for key, error in loaded.failed.items()} == {KEYS[1]: "missing", KEYS[4]: "missing"}
+    assert [setup.content(block) for block in (0, 2, 3)] == [were[block] for block in (0, 2, 3)]
+    assert [setup.content(block) for block in (1, 4)] == [empty[1], empty[4]]
+
+
+def test_a_finished_task_is_told_as_such(setup: Setup) -> None:
+    task = setup.transfer.dump(KEYS[:3], range(3), ALL)
+    first = setup.transfer.wait(task)
+    assert setup.transfer.check(task)
+    assert setup.transfer.wait(task).done == first.done
+    assert first.seconds > 0
+
+
+def test_closing_finishes_what_was_committed(setup: Setup, tmp_path: Path) -> None:
+    were = setup.contents()
+    setup.transfer.dump(KEYS[:7], range(7), ALL)
+    setup.transfer.commit(KEYS[:7])
+    setup.transfer.close()
+    again = Setup(tmp_path)
+    again.wipe()
+    assert set(again.load(KEYS[:7], range(7)).done) == set(KEYS[:7])
+    assert again.contents()[:7] == were[:7]
+    again.transfer.close()
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_what_did_not_reach_the_device_is_not_told_as_loaded(setup: Setup, at: int) -> None:
+    were = setup.contents()
+    setup.save(KEYS[:6], range(6))
+    setup.wipe()
+    setup.device.at, setup.device.copies = frozenset({at}), 0
+    loaded = setup.load(KEYS[:6], range(6))
+    assert set(loaded.done) == set(KEYS[: 2 * at])
+    assert set(loaded.failed) == set(KEYS[2 * at : 6])
+    assert {error.cause for error in loaded.failed.values()} == {"unavailable"}
+    assert setup.contents()[: 2 * at] == were[: 2 * at]
+    assert not setup.store.left, "the staging memory is still being written"
+    # The device works again.
+    assert set(setup.load(KEYS[:6], range(6)).done) == set(KEYS[:6])
+    assert setup.contents()[:6] == were[:6]
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_what_did_not_leave_the_device_is_not_stored(setup: Setup, at: int) -> None:
+    setup.device.at = frozenset({at})
+    dumped = setup.transfer.wait(setup.transfer.dump(KEYS[:6], range(6), ALL))
+    assert set(dumped.done) == set(KEYS[: 2 * at])
+    assert set(dumped.failed) == set(KEYS[2 * at : 6])
+    assert not setup.store.left, "the staging memory is still being read"
+    committed = setup.transfer.wait(setup.transfer.commit(KEYS[:6]))
+    assert set(committed.done) == set(KEYS[: 2 * at])
+    assert setup.store.inner.lookup(KEYS[:6]) == [True] * 2 * at + [False] * (6 - 2 * at)
+
+
+def test_a_block_with_one_layer_less_is_not_stored(setup: Setup) -> None:
+    setup.device.at = frozenset({1})
+    tasks = [setup.transfer.dump(KEYS[:2], range(2), range(layer, layer + 1)) for layer in ALL]
+    assert [bool(setup.transfer.wait(task).failed) for task in tasks] == [False, True, False]
+    assert not setup.transfer.wait(setup.transfer.commit(KEYS[:2])).done
+    assert setup.store.inner.lookup(KEYS[:2]) == [False, False]
+
+
+def test_loads_and_dumps_at_once(setup: Setup) -> None:
+    """Each direction has staging memory of its own."""
+    were = setup.contents()
+    setup.save(KEYS[:4], range(4))
+    for cache in setup.caches.values():
+        cache.view()[:, :4] = 0
+    for _ in range(20):
+        loads = setup.transfer.load(KEYS[:4], range(4), ALL)
+        dumps = setup.transfer.dump(KEYS[6:], range(6, 12), ALL)
+        assert not setup.transfer.wait(loads).failed
+        assert not setup.transfer.wait(dumps).failed
+        setup.transfer.discard(KEYS[6:])
+        assert setup.contents()[:4] == were[:4]
+    setup.save(KEYS[6:], range(6, 12))
+    setup.wipe()
+    setup.load(KEYS[6:], range(6, 12))
+    assert setup.contents()[6:] == were[6:]
+    assert np.all(setup.caches["layer 0"].view()[:, :6].view(np.uint8) == 0xEE)

@@ -1,0 +1,25 @@
+"""The stand-ins for tensors as torch's own, on the same memory. Imported only where torch is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.ucm.integration.vllm.connector.tensors import Tensor
+
+_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32, "uint64": torch.int64}
+
+
+def as_torch(given: Tensor) -> Any:
+    """A view of the stand-in's memory."""
+    flat = torch.from_numpy(given.raw).view(_DTYPES[str(given.dtype)])
+    return flat.as_strided(given.shape, given.strides, given.offset)
+
+
+def all_as_torch(given: Mapping[str, Tensor]) -> dict[str, Any]:
+    """KV caches by layer name."""
+    return {name: as_torch(found) for name, found in given.items()}
