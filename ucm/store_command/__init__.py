@@ -16,4 +16,7 @@ the file system does not tell), ``used``; ``matching`` and ``matching_bytes`` co
 
 ``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be), a list of ``directory``, ``tier``, ``namespace``,
 ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
+
+``bench``: ``workload``, ``seconds`` (of each round, by operation), ``lookups`` (null, or seconds of each call), and
+``goals``, each with ``what``, ``measured``, ``wanted``, ``met``.
 """

@@ -44,10 +44,14 @@ def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_places(parser: argparse.ArgumentParser) -> None:
+def _add_where(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--config", type=Path, metavar="FILE", help="the configuration file that engines use")
     where.add_argument("--directory", type=Path, action="append", metavar="DIR", help="a store's directory; repeatable")
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    _add_where(parser)
     parser.add_argument("--tier", choices=("posix", "dram"), help="only this tier of the configuration's")
     parser.add_argument(
         "--namespace", action="append", metavar="PATTERN", help="only namespaces like this (with * and ?); repeatable"
@@ -97,9 +101,14 @@ def _add_gc(commands: Any) -> None:
 
 def _add_bench(commands: Any) -> None:
     parser = _add(commands, "bench", "how fast a store on this machine is, beside plain copies and files")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--config", type=Path, metavar="FILE", help="the configuration file that engines use")
-    where.add_argument("--directory", type=Path, action="append", metavar="DIR", help="a directory on the same disk")
+    parser.epilog = "It writes into a namespace of its own and deletes that. Exit code: 0, however fast; 2 for misuse."
+    _add_where(parser)
+    parser.add_argument("--blocks", type=count, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--block", type=size, default=4 << 20, metavar="SIZE", help="of one block (default: 4MiB)")
+    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="default: 9")
+    parser.add_argument(
+        "--lookup", type=count, default=0, metavar="N", help="also measure lookups with so many blocks stored"
+    )
 
 
 def _handle(name: str, options: argparse.Namespace) -> int:

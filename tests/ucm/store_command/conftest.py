@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.store.blocks import EVEN, key, save
+from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
 from ucm import cli
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store

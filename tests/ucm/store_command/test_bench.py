@@ -1,0 +1,70 @@
+"""The bench as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.store.bench import Figures, Workload
+from ucm.store_command import bench as module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ucm.store_command.conftest import Answer
+
+QUICK = ("--blocks", 2, "--block", 16_000, "--rounds", 2)
+
+
+def test_figures_and_goals(tmp_path: Path, ask: Callable[..., Answer]) -> None:
+    answer = ask("bench", "--directory", tmp_path, *QUICK, "--lookup", 3000)
+    assert (answer.code, answer.err) == (0, "")
+    lines = answer.out.splitlines()
+    assert lines[0] == "Posix: 2 blocks of 15.6 KiB, 2 rounds"
+    measured = {line.split("  ")[0] for line in lines[2 : lines.index("")]}
+    assert {"memcpy", "write", "dump", "read hot", "load hot", "read cold", "load cold"} <= measured
+    assert "Lookups of 1,000 ids, 3,000 blocks stored" in lines
+    goals = lines[lines.index("", lines.index("") + 1) + 1 :]
+    assert [line.split("  ")[0] for line in goals] == [
+        *("goal", "dump", "load hot", "load cold"),
+        *("lookup, median", "lookup, slowest in 100", "opening the store"),
+    ]
+    assert all(line.endswith(("yes", "no")) for line in goals[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_for_a_program(tmp_path: Path, ask: Callable[..., Answer]) -> None:
+    data = ask("bench", "--json", "--directory", tmp_path, *QUICK).data
+    assert data["workload"] == {"blocks": 2, "shards": 16, "shard_nbytes": 1000, "rounds": 2}
+    assert all(len(seconds) == 2 for seconds in data["seconds"].values())
+    assert data["lookups"] is None
+    assert [goal["what"] for goal in data["goals"]] == ["dump", "load hot", "load cold"]
+
+
+def test_the_verdict() -> None:
+    seconds = {"dump": [1.0, 1.1], "write": [0.9, 1.0], "load hot": [2.0, 2.0], "read hot": [1.0, 1.7]}
+    dump, load = module._transfer_goals(Figures(Workload(rounds=2), seconds))
+    assert (dump.measured, dump.met) == ("90%", True)
+    assert (load.measured, load.met) == ("68%", False)
+
+
+def test_a_dram_tier_that_was_not_there_is_gone_again(memory: str, tmp_path: Path, ask: Callable[..., Answer]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"store: {{pipeline: Dram, dram_directory: '{memory}'}}", encoding="utf-8")
+    assert ask("bench", "--config", file, *QUICK).code == 0
+    assert not Path(memory).exists()
+    answer = ask("bench", "--config", file, *QUICK, "--lookup", 10)
+    assert (answer.code, "this store has none" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize("options", [("--blocks", 0), ("--rounds", 0), ("--block", 100), ("--block", "0")])
+def test_nothing_to_measure(tmp_path: Path, ask: Callable[..., Answer], options: tuple[object, ...]) -> None:
+    answer = ask("bench", "--directory", tmp_path, *options)
+    assert (answer.code, "there is nothing to measure" in answer.err) == (2, True)
+
+
+def test_a_directory_must_be_there(tmp_path: Path, ask: Callable[..., Answer]) -> None:
+    assert ask("bench", "--directory", tmp_path / "nowhere", *QUICK).code == 2
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,158 @@
+"""``ucm store bench``: how fast a store is on this machine, beside plain copies and files, and against our goals."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucm.config.units import format_size
+from ucm.errors import UcmError
+from ucm.store.bench import BESIDE, Figures, Workload, bench, for_bench
+from ucm.store.bench_lookup import LookupFigures, bench_lookup
+from ucm.store.config import StoreConfig
+from ucm.store_command.places import read_store_settings
+from ucm.store_command.text import progress, say, say_json, table
+
+if TYPE_CHECKING:
+    import argparse
+
+#: A block's shards, in number.
+_SHARDS = 16
+#: The goals: a share of the plain figure, and seconds.
+_SHARE = 0.9
+_MEDIAN_LOOKUP, _SLOWEST_LOOKUP, _OPENING = 1e-3, 5e-3, 2.0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure should be.
+
+    Args:
+        what: The figure.
+        measured: In its unit.
+        wanted: In words.
+        met: Whether it is.
+    """
+
+    what: str
+    measured: str
+    wanted: str
+    met: bool
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, and print; figures are shown, and judged by no exit code.
+
+    Raises:
+        UcmError: There is no such store, or nothing can be stored in it.
+    """
+    config = _config(options)
+    shard_nbytes, rest = divmod(options.block, _SHARDS)
+    if not shard_nbytes or rest or not options.blocks or not options.rounds:
+        raise UcmError(
+            f"there is nothing to measure in {options.rounds} rounds of {options.blocks} blocks of {options.block}",
+            fix=f"measure at least one round of one block, of a multiple of {_SHARDS} bytes",
+        )
+    if options.lookup and "Posix" not in config.pipeline:
+        raise UcmError("lookups are measured in the Posix tier, and this store has none", fix="leave out --lookup")
+    workload = Workload(options.blocks, _SHARDS, shard_nbytes, options.rounds)
+    new = "Posix" not in config.pipeline and not Path(config.dram_directory).exists()
+    try:
+        with progress("measuring", None, "steps") as bar:
+
+            def step(operation: str) -> None:
+                bar.set_postfix_str(operation, refresh=False)
+                bar.update()
+
+            figures = bench(config, workload, step)
+        lookups = _lookups(config, options.lookup) if options.lookup else None
+    finally:
+        if new:
+            with suppress(OSError):
+                Path(config.dram_directory).rmdir()
+    goals = [*_transfer_goals(figures), *(_lookup_goals(lookups) if lookups else [])]
+    if options.json:
+        say_json(_data(figures, lookups, goals))
+    else:
+        say(_text(config, figures, lookups, goals))
+    return 0
+
+
+def _config(options: argparse.Namespace) -> StoreConfig:
+    if options.config is None:
+        config = StoreConfig(directories=tuple(dict.fromkeys(map(str, options.directory))))
+    else:
+        config = read_store_settings(options.config).as_store_config()
+    return for_bench(config)
+
+
+def _lookups(config: StoreConfig, stored: int) -> LookupFigures:
+    with progress("storing", stored, "blocks") as bar:
+
+        def reached(done: int) -> None:
+            bar.update(done - bar.n)
+
+        return bench_lookup(config, stored, min(1000, stored), progress=reached)
+
+
+def _transfer_goals(figures: Figures) -> list[Goal]:
+    goals = []
+    for operation, beside in BESIDE.items():
+        if operation in figures.seconds:
+            _, share = figures.ratio(operation, beside)
+            wanted = f"{_SHARE:.0%} of a plain {beside} or more"
+            goals.append(Goal(operation, f"{share:.0%}", wanted, share >= _SHARE))
+    return goals
+
+
+def _lookup_goals(lookups: LookupFigures) -> list[Goal]:
+    found = []
+    for what, seconds, part, most in (
+        ("lookup, median", lookups.first, 0.5, _MEDIAN_LOOKUP),
+        ("lookup, slowest in 100", lookups.first, 0.99, _SLOWEST_LOOKUP),
+        ("opening the store", lookups.opening, 0.5, _OPENING),
+    ):
+        value = lookups.quantile(seconds, part)
+        found.append(Goal(what, f"{value * 1e3:.2f} ms", f"{most * 1e3:.0f} ms or less", value <= most))
+    return found
+
+
+def _text(config: StoreConfig, figures: Figures, lookups: LookupFigures | None, goals: list[Goal]) -> list[str]:
+    work = figures.workload
+    rows = [("operation", "best", "median", "")]
+    for operation in figures.seconds:
+        best, median = figures.rate(operation)
+        whose = "the store" if operation in BESIDE else "plain"
+        rows.append((operation, f"{best:.2f} GB/s", f"{median:.2f} GB/s", whose))
+    lines = [
+        f"{config.pipeline}: {work.blocks} blocks of {format_size(work.geometry.nbytes)}, {work.rounds} rounds",
+        *table(rows, right=(1, 2)),
+    ]
+    if lookups is not None:
+        lines += ["", f"Lookups of {lookups.asked:,} ids, {lookups.stored:,} blocks stored", *_lookup_table(lookups)]
+    verdicts = [("goal", "measured", "wanted", "met")]
+    verdicts += [(goal.what, goal.measured, goal.wanted, "yes" if goal.met else "no") for goal in goals]
+    return [*lines, "", *table(verdicts, right=(1,))]
+
+
+def _lookup_table(lookups: LookupFigures) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", "median", "slowest in 100")]
+    for what, seconds in (
+        ("present, not asked for before", lookups.first),
+        ("present, asked for again", lookups.again),
+        ("present, as a prefix", lookups.prefix),
+        ("missing", lookups.missing),
+    ):
+        rows.append((what, *(f"{lookups.quantile(seconds, part) * 1e3:.3f} ms" for part in (0.5, 0.99))))
+    return table(rows, right=(1, 2))
+
+
+def _data(figures: Figures, lookups: LookupFigures | None, goals: list[Goal]) -> dict[str, Any]:
+    return {
+        "workload": asdict(figures.workload),
+        "seconds": figures.seconds,
+        "lookups": None if lookups is None else asdict(lookups),
+        "goals": [asdict(goal) for goal in goals],
+    }
