@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from ucm.cli import main
 from ucm.config import ConnectorConfig, StoreSettings
 from ucm.integration.vllm.metric_names import METRICS
 from ucm.store import errors
@@ -31,6 +34,16 @@ def test_every_cause_has_its_row() -> None:
     causes = {error.cause for error in vars(errors).values() if hasattr(error, "cause")} - {"other"}
     table = TEXT[TEXT.index("| cause |") :].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == causes
+
+
+def test_every_command_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = {tuple(found.split()) for found in re.findall(r"`ucm ((?:store )?[a-z]+)", TEXT)}
+    assert commands == {("doctor",), ("store", "stat"), ("store", "verify"), ("store", "gc"), ("store", "bench")}
+    for command in commands:
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: ucm {' '.join(command)} " in capsys.readouterr().out
 
 
 def test_every_section_and_file_that_is_linked_exists() -> None:
