@@ -94,7 +94,17 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def campaign(session: nox.Session) -> None:
+    """Kill, damage, fill and remove stores at random, and count what was served: `-- --count 500 --seed 1`."""
+    install(session, "test")
+    session.run("python", "-m", "tests.campaign", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
-    """Measure what the overlay costs, side by side with plain vLLM; the table names the goal of each figure."""
-    install(session, "build")
+    """Measure what the overlay and the prefix cache cost and save, side by side with plain vLLM and with peers.
+
+    With arguments, only those sections: `-- ttft`, `-- scheduler start build`; the table names the goal of each figure.
+    """
+    install(session, "test")
     session.run("python", "-m", "tests.e2e.bench", *session.posargs)
