@@ -39,6 +39,7 @@ class StepPlan:
         dumps: To be dumped after the step's forward computed them.
         late_dumps: To be dumped at once: computed in earlier steps, and not written by this one.
         fresh_block_ids: Blocks that this step takes into use, and may write: what still reads them must finish first.
+        failed_block_ids: Blocks that failed to load in an earlier step, to be reported with this one again.
         idle: Nothing is computed in this step.
         settled: The last step of which every rank's outcome is known; dumps up to it may become visible.
         void: The last step that may have computed with blocks that failed to load; dumps up to it are dropped.
@@ -50,6 +51,7 @@ class StepPlan:
     dumps: list[BlockMoves] = field(default_factory=list)
     late_dumps: list[BlockMoves] = field(default_factory=list)
     fresh_block_ids: set[int] = field(default_factory=set)
+    failed_block_ids: set[int] = field(default_factory=set)
     idle: bool = False
     settled: int = 0
     void: int = 0

@@ -10,6 +10,7 @@ from ucm.integration.vllm.connector.holding import Hold
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.request_state import PendingLoad, RequestState
 from ucm.integration.vllm.connector.scheduled import admitted_requests, block_ids_by_group, grown_requests
+from ucm.integration.vllm.connector.shared_failures import SharedFailures
 
 if TYPE_CHECKING:
     from ucm.integration.vllm.connector.lookup import PrefixLookup
@@ -72,7 +73,9 @@ class PrefixCacheScheduler:
         self._requests: dict[str, RequestState | None] = {}
         self._to_load: dict[str, PendingLoad] = {}
         self._late: list[BlockMoves] = []
+        self._ended: list[list[int]] = []
         self._holds: list[tuple[int, Hold]] = []
+        self._failures = SharedFailures(self._groups.groups[0].block_size)
         self._step = 0
         self._void = 0
 
@@ -143,13 +146,14 @@ class PrefixCacheScheduler:
         self._to_load = {}
         for moves in plan.loads:
             fresh.update(moves.block_ids)
+        plan.failed_block_ids = self._failures.report(self._requests)
         dumping: set[tuple[int, bytes]] = set()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None:
+            if state is not None and request_id not in self._failures:
                 plan.dumps += self._dumps(state, state.request.num_computed_tokens + num_scheduled, dumping)
         plan.late_dumps = [moves for moves in self._late if fresh.isdisjoint(moves.block_ids)]
-        plan.fresh_block_ids, self._late = fresh, []
+        plan.fresh_block_ids, self._late, self._ended = fresh, [], []
         return plan
 
     def _take_blocks(self, scheduler_output: Any) -> set[int]:
@@ -175,6 +179,7 @@ class PrefixCacheScheduler:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._let_go(state)
+            self._ended.append(state.block_ids[0])
             self._late += self._dumps(state, request.num_computed_tokens, set())
         self._lookup.key_source.forget(request.request_id)
 
@@ -187,10 +192,11 @@ class PrefixCacheScheduler:
         Returns:
             These blocks, and those behind them in the requests that have them.
         """
-        self._void = self._step
+        if self._failures.failed(block_ids, self._requests):
+            self._void = self._step
         behind = set(block_ids)
-        for state in self._requests.values():
-            ids = [] if state is None else state.block_ids[0]
+        lists = [state.block_ids[0] for state in self._requests.values() if state is not None]
+        for ids in lists + self._ended:
             first = next((place for place, block_id in enumerate(ids) if block_id in block_ids), len(ids))
             behind.update(ids[first:])
         return behind

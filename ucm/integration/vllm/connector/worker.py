@@ -105,6 +105,7 @@ class TransferWorker:
         if plan.step == self._step:
             return
         self._step, self._idle = plan.step, plan.idle
+        self._failed_blocks |= plan.failed_block_ids
         self._finish_loads(plan.fresh_block_ids)
         self._finish_dumps(plan.fresh_block_ids)
         self.settle(plan.settled, plan.void)
