@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tests.e2e.bench import building, running, start
+from tests.e2e.bench import building, running, start, ttft
 from tests.e2e.bench.figure import Figure
 from tests.e2e.environment import plain, with_overlay
 from transforms.pipeline.package import BUILD
@@ -21,7 +21,7 @@ from transforms.pipeline.package import BUILD
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SECTIONS = ("start", "build", "download", "scheduler", "engine")
+SECTIONS = ("start", "build", "download", "scheduler", "engine", "ttft")
 RELEASE = "0.32.0"
 
 
@@ -64,6 +64,8 @@ def measure(release: str, sections: Sequence[str]) -> Iterator[Figure]:
                 yield found
             else:
                 yield from start.content_checks(overlay, found)
+    if "ttft" in sections:
+        yield from ttft.figures(release)
 
 
 def _show(figures: Sequence[Figure]) -> None:

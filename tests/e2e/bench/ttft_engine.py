@@ -1,0 +1,139 @@
+"""An engine in a process of its own, asked for one first token after another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e.engine import INSIDE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+#: Seconds after which an engine that does not answer counts as hung.
+PATIENCE = 240.0
+
+
+class EngineFailedError(Exception):
+    """An engine ended or hung; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The answer to one request.
+
+    Attributes:
+        token: The first token.
+        cached: How many tokens of the prompt were not computed.
+        seconds: From the request to the token.
+    """
+
+    token: int
+    cached: int
+    seconds: float
+
+
+class ProcessGroup:
+    """A process with all that it starts, ended together.
+
+    Args:
+        command: What to run.
+        environment: Its whole environment.
+        directory: Where it runs and where ``log.txt`` is written.
+        talking: Whether its standard input and output are pipes.
+    """
+
+    def __init__(
+        self, command: Sequence[object], environment: Mapping[str, str], directory: Path, *, talking: bool = False
+    ) -> None:
+        self.log = directory / "log.txt"
+        pipe = subprocess.PIPE if talking else subprocess.DEVNULL
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                env=dict(environment),
+                cwd=directory,
+                stdin=pipe,
+                stdout=pipe if talking else output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def end(self, patience: float) -> None:
+        """Wait for its own end, and end by force what is left."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.wait()
+
+    def log_end(self, characters: int = 3000) -> str:
+        """The end of its log."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-characters:]
+
+
+class TimedEngine(ProcessGroup):
+    """A running ``tests/e2e/inside/ttft.py``.
+
+    Args:
+        python: The interpreter of an environment with vLLM.
+        arguments: Those of ``LLM``.
+        environment: Environment variables, all of them.
+        directory: For its files.
+
+    Raises:
+        EngineFailedError: If it does not start, here and in every call.
+    """
+
+    def __init__(
+        self, python: Path, arguments: Mapping[str, Any], environment: Mapping[str, str], directory: Path
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        settings = directory / "arguments.json"
+        settings.write_text(json.dumps(arguments), encoding="utf-8")
+        super().__init__([python, INSIDE / "ttft.py", settings], environment, directory, talking=True)
+
+    def started(self) -> float:
+        """Wait for the start; the seconds that it took inside."""
+        return float(self._answer())
+
+    def ask(self, *prompts: list[int]) -> list[FirstToken]:
+        """The first tokens of some prompts, requested one right after the other."""
+        return [FirstToken(**one) for one in self._call("generate", *prompts)]
+
+    def reset(self) -> None:
+        """Empty the engine's own prefix cache."""
+        if not self._call("reset"):
+            raise EngineFailedError("the engine's prefix cache cannot be emptied: blocks are still held")
+
+    def stop(self, patience: float = 30.0) -> None:
+        """End the engine as an operator would, by closing its input."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        self.end(patience)
+
+    def _call(self, *command: Any) -> Any:
+        if self.process.stdin is None:
+            raise EngineFailedError("the engine was started without pipes")
+        try:
+            self.process.stdin.write(json.dumps(command).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineFailedError(self.log_end()) from None
+        return self._answer()
+
+    def _answer(self) -> Any:
+        stdout = self.process.stdout
+        if stdout is None or not select.select([stdout], [], [], PATIENCE)[0]:
+            raise EngineFailedError(f"no answer for {PATIENCE} s\n{self.log_end()}")
+        line = stdout.readline()
+        if not line:
+            raise EngineFailedError(self.log_end())
+        return json.loads(line)["answer"]

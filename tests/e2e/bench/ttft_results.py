@@ -1,0 +1,127 @@
+"""What was measured, the ratios that the goals name, and whether the first tokens agree.
+
+A ratio is taken within a round, where both of its sides were asked one after the other; what is told is the median over
+all rounds, of every group that a side was in.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e.bench.figure import Figure
+from tests.e2e.bench.peers import NO_CONNECTOR, OURS, OURS_CACHE, OURS_LAYERWISE
+from tests.e2e.bench.ttft_stages import COLD, HIT, NEXT, PLAIN_COPY, PLAIN_READ, RESTART, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+ALL_OURS = (OURS, OURS_CACHE, OURS_LAYERWISE)
+MOST_FOR_SAVING, MOST_PLAIN_READS, MOST_DELAY = 1.03, 1.25, 1.05
+#: The three in which ours has to be ahead of every peer.
+COMPARED = {COLD: "cold with saving", RESTART: "loaded after a restart", NEXT: "next request while saving"}
+
+
+class Results:
+    """The samples of all groups.
+
+    Args:
+        lengths: The loaded tokens of the prompts.
+
+    Attributes:
+        failures: The sides that were not measured, or not to the end, with the reason.
+        groups: The samples of each group.
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.failures: dict[str, str] = {}
+        self.groups: list[list[Sample]] = []
+
+    def add_group(self, samples: Iterable[Sample]) -> None:
+        """Take a group's samples as they come."""
+        self.groups.append([])
+        for sample in samples:
+            self.groups[-1].append(sample)
+
+    def sides(self) -> list[str]:
+        """All sides."""
+        return list({sample.side: None for group in self.groups for sample in group})
+
+    def of(self, group: int, side: str, phase: str, length: int) -> dict[int, Sample]:
+        """The samples of one phase by round."""
+        wanted = (side, phase, length)
+        return {s.number: s for s in self.groups[group] if (s.side, s.phase, s.length) == wanted}
+
+    def median(self, group: int, side: str, phase: str, length: int) -> float | None:
+        """Of the seconds; None if it was not measured."""
+        found = self.of(group, side, phase, length)
+        return statistics.median(s.seconds for s in found.values()) if found else None
+
+    def ratios(self, of: tuple[str, str], to: tuple[str, str], length: int) -> list[float]:
+        """Seconds of one side and phase over those of another, of each round of each group that has both."""
+        pairs = [(self.of(group, *of, length), self.of(group, *to, length)) for group in range(len(self.groups))]
+        return [one[n].seconds / other[n].seconds for one, other in pairs for n in one if n in other]
+
+    def differing_tokens(self) -> list[str]:
+        """First tokens that are not those of the engine without a connector; warm ones are compared with its hit."""
+        expected = {(s.length, s.number, s.phase): s.token for g in self.groups for s in g if s.side == NO_CONNECTOR}
+        found = []
+        for sample in (s for group in self.groups for s in group if s.token is not None):
+            phase = sample.phase if sample.phase in {COLD, NEXT} else HIT
+            number = 0 if sample.side == NO_CONNECTOR and sample.phase.endswith(" " + HIT) else sample.number
+            token = expected.get((sample.length, number, phase), sample.token)
+            if token != sample.token:
+                found.append(f"{sample.side}, {sample.length} tokens, {sample.phase}: {sample.token}, not {token}")
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        groups = [[sample.as_dict() for sample in group] for group in self.groups]
+        return {"lengths": self.lengths, "failures": self.failures, "groups": groups}
+
+
+def goals(results: Results) -> Iterator[Figure]:
+    """The figures that have a goal."""
+    compared = sum(sample.token is not None for group in results.groups for sample in group)
+    differ = results.differing_tokens()
+    yield Figure("first tokens that differ", len(differ), "", 0, {"compared": compared, "differ": differ})
+    for ours in (name for name in ALL_OURS if name in results.sides()):
+        for length in results.lengths:
+            yield from _goals(results, ours, length)
+
+
+def _goals(results: Results, ours: str, length: int) -> Iterator[Figure]:
+    def figure(name: str, values: list[float], goal: float, **detail: Any) -> Iterator[Figure]:
+        if values:
+            median = statistics.median(values)
+            yield Figure(f"{ours}, {length} tokens: {name}", median, "", goal, {"each": values, **detail})
+
+    none = NO_CONNECTOR
+    saving = results.ratios((ours, COLD), (none, COLD), length)
+    yield from figure("cold with saving, to no connector", saving, MOST_FOR_SAVING)
+    reads = _beyond_the_hit(results, ours, length)
+    yield from figure("loaded after a restart, beyond the in-engine hit, in plain reads", reads, MOST_PLAIN_READS)
+    delay = results.ratios((ours, NEXT), (none, NEXT), length)
+    yield from figure("next request while saving, to no connector", delay, MOST_DELAY)
+    for phase, name in COMPARED.items():
+        peers = {
+            peer: results.ratios((ours, phase), (peer, phase), length)
+            for peer in results.sides()
+            if peer not in {*ALL_OURS, none, PLAIN_READ, PLAIN_COPY}
+        }
+        measured = {peer: values for peer, values in peers.items() if values}
+        if measured:
+            best = max(measured, key=lambda peer: statistics.median(measured[peer]))
+            yield from figure(f"{name}, to the best peer ({best})", measured[best], 1.0)
+
+
+def _beyond_the_hit(results: Results, side: str, length: int) -> list[float]:
+    """What loading cost, in plain reads of the same bytes, in each round."""
+    found = []
+    for group in range(len(results.groups)):
+        loaded = results.of(group, side, RESTART, length)
+        hits = results.of(group, NO_CONNECTOR, f"{RESTART} {HIT}", length)
+        reads = results.of(group, PLAIN_READ, RESTART, length)
+        found += [(loaded[n].seconds - hits[n].seconds) / reads[n].seconds for n in loaded if n in hits and n in reads]
+    return found

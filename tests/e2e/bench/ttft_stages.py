@@ -1,0 +1,182 @@
+"""What is asked of the engines, in which order, and what they answered.
+
+Within a round every side is asked the same, each in its turn, the first of one round last in the next; so whatever else
+the machine does slows all alike. Round 0 warms up and is not kept.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e.bench.peers import NO_CONNECTOR
+from tests.e2e.bench.ttft_engine import EngineFailedError
+from tests.e2e.bench.ttft_model import kv_bytes, prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tests.e2e.bench.ttft_plain import PlainBytes
+    from tests.e2e.bench.ttft_side import Side
+
+#: The phases of a prompt's life.
+COLD, NEXT, HIT, RESET = "cold", "next", "hit", "reset"
+RESTART, DISK, DROPPED = "restart", "disk", "dropped"
+PLAIN_READ, PLAIN_COPY = "plain read", "plain copy"
+#: A short prompt with a prefix hit, sent right behind a long one.
+SHORT = 512
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement.
+
+    Attributes:
+        side: Whose.
+        phase: One of those above.
+        length: Tokens of the prompt that can be loaded.
+        number: The round.
+        seconds: To the first token.
+        token: The first token; None for plain reads and copies.
+        cached: Prompt tokens that were not computed.
+        others: The share of all processors that others used meanwhile, 0 to 1.
+        load: The machine's load average at that time.
+    """
+
+    side: str
+    phase: str
+    length: int
+    number: int
+    seconds: float
+    token: int | None = None
+    cached: int | None = None
+    others: float = 0.0
+    load: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class Stages:
+    """The measurement of one group of sides.
+
+    Args:
+        sides: Them; the one without a connector is the first.
+        plain: What the same bytes cost without any of them.
+        lengths: Tokens that can be loaded, whole blocks.
+        rounds: How many rounds are kept.
+
+    Attributes:
+        failures: The sides that could not go on, each with what it wrote last.
+    """
+
+    def __init__(self, sides: Sequence[Side], plain: PlainBytes, lengths: Sequence[int], rounds: int) -> None:
+        self._reference, *_ = self._sides = list(sides)
+        if self._reference.setup.name != NO_CONNECTOR:
+            raise ValueError(f"the first side of a group is {NO_CONNECTOR!r}")
+        self._plain = plain
+        self._lengths = list(lengths)
+        self._rounds = rounds
+        self.failures: dict[str, str] = {}
+
+    def samples(self) -> Iterator[Sample]:
+        """Start the engines and take every phase; a side that fails is left out from there on.
+
+        Raises:
+            EngineFailedError: If the side without a connector fails.
+        """
+        self._start(COLD, self._sides)
+        yield from self._each_round(self._sides, self._first_life)
+        with_store = [side for side in self._sides[1:] if side.setup.on_disk or side.setup.in_memory]
+        yield from self._restarted(RESTART, with_store)
+        yield from self._restarted(DISK, [side for side in with_store if side.setup.in_memory])
+        yield from self._restarted(DROPPED, [side for side in with_store if side.setup.on_disk])
+
+    def _first_life(self, side: Side, length: int, number: int) -> Iterator[Sample]:
+        """A prompt that nobody knows, then the same prompt again, from the engine's cache and from the connector's."""
+        short, long = prompt(SHORT, "short"), prompt(length, str(number))
+        side.ask(short)
+        yield from self._timed(side, (COLD, NEXT), length, number, long, short)
+        yield from self._timed(side, (HIT,), length, number, long)
+        side.engine.reset()
+        if side is not self._reference:
+            yield from self._timed(side, (RESET,), length, number, long)
+
+    def _restarted(self, phase: str, sides: Sequence[Side]) -> Iterator[Sample]:
+        """Start engines anew and ask for what the first ones have stored."""
+        if not sides:
+            return
+        self._start(phase, sides)
+        self._fill_reference()
+
+        def loads(side: Side, length: int, number: int) -> Iterator[Sample]:
+            if side is self._reference:
+                yield from self._timed(side, (f"{phase} {HIT}",), length, number, prompt(length, "0"))
+                for name, measure in ((PLAIN_READ, self._plain.read), (PLAIN_COPY, self._plain.copy)):
+                    seconds = measure(kv_bytes(length))
+                    yield Sample(name, phase, length, number, seconds, load=os.getloadavg()[0])
+                return
+            (side.drop_files if phase == DROPPED else side.read_files)()
+            yield from self._timed(side, (phase,), length, number, prompt(length, str(number)))
+
+        yield from self._each_round([self._reference, *sides], loads)
+
+    def _start(self, phase: str, sides: Sequence[Side]) -> None:
+        """Start engines, or start them anew."""
+        for side in self._going(sides):
+            _say(f"{phase}: start {side.setup.name}")
+            try:
+                side.stop()
+                if phase not in {COLD, RESTART}:
+                    side.lose_memory()
+                side.start()
+            except EngineFailedError as error:
+                self._failed(side, error)
+
+    def _going(self, sides: Sequence[Side]) -> list[Side]:
+        return [side for side in sides if side.setup.name not in self.failures]
+
+    def _failed(self, side: Side, error: EngineFailedError) -> None:
+        if side is self._reference:
+            raise error
+        _say(f"{side.setup.name} failed:\n{error}")
+        self.failures[side.setup.name] = str(error)
+        side.stop()
+
+    def _fill_reference(self) -> None:
+        """Have one prompt of each length in the cache of the engine without a connector."""
+        self._reference.engine.reset()
+        for length in self._lengths:
+            self._reference.ask(prompt(length, "0"))
+
+    def _each_round(
+        self, sides: Sequence[Side], measure: Callable[[Side, int, int], Iterator[Sample]]
+    ) -> Iterator[Sample]:
+        for number in range(self._rounds + 1):
+            for length in self._lengths:
+                turn = number % len(sides)
+                for side in self._going([*sides[turn:], *sides[:turn]]):
+                    try:
+                        found = list(measure(side, length, number))
+                    except EngineFailedError as error:
+                        self._failed(side, error)
+                        continue
+                    for sample in found:
+                        _say(f"{number} {sample.side}, {length}, {sample.phase}: {sample.seconds:.4f} s")
+                    yield from found if number else ()
+
+    @staticmethod
+    def _timed(side: Side, phases: Sequence[str], length: int, number: int, *prompts: list[int]) -> Iterator[Sample]:
+        """Ask for prompts one right after the other, each in its phase."""
+        answers, others = side.ask(*prompts)
+        load = os.getloadavg()[0]
+        for phase, answer in zip(phases, answers, strict=True):
+            name, cached = side.setup.name, answer.cached
+            yield Sample(name, phase, length, number, answer.seconds, answer.token, cached, others, load)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

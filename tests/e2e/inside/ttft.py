@@ -1,0 +1,65 @@
+"""An engine that answers one request at a time and says how long each took: `ttft.py ARGUMENTS`, those of ``LLM``.
+
+`tests.e2e.bench.ttft_engine` writes commands to the standard input, one JSON list per line, and reads one JSON object
+per line from the standard output; whatever vLLM and its libraries print goes where the standard error goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+#: How often a reset is tried while something still holds blocks, and the pause between.
+RESETS, PAUSE = 200, 0.05
+
+
+class Engine:
+    """One ``LLM`` and what it can be asked."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM, SamplingParams  # noqa: PLC0415 - the standard output is vLLM's from here on
+
+        self._llm = LLM(**arguments)
+        self._params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+    def generate(self, *prompts: list[int]) -> list[dict[str, Any]]:
+        """The first token of each prompt, one request after another without a pause.
+
+        Each answer has the token, how many of the prompt's tokens were cached, and the seconds.
+        """
+        answers = []
+        for prompt in prompts:
+            begin = time.perf_counter()
+            (output,) = self._llm.generate({"prompt_token_ids": prompt}, self._params, use_tqdm=False)
+            seconds = time.perf_counter() - begin
+            cached = output.num_cached_tokens
+            answers.append({"token": output.outputs[0].token_ids[0], "cached": cached, "seconds": seconds})
+        return answers
+
+    def reset(self) -> bool:
+        """Empty the engine's own prefix cache, as soon as no connector holds its blocks any more."""
+        for _ in range(RESETS):
+            if self._llm.reset_prefix_cache():
+                return True
+            time.sleep(PAUSE)
+        return False
+
+
+def main(arguments: Path) -> None:
+    """Start the engine, say so, obey until the input ends."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
+        os.dup2(2, 1)
+        begin = time.perf_counter()
+        engine = Engine(json.loads(arguments.read_text(encoding="utf-8")))
+        answers.write(json.dumps({"answer": time.perf_counter() - begin}) + "\n")
+        for line in sys.stdin:
+            name, *parameters = json.loads(line)
+            answers.write(json.dumps({"answer": getattr(engine, name)(*parameters)}) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
