@@ -68,8 +68,9 @@ class LayerWiseWorker(TransferWorker):
             wanted = [moves for moves in self.own(self._plan.dumps) if moves.group == group]
             if wanted and index not in self._dumped.setdefault(group, set()):
                 self._dumped[group].add(index)
+                whole = len(self._dumped[group]) == len(self.all_layers(group))
                 for moves in wanted:
-                    self.start_dump(moves, range(index, index + 1))
+                    self.start_dump(moves, range(index, index + 1), whole=whole)
 
     def dump(self, plan: StepPlan) -> None:
         """After the forward: dump the layers that were not announced one by one, and settle."""
@@ -79,9 +80,9 @@ class LayerWiseWorker(TransferWorker):
                 self.groups[moves.group].discard(moves.keys)
                 continue
             done = self._dumped.get(moves.group, set())
-            for index in self.all_layers(moves.group):
-                if index not in done:
-                    self.start_dump(moves, range(index, index + 1))
+            missing = [index for index in self.all_layers(moves.group) if index not in done]
+            for index in missing:
+                self.start_dump(moves, range(index, index + 1), whole=index == missing[-1])
             self.gate.add(Pending(plan.step, moves.group, moves.keys))
         self.settle(plan.settled, plan.void)
 
@@ -90,8 +91,10 @@ class LayerWiseWorker(TransferWorker):
             self._finish(place)
 
     def _finish(self, place: tuple[int, int]) -> None:
+        group, portion = place
+        whole = portion == max(p for p in range(PORTIONS) if self._portion(group, p))
         for moves, task in self._portions_loading.pop(place, ()):
-            self.finish_load(self._plan.step if self._plan else 0, moves, task)
+            self.finish_load(self._plan.step if self._plan else 0, moves, task, whole=whole)
 
     def _portion(self, group: int, portion: int) -> range:
         count = len(self.groups[group].layer_names)

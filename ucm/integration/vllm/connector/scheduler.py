@@ -25,6 +25,9 @@ class LookupCounters(Protocol):
     def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
         """A request's prefix was looked up."""
 
+    def hashed(self, blocks: int, seconds: float) -> None:
+        """A request's blocks were named."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
@@ -204,16 +207,20 @@ class PrefixCacheScheduler:
     def _state(self, request: Any) -> RequestState | None:
         request_id = request.request_id
         if request_id not in self._requests:
-            count = len(self._groups.groups)
-            # A streaming session replaces tokens that it has computed, so its blocks have no lasting names.
-            cacheable = (
-                not getattr(request, "resumable", False)
-                and self._lookup.key_source.of(request, self._groups.alignment) is not None
-            )
-            self._requests[request_id] = (
-                RequestState(request, [[] for _ in range(count)], [0] * count) if cacheable else None
-            )
+            self._requests[request_id] = self._new_state(request)
         return self._requests[request_id]
+
+    def _new_state(self, request: Any) -> RequestState | None:
+        if getattr(request, "resumable", False):
+            # A streaming session replaces tokens that it has computed, so its blocks have no lasting names.
+            return None
+        begun = time.monotonic()
+        keys = self._lookup.key_source.of(request, self._groups.alignment)
+        if keys is None:
+            return None
+        self._counters.hashed(len(keys), time.monotonic() - begun)
+        count = len(self._groups.groups)
+        return RequestState(request, [[] for _ in range(count)], [0] * count)
 
     def _must_compute(self, request: Any) -> bool:
         """Whether every token must be computed: its outputs are asked for, or vLLM could not mend a failed load."""

@@ -62,6 +62,8 @@ class SchedulerSide:
         self._stores = [store for of_group in stores.values() for store in of_group]
         self.block_pool: Any = None
         self.counters = create_counters(vllm_config, settings)
+        for store in self._stores:
+            self.counters.watch(store)
         self._keys = BlockKeys(vllm_config, identity.digest)
         self.policy = load_policy(connector_base, vllm_config, len(groups.groups), settings.connector)
         self.planner = PrefixCacheScheduler(

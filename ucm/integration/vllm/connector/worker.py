@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
-    from ucm.store.base import Task
+    from ucm.store.base import BlockKey, Task
+    from ucm.store.errors import StoreError
 
 
 class TransferCounters(Protocol):
@@ -37,11 +38,13 @@ class TransferCounters(Protocol):
 
 @dataclass(slots=True)
 class DumpUnderWay:
-    """A dump that may still read the KV cache."""
+    """A dump that may still read the KV cache; ``whole`` if the blocks are complete with it."""
 
+    group: int
     transfer: GroupTransfer
     task: Task
     block_ids: frozenset[int]
+    whole: bool
 
 
 @dataclass(slots=True)
@@ -70,6 +73,9 @@ class TransferWorker:
         background: Whether a step may end before such loads do.
     """
 
+    #: The group whose loaded blocks are counted in tokens; None where another rank counts them.
+    counted_group: int | None = 0
+
     def __init__(
         self,
         groups: Mapping[int, GroupTransfer],
@@ -88,6 +94,7 @@ class TransferWorker:
         self._places = places
         self._saves = saves
         self._recovers = recovers
+        self._counted: set[tuple[str, int, BlockKey]] = set()
         self._between_steps = between_steps
         self._background = background
         self._loading: list[LoadUnderWay] = []
@@ -105,6 +112,7 @@ class TransferWorker:
         if plan.step == self._step:
             return
         self._step, self._idle = plan.step, plan.idle
+        self._counted.clear()
         self._failed_blocks |= plan.failed_block_ids
         self._finish_loads(plan.fresh_block_ids)
         self._finish_dumps(plan.fresh_block_ids)
@@ -149,21 +157,23 @@ class TransferWorker:
         lease = moves.leases[self._places[moves.group]] if moves.leases else None
         return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, lease=lease)
 
-    def finish_load(self, step: int, moves: BlockMoves, task: Task) -> None:
-        """Wait for a load; what failed is told to vLLM at the end of the step."""
-        result = self.groups[moves.group].wait(task)
-        self.counters.loaded(
-            len(result.done),
-            result.nbytes,
-            result.seconds,
-            result.done.values(),
-            self.groups[moves.group].tokens_per_block,
-        )
+    def finish_load(self, step: int, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
+        """Wait for a load; what failed is told to vLLM at the end of the step.
+
+        Args:
+            step: The step that the load belongs to.
+            moves: What was loaded.
+            task: The load.
+            whole: Whether the blocks are complete with it, all layers.
+        """
+        transfer = self.groups[moves.group]
+        result = transfer.wait(task)
+        tokens = transfer.tokens_per_block if moves.group == self.counted_group else 0
+        blocks = len(result.done) if whole else 0
+        self.counters.loaded(blocks, result.nbytes, result.seconds, result.done.values(), tokens)
         if not result.failed:
             return
-        self.load_failures.record(result.failed)
-        for error in result.failed.values():
-            self.counters.failed("load", error.cause, 1)
+        self._count_failures("load", moves.group, result.failed, self.load_failures)
         if not self._recovers:
             first = next(iter(result.failed.values()))
             raise PromisedBlockLostError(
@@ -174,6 +184,16 @@ class TransferWorker:
         if not self._between_steps:
             self.gate.failed(step)
         self._failed_blocks |= {b for key, b in zip(moves.keys, moves.block_ids, strict=True) if key in result.failed}
+
+    def _count_failures(
+        self, operation: str, group: int, failed: Mapping[BlockKey, StoreError], log: FailureLog
+    ) -> None:
+        """Count each block once per step, however many of its layers failed."""
+        new = {key: error for key, error in failed.items() if (operation, group, key) not in self._counted}
+        self._counted.update((operation, group, key) for key in new)
+        log.record(new)
+        for error in new.values():
+            self.counters.failed(operation, error.cause, 1)
 
     def dump(self, plan: StepPlan) -> None:
         """After a step's forward: dump the blocks that it filled."""
@@ -206,11 +226,11 @@ class TransferWorker:
             transfer.close()
         get_logger().info("[UCM.Save] closed after %.1f s", time.monotonic() - started)
 
-    def start_dump(self, moves: BlockMoves, layers: range) -> None:
-        """Start dumping blocks, some layers of them."""
+    def start_dump(self, moves: BlockMoves, layers: range, *, whole: bool = True) -> None:
+        """Start dumping blocks, some layers of them; ``whole`` with the last."""
         transfer = self.groups[moves.group]
         task = transfer.dump(moves.keys, moves.block_ids, layers)
-        self._under_way.append(DumpUnderWay(transfer, task, frozenset(moves.block_ids)))
+        self._under_way.append(DumpUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole))
 
     def _dump(self, step: int, moves: BlockMoves) -> None:
         if not self.gate.is_wrong(step):
@@ -227,7 +247,8 @@ class TransferWorker:
             self.groups[pending.group].discard(pending.keys)
         for pending in commit:
             transfer = self.groups[pending.group]
-            self._under_way.append(DumpUnderWay(transfer, transfer.commit(pending.keys), frozenset()))
+            task = transfer.commit(pending.keys)
+            self._under_way.append(DumpUnderWay(pending.group, transfer, task, frozenset(), whole=False))
 
     def _finish_loads(self, block_ids: set[int]) -> None:
         """Wait for loads into blocks that have gone to another request, as they do when the first is aborted."""
@@ -245,10 +266,8 @@ class TransferWorker:
                 continue
             result = dump.transfer.wait(dump.task)
             if dump.block_ids:
-                self.counters.dumped(len(result.done), result.nbytes, result.seconds)
+                self.counters.dumped(len(result.done) if dump.whole else 0, result.nbytes, result.seconds)
             # A commit of what failed to be dumped fails as well; it was counted when the dump failed.
             failed = {key: e for key, e in result.failed.items() if not isinstance(e, IncompleteBlockError)}
-            self.save_failures.record(failed)
-            for error in failed.values():
-                self.counters.failed("dump", error.cause, 1)
+            self._count_failures("dump", dump.group, failed, self.save_failures)
         self._under_way = still

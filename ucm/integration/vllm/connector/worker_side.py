@@ -101,6 +101,7 @@ class WorkerSide:
             between_steps=policy.between_steps,
             background=policy.background,
         )
+        mover.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
         if isinstance(mover, LayerWiseWorker):
             # The layers of a step that loads must not be replayed as one graph; vLLM can be told so from 0.17.1 on.
             mover.overlaps = self._on_host or hasattr(self._connector_base, "requires_piecewise_for_cudagraph")

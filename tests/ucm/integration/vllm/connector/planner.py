@@ -88,6 +88,9 @@ class Counted:
         assert seconds >= 0
         self.calls.append((queried_tokens, hit_tokens))
 
+    def hashed(self, blocks: int, seconds: float) -> None:
+        pass
+
 
 class Planner:
     """The scheduler's side of an engine whose scheduler is the test.

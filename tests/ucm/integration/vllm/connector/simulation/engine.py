@@ -43,6 +43,9 @@ class Uncounted:
     def looked_up(self, *_: object) -> None:
         pass
 
+    def hashed(self, blocks: int, seconds: float) -> None:
+        pass
+
 
 class Engine:
     """An engine on a store in a directory.
