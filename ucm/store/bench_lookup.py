@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,16 @@ import numpy as np
 
 from ucm.store.base import BlockKey
 from ucm.store.factory import open_store
+from ucm.store.posix_index import INDEX_THREAD, WORTH
 from ucm.store.posix_layout import DIRECTORY_MODE, FILE_MODE, Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ucm.store.config import StoreConfig
+
+
+_PAUSE = 0.01
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,10 @@ class LookupFigures:
     stored: int  #: blocks in the store
     asked: int  #: keys per call
     opening: list[float]  #: opening the store and asking for one key
-    first: list[float]  #: ids that are there and were not asked for before
-    again: list[float]  #: the same ids a moment later
+    first: list[float]  #: ids that are there, asked of an instance that knows nothing
+    known: list[float]  #: ids that are there and were not asked for before, once the names were listed
+    prefix: list[float]  #: the same by ``lookup_on_prefix``
     missing: list[float]  #: ids that are not there
-    prefix: list[float]  #: as ``first``, by ``lookup_on_prefix``
 
     @staticmethod
     def quantile(seconds: list[float], part: float) -> float:
@@ -71,26 +76,32 @@ def bench_lookup(
             if number % 1000 == 0:
                 progress(number)
         figures = LookupFigures(stored, asked, [], [], [], [], [])
-        for _ in range(5):
+        for _ in range(calls):
+            some, nowhere = _sample(chance, keys, asked), [BlockKey(chance.bytes(32)) for _ in range(asked)]
             began = time.perf_counter()
             with open_store(config, namespace, None) as store:
                 store.lookup(keys[:1])
                 figures.opening.append(time.perf_counter() - began)
+                _measure(figures.first, store.lookup, some)
+                _measure(figures.missing, store.lookup, nowhere)
         with open_store(config, namespace, None) as store:
-            for call in range(calls):
-                some = [keys[index] for index in chance.choice(stored, asked, replace=False)]
-                nowhere = [BlockKey(chance.bytes(32)) for _ in range(asked)]
-                ways: list[tuple[list[float], Callable[[], object]]] = [
-                    (figures.missing, lambda: store.lookup(nowhere)),  # noqa: B023 - called in this very turn
-                    (figures.first, lambda: store.lookup(some)),  # noqa: B023
-                    (figures.again, lambda: store.lookup(some)),  # noqa: B023
-                ]
-                if call % 2:
-                    ways[1:] = [(figures.prefix, lambda: store.lookup_on_prefix(some))]  # noqa: B023
-                for seconds, way in ways:
-                    began = time.perf_counter()
-                    way()
-                    seconds.append(time.perf_counter() - began)
+            for _ in range(WORTH // asked + 1):
+                store.lookup(_sample(chance, keys, asked))
+            while any(thread.name == INDEX_THREAD for thread in threading.enumerate()):
+                time.sleep(_PAUSE)
+            for _ in range(calls):
+                _measure(figures.known, store.lookup, _sample(chance, keys, asked))
+                _measure(figures.prefix, store.lookup_on_prefix, _sample(chance, keys, asked))
         return figures
     finally:
         shutil.rmtree(layout.base, ignore_errors=True)
+
+
+def _sample(chance: np.random.Generator, keys: list[BlockKey], count: int) -> list[BlockKey]:
+    return [keys[index] for index in chance.choice(len(keys), count, replace=False)]
+
+
+def _measure(seconds: list[float], way: Callable[[Sequence[BlockKey]], object], keys: list[BlockKey]) -> None:
+    began = time.perf_counter()
+    way(keys)
+    seconds.append(time.perf_counter() - began)

@@ -11,6 +11,7 @@ from ucm.errors import ConfigError
 from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError, StoreError, StoreFullError
 from ucm.store.posix_aside import set_aside
 from ucm.store.posix_directory import Directory
+from ucm.store.posix_index import NameIndex
 from ucm.store.posix_keeper import Keeper
 from ucm.store.posix_layout import check_namespace, key_of
 from ucm.store.posix_leases import leased_path, link_blocks, unlink_blocks
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Keys are spread over the directories by their last two bytes.
 _SLOTS = 4096
+#: How many keys of a prefix are looked up at once in the beginning.
+_FIRST_STEP = 64
 
 
 class PosixTier(Tier):
@@ -70,32 +73,40 @@ class PosixTier(Tier):
         self._codec = codec
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
+        self._index = NameIndex([directory.layout for directory in self._directories])
         self._keeper = Keeper(self._directories, capacity_bytes, config.stale_seconds, self._note_eviction)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """One test of a directory entry per key that was not seen a moment ago."""
-        young, old = self._recent.generations()
-        found = [key in young or key in old for key in keys]
+        """One test of a directory entry per key that is not known to be there."""
+        found = self._known(keys)
         if False in found:
             holds = self._test()
-            for index, key in enumerate(keys):
-                if not found[index] and holds(key):
-                    found[index] = True
-                    young.add(key)
+            unknown = [index for index, there in enumerate(found) if not there]
+            for index in unknown:
+                found[index] = holds(keys[index])
+            self._tested([keys[index] for index in unknown if found[index]], len(unknown))
         self.counters.looked_up(len(keys), found.count(True))
         return found
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
         """Stops at the first key that is not there."""
-        young, old = self._recent.generations()
         holds = self._test()
-        hits = 0
-        for key in keys:
-            if key not in young and key not in old:
-                if not holds(key):
-                    break
-                young.add(key)
-            hits += 1
+        hits, step = 0, _FIRST_STEP
+        gap = False
+        while hits < len(keys) and not gap:
+            # What is known is looked up for some keys at once, but not for all: the first gap may be near.
+            some = keys[hits : hits + step]
+            step *= 4
+            tested, there = 0, []
+            for key, known in zip(some, self._known(some), strict=True):
+                if not known:
+                    tested += 1
+                    if not holds(key):
+                        gap = True
+                        break
+                    there.append(key)
+                hits += 1
+            self._tested(there, tested)
         self.counters.looked_up(min(hits + 1, len(keys)), hits)
         return hits
 
@@ -161,12 +172,14 @@ class PosixTier(Tier):
         return self.counters.snapshot(self._keeper.used_bytes, self._capacity_bytes)
 
     def close(self) -> None:
-        """End the keeper."""
+        """End the keeper, and the listing of names."""
         self._keeper.close()
+        self._index.close()
 
     def committed(self, directory: Directory, key: BlockKey, file_nbytes: int) -> None:
         """A writer made a block visible."""
         self._recent.generations()[0].add(key)
+        self._index.add([key])
         self._keeper.wrote(directory, file_nbytes)
 
     def refused(self, directory: Directory, error: StoreError) -> None:
@@ -178,6 +191,21 @@ class PosixTier(Tier):
         if len(self._directories) == 1:
             return self._directories[0]
         return self._directories[self._slots[(key[-2] << 8 | key[-1]) % _SLOTS]]
+
+    def _known(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which blocks need not be asked for."""
+        if not any(directory.reads.rests for directory in self._directories):
+            known = self._index.known(keys)
+            if known is not None:
+                return known
+        young, old = self._recent.generations()
+        return [key in young or key in old for key in keys]
+
+    def _tested(self, there: list[BlockKey], tested: int) -> None:
+        """Remember the outcome of so many tests."""
+        self._recent.generations()[0].update(there)
+        self._index.add(there)
+        self._index.tested(tested)
 
     def _test(self) -> Callable[[BlockKey], bool]:
         """What tells whether a block is there, for the length of one lookup."""
@@ -211,10 +239,15 @@ class PosixTier(Tier):
         self.counters.evicted(1)
         key = key_of(*path.rsplit("/", 2)[-2:])
         if key is not None:
-            self._recent.drop(key)
+            self._drop(key)
+
+    def _drop(self, key: BlockKey) -> None:
+        """Forget that a block was there."""
+        self._recent.drop(key)
+        self._index.drop(key)
 
     def _note_failure(self, directory: Directory, key: BlockKey, error: StoreError) -> None:
-        self._recent.drop(key)
+        self._drop(key)
         if isinstance(error, BlockCorruptError | BlockForeignError) and set_aside(
             directory.layout, key, error, directory.aside_keep
         ):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.store.posix_layout import make_directory
+from ucm.store.posix_removals import log_removals
 
 if TYPE_CHECKING:
     from ucm.store.base import BlockKey
@@ -41,4 +42,5 @@ def set_aside(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> bo
             Path(path).unlink(missing_ok=True)
         except OSError:
             return False
+    log_removals(layout, [key])
     return True

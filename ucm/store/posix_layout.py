@@ -3,6 +3,7 @@
 ::
 
     <root>/<namespace>/NAMESPACE         says that this is ours, and the namespace
+    <root>/<namespace>/REMOVED           which blocks were taken out; see ``posix_removals``
     <root>/<namespace>/<2 hex>/<hex>     a block; the two parts are its key
     <root>/<namespace>/tmp/              blocks being written, named by their writers
     <root>/<namespace>/aside/            damaged blocks

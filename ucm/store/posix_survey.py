@@ -15,14 +15,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ucm.store.posix_layout import buckets, namespaces
+from ucm.store.posix_layout import buckets, key_of, namespaces
+from ucm.store.posix_removals import log_removals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Self
+
+    from ucm.store.base import BlockKey
 
 #: A sample of n blocks tells their number to one part in sqrt(n).
 SAMPLE_BLOCKS = 20_000
 _LEAST_SAMPLE = 1_000
+_LOGGED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +119,50 @@ def evict(root: str, found: Survey, nbytes: float, deleted: Callable[[str], None
                 break
         victims = _older(root, threshold)
     count = freed = 0
-    for file in victims:
-        if freed >= nbytes:
-            break
-        if file.leased:
-            continue
-        with suppress(OSError):
-            os.unlink(file.path)  # noqa: PTH108 - a Path costs as much as the call
-            count += 1
-            freed += file.nbytes
-            deleted(file.path)
+    with _Removed(root) as removed:
+        for file in victims:
+            if freed >= nbytes:
+                break
+            if file.leased:
+                continue
+            with suppress(OSError):
+                os.unlink(file.path)  # noqa: PTH108 - a Path costs as much as the call
+                count += 1
+                freed += file.nbytes
+                removed.add(file.path)
+                deleted(file.path)
     return count, freed
+
+
+class _Removed:
+    """Blocks that were deleted, on their way into the logs of their namespaces.
+
+    Args:
+        root: Whose blocks they are.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._layouts = {layout.base: layout for layout in namespaces(root)}
+        self._keys: dict[str, list[BlockKey]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def add(self, path: str) -> None:
+        """Note a deleted file; some at a time are logged."""
+        base, bucket, name = path.rsplit("/", 2)
+        key = key_of(bucket, name)
+        if key is not None and base in self._layouts:
+            keys = self._keys.setdefault(base, [])
+            keys.append(key)
+            if len(keys) >= _LOGGED_AT_ONCE:
+                log_removals(self._layouts[base], keys)
+                keys.clear()
+
+    def __exit__(self, *_: object) -> None:
+        for base, keys in self._keys.items():
+            if keys:
+                log_removals(self._layouts[base], keys)
 
 
 def _older(root: str, threshold: int) -> Iterator[StoredFile]:

@@ -153,6 +153,7 @@ def test_a_directory_without_a_parent_stays_away(config: StoreConfig, tmp_path: 
         assert not root.parent.exists()
 
 
+@pytest.mark.usefixtures("clock")
 def test_the_other_directories_go_on(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     for root in roots:
