@@ -20,6 +20,7 @@ from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCach
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
 from ucm.store.factory import open_store
+from ucm.store.identity_file import write_identity
 
 if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
@@ -52,13 +53,13 @@ class SchedulerSide:
         identity = engine_identity(vllm_config, settings)
         self.namespace = namespace(identity)
         config = settings.store.as_store_config()
+        tags = {group.index: rank_tags(vllm_config, group.index, spec=group.spec) for group in groups.groups}
         stores = {
-            group.index: [
-                open_store(config, f"{self.namespace}/{tag}", None)
-                for tag in rank_tags(vllm_config, group.index, spec=group.spec)
-            ]
-            for group in groups.groups
+            group: [open_store(config, f"{self.namespace}/{tag}", None) for tag in of_group]
+            for group, of_group in tags.items()
         }
+        for tag in dict.fromkeys(tag for of_group in tags.values() for tag in of_group):
+            write_identity(config, f"{self.namespace}/{tag}", identity.to_json())
         self._stores = [store for of_group in stores.values() for store in of_group]
         self.block_pool: Any = None
         self.counters = create_counters(vllm_config, settings)
