@@ -40,7 +40,7 @@ class Assembly:
         self._begun = False
         self._sums: list[int | None] = [None] * len(codec.geometry.shard_sizes)
         self._writers: list[tuple[Tier, BlockWriter]] = []
-        self._present = ""  # the lowest tier that had the block from the beginning
+        self._present: list[Tier] = []  # those that had the block from the beginning
         self._error: StoreError | None = None
 
     def refuse(self, error: StoreError) -> None:
@@ -65,9 +65,7 @@ class Assembly:
                 self._begin()
             if self._writers:
                 self._write(block)
-            if self._writers:
-                return self._writers[-1][0].name, sum(shard.nbytes for shard in block.shards)
-            return self._present, 0
+            return self._lowest(), sum(shard.nbytes for shard in block.shards) if self._writers else 0
 
     def finish(self) -> tuple[str, int]:
         """Make the block visible.
@@ -89,12 +87,10 @@ class Assembly:
                 self._abort()
                 raise self._error
             self._everywhere("commit", lambda writer: writer.commit())
-            if not self._writers:
-                return self._present, 0
             nbytes = self._codec.geometry.nbytes
             for tier, _ in self._writers:
                 tier.counters.dumped(nbytes)
-            return self._writers[-1][0].name, nbytes
+            return self._lowest(), nbytes if self._writers else 0
 
     def abort(self) -> None:
         """Drop what was written."""
@@ -111,7 +107,7 @@ class Assembly:
         for tier in self._tiers:
             writer = tier.writer(self.key, self._codec.file_nbytes)
             if writer is None:
-                self._present = tier.name
+                self._present.append(tier)
             else:
                 self._writers.append((tier, writer))
 
@@ -129,6 +125,11 @@ class Assembly:
                 self._everywhere("dump", lambda writer: writer.write([header], 0, codec.nbytes))
         for _, writer in self._writers:
             writer.pause()
+
+    def _lowest(self) -> str:
+        """The lowest tier that has what came so far."""
+        having = [*self._present, *(tier for tier, _ in self._writers)]
+        return max(having, key=self._tiers.index).name
 
     def _known_sums(self) -> list[int]:
         return [value for value in self._sums if value is not None]

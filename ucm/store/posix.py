@@ -110,7 +110,7 @@ class PosixTier(Tier):
         self.counters.looked_up(min(hits + 1, len(keys)), hits)
         return hits
 
-    def read(self, block: BlockTransfer, lease: str | None) -> None:
+    def read(self, block: BlockTransfer, lease: str | None) -> bool:
         """One call to the operating system for a whole block."""
         self._keeper.start()
         codec, key = self._known_codec(), block.key
@@ -128,6 +128,12 @@ class PosixTier(Tier):
             raise
         if old:
             self._keeper.touch(path)
+        return old
+
+    def touch(self, key: BlockKey) -> None:
+        """In the background."""
+        self._keeper.start()
+        self._keeper.touch(self._directory(key).layout.block(key))
 
     def read_file(self, key: BlockKey) -> Buffer:
         """The file as it is, verified by its own header."""

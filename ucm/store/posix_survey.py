@@ -78,7 +78,7 @@ def survey(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Survey:
             if len(seen) >= enough:
                 break
             began = time.monotonic()
-            seen += _files(path)
+            seen += _blocks(path)
             visited += 1
             if len(seen) > _LEAST_SAMPLE:
                 time.sleep(time.monotonic() - began)  # half of the time belongs to others
@@ -167,12 +167,17 @@ class _Removed:
 
 def _older(root: str, threshold: int) -> Iterator[StoredFile]:
     """All files of a big root last used at this time or before, slowly: half of the time is spent asleep."""
-    paths = [path for layout in namespaces(root) for path in (*buckets(layout), layout.aside)]
+    paths = [path for layout in namespaces(root) for path in buckets(layout)]
     random.shuffle(paths)
     for path in paths:
         began = time.monotonic()
-        yield from (file for file in _files(path) if file.used_ns <= threshold)
+        yield from (file for file in _blocks(path) if file.used_ns <= threshold)
         time.sleep(time.monotonic() - began)
+
+
+def _blocks(bucket: str) -> list[StoredFile]:
+    """The blocks of a directory: not, for instance, what a network file system keeps of deleted ones."""
+    return [file for file in _files(bucket) if key_of(bucket, file.path.rpartition("/")[2]) is not None]
 
 
 def _files(directory: str) -> list[StoredFile]:

@@ -126,11 +126,19 @@ class Tier(ABC):
         """How many of the first blocks are there without a gap."""
 
     @abstractmethod
-    def read(self, block: BlockTransfer, lease: str | None) -> None:
+    def read(self, block: BlockTransfer, lease: str | None) -> bool:
         """Fill memory with shards, verified, if need be those of a lease.
 
         A damaged block is set aside before the error is raised.
+
+        Returns:
+            Whether the block's time of last use was old: then the tiers below renew theirs, too, lest they evict what
+            is only ever read from here.
         """
+
+    def touch(self, key: BlockKey) -> None:
+        """Renew a block's time of last use, if it is there; a tier that never evicts need do nothing."""
+        del key
 
     @abstractmethod
     def read_file(self, key: BlockKey) -> Buffer:

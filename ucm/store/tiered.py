@@ -30,7 +30,7 @@ _SWEEP_SECONDS = 60.0
 
 
 class TieredStore(LeasingStore):
-    """Tiers as one store.
+    """Tiers as one store. An instance belongs to the process that opened it: a fork of that has none of its threads.
 
     Args:
         tiers: Fastest first.
@@ -204,9 +204,9 @@ class TieredStore(LeasingStore):
 
     def _load(self, task: TransferTask, block: BlockTransfer, lease: str | None) -> None:
         failure: StoreError | None = None
-        for tier in self._tiers:
+        for number, tier in enumerate(self._tiers):
             try:
-                tier.read(block, lease)
+                old = tier.read(block, lease)
             except StoreError as error:
                 failure = error
                 if tier is self._tiers[-1] or not isinstance(error, BlockMissingError):
@@ -218,8 +218,11 @@ class TieredStore(LeasingStore):
                 nbytes = sum(shard.nbytes for shard in block.shards)
                 tier.counters.loaded(nbytes)
                 task.succeeded(block.key, tier.name, nbytes)
-                if tier is not self._tiers[0]:
+                if number:
                     self._promoter.promote(block.key)
+                if old:
+                    for lower in self._tiers[number + 1 :]:
+                        lower.touch(block.key)
                 return
         task.failed(block.key, failure or StoreError("the store has no tier"))
 

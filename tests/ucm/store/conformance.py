@@ -299,6 +299,17 @@ class StoreConformance:
         store.wait(store.commit(KEYS[:1]))
         assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: whole}
 
+    def test_memory_may_be_of_any_type_and_shape(self, config: StoreConfig) -> None:
+        arrays = [np.arange(size // 4, dtype=np.float32).reshape(2, -1) for size in EVEN.shard_sizes]
+        into = [np.zeros_like(array) for array in arrays]
+        with open_store(config, NAMESPACE, EVEN) as store:
+            store.wait(store.dump([BlockTransfer(KEYS[0], [array.data for array in arrays])]))
+            store.wait(store.commit(KEYS[:1]))
+            for first in (0, 3):
+                part = [array.data for array in into[first:]]
+                assert store.wait(store.load([BlockTransfer(KEYS[0], part, first)])).failed == {}
+            assert all(np.array_equal(*pair) for pair in zip(arrays, into, strict=True))
+
     def test_memory_is_the_callers_again_after_wait(self, store: KVStore, geometry: BlockGeometry) -> None:
         memory = Memory(KEYS[0], geometry)
         for block in KEYS:

@@ -112,6 +112,7 @@ def test_two_evictors_do_not_disturb_each_other(full: StoreConfig) -> None:
 def test_strangers_files_are_left_alone(full: StoreConfig, layout: Layout) -> None:
     root = Path(full.directories[0])
     strangers = [root / "ab" / ("c" * 38), root / "objects" / "ab" / ("c" * 38), root / "README", root / "n" / "notes"]
+    strangers.append(Path(layout.block(KEYS[0])).with_name(".nfs00000000000001"))
     for path in strangers:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine", encoding="utf-8")
@@ -119,7 +120,7 @@ def test_strangers_files_are_left_alone(full: StoreConfig, layout: Layout) -> No
     found = survey(str(root))
     assert found.blocks == 40
     evict(str(root), found, 100 * FILE, lambda _: None)
-    assert [path.read_text(encoding="utf-8") for path in strangers] == ["mine"] * 4
+    assert [path.read_text(encoding="utf-8") for path in strangers] == ["mine"] * 5
     assert not any(Path(layout.block(block)).exists() for block in KEYS)
 
 

@@ -44,7 +44,7 @@ class ListTier(Tier):
     def prefix(self, keys: Sequence[BlockKey]) -> int:
         return (*self.contains(keys), False).index(False)
 
-    def read(self, block: BlockTransfer, lease: str | None) -> None:
+    def read(self, block: BlockTransfer, lease: str | None) -> bool:
         del lease
         raise BlockMissingError(f"{block.key.hex()} is not read by this test")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -157,6 +158,22 @@ def test_none_takes_it(both: StoreConfig) -> None:
         shutil.rmtree(both.directories[0])
         outcome = save(store, KEYS[:1], EVEN)
         assert isinstance(outcome.failed[KEYS[0]], StoreUnavailableError)
+
+
+def test_what_is_read_from_the_cache_counts_as_used_below(both: StoreConfig, cached: Layout, kept: Layout) -> None:
+    for layout in (cached, kept):
+        for block in KEYS:
+            os.utime(layout.block(block), (1000, 1000))
+    with open_store(both, NAMESPACE, EVEN) as store:
+        assert served_by(store, KEYS[:3]) == {"dram"}
+    for layout in (cached, kept):
+        assert [os.stat(layout.block(block)).st_mtime > 1000 for block in KEYS] == [True] * 3 + [False] * 3  # noqa: PTH116
+
+
+def test_a_block_that_the_lower_tier_has_is_written_to_the_cache(store: KVStore, cached: Layout) -> None:
+    empty(cached)
+    assert set(save(store, KEYS, EVEN).done.values()) == {"posix"}
+    assert all(Path(cached.block(block)).exists() for block in KEYS)
 
 
 def test_a_block_that_one_tier_has_is_written_to_the_other(store: KVStore, kept: Layout) -> None:

@@ -16,8 +16,11 @@ from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.errors import BlockMissingError
 from ucm.store.factory import open_store
+from ucm.store.posix import PosixTier
+from ucm.store.posix_index import WORTH
 from ucm.store.posix_layout import Layout
 from ucm.store.posix_survey import evict, survey
+from ucm.store.tiered import TieredStore
 
 GEOMETRY = BlockGeometry((5, 4096, 1, 700), b"stateful 16bytes")
 SHARDS = len(GEOMETRY.shard_sizes)
@@ -109,6 +112,19 @@ class Storing(RuleBasedStateMachine):
         expected = [block in self.visible for block in some]
         assert self.stores[which].lookup(some) == expected
         assert self.stores[which].lookup_on_prefix(some) == [*expected, False].index(False)
+
+    @rule(which=st.integers(0, 1))
+    def list_the_names(self, which: int) -> None:
+        """From here on this instance answers lookups from what it knows."""
+        store = self.stores[which]
+        assert isinstance(store, TieredStore)
+        tier = store._tiers[0]
+        assert isinstance(tier, PosixTier)
+        tier._index.tested(WORTH)
+        deadline = time.monotonic() + 20
+        while tier._index._thread is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     @precondition(lambda self: self.visible)
     @rule()
