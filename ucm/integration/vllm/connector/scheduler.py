@@ -10,7 +10,7 @@ from ucm.integration.vllm.connector.holding import Hold
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.request_state import PendingLoad, RequestState
 from ucm.integration.vllm.connector.scheduled import admitted_requests, block_ids_by_group, grown_requests
-from ucm.integration.vllm.connector.shared_failures import SharedFailures
+from ucm.integration.vllm.connector.suspect_blocks import SuspectBlocks
 
 if TYPE_CHECKING:
     from ucm.integration.vllm.connector.lookup import PrefixLookup
@@ -78,7 +78,7 @@ class PrefixCacheScheduler:
         self._late: list[BlockMoves] = []
         self._ended: list[list[int]] = []
         self._holds: list[tuple[int, Hold]] = []
-        self._failures = SharedFailures(self._groups.groups[0].block_size)
+        self._suspects = SuspectBlocks(self._groups.groups[0].block_size)
         self._step = 0
         self._void = 0
 
@@ -147,13 +147,13 @@ class PrefixCacheScheduler:
             if state is not None:
                 plan.loads += self._loads(state, load)
         self._to_load = {}
-        for moves in plan.loads:
-            fresh.update(moves.block_ids)
-        plan.failed_block_ids = self._failures.report(self._requests)
+        loaded = {block_id for moves in plan.loads for block_id in moves.block_ids}
+        fresh |= loaded
+        plan.failed_block_ids = self._suspects.begin(loaded, scheduler_output.num_scheduled_tokens, self._requests)
         dumping: set[tuple[int, bytes]] = set()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None and request_id not in self._failures:
+            if state is not None and request_id not in self._suspects:
                 plan.dumps += self._dumps(state, state.request.num_computed_tokens + num_scheduled, dumping)
         plan.late_dumps = [moves for moves in self._late if fresh.isdisjoint(moves.block_ids)]
         plan.fresh_block_ids, self._late, self._ended = fresh, [], []
@@ -195,14 +195,11 @@ class PrefixCacheScheduler:
         Returns:
             These blocks, and those behind them in the requests that have them.
         """
-        if self._failures.failed(block_ids, self._requests):
-            self._void = self._step
-        behind = set(block_ids)
         lists = [state.block_ids[0] for state in self._requests.values() if state is not None]
-        for ids in lists + self._ended:
-            first = next((place for place, block_id in enumerate(ids) if block_id in block_ids), len(ids))
-            behind.update(ids[first:])
-        return behind
+        found = self._suspects.failed(block_ids, lists + self._ended)
+        if found:
+            self._void = self._step
+        return found
 
     def _state(self, request: Any) -> RequestState | None:
         request_id = request.request_id
