@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
 from tests.ucm.integration.vllm.connector.simulation.engine import Engine
-from tests.ucm.integration.vllm.connector.simulation.setting import Setting
+from tests.ucm.integration.vllm.connector.simulation.setting import Setting, any_setting
 from tests.ucm.integration.vllm.connector.simulation.truth import VOCABULARY, Keys
 from tests.ucm.integration.vllm.connector.simulation.verify import wrong_blocks
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 #: Starts on one store, and requests in each.
-STARTS, REQUESTS = 4, 40
+STARTS, REQUESTS = 3, 30
 
 
 def prompts(chance: random.Random) -> list[list[int]]:
@@ -36,51 +36,105 @@ def prompts(chance: random.Random) -> list[list[int]]:
     return found
 
 
-def serve(engine: Engine, chance: random.Random, some: list[list[int]]) -> None:
-    """Requests at random moments, then all to their end."""
+def serve(engines: list[Engine], chance: random.Random, some: list[list[int]]) -> None:
+    """Requests at random moments, to engines in turns, then all to their end."""
     left = REQUESTS
     while left:
+        engine = chance.choice(engines)
         while left and chance.random() < 0.4:
             engine.submit(list(chance.choice(some)), chance.randint(1, 12))
             left -= 1
         engine.turn()
-    engine.drain()
+    for engine in engines:
+        engine.drain()
 
 
-def run(setting: Setting, directory: Path, seed: int) -> Counter[str]:
-    """Several starts of an engine on one store; what happened in all of them."""
+def run(setting: Setting, directory: Path, seed: int, engines: int = 1) -> Counter[str]:
+    """Several starts of an engine, or of several at once, on one store; what happened in all of them."""
     chance = random.Random(seed)  # noqa: S311 - no secret
     truth, keys = setting.truth(), Keys()
     some = prompts(chance)
     happened: Counter[str] = Counter()
     for _ in range(STARTS):
-        engine = Engine(setting, directory, chance, truth, keys)
-        serve(engine, chance, some)
-        engine.close()
-        happened += engine.happened
-        happened["recovered"] += engine.scheduler.recovered
-        happened["preempted"] += engine.scheduler.preempted
-        happened["injected"] += sum(store.failed for store in engine.stores)
-        stored, wrong = wrong_blocks(engine, directory)
+        started = [Engine(setting, directory, chance, truth, keys) for _ in range(engines)]
+        serve(started, chance, some)
+        for engine in started:
+            engine.close()
+            happened += engine.happened
+            happened["recovered"] += engine.scheduler.recovered
+            happened["preempted"] += engine.scheduler.preempted
+            happened["injected"] += sum(store.failed for store in engine.stores)
+        stored, wrong = wrong_blocks(started[0], directory)
         assert wrong == []
         happened["stored"] = stored
     return happened
 
 
-SETTINGS = {
-    "plain": Setting(),
-    "layer by layer": Setting(layerwise=True, loads="within"),
-    "losses": Setting(losses=0.05),
-    "failing dumps": Setting(failing_dumps=0.1, aborts=0.02),
-    "failing loads": Setting(failing_loads=0.1),
-    "failing loads within": Setting(failing_loads=0.1, loads="within"),
+HYBRID = ((4, None, 3), (4, 6, 3))
+OTHER_SIZES = ((2, 3, 2), (4, None, 2))
+
+#: Engines, and what has to have happened for the test to mean anything.
+ENGINES: dict[str, tuple[Setting, set[str]]] = {
+    "loads between steps": (Setting(), {"preempted"}),
+    "several ranks": (Setting(ranks=3, failing_dumps=0.05), {"injected"}),
+    "a slow store": (Setting(late=0.97, blocks=20), {"preempted"}),
+    "blocks get lost": (Setting(losses=0.2), {"lost", "invalid", "recovered"}),
+    "loads fail": (Setting(ranks=2, failing_loads=0.3), {"invalid", "recovered"}),
+    "all loads fail": (Setting(failing_loads=1.0), {"invalid", "recovered"}),
+    "aborts": (Setting(aborts=0.3, failing_loads=0.1), {"aborts", "invalid"}),
+    "aborts that free at once": (Setting(aborts=0.3, background=False), {"aborts"}),
+    "asynchronous": (Setting(batches=2, asynchronous=True, ranks=2, failing_loads=0.1, aborts=0.1), {"invalid"}),
+    "drafts": (Setting(drafts=3, failing_dumps=0.1), {"injected"}),
+    "asynchronous with drafts": (Setting(batches=2, asynchronous=True, drafts=3, failing_loads=0.1), {"recovered"}),
+    "a pipeline": (Setting(batches=3, ranks=2, failing_loads=0.1, aborts=0.1), {"invalid", "aborts"}),
+    "no prefix cache of its own": (Setting(caching=False, ranks=2, batches=2, failing_loads=0.1), {"invalid"}),
+    "prompts alone are stored": (Setting(save_decode_blocks=False), set()),
+    "layer by layer": (Setting(loads="within", layerwise=True, drafts=1), {"preempted"}),
+    "layer by layer, loads fail": (
+        Setting(loads="within", layerwise=True, ranks=2, failing_loads=0.3, aborts=0.2, budget=8, chunk=5),
+        {"invalid", "recovered", "aborts"},
+    ),
+    "within a step, loads fail": (Setting(loads="within", failing_loads=0.3, aborts=0.2), {"recovered", "aborts"}),
+    "held": (Setting(loads="held", losses=0.2, aborts=0.1), {"lost"}),
+    "held, layer by layer": (
+        Setting(loads="held", layerwise=True, losses=0.2, batches=2, asynchronous=True, ranks=2),
+        {"lost"},
+    ),
+    "a window beside full attention": (
+        Setting(groups=HYBRID, loads="held", losses=0.1, blocks=48, batches=2, asynchronous=True),
+        {"lost"},
+    ),
+    "blocks of different sizes": (Setting(groups=OTHER_SIZES, loads="held", ranks=2, blocks=64, layerwise=True), set()),
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", SETTINGS)
-def test_engines(name: str, seed: int, tmp_path: Path) -> None:
-    happened = run(SETTINGS[name], tmp_path, seed)
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines(name: str, tmp_path: Path) -> None:
+    setting, expected = ENGINES[name]
+    happened = run(setting, tmp_path, seed=1)
     print(name, dict(happened))
-    assert happened["stored"] > 0
-    assert happened["loads"] > 0
+    assert all(happened[what] for what in {"stored", "loads", "finished", *expected})
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_engine(seed: int, tmp_path: Path) -> None:
+    setting = any_setting(random.Random(seed))  # noqa: S311 - no secret
+    print(setting)
+    assert run(setting, tmp_path, seed)["finished"] == STARTS * REQUESTS
+
+
+@pytest.mark.parametrize("loads", ["between", "held"])
+def test_two_engines_on_one_store(loads: Literal["between", "held"], tmp_path: Path) -> None:
+    setting = Setting(loads=loads, losses=0.1, failing_dumps=0.05, ranks=2)
+    assert run(setting, tmp_path, seed=2, engines=2)["loads"] > 0
+
+
+def test_an_engine_without_a_store_serves_the_same(tmp_path: Path) -> None:
+    """What all the others are compared with is what this engine computes."""
+    chance = random.Random(3)  # noqa: S311 - no secret
+    setting = Setting(failing_dumps=1.0)
+    engine = Engine(setting, tmp_path, chance, setting.truth(), Keys())
+    serve([engine], chance, prompts(chance))
+    engine.close()
+    assert engine.happened["loads"] == 0
+    assert engine.happened["finished"] == REQUESTS

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def open_blocks(directory: Path, rank: int, group: int, geometry: BlockGeometry | None) -> LeasingStore:
     """A rank's store of one group."""
-    config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0)
+    config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, dump_nice=0)
     store = open_store(config, f"model/rank{rank}-g{group}", geometry)
     assert isinstance(store, LeasingStore)
     return store

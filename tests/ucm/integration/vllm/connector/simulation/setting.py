@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tests.ucm.integration.vllm.connector.simulation.truth import Truth
 from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+
+if TYPE_CHECKING:
+    import random
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,42 @@ class Setting:
 
     def truth(self) -> Truth:
         return Truth([window for _, window, count in self.groups for _ in range(count)], self.ranks)
+
+
+#: Models: full attention; with windows in the same memory; with blocks of another size; windows alone.
+_ONE_GROUP = ((4, None, 5),)
+_GROUPS: tuple[tuple[tuple[int, int | None, int], ...], ...] = (
+    _ONE_GROUP,
+    ((4, None, 3), (4, 6, 3)),
+    ((4, None, 2), (4, 9, 2), (4, 1, 2)),
+    ((2, 3, 2), (4, None, 2)),
+    ((4, 5, 3),),
+)
+
+
+def any_setting(chance: random.Random) -> Setting:
+    """An engine as the connector may meet it; which loads go with what is the connector's own choice."""
+    loads: Literal["between", "within", "held"] = chance.choice(("between", "within", "held"))
+    groups = chance.choice(_GROUPS) if loads == "held" else _ONE_GROUP
+    batches = 1 if loads == "within" else chance.randint(1, 3)
+    return Setting(
+        groups=groups,
+        ranks=chance.choice((1, 1, 2, 3)),
+        batches=batches,
+        asynchronous=batches > 1 and chance.random() < 0.6,
+        drafts=chance.choice((0, 0, 1, 3)),
+        blocks=chance.choice((18, 24, 40)) * len(groups) + 8,
+        budget=chance.choice((8, 16, 40)),
+        chunk=chance.choice((None, None, 5)),
+        running=chance.choice((2, 4, 6)),
+        layerwise=loads != "between" and chance.random() < 0.6,
+        caching=chance.random() < 0.75,
+        loads=loads,
+        background=chance.random() < 0.7,
+        failing_loads=0.0 if loads == "held" else chance.choice((0, 0.05, 0.3)),
+        failing_dumps=chance.choice((0, 0.1, 0.3)),
+        late=chance.choice((0, 0.5, 0.9)),
+        aborts=chance.choice((0, 0.05, 0.3)),
+        losses=chance.choice((0, 0.1)),
+        save_decode_blocks=chance.random() < 0.8,
+    )
