@@ -24,6 +24,7 @@ FILES = (
     "tests/ucm/test_probe.py",
     f"{CONNECTOR}/test_device_memory.py",
     f"{CONNECTOR}/test_staged_transfer.py",
+    f"{CONNECTOR}/test_staged_simulation.py",
 )
 
 

@@ -7,8 +7,9 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
+from tests.ucm.integration.vllm.connector.simulation.memory import Chunk
 from tests.ucm.integration.vllm.connector.simulation.pool import Pool
-from tests.ucm.integration.vllm.connector.simulation.rank import Chunk, Rank
+from tests.ucm.integration.vllm.connector.simulation.rank import Rank
 from tests.ucm.integration.vllm.connector.simulation.request import Request
 from tests.ucm.integration.vllm.connector.simulation.scheduler import Scheduler
 from tests.ucm.integration.vllm.connector.simulation.truth import END, VOCABULARY, next_token
@@ -132,6 +133,7 @@ class Engine:
     def close(self) -> None:
         for rank in self.ranks:
             rank.worker.close()
+        assert not any(store.overwritten for store in self.stores)
         for of_group in self._looking.values():
             for store in of_group:
                 store.close()
@@ -176,7 +178,7 @@ class Engine:
         first = work.count - work.drafts - 1
         found: list[int] = []
         for place in range(first, work.count):
-            cells = [value for rank in self.ranks for value in rank.cells_at(start + place, work.block_ids)]
+            cells = [value for rank in self.ranks for value in rank.memory.cells_at(start + place, work.block_ids)]
             found.append(next_token(cells))
             if place + 1 < work.count and tokens[place + 1] != found[-1]:
                 break

@@ -52,8 +52,9 @@ class FaultyStore(LeasingStore):
         self._late = late
         self._loads: deque[Deferred] = deque()
         self._dumps: deque[Deferred] = deque()
-        self.loaded = 0
         self.failed = 0
+        #: Told here as well, for the one that waits may take the error for the device's.
+        self.overwritten = False
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self.inner.lookup(keys)
@@ -80,7 +81,6 @@ class FaultyStore(LeasingStore):
                 if block.key in failed or block.key in result.failed:
                     for shard in block.shards:  # the memory of a block that failed holds anything
                         shard[:] = self._chance.randbytes(shard.nbytes)
-            self.loaded += len(result.done)
             return _with(result, failed)
 
         return self._defer(self._loads, run)
@@ -91,8 +91,9 @@ class FaultyStore(LeasingStore):
         seen = [[bytes(shard) for shard in block.shards] for block in good]
 
         def run() -> TaskResult:
-            now = [[bytes(shard) for shard in block.shards] for block in good]
-            assert now == seen, "a block was written while it was being dumped"
+            if seen != [[bytes(shard) for shard in block.shards] for block in good]:
+                self.overwritten = True
+                raise AssertionError("a block was written while it was being dumped")
             return _with(self.inner.wait(self.inner.dump(good)), failed)
 
         return self._defer(self._dumps, run)

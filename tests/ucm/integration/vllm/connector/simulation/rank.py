@@ -1,30 +1,27 @@
-"""A worker: KV memory, a model that reads and writes it, and the connector's worker side."""
+"""A worker: its KV cache, and the connector's worker side."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from unittest.mock import patch
 
-import numpy as np
-
-from tests.ucm.integration.vllm.connector.simulation.truth import CELL, cell
-from tests.ucm.integration.vllm.connector.tensors import Tensor
+from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
 from ucm.integration.vllm.connector import host_memory
 from ucm.integration.vllm.connector.commit_gate import CommitGate
+from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
+from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from numpy.typing import NDArray
-
+    from tests.ucm.integration.vllm.connector.simulation.memory import Chunk
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
-    from ucm.integration.vllm.connector.groups import CacheGroups
+    from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import BlockGeometry, KVStore
@@ -34,15 +31,6 @@ class OpenStore(Protocol):
     """Opens a rank's store of one group."""
 
     def __call__(self, rank: int, group: int, geometry: BlockGeometry) -> KVStore: ...
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens of one request to compute in a step."""
-
-    start: int
-    tokens: Sequence[int]
-    block_ids: list[list[int]]
 
 
 class Uncounted:
@@ -58,44 +46,22 @@ class Uncounted:
         pass
 
 
-def layer_names(groups: CacheGroups) -> list[str]:
-    """All layers, those of the first group first."""
-    return [name for group in groups.groups for name in group.layer_names]
-
-
 class Rank:
     """One of the engine's workers.
 
     Args:
         number: Which.
-        groups: The model's groups; those with blocks of the same size lie in the same memory.
+        groups: The model's groups.
         setting: What the engine is like.
         open_store: Opens its stores.
     """
 
     def __init__(self, number: int, groups: CacheGroups, setting: Setting, open_store: OpenStore) -> None:
         self.number = number
-        self.groups = groups
-        self.group_of = [group.index for group in groups.groups for _ in group.layer_names]
-        memory: dict[tuple[int, int], NDArray[np.uint8]] = {}
-        self._cells: list[NDArray[np.uint64]] = []
-        caches: dict[str, Tensor] = {}
-        for group in groups.groups:
-            for place, name in enumerate(group.layer_names):
-                shape = (setting.blocks, group.block_size, 1)
-                raw = memory.setdefault(
-                    (group.block_size, place),
-                    np.full(setting.blocks * group.block_size * CELL.itemsize, 0xEE, np.uint8),
-                )
-                caches[name] = Tensor(raw, shape, (group.block_size, 1, 1), CELL)
-                self._cells.append(raw.view(CELL).reshape(shape[:2]))
-        transfers: dict[int, GroupTransfer] = {}
+        self.memory = KVMemory(groups, setting.blocks, number)
         self.geometries: dict[int, BlockGeometry] = {}
-        for group in groups.groups:
-            with patch.object(host_memory, "_storage", lambda tensor: memoryview(tensor.raw)):
-                found = HostMemory(group, caches, setting.blocks, {})
-            self.geometries[group.index] = found.geometry
-            transfers[group.index] = HostTransfer(found, open_store(number, group.index, found.geometry))
+        self._open_store = open_store
+        transfers = {group.index: self._transfer(group, setting) for group in groups.groups}
         self.worker = (LayerWiseWorker if setting.layerwise else TransferWorker)(
             transfers,
             CommitGate(setting.ranks, setting.batches),
@@ -131,10 +97,10 @@ class Rank:
             self.worker.load(plan)
         for moves in plan.loads:
             self._loads.setdefault(moves.request_id, []).append(moves)
-        for layer, name in enumerate(layer_names(self.groups)):
+        for layer, name in enumerate(self.memory.layers):
             self.worker.wait_for_layer(name)
             for chunk in chunks:
-                self._compute(layer, chunk, truth.windows[layer])
+                self.memory.compute(layer, chunk, truth.windows[layer])
             self.worker.layer_computed(name)
         if loads_last:
             self.worker.load(plan)
@@ -143,38 +109,20 @@ class Rank:
         failed = self.worker.take_failed_blocks()
         for request_id in loaded if self._between_steps else list(self._loads):
             for moves in self._loads.pop(request_id, ()):
-                self._check(moves, failed, truth, keys)
+                self.memory.check(moves, failed, truth, keys)
         return failed, loaded
 
-    def cells_at(self, position: int, block_ids: list[list[int]]) -> list[int]:
-        """A token's cells in all layers."""
-        return [int(self._at(layer, range(position, position + 1), block_ids)[0]) for layer in range(len(self._cells))]
+    def _transfer(self, group: CacheGroup, setting: Setting) -> GroupTransfer:
+        caches = self.memory.caches
+        if setting.staged:
+            from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch  # noqa: PLC0415 - needs torch
 
-    def _compute(self, layer: int, chunk: Chunk, window: int | None) -> None:
-        group = self.groups.groups[self.group_of[layer]]
-        begin = 0 if window is None else max(0, chunk.start + 1 - window)
-        context = list(self._at(layer, range(begin, chunk.start), chunk.block_ids))
-        for position, token in enumerate(chunk.tokens, chunk.start):
-            if window is not None:
-                context = context[-(window - 1) :] if window > 1 else []
-            value = cell(np.array(context, CELL).tobytes(), token, layer, self.number)
-            context.append(np.uint64(value))
-            block = chunk.block_ids[group.index][position // group.block_size]
-            self._cells[layer][block, position % group.block_size] = value
-
-    def _at(self, layer: int, positions: range, block_ids: list[list[int]]) -> NDArray[np.uint64]:
-        group = self.groups.groups[self.group_of[layer]]
-        where = np.arange(positions.start, positions.stop)
-        table = np.array(block_ids[group.index])
-        found: NDArray[np.uint64] = self._cells[layer][table[where // group.block_size], where % group.block_size]
-        return found
-
-    def _check(self, moves: BlockMoves, failed: set[int], truth: Truth, keys: Keys) -> None:
-        """What was loaded is what computing would have given."""
-        group = self.groups.groups[moves.group]
-        for key, block in zip(moves.keys, moves.block_ids, strict=True):
-            if block not in failed:
-                right = truth.cells(keys.tokens[key])[self.number, :, -group.block_size :]
-                for layer, of in enumerate(self.group_of):
-                    if of == group.index:
-                        assert self._cells[layer][block].tolist() == right[layer].tolist(), "a wrong block was loaded"
+            device = DeviceMemory(group, all_as_torch(caches), setting.blocks, {})
+            self.geometries[group.index] = device.geometry
+            # Room for two blocks in each direction, so that there are several chunks.
+            store = self._open_store(self.number, group.index, device.geometry)
+            return StagedTransfer(device, store, 2 * device.geometry.nbytes)
+        with patch.object(host_memory, "_storage", lambda tensor: memoryview(tensor.raw)):
+            host = HostMemory(group, caches, setting.blocks, {})
+        self.geometries[group.index] = host.geometry
+        return HostTransfer(host, self._open_store(self.number, group.index, host.geometry))

@@ -37,6 +37,7 @@ class Setting:
         aborts: The share of steps at which a request is aborted.
         losses: The share of steps at which blocks vanish from the store.
         save_decode_blocks: Whether blocks of generated tokens are stored.
+        staged: Whether the KV cache is on a device: torch's CPU.
     """
 
     groups: tuple[tuple[int, int | None, int], ...] = ((4, None, 5),)
@@ -58,6 +59,7 @@ class Setting:
     aborts: float = 0.0
     losses: float = 0.0
     save_decode_blocks: bool = True
+    staged: bool = False
 
     def cache_groups(self) -> CacheGroups:
         names = iter(f"layer.{number}" for number in range(sum(count for _, _, count in self.groups)))

@@ -20,7 +20,7 @@ def wrong_blocks(engine: Engine, directory: Path) -> tuple[int, list[str]]:
     keys = [BlockKey(key) for key in engine.keys.tokens]
     for rank in engine.ranks:
         for group in engine.setting.cache_groups().groups:
-            layers = [layer for layer, of in enumerate(rank.group_of) if of == group.index]
+            layers = [layer for layer, of in enumerate(rank.memory.group_of) if of == group.index]
             with open_blocks(directory, rank.number, group.index, rank.geometries[group.index]) as store:
                 there = [key for key, found in zip(keys, store.lookup(keys), strict=True) if found]
                 memory = {key: [bytearray(group.block_size * CELL.itemsize) for _ in layers] for key in there}

@@ -1,0 +1,94 @@
+"""The KV cache of one worker, and a model that reads and writes it cell by cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.ucm.integration.vllm.connector.simulation.truth import CELL, cell
+from tests.ucm.integration.vllm.connector.tensors import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
+    from ucm.integration.vllm.connector.groups import CacheGroups
+    from ucm.integration.vllm.connector.metadata import BlockMoves
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one request to compute in a step."""
+
+    start: int
+    tokens: Sequence[int]
+    block_ids: list[list[int]]
+
+
+class KVMemory:
+    """One worker's KV cache.
+
+    Args:
+        groups: The model's groups; those with blocks of the same size lie in the same memory.
+        num_blocks: Blocks.
+        rank: The worker.
+    """
+
+    def __init__(self, groups: CacheGroups, num_blocks: int, rank: int) -> None:
+        self.groups = groups
+        self.rank = rank
+        self.layers = [name for group in groups.groups for name in group.layer_names]
+        self.group_of = [group.index for group in groups.groups for _ in group.layer_names]
+        #: Each layer's cache, as it is registered.
+        self.caches: dict[str, Tensor] = {}
+        self._cells: list[NDArray[np.uint64]] = []
+        shared: dict[tuple[int, int], NDArray[np.uint8]] = {}
+        for group in groups.groups:
+            for place, name in enumerate(group.layer_names):
+                size = num_blocks * group.block_size * CELL.itemsize
+                raw = shared.setdefault((group.block_size, place), np.full(size, 0xEE, np.uint8))
+                self.caches[name] = Tensor(raw, (num_blocks, group.block_size, 1), (group.block_size, 1, 1), CELL)
+                self._cells.append(raw.view(CELL).reshape(num_blocks, group.block_size))
+
+    def compute(self, layer: int, chunk: Chunk, window: int | None) -> None:
+        """Write the cells of a chunk, from those before them as they are in memory."""
+        group = self.groups.groups[self.group_of[layer]]
+        begin = 0 if window is None else max(0, chunk.start + 1 - window)
+        context = list(self._at(layer, range(begin, chunk.start), chunk.block_ids))
+        for position, token in enumerate(chunk.tokens, chunk.start):
+            if window is not None:
+                context = context[-(window - 1) :] if window > 1 else []
+            value = cell(np.array(context, CELL).tobytes(), token, layer, self.rank)
+            context.append(np.uint64(value))
+            block = chunk.block_ids[group.index][position // group.block_size]
+            self._cells[layer][block, position % group.block_size] = value
+
+    def cells_at(self, position: int, block_ids: list[list[int]]) -> list[int]:
+        """A token's cells in all layers."""
+        return [int(self._at(layer, range(position, position + 1), block_ids)[0]) for layer in range(len(self._cells))]
+
+    def check(self, moves: BlockMoves, failed: set[int], truth: Truth, keys: Keys) -> None:
+        """What was loaded is what computing would have given."""
+        group = self.groups.groups[moves.group]
+        for key, block in zip(moves.keys, moves.block_ids, strict=True):
+            if block not in failed:
+                right = truth.cells(keys.tokens[key])[self.rank, :, -group.block_size :]
+                for layer, of in enumerate(self.group_of):
+                    if of == group.index:
+                        assert self._cells[layer][block].tolist() == right[layer].tolist(), "a wrong block was loaded"
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block, in all layers."""
+        for cells in self._cells:
+            cells[target] = cells[source]
+
+    def _at(self, layer: int, positions: range, block_ids: list[list[int]]) -> NDArray[np.uint64]:
+        group = self.groups.groups[self.group_of[layer]]
+        where = np.arange(positions.start, positions.stop)
+        table = np.array(block_ids[group.index])
+        found: NDArray[np.uint64] = self._cells[layer][table[where // group.block_size], where % group.block_size]
+        return found

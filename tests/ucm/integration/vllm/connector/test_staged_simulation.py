@@ -1,0 +1,38 @@
+"""Engines in miniature whose KV cache is on a device, with torch's CPU as the device."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.integration.vllm.connector.simulation.setting import Setting, any_setting
+from tests.ucm.integration.vllm.connector.test_simulation import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_any_engine(seed: int, tmp_path: Path) -> None:
+    setting = replace(any_setting(random.Random(seed)), staged=True)  # noqa: S311 - no secret
+    print(setting)
+    assert run(setting, tmp_path, seed)["finished"] > 0
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(staged=True, blocks=20, failing_loads=0.1, failing_dumps=0.1),
+        Setting(staged=True, blocks=20, loads="within", layerwise=True, failing_loads=0.1),
+    ],
+    ids=["direct", "layer by layer"],
+)
+def test_blocks_are_loaded(setting: Setting, tmp_path: Path) -> None:
+    happened = run(setting, tmp_path, seed=1)
+    print(dict(happened))
+    assert all(happened[what] for what in ("loads", "stored", "recovered", "preempted"))
