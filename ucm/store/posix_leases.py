@@ -51,7 +51,8 @@ def leased_path(layout: Layout, lease: str, key: BlockKey) -> str:
 
 
 def unlink_blocks(layout: Layout, lease: str) -> None:
-    """Give the blocks of a lease back to eviction."""
+    """Give the blocks of a lease back to eviction; where that is impossible just now, they go when it is stale."""
     directory = f"{layout.leases}/{lease}"
-    if Path(directory).exists():
-        shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        if Path(directory).exists():
+            shutil.rmtree(directory, ignore_errors=True)

@@ -116,3 +116,27 @@ def test_a_directory_that_cannot_lease_promises_nothing(store: LeasingStore, lay
     Path(layout.leases).rmdir()
     Path(layout.leases).write_text("in the way", encoding="utf-8")
     assert store.lease(KEYS).keys == frozenset()
+
+
+def test_a_medium_that_fails_when_blocks_are_let_go(
+    store: LeasingStore, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A permission withdrawn, a network file system's stale handle: nothing is raised, and tidying finds the rest."""
+    refused = []
+
+    def refuse(path: Path) -> bool:
+        refused.append(path)
+        raise PermissionError(13, "Permission denied", str(path))
+
+    lease = store.lease(KEYS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        store.release(lease)
+    assert refused
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda *_, **__: refuse(Path()))
+        store.release(lease)
+    assert len(refused) > 1
+    assert list(Path(layout.leases).iterdir())
+    tidy(layout.root, -1)
+    assert list(Path(layout.leases).iterdir()) == []
