@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tests.campaign.figures import Figures
 from tests.campaign.processes import Child
-from tests.campaign.scene import Scene, Stage, inspect, reopen
+from tests.campaign.scene import Scene, Stage, below, inspect, reopen
 from tests.campaign.user import use
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _use_another_time(reporter: Reporter, scene: Scene, seed: int, stop: str) ->
 
 def _shift(rng: random.Random, root: Path) -> None:
     """Give some files and directories another time of last use."""
-    for path in root.rglob("*"):
+    for path in below(root):
         if rng.random() < 0.2:
             moment = max(0.0, time.time() + rng.choice(_JUMPS))
             try:

@@ -72,6 +72,7 @@ def random_corpus(rng: random.Random, count: int) -> Corpus:
     shapes = (
         tuple(rng.randrange(1, 24 * _KIB) for _ in range(rng.randrange(2, 24))),
         (4 * _KIB,) * rng.randrange(4, 40),
+        (128 * _KIB,) * rng.randrange(2, 5),
         tuple(rng.choice((64 * _KIB, 100_000, 130_001)) for _ in range(rng.randrange(1, 4))),
     )
     return Corpus(rng.getrandbits(48), count, rng.choice(shapes))

@@ -35,10 +35,11 @@ def block_files(root: Path) -> list[BlockFile]:
     found = []
     for layout in namespaces(str(root)):
         for bucket in buckets(layout):
-            for path in sorted(Path(bucket).iterdir()):
-                key = key_of(bucket, path.name)
-                if key is not None:
-                    found.append(BlockFile(path, key))
+            for _, _, names in os.walk(bucket):
+                for name in sorted(names):
+                    key = key_of(bucket, name)
+                    if key is not None:
+                        found.append(BlockFile(Path(bucket, name), key))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.campaign.figures import Figures
 from tests.campaign.processes import Child, in_new_process
-from tests.campaign.scene import Scene, Stage, inspect, reopen
+from tests.campaign.scene import Scene, Stage, below, inspect, reopen
 from tests.campaign.user import open_refused, use
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(count: int, stage: Stage) -> Figures:
             _give(Path(root), user)
         figures.add(_refused_at_open(scene, user))
         stop = stage.stop_file()
-        child = Child(use, scene, rng.getrandbits(32), str(stop), user)
+        child = Child(use, scene, rng.getrandbits(32), str(stop), user_id=user)
         child.await_word("working")
         for _ in range(min(_TIMES, count - figures.trials)):
             time.sleep(rng.uniform(0, _MOMENT))
@@ -74,7 +74,7 @@ def _refused_at_open(scene: Scene, user: int | None) -> Figures:
 def _withdraw(rng: random.Random, scene: Scene) -> None:
     """Forbid writing or everything, in one place, for a moment."""
     root = Path(rng.choice(scene.roots))
-    path = rng.choice([root, root, *sorted(root.rglob("*"))])
+    path = rng.choice([root, root, *below(root)])
     try:
         mode = path.stat().st_mode & 0o777
         path.chmod(rng.choice((0o000, 0o400, 0o500)))

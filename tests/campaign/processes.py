@@ -64,13 +64,14 @@ class Child:
     Args:
         function: Called in the process with a ``Reporter`` and the arguments; importable, as they are.
         arguments: For it.
+        keywords: For it.
     """
 
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         _start_server()
         self._receiver, sender = _context.Pipe(duplex=False)
         self.told: list[tuple[str, Any]] = []
-        self._process = _context.Process(target=_run, args=(sender, function, arguments))
+        self._process = _context.Process(target=_run, args=(sender, function, arguments, keywords), daemon=True)
         self._killed = False
         self._process.start()
         sender.close()
@@ -148,12 +149,14 @@ class _Alarm(logging.Handler):
         self._reporter.tell("crash", self.format(record))
 
 
-def _run(sender: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run(
+    sender: Connection, function: Callable[..., None], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
     reporter = Reporter(sender)
     logger = get_logger()
     logger.handlers[:] = [_Alarm(reporter)]
     threading.excepthook = lambda hook: reporter.tell("crash", repr(hook.exc_value))
     try:
-        function(reporter, *arguments)
+        function(reporter, *arguments, **keywords)
     except Exception:  # noqa: BLE001 - whatever it is, it is counted
         reporter.tell("crash", traceback.format_exc())

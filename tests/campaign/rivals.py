@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.campaign.damage import block_files
 from tests.campaign.figures import Figures
 from tests.campaign.processes import Child
 from tests.campaign.scene import Scene, Stage, inspect, reopen
@@ -40,7 +41,10 @@ def run(count: int, stage: Stage) -> Figures:
 
 def _meet(rng: random.Random, scene: Scene, stop: Path) -> Figures:
     figures = Figures()
-    writers = [Child(use, scene, rng.getrandbits(32), str(stop), None, _EDITIONS) for _ in range(rng.randrange(2, 5))]
+    writers = [
+        Child(use, scene, rng.getrandbits(32), str(stop), editions=_EDITIONS, leases_hold=True)
+        for _ in range(rng.randrange(2, 5))
+    ]
     for writer in writers:
         writer.await_word("working")
     victim = writers[0] if rng.random() < 0.5 else None
@@ -60,6 +64,6 @@ def _meet(rng: random.Random, scene: Scene, stop: Path) -> Figures:
 
 def _thin_out(rng: random.Random, root: Path) -> None:
     """Delete some blocks, as an eviction does."""
-    for path in root.glob("*/[0-9a-f][0-9a-f]/*"):
+    for block in block_files(root):
         if rng.random() < 0.2:
-            path.unlink(missing_ok=True)
+            block.path.unlink(missing_ok=True)

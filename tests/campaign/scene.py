@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from tests.campaign.processes import in_new_process
 from ucm.store.config import StoreConfig
 from ucm.store.dram import in_memory
 from ucm.store.factory import open_store
+from ucm.store.inventory import side_files
 from ucm.store.posix_layout import namespaces
 
 if TYPE_CHECKING:
@@ -122,13 +124,18 @@ class Stage:
         return self.disk / f"stop-{self.rng.getrandbits(64):016x}"
 
 
+def below(root: str | Path) -> list[Path]:
+    """Everything below a directory, in order; what vanishes meanwhile may be among it or not."""
+    return sorted(Path(folder, name) for folder, *names in os.walk(root) for name in itertools.chain(*names))
+
+
 def temporaries(scene: Scene) -> int:
     """How many temporary files lie in a store, and leases with them."""
     count = 0
     for root in scene.roots:
         for layout in namespaces(root) if Path(root).is_dir() else []:
             for directory in (layout.temporary, layout.leases):
-                count += len(list(Path(directory).glob("*")))
+                count += len(side_files(directory))
     return count
 
 
@@ -138,9 +145,9 @@ def loose_files(scene: Scene) -> int:
     for root in scene.roots:
         known = {Path(layout.base) for layout in namespaces(root)} if Path(root).is_dir() else set()
         count += sum(
-            len([path for path in folder.rglob("*") if path.is_file()])
-            for folder in Path(root).glob("*")
-            if folder not in known
+            len([path for path in below(folder) if path.is_file()])
+            for folder in below(root)
+            if folder.parent == Path(root) and folder not in known
         )
     return count
 

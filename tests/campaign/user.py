@@ -13,15 +13,28 @@ from tests.campaign.kill import dump_in_pieces
 from tests.campaign.scene import NAMESPACE, Scene
 from ucm.errors import ConfigError
 from ucm.store.factory import open_store
+from ucm.store.leases import LeasingStore
 
 if TYPE_CHECKING:
     from tests.campaign.processes import Reporter
+    from ucm.store.base import BlockTransfer, TaskResult
 
 #: How long a store may take to work again once a fault is over.
 _PATIENCE = 30.0
+#: The share of loads for which blocks are leased, and of leases that verify them.
+_LEASED = 0.3
 
 
-def use(reporter: Reporter, scene: Scene, seed: int, stop: str, user_id: int | None = None, editions: int = 1) -> None:
+def use(
+    reporter: Reporter,
+    scene: Scene,
+    seed: int,
+    stop: str,
+    *,
+    user_id: int | None = None,
+    editions: int = 1,
+    leases_hold: bool = False,
+) -> None:
     """Dump random blocks, load random blocks, and compare; until a file appears, from when on all must work again.
 
     Args:
@@ -31,13 +44,14 @@ def use(reporter: Reporter, scene: Scene, seed: int, stop: str, user_id: int | N
         stop: The file.
         user_id: The user to become first; None: stay who we are.
         editions: How many editions of a block are right; which one is dumped is decided by the seed.
+        leases_hold: Whether nothing happens that a lease does not protect from.
     """
     if user_id is not None:
         os.setgroups([])
         os.setgid(user_id)
         os.setuid(user_id)
     rng = random.Random(seed)  # noqa: S311 - it decides what is tested
-    user = User(scene, rng, rng.randrange(editions), editions)
+    user = User(scene, rng, rng.randrange(editions), editions, leases_hold=leases_hold)
     while not Path(stop).exists():
         user.dump_some()
         user.load_some()
@@ -73,14 +87,21 @@ class User:
         rng: Decides what is done.
         edition: Which edition of the blocks it dumps.
         editions: How many editions are right.
+        leases_hold: Whether a leased block that cannot be loaded is lost.
     """
 
-    def __init__(self, scene: Scene, rng: random.Random, edition: int, editions: int) -> None:
+    def __init__(
+        self, scene: Scene, rng: random.Random, edition: int, editions: int, *, leases_hold: bool = False
+    ) -> None:
         self.figures = Figures()
         self._corpus = scene.corpus
         self._rng = rng
         self._edition, self._editions = edition, editions
-        self.store = open_store(scene.config, NAMESPACE, scene.corpus.geometry)
+        self._leases_hold = leases_hold
+        store = open_store(scene.config, NAMESPACE, scene.corpus.geometry)
+        if not isinstance(store, LeasingStore):
+            raise TypeError(f"{scene.config.pipeline} gives no leases")
+        self.store = store
 
     def dump_some(self) -> bool:
         """Whether all went well."""
@@ -95,11 +116,23 @@ class User:
 
     def load_some(self) -> bool:
         """Whether all that was promised went well, and something was promised."""
-        corpus, figures = self._corpus, self.figures
-        batch = self._rng.sample(range(corpus.count), 4)
-        promised = self.store.lookup([corpus.key(index) for index in batch])
-        rooms = {index: corpus.room(index) for index, there in zip(batch, promised, strict=True) if there}
-        result = self.store.wait(self.store.load(list(rooms.values())))
+        corpus, rng, store = self._corpus, self._rng, self.store
+        batch = rng.sample(range(corpus.count), 4)
+        if rng.random() < _LEASED:
+            lease = store.lease([corpus.key(index) for index in batch], verify=rng.random() < _LEASED)
+            rooms = {index: corpus.room(index) for index in batch if corpus.key(index) in lease.keys}
+            result = store.wait(store.load(list(rooms.values()), lease.token))
+            store.release(lease)
+            self.figures.lost += len(result.failed) if self._leases_hold else 0
+        else:
+            promised = store.lookup([corpus.key(index) for index in batch])
+            rooms = {index: corpus.room(index) for index, there in zip(batch, promised, strict=True) if there}
+            result = store.wait(store.load(list(rooms.values())))
+        self._judge(rooms, result)
+        return bool(rooms) and not result.failed
+
+    def _judge(self, rooms: dict[int, BlockTransfer], result: TaskResult) -> None:
+        figures = self.figures
         figures.visible += len(rooms)
         for index, room in rooms.items():
             error = result.failed.get(room.key)
@@ -108,11 +141,10 @@ class User:
                 if error.cause in {"corrupt", "foreign"}:
                     figures.corrupt_hits += 1
                     figures.notes.append(f"torn: {error}")
-            elif corpus.edition_of(index, room, self._editions) is None:
+            elif self._corpus.edition_of(index, room, self._editions) is None:
                 figures.wrong_bytes += 1
             else:
                 figures.loaded += 1
-        return bool(rooms) and not result.failed
 
     def recover(self) -> None:
         """Go on until a dump and a load went well."""

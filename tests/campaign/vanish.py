@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tests.campaign.figures import Figures
 from tests.campaign.processes import Child
-from tests.campaign.scene import Scene, Stage, inspect, reopen
+from tests.campaign.scene import Scene, Stage, below, inspect, reopen
 from tests.campaign.user import use
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(count: int, stage: Stage) -> Figures:
 def _take_away(rng: random.Random, scene: Scene) -> None:
     """Remove or hide a directory or a part of it; what was hidden comes back."""
     root = Path(rng.choice(scene.roots))
-    parts = sorted(path for path in root.rglob("*") if path.is_dir()) if root.is_dir() else []
+    parts = [path for path in below(root) if path.is_dir()]
     chosen = rng.choice([root, root, *parts])
     way = rng.randrange(4)
     aside = root.with_name(f"{root.name}-hidden")
