@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ucm.store.assembly import Assembly
 from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, StoreFullError
-from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from ucm.store.leases import Lease, LeasingStore
 from ucm.store.pool import Pool
 from ucm.store.posix_layout import owner_name
 from ucm.store.promotion import Promoter
 from ucm.store.tasks import TransferTask
+from ucm.store.transfers import check_memory, check_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,8 +102,7 @@ class TieredStore(LeasingStore):
         codec = self._known_codec()
         for block in blocks:
             check_transfer(block, codec)
-            if any(shard.readonly for shard in block.shards):
-                raise ValueError(f"block {block.key.hex()} cannot be loaded into read-only memory")
+            check_memory(block)
         task = TransferTask(len(blocks))
         self._loads.submit(partial(self._load, task, block, lease) for block in blocks)
         return task
@@ -288,26 +287,6 @@ class TieredStore(LeasingStore):
         if self._codec is None:
             raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
         return self._codec
-
-
-def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
-    """The bytes of a transfer.
-
-    Raises:
-        ValueError: A shard does not exist, or its memory is of the wrong size or not contiguous.
-    """
-    first, shards, sizes = block.first_shard, block.shards, codec.geometry.shard_sizes
-    if not MIN_KEY_BYTES <= len(block.key) <= MAX_KEY_BYTES:
-        raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(block.key)}")
-    given = tuple([shard.nbytes for shard in shards])
-    if not given or first < 0 or given != sizes[first : first + len(given)]:
-        raise ValueError(
-            f"block {block.key.hex()}: shards from {first} on have {given} bytes; of a block's {len(sizes)} shards "
-            f"those there have {sizes[first : first + len(given)]}"
-        )
-    if not all(shard.c_contiguous for shard in shards):
-        raise ValueError(f"block {block.key.hex()}: the memory of a shard is not contiguous")
-    return sum(given)
 
 
 def _known(task: Task) -> TransferTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -55,6 +56,11 @@ class Memory:
     def transfer(self, first: int = 0, count: int | None = None) -> BlockTransfer:
         shards = self.shards[first:] if count is None else self.shards[first : first + count]
         return BlockTransfer(self.key, shards, first)
+
+
+def files(root: str | Path) -> list[Path]:
+    """All files below a root, but those that are there for the namespace's sake."""
+    return sorted(path for path in Path(root).rglob("*") if path.is_file() and path.name != "NAMESPACE")
 
 
 def filled(keys: Iterable[BlockKey], geometry: BlockGeometry, version: int = 0) -> list[Memory]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.logger import get_logger
+from ucm.store import health, recent
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
@@ -53,3 +54,21 @@ def config(tmp_path: Path) -> StoreConfig:
     root = tmp_path / "root"
     root.mkdir()
     return StoreConfig(directories=(str(root),), lookup_cache_keys=0)
+
+
+class Clock:
+    """A clock that stands still until the test moves it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What tells when a rest is over, and what was seen is old."""
+    found = Clock()
+    monkeypatch.setattr(health, "time", found)
+    monkeypatch.setattr(recent, "time", found)
+    return found

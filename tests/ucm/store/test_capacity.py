@@ -30,7 +30,7 @@ KEYS = [key(number) for number in range(40)]
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -99,7 +99,7 @@ def test_a_full_disk_below_the_capacity_makes_room(small_disk: Path) -> None:
         directories=(str(small_disk),), lookup_cache_keys=0, rest_seconds=0.0, posix_capacity_bytes=1 << 30
     )
     with open_store(config, NAMESPACE, EVEN) as store:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (store.stats()["posix"].evicted_blocks and save(store, KEYS[199:], EVEN).done):
             assert time.monotonic() < deadline
             save(store, KEYS[:25], EVEN)

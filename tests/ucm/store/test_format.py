@@ -29,6 +29,7 @@ def file_of(geometry: BlockGeometry = ODD, block: BlockKey = KEY, namespace: str
     return HeaderCodec(namespace, geometry).encode(block, sums) + bytearray(data)
 
 
+@settings(deadline=None)
 @given(geometry=geometries, block=keys, data=st.data())
 def test_a_header_is_read_as_it_was_made(geometry: BlockGeometry, block: BlockKey, data: st.DataObject) -> None:
     count = len(geometry.shard_sizes)
@@ -75,7 +76,7 @@ def test_every_changed_byte_of_the_header_is_noticed() -> None:
     verify(memoryview(file), KEY)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_every_changed_byte_of_the_shards_is_noticed(data: st.DataObject) -> None:
     file = file_of()
@@ -85,6 +86,7 @@ def test_every_changed_byte_of_the_shards_is_noticed(data: st.DataObject) -> Non
         verify(memoryview(file), KEY)
 
 
+@settings(deadline=None)
 @given(nbytes=st.integers(0, 4096 + ODD.nbytes - 1))
 def test_a_file_cut_short_is_noticed(nbytes: int) -> None:
     with pytest.raises(BlockCorruptError):
@@ -96,12 +98,14 @@ def test_a_file_that_goes_on_is_noticed() -> None:
         verify(memoryview(file_of() + b"x"), KEY)
 
 
+@settings(deadline=None)
 @given(junk=st.binary(max_size=3 * UNIT))
 def test_junk_is_no_block(junk: bytes) -> None:
     with pytest.raises(BlockCorruptError):
         verify(memoryview(junk), KEY)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_lengths_are_not_believed(data: st.DataObject) -> None:
     """Even in a header whose checksum is right."""

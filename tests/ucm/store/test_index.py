@@ -64,7 +64,7 @@ def learn(store: KVStore) -> None:
 
 
 def wait_until_listed(store: KVStore) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while index_of(store)._names is None or index_of(store)._thread is not None:
         assert time.monotonic() < deadline
         time.sleep(0.005)

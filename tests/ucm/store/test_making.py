@@ -58,7 +58,7 @@ def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, monkeypat
     Path(layout.base, "NAMESPACE").unlink()
     with open_store(config, "n", ODD) as store:
         save(store, [key(2)], ODD)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not list(namespaces(config.directories[0])):
             assert time.monotonic() < deadline
             time.sleep(0.01)

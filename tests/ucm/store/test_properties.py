@@ -121,7 +121,7 @@ class Storing(RuleBasedStateMachine):
         tier = store._tiers[0]
         assert isinstance(tier, PosixTier)
         tier._index.tested(WORTH)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while tier._index._thread is not None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -161,7 +161,7 @@ class Storing(RuleBasedStateMachine):
     @invariant()
     def temporaries_are_those_of_blocks_begun(self) -> None:
         begun = len([arrived for arrived in self.begun.values() if arrived is not None])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(list(Path(self.directory.name).glob("*/n/tmp/*"))) > begun:  # discarding is not waited for
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -1,0 +1,228 @@
+"""Directories that fail: vanish, refuse, run full, answer by halves."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.store.blocks import ODD, content, fetch, files, filled, key, save
+from ucm.store import posix_space
+from ucm.store.base import BlockGeometry
+from ucm.store.config import StoreConfig
+from ucm.store.errors import StoreFullError, StoreUnavailableError
+from ucm.store.factory import open_store
+from ucm.store.posix_layout import Layout
+
+if TYPE_CHECKING:
+    from tests.ucm.store.conftest import Clock
+
+NAMESPACE = "a/b"
+KEYS = [key(number) for number in range(12)]
+
+
+def test_an_emptied_directory_is_filled_again_at_once(config: StoreConfig) -> None:
+    with open_store(config, NAMESPACE, ODD) as store:
+        save(store, KEYS, ODD)
+        for child in Path(config.directories[0]).iterdir():
+            shutil.rmtree(child)
+        assert store.lookup(KEYS) == [False] * len(KEYS)
+        assert fetch(store, KEYS, ODD)[0] == {}
+        assert save(store, KEYS, ODD).failed == {}
+        assert store.lookup(KEYS) == [True] * len(KEYS)
+
+
+def test_a_vanished_directory_comes_back_after_a_rest(config: StoreConfig, said: list[str], clock: Clock) -> None:
+    root = Path(config.directories[0])
+    with open_store(config, NAMESPACE, ODD) as store:
+        save(store, KEYS, ODD)
+        shutil.rmtree(root)
+        assert fetch(store, KEYS, ODD)[0] == {}
+        for block in KEYS[:5]:
+            assert isinstance(save(store, [block], ODD).failed[block], StoreUnavailableError)
+        assert not root.exists()
+        assert any("rests for 30 s after 3 failures" in line for line in said)
+        clock.now += config.rest_seconds
+        assert save(store, KEYS[:1], ODD).failed == {}  # the probe
+        assert save(store, KEYS, ODD).failed == {}
+        assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
+        assert any(line.endswith("works again") for line in said)
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+def test_a_directory_without_a_parent_stays_away(config: StoreConfig, tmp_path: Path) -> None:
+    root = tmp_path / "mount" / "root"
+    root.mkdir(parents=True)
+    with open_store(
+        replace(config, directories=(str(root),), rest_seconds=0.0, failures_until_rest=1), NAMESPACE, ODD
+    ) as store:
+        shutil.rmtree(root.parent)
+        for _ in range(3):
+            assert isinstance(save(store, KEYS[:1], ODD).failed[KEYS[0]], StoreUnavailableError)
+        assert not root.parent.exists()
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_other_directories_go_on(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for root in roots:
+        root.mkdir()
+    config = StoreConfig(directories=tuple(map(str, roots)), lookup_cache_keys=0)
+    keys = [key(number) for number in range(60)]
+    with open_store(config, NAMESPACE, ODD) as store:
+        save(store, keys, ODD)
+        held = [sum(Path(Layout(str(root), NAMESPACE).block(block)).exists() for block in keys) for root in roots]
+        assert sum(held) == len(keys)
+        assert min(held) > 10
+        shutil.rmtree(roots[0])
+        assert store.lookup(keys).count(True) == held[1]
+        loaded, failed = fetch(store, keys, ODD)
+        assert len(loaded) == held[1]
+        assert len(failed) == held[0]
+        outcome = save(store, keys, ODD)
+        assert len(outcome.done) == held[1]
+        assert {type(error) for error in outcome.failed.values()} == {StoreUnavailableError}
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "cause"),
+    [
+        (errno.ENOSPC, StoreFullError, "full"),
+        (errno.EDQUOT, StoreFullError, "full"),
+        (errno.EIO, StoreUnavailableError, "unavailable"),
+        (errno.EROFS, StoreUnavailableError, "unavailable"),
+    ],
+)
+def test_what_the_medium_refuses_while_writing(
+    config: StoreConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    error: type[Exception],
+    cause: str,
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with open_store(config, NAMESPACE, ODD) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", refuse)
+            result = store.wait(store.dump([memory.transfer() for memory in filled(KEYS[:2], ODD)]))
+            assert {type(found) for found in result.failed.values()} == {error}
+        committed = store.wait(store.commit(KEYS[:2]))
+        assert {type(found) for found in committed.failed.values()} == {error}
+        assert store.stats()["posix"].failures == {f"dump.{cause}": 2}
+        assert save(store, KEYS, ODD).failed == {}
+    assert len(files(config.directories[0])) == len(KEYS)
+
+
+def test_a_medium_that_fails_while_publishing(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "made up")
+
+    with open_store(config, NAMESPACE, ODD) as store:
+        save(store, KEYS[1:2], ODD)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", refuse)
+            assert isinstance(save(store, KEYS[:1], ODD).failed[KEYS[0]], StoreUnavailableError)
+        assert store.stats()["posix"].failures == {"commit.unavailable": 1}
+        assert len(files(config.directories[0])) == 1
+
+
+def test_a_medium_that_fails_while_reading_rests(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    calls = 0
+
+    def refuse(*_: object) -> int:
+        nonlocal calls
+        calls += 1
+        raise OSError(errno.EIO, "made up")
+
+    with open_store(replace(config, load_threads=1), NAMESPACE, ODD) as store:
+        save(store, KEYS, ODD)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", refuse)
+            assert len(fetch(store, KEYS, ODD)[1]) == len(KEYS)
+            assert calls == config.failures_until_rest
+        assert store.lookup(KEYS) == [False] * len(KEYS)
+        clock.now += config.rest_seconds
+        # Lookups are not the probe: the first load is.
+        assert store.lookup(KEYS) == [True] * len(KEYS)
+        assert store.lookup_on_prefix(KEYS) == len(KEYS)
+        assert fetch(store, KEYS[:1], ODD)[0] == {KEYS[0]: content(KEYS[0], ODD)}
+        assert fetch(store, KEYS, ODD)[1] == {}
+        assert store.stats()["posix"].set_aside_blocks == 0
+
+
+def test_short_transfers_are_continued(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal, or a network file system, may cause them."""
+    pwritev, preadv = os.pwritev, os.preadv
+
+    def some_written(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return pwritev(descriptor, [memoryview(buffers[0]).cast("B")[:1000]], offset)
+
+    def some_read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(descriptor, [memoryview(buffers[0]).cast("B")[:1000]], offset)
+
+    monkeypatch.setattr(os, "pwritev", some_written)
+    monkeypatch.setattr(os, "preadv", some_read)
+    with open_store(config, NAMESPACE, ODD) as store:
+        save(store, KEYS, ODD)
+        assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
+
+
+def test_direct_io_gives_way_where_it_is_refused(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    plain = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    direct = replace(config, direct_io=True)
+    with open_store(direct, NAMESPACE, ODD) as store, open_store(direct, NAMESPACE, ODD) as reader:
+        save(store, KEYS, ODD)
+        assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
+    assert len([line for line in said if "refuses direct I/O" in line]) == 2
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINTR, None])
+def test_claiming_space_is_left_where_it_cannot_be(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    calls = 0
+
+    def refuse(*_: int) -> int:
+        nonlocal calls
+        calls += 1
+        ctypes.set_errno(number or 0)
+        return -1
+
+    monkeypatch.setattr(posix_space, "_fallocate", lambda: refuse if number else None)
+    large = BlockGeometry((posix_space.CLAIM_FROM,), bytes(16))
+    with open_store(replace(config, dump_threads=1), NAMESPACE, large) as store:
+        assert save(store, KEYS[:3], large).failed == {}
+        assert fetch(store, KEYS[:3], large)[0] == {block: content(block, large) for block in KEYS[:3]}
+    assert calls == {errno.EOPNOTSUPP: 1, errno.EINTR: 3, None: 0}[number]
+
+
+def test_a_block_for_which_no_space_can_be_claimed(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    monkeypatch.setattr(posix_space, "_fallocate", lambda: refuse)
+    large = BlockGeometry((posix_space.CLAIM_FROM,), bytes(16))
+    with open_store(config, NAMESPACE, large) as store:
+        assert isinstance(save(store, KEYS[:1], large).failed[KEYS[0]], StoreFullError)
+        assert files(config.directories[0]) == []
