@@ -25,6 +25,7 @@ FILES = (
     f"{CONNECTOR}/test_device_memory.py",
     f"{CONNECTOR}/test_staged_transfer.py",
     f"{CONNECTOR}/test_staged_simulation.py",
+    f"{CONNECTOR}/test_vllm_scheduler.py",
 )
 
 

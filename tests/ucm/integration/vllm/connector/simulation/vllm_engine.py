@@ -1,0 +1,290 @@
+"""The same engine around vLLM's own scheduler and our whole connector; only the model and its runner are ours.
+
+Imported only where vLLM is. What vLLM's model runner does around a forward is done by vLLM's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from tests.e2e.model import write_model
+from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
+from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory
+from tests.ucm.integration.vllm.connector.simulation.truth import END, next_token
+from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
+from ucm.integration.vllm.connector import worker_side
+from ucm.integration.vllm.ucm_connector import UCMConnector
+from ucm.store.factory import open_store
+from ucm.store.leases import LeasingStore
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+    from tests.ucm.integration.vllm.connector.simulation.setting import Setting
+    from tests.ucm.integration.vllm.connector.simulation.truth import Truth
+
+LENGTH = 256
+
+
+@dataclass
+class Work:
+    """What a step computes for one request."""
+
+    request_id: str
+    start: int
+    count: int
+    tokens: list[int] | None
+    block_ids: list[list[int]]
+
+
+class VllmEngine:
+    """An engine with vLLM's scheduler.
+
+    Args:
+        setting: What kind of engine: one group, no drafts; how loads are made is the connector's choice.
+        directory: Where its model and its blocks are.
+        chance: Decides all that is left open.
+        truth: What is right.
+    """
+
+    def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth) -> None:
+        self.setting = setting
+        self.truth = truth
+        self.chance = chance
+        self.store_directory = directory / "store"
+        self.store_directory.mkdir(exist_ok=True)
+        self.happened: Counter[str] = Counter()
+        self.stores: list[FaultyStore] = []
+        self.known: dict[bytes, tuple[int, ...]] = {}
+        init_none_hash(sha256)
+        (group,) = setting.cache_groups().groups
+        self._size = group.block_size
+        self._hasher = get_request_block_hasher(self._size, sha256)
+        config = self._configuration(write_model(directory / "model"))
+        spec = FullAttentionSpec(block_size=self._size, num_kv_heads=1, head_size=1, head_size_v=0, dtype=torch.int64)
+        caches = KVCacheConfig(setting.blocks, [], [KVCacheGroupSpec(list(group.layer_names), spec)])
+        self.scheduler = (AsyncScheduler if setting.asynchronous else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=self._size,
+            hash_block_size=self._size,
+            log_stats=False,
+        )
+        self.connector: Any = self.scheduler.connector
+        self._config = config
+        self._patched = patch.object(worker_side, "open_store", self._open)
+        self._patched.start()
+        self.memories = [KVMemory(setting.cache_groups(), setting.blocks, rank) for rank in range(setting.ranks)]
+        self.workers = [self._worker(config, caches, memory) for memory in self.memories]
+        self._aggregator = KVOutputAggregator.from_connector(self.workers[0], setting.ranks)
+        self._planned: deque[tuple[Any, list[Work]]] = deque()
+        self._executed: deque[tuple[Any, Any]] = deque()
+        self._tokens: dict[str, list[int]] = {}
+        self._requests: list[Any] = []
+        self._number = 0
+
+    # From outside
+
+    def submit(self, prompt: list[int], max_tokens: int) -> None:
+        self._number += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[END], detokenize=False)
+        params.update_from_generation_config({}, 1)
+        request = Request(f"{self._number}", prompt, params, None, block_hasher=self._hasher)
+        self._requests.append(request)
+        self.scheduler.add_request(request)
+
+    def turn(self) -> None:
+        """One turn of the engine's loop."""
+        in_flight = len(self._planned) + len(self._executed)
+        batches = 2 if self.setting.asynchronous else 1
+        if in_flight < batches and self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._planned.append((output, self._work(output)))
+            self.happened["steps"] += 1
+            self.happened["loads"] += sum(len(moves.keys) for moves in output.kv_connector_metadata.plan.loads)
+            if output.total_num_scheduled_tokens and self.chance.random() < 0.7:
+                return
+        if self.chance.random() < self.setting.aborts:
+            alive = [request for request in self._requests if not request.is_finished()]
+            if alive:
+                victim = self.chance.choice(alive).request_id
+                self.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+                self.happened["aborts"] += 1
+        while self._planned and (not self._executed or self.chance.random() < 0.5):
+            self._execute(*self._planned.popleft())
+        if self._executed:
+            self._take_in(*self._executed.popleft())
+
+    def drain(self) -> None:
+        """Until every request has ended and every outcome is known."""
+        turns = 0
+        while self.scheduler.has_requests() or self._planned or self._executed:
+            self.turn()
+            turns += 1
+            assert turns < 5000, "the engine does not get on"
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.connector.shutdown()
+        self._patched.stop()
+        assert not any(store.overwritten for store in self.stores)
+
+    # Within
+
+    def _configuration(self, model: Path) -> Any:
+        setting = self.setting
+        extra = {
+            "connector": "layerwise" if setting.layerwise else "direct",
+            "store": {"pipeline": "Posix", "directories": [str(self.store_directory)]},
+            "metrics_log_interval": 0,
+        }
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=LENGTH),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=setting.running,
+                max_num_batched_tokens=setting.budget,
+                max_model_len=LENGTH,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                long_prefill_token_threshold=setting.chunk or 0,
+            ),
+            cache_config=CacheConfig(block_size=self._size, enable_prefix_caching=setting.caching),
+            parallel_config=ParallelConfig(tensor_parallel_size=setting.ranks),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="UCMConnector",
+                kv_role="kv_both",
+                kv_connector_module_path="ucm.integration.vllm.ucm_connector",
+                kv_connector_extra_config=extra,
+            ),
+        )
+        # On the CPU vLLM turns it off.
+        config.scheduler_config.async_scheduling = setting.asynchronous
+        config.cache_config.num_gpu_blocks = setting.blocks
+        return config
+
+    def _worker(self, config: Any, caches: Any, memory: KVMemory) -> Any:
+        mine = copy.copy(config)
+        mine.parallel_config = copy.copy(config.parallel_config)
+        mine.parallel_config.rank = memory.rank
+        worker = UCMConnector(mine, KVConnectorRole.WORKER, caches)
+        worker.register_kv_caches(all_as_torch(memory.caches))
+        return worker
+
+    def _open(self, config: Any, namespace: str, geometry: Any) -> FaultyStore:
+        inner = open_store(config, namespace, geometry)
+        assert isinstance(inner, LeasingStore)
+        setting = self.setting
+        store = FaultyStore(inner, self.chance, setting.failing_loads, setting.failing_dumps, setting.late)
+        self.stores.append(store)
+        return store
+
+    def _work(self, output: Any) -> list[Work]:
+        cached = output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        resumed = set(cached.resumed_req_ids)
+        for data in output.scheduled_new_reqs:
+            starts[data.req_id] = data.num_computed_tokens
+            resumed.add(data.req_id)
+        found = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            known = request_id in resumed or not self.setting.asynchronous
+            tokens = list(self.scheduler.requests[request_id].all_token_ids) if known else None
+            blocks = [list(row) for row in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
+            found.append(Work(request_id, starts[request_id], count, tokens, blocks))
+        return found
+
+    def _execute(self, output: Any, work: list[Work]) -> None:
+        metadata = pickle.dumps(output.kv_connector_metadata)
+        chunks = []
+        for found in work:
+            if found.tokens is not None:
+                self._tokens[found.request_id] = found.tokens
+            tokens = self._tokens[found.request_id]
+            chunks.append(Chunk(found.start, tokens[found.start : found.start + found.count], found.block_ids))
+        outputs = []
+        for worker, memory in zip(self.workers, self.memories, strict=True):
+            mine = copy.copy(output)
+            mine.kv_connector_metadata = pickle.loads(metadata)  # noqa: S301 - our own, as vLLM does
+            outputs.append(self._run(worker, memory, mine, chunks))
+        sampled = []
+        for found, chunk in zip(work, chunks, strict=True):
+            ends = found.start + found.count == len(self._tokens[found.request_id])
+            sampled.append([self._sample(found, chunk)] if ends else [])
+        ids = [found.request_id for found in work]
+        results = [
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                kv_connector_output=connector_output,
+            )
+            for connector_output in outputs
+        ]
+        self._executed.append((output, self._aggregator.aggregate(results)))
+
+    def _run(self, worker: Any, memory: KVMemory, output: Any, chunks: list[Chunk]) -> Any:
+        with (
+            patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker),
+            set_forward_context(None, self._config),
+        ):
+            worker.handle_preemptions(output.kv_connector_metadata)
+            assert not getattr(output, "kv_cache_block_copies", None)
+            with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as connector_output:
+                for layer, name in enumerate(memory.layers) if chunks else ():
+                    worker.wait_for_layer_load(name)
+                    for chunk in chunks:
+                        memory.compute(layer, chunk, None)
+                    worker.save_kv_layer(name, None, None)
+            return connector_output
+
+    def _sample(self, work: Work, chunk: Chunk) -> int:
+        last = chunk.start + len(chunk.tokens) - 1
+        token = next_token([value for memory in self.memories for value in memory.cells_at(last, work.block_ids)])
+        self._tokens[work.request_id] = [*self._tokens[work.request_id], token]
+        return token
+
+    def _take_in(self, output: Any, result: Any) -> None:
+        self.happened["invalid"] += len(result.kv_connector_output.invalid_block_ids or ())
+        self.scheduler.update_from_output(output, result)
+        for request in [request for request in self._requests if request.is_finished()]:
+            self._requests.remove(request)
+            self._check(request)
+
+    def _check(self, request: Any) -> None:
+        """Its tokens are those that follow from its prompt."""
+        tokens = list(request.prompt_token_ids)
+        for token in request.output_token_ids:
+            assert token == self.truth.following(tokens), "a wrong token was served"
+            tokens.append(token)
+        keys = self.connector._scheduler._keys
+        for place, key in enumerate(keys.of(request, self._size) or [], 1):
+            self.known[key] = tuple(tokens[: place * self._size])
+        keys.forget(request.request_id)
+        self.happened["finished"] += 1
