@@ -75,6 +75,12 @@ def uses_v2_runner(vllm_config: Any) -> bool:
     return bool(chosen)
 
 
+def runs_micro_batches(vllm_config: Any) -> bool:
+    """Whether the worker may split a batch, so that a layer runs several times in a step, and in several threads."""
+    parallel = vllm_config.parallel_config
+    return bool(getattr(parallel, "enable_dbo", False)) or int(getattr(parallel, "ubatch_size", 0) or 0) > 1
+
+
 def drafts_look_ahead(vllm_config: Any) -> bool:
     """Whether a draft model reads the target's hidden states, shifted by one token (EAGLE, MTP and their like)."""
     draft = getattr(vllm_config, "speculative_config", None)

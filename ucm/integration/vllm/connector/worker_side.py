@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
 from ucm.integration.vllm.connector.commit_gate import CommitGate
 from ucm.integration.vllm.connector.device_memory import DeviceMemory
-from ucm.integration.vllm.connector.engine_facts import batches_in_flight, load_policy, ranks
+from ucm.integration.vllm.connector.engine_facts import (
+    batches_in_flight,
+    load_policy,
+    ranks,
+    runs_micro_batches,
+)
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
@@ -90,7 +95,9 @@ class WorkerSide:
         config = self._vllm_config
         groups = [memory.group for memory in self._memories]
         policy = load_policy(self._connector_base, config, len(groups), self._settings.connector)
-        kind = LayerWiseWorker if self._settings.connector == "layerwise" else TransferWorker
+        # A layer of a micro-batch is there, or done, before it is for the whole batch.
+        layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config)
+        kind = LayerWiseWorker if layer_by_layer else TransferWorker
         mover = kind(
             {memory.group.index: self._transfer(memory, namespace) for memory in self._memories},
             CommitGate(ranks(config), batches_in_flight(config)),

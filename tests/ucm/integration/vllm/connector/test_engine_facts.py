@@ -15,6 +15,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     load_policy,
     ranks,
     refuse_what_cannot_work,
+    runs_micro_batches,
 )
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
 
@@ -108,6 +109,14 @@ def test_layer_by_layer_they_are_made_within_a_step_or_held(monkeypatch: pytest.
         assert held == HELD
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert load_policy(Reaches, config(), 1, "layerwise") == HELD
+
+
+def test_micro_batches() -> None:
+    assert not runs_micro_batches(config())
+    assert not runs_micro_batches(config(parallel={"enable_dbo": False, "ubatch_size": 0}))
+    assert not runs_micro_batches(config(parallel={"ubatch_size": 1}))
+    assert runs_micro_batches(config(parallel={"enable_dbo": True}))
+    assert runs_micro_batches(config(parallel={"enable_dbo": False, "ubatch_size": 2}))
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
