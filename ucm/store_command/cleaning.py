@@ -19,15 +19,18 @@ import numpy as np
 from ucm.store.inspection import stored_blocks
 from ucm.store.inventory import IDENTITY, left_behind, side_files
 from ucm.store.posix_layout import MARKER, buckets
+from ucm.store.posix_removals import log_removals, removals_path
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from ucm.store.base import BlockKey
     from ucm.store.inspection import StoredBlock
     from ucm.store.posix_layout import Layout
     from ucm.store_command.places import Directory, Places
 
+_LOGGED_AT_ONCE = 1_000
 LEFT_BEHIND, DAMAGED, BLOCK = "left behind", "damaged", "block"
 
 
@@ -116,10 +119,8 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
                 if _delete(path, outcome):
                     done.tally(directory, layout, kind).add(nbytes)
         if found.until > 0:
-            for block in stored_blocks(layout.root, layout.namespace):
-                step()
-                if block.used < found.until and _delete_block(block, found.until, outcome):
-                    done.tally(directory, layout, BLOCK).add(block.nbytes)
+            for block in _deleted(layout, found.until, outcome, step):
+                done.tally(directory, layout, BLOCK).add(block.nbytes)
         if found.drop:
             _remove_directories(layout)
     return outcome
@@ -170,6 +171,23 @@ def _delete(path: str, outcome: Outcome) -> bool:
     return True
 
 
+def _deleted(layout: Layout, until: float, outcome: Outcome, step: Callable[[], object]) -> Iterator[StoredBlock]:
+    """Delete old blocks, and tell the engines that remember them."""
+    gone: list[BlockKey] = []
+    try:
+        for block in stored_blocks(layout.root, layout.namespace):
+            step()
+            if block.used < until and _delete_block(block, until, outcome):
+                gone.append(block.key)
+                yield block
+            if len(gone) >= _LOGGED_AT_ONCE:
+                log_removals(layout, gone)
+                gone.clear()
+    finally:
+        if gone:
+            log_removals(layout, gone)
+
+
 def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
     with suppress(FileNotFoundError):
         status = os.stat(block.path, follow_symlinks=False)  # noqa: PTH116 - a Path costs as much as the call
@@ -184,6 +202,6 @@ def _remove_directories(layout: Layout) -> None:
     with suppress(OSError):
         for path in (*buckets(layout), layout.temporary, layout.aside, layout.leases):
             Path(path).rmdir()
-        for name in (IDENTITY, MARKER):
-            Path(layout.base, name).unlink(missing_ok=True)
+        for path in (f"{layout.base}/{IDENTITY}", removals_path(layout), f"{layout.base}/{MARKER}"):
+            Path(path).unlink(missing_ok=True)
         Path(layout.base).rmdir()

@@ -29,7 +29,7 @@ def test_figures_and_goals(tmp_path: Path, ask: Callable[..., Answer]) -> None:
     goals = lines[lines.index("", lines.index("") + 1) + 1 :]
     assert [line.split("  ")[0] for line in goals] == [
         *("goal", "dump", "load hot", "load cold"),
-        *("lookup, median", "lookup, slowest in 100", "opening the store"),
+        *("lookup once listed, median", "lookup once listed, slowest in 100", "opening the store"),
     ]
     assert all(line.endswith(("yes", "no")) for line in goals[1:])
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import pytest
 
 from tests.ucm.store.blocks import EVEN, fetch, key, save
 from tests.ucm.store_command.conftest import BIG, FILE, SMALL
+from ucm.store import posix_index
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix_layout import owner_name
@@ -192,6 +193,24 @@ def test_a_size_is_that_of_one_tier(kept: Kept, ask: Callable[..., Answer], tmp_
     assert "add --tier posix" in ask("gc", "--to", "0", "--config", file).err
     assert ask("gc", "--to", "0", "--tier", "posix", "--config", file).code == 0
     assert kept.blocks(BIG) == []
+
+
+def test_engines_hear_of_what_was_deleted(
+    kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posix_index, "WORTH", 1)
+    monkeypatch.setattr(cleaning, "_LOGGED_AT_ONCE", 2)
+    config = StoreConfig(directories=(str(kept.root),), lookup_cache_keys=0)
+    with open_store(config, BIG, None) as store:
+        store.lookup(kept.keys[BIG])
+        while any(thread.name == posix_index.INDEX_THREAD for thread in threading.enumerate()):
+            time.sleep(0.001)
+        assert store.lookup(kept.keys[BIG]) == [True] * 10
+        assert ask("gc", "--older-than", "60h", "--namespace", BIG, "--directory", kept.root).code == 0
+        assert store.lookup(kept.keys[BIG]) == [number < 3 for number in range(10)]
+        assert ask("gc", "--all", "--namespace", BIG, "--directory", kept.root).code == 0
+        assert store.lookup(kept.keys[BIG]) == [False] * 10
+    assert not kept.side(BIG, ".").exists()
 
 
 def test_an_engine_goes_on_when_its_namespace_is_deleted(kept: Kept, ask: Callable[..., Answer]) -> None:
