@@ -95,10 +95,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     # The scheduler's side
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """The tokens that the store can give beyond the computed ones, and whether they come between two steps."""
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The tokens that the store can give beyond the computed ones, and whether they come between two steps.
+
+        None tells vLLM to ask again with the next step.
+        """
         tokens = self._scheduler.planner.matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0 and self._scheduler.policy.between_steps
+        return tokens, bool(tokens) and self._scheduler.policy.between_steps
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,19 @@ def load_policy(connector_base: type, vllm_config: Any, num_groups: int, kind: s
     # From 0.17.1 at the latest, the blocks of an aborted request are kept until its load has ended.
     background = hasattr(connector_base, "requires_piecewise_for_cudagraph")
     return LoadPolicy(recovers=True, between_steps=True, background=background, reloads_preempted=reaches_pool)
+
+
+def reserves_blocks() -> bool:
+    """Whether vLLM admits a load between steps only if those admitted before can still get the rest of their blocks.
+
+    It does from 0.23.0 on. Before, requests whose blocks were loaded may hold all blocks between them, and none of them
+    has the last one that it needs.
+    """
+    try:
+        from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: PLC0415 - ucm imports without vLLM
+    except ImportError:
+        return False
+    return "reserved_blocks" in inspect.signature(KVCacheManager.allocate_slots).parameters
 
 
 def uses_v2_runner(vllm_config: Any) -> bool:

@@ -45,6 +45,8 @@ class PlanningOptions:
         namespace: Where the engine's blocks are kept, for the workers.
         drops_last_block: Whether a draft model's KV in the last slot of a block depends on the token behind it, so
             that the last block of a hit is computed; as vLLM does in its own prefix cache.
+        room: The blocks that may be promised to requests that wait for their loads between steps. None where vLLM
+            itself keeps such requests from waiting for each other's blocks for ever.
     """
 
     batches: int
@@ -57,6 +59,7 @@ class PlanningOptions:
     reloads_preempted: bool = True
     drops_last_block: bool = False
     namespace: str = ""
+    room: int | None = None
 
 
 class PrefixCacheScheduler:
@@ -82,12 +85,15 @@ class PrefixCacheScheduler:
         self._step = 0
         self._void = 0
 
-    def matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+    def matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens beyond the computed ones whose KV the store can give.
 
         Args:
             request: vLLM's request.
             num_computed_tokens: Tokens whose KV the engine has itself.
+
+        Returns:
+            How many; None if the request must wait until others that were promised blocks have begun.
         """
         state = self._state(request)
         if state is None or not self._options.loads or self._must_compute(request):
@@ -99,11 +105,11 @@ class PrefixCacheScheduler:
         if state.looked_up is not None:
             computed, when, found = state.looked_up
             if computed == num_computed_tokens and now - when < LOOKUP_KEEPS:
-                return found
+                return self._promise(state, found)
         found = self._look_up(state, num_computed_tokens)
         state.looked_up = (num_computed_tokens, now, found)
         self._counters.looked_up(request.num_tokens - num_computed_tokens, found, time.monotonic() - now)
-        return found
+        return self._promise(state, found)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was given blocks at its admission.
@@ -247,6 +253,18 @@ class PrefixCacheScheduler:
             self._let_go(state)
             return 0
         return end - num_computed_tokens
+
+    def _promise(self, state: RequestState, found: int) -> int | None:
+        """What was found, unless the requests that wait for loads might then not all get the rest of their blocks."""
+        if found and self._options.room is not None:
+            waiting = [other for other in self._requests.values() if other is not None and other.tried]
+            if waiting and sum(self._whole(other) for other in [*waiting, state]) > self._options.room:
+                return None
+        return found
+
+    def _whole(self, state: RequestState) -> int:
+        """The blocks of a whole request, with one for the tokens to come."""
+        return sum(state.request.num_tokens // group.block_size + 2 for group in self._groups.groups)
 
     def _let_go(self, state: RequestState) -> None:
         self._lookup.release(state.hold)

@@ -12,6 +12,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     drafts_look_ahead,
     load_policy,
     refuse_what_cannot_work,
+    reserves_blocks,
 )
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.holding import BlockHolder
@@ -81,6 +82,7 @@ class SchedulerSide:
                 reloads_preempted=self.policy.reloads_preempted,
                 drops_last_block=drafts_look_ahead(vllm_config),
                 namespace=self.namespace,
+                room=kv_cache_config.num_blocks - 1 if self.policy.between_steps and not reserves_blocks() else None,
             ),
         )
         get_logger().info("[UCM.Connector] namespace %s, %d stores to look up", self.namespace, len(self._stores))

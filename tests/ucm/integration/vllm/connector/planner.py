@@ -123,6 +123,7 @@ class Planner:
     def admit(self, request: Request, computed: int = 0, had: Sequence[int] = ()) -> int:
         """Look a request up and give it blocks, those it had first; returns the tokens to be loaded."""
         external = self.side.matched_tokens(request, computed)
+        assert external is not None
         self.give(request, computed, external, had)
         return external
 

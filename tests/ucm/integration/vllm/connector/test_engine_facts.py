@@ -15,6 +15,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     load_policy,
     ranks,
     refuse_what_cannot_work,
+    reserves_blocks,
     runs_micro_batches,
 )
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
@@ -109,6 +110,24 @@ def test_layer_by_layer_they_are_made_within_a_step_or_held(monkeypatch: pytest.
         assert held == HELD
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert load_policy(Reaches, config(), 1, "layerwise") == HELD
+
+
+def test_whether_vllm_reserves_blocks_is_read_from_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not reserves_blocks()
+    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.kv_cache_manager"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    manager = sys.modules["vllm.v1.core.kv_cache_manager"]
+
+    class Before:
+        def allocate_slots(self, request: object, full_sequence_must_fit: bool = False) -> None: ...
+
+    class Since:
+        def allocate_slots(self, request: object, reserved_blocks: int = 0) -> None: ...
+
+    manager.KVCacheManager = Before  # type: ignore[attr-defined]
+    assert not reserves_blocks()
+    manager.KVCacheManager = Since  # type: ignore[attr-defined]
+    assert reserves_blocks()
 
 
 def test_micro_batches() -> None:

@@ -210,6 +210,33 @@ def test_several_groups_load_what_each_still_reads() -> None:
     assert plan.loads[1].block_ids == planner.rows[1][2:4]
 
 
+def test_requests_that_wait_for_loads_are_left_room_for_the_rest_of_their_blocks() -> None:
+    planner = Planner(room=12)
+    planner.keep(TOKENS)
+    first, second = request(TOKENS, "first"), request(TOKENS, "second")
+    assert planner.admit(first) == 16  # its 18 tokens and the next ones need six blocks
+    assert planner.side.matched_tokens(second, 0) == 16
+    third = request(TOKENS, "third")
+    planner.give(second, 0, 16)
+    assert planner.side.matched_tokens(third, 0) is None
+    assert planner.side.matched_tokens(request([99] * 18, "finds nothing"), 0) == 0
+    planner.step({})
+    assert planner.side.matched_tokens(third, 0) is None
+    planner.run(first, 2, [[1, 2, 3, 4, 5]])
+    assert planner.side.matched_tokens(third, 0) == 16
+    planner.give(third, 0, 16)
+    fourth = request(TOKENS, "fourth")
+    assert planner.side.matched_tokens(fourth, 0) is None
+    planner.side.finished(second)
+    assert planner.side.matched_tokens(fourth, 0) == 16
+
+
+def test_one_that_waits_alone_may_need_all_there_is() -> None:
+    planner = Planner(room=1)
+    planner.keep(TOKENS)
+    assert planner.side.matched_tokens(request(TOKENS), 0) == 16
+
+
 # Dumps
 
 

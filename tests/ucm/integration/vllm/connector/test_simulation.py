@@ -82,6 +82,7 @@ ENGINES: dict[str, tuple[Setting, set[str]]] = {
     "loads fail": (Setting(ranks=2, failing_loads=0.3), {"invalid", "recovered"}),
     "all loads fail": (Setting(failing_loads=1.0), {"invalid", "recovered"}),
     "aborts": (Setting(aborts=0.3, failing_loads=0.1), {"aborts", "invalid"}),
+    "no room is reserved": (Setting(reserves=False, blocks=20, failing_loads=0.1, aborts=0.1), {"recovered"}),
     "aborts that free at once": (Setting(aborts=0.3, background=False), {"aborts"}),
     "asynchronous": (Setting(batches=2, asynchronous=True, ranks=2, failing_loads=0.1, aborts=0.1), {"invalid"}),
     "drafts": (Setting(drafts=3, failing_dumps=0.1), {"injected"}),

@@ -77,7 +77,11 @@ class Engine:
         planner = PrefixCacheScheduler(
             PrefixLookup(groups, self._looking, keys, holder),
             Uncounted(),
-            PlanningOptions(batches=setting.batches, save_decode_blocks=setting.save_decode_blocks),
+            PlanningOptions(
+                batches=setting.batches,
+                save_decode_blocks=setting.save_decode_blocks,
+                room=setting.blocks - 1 if setting.loads == "between" and not setting.reserves else None,
+            ),
         )
         pool = Pool(setting.blocks, groups, keys, caching=setting.caching)
         self.scheduler = Scheduler(pool, planner, setting)

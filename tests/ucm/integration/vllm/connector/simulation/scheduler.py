@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tests.ucm.integration.vllm.connector.simulation.pool import Blocks, Pool
 from tests.ucm.integration.vllm.connector.simulation.step import Round, Step, Work, output_of
@@ -147,10 +147,11 @@ class Scheduler:
             if request.status == "loading" or request.num_stale_output_tokens:
                 skipped.append(request)
                 continue
-            if not self._admit(request, min(step.budget, self._chunk)):
+            verdict = self._admit(request, min(step.budget, self._chunk))
+            if verdict == "no room":
                 self.waiting.appendleft(request)
                 break
-            if request.status == "loading":
+            if verdict == "later" or request.status == "loading":
                 skipped.append(request)
                 continue
             self.running.append(request)
@@ -174,28 +175,30 @@ class Scheduler:
         in_flight = request.num_in_flight_tokens if self._asynchronous and self._setting.drafts else 0
         return request.num_computed_tokens - in_flight
 
-    def _admit(self, request: Request, most: int) -> bool:
+    def _admit(self, request: Request, most: int) -> Literal["no room", "later", "yes"]:
         external, had, computed = 0, self.pool.of.get(request.request_id), request.num_computed_tokens
         if had is None:
             local, had = self.pool.cached_prefix(request)
-            external = self.planner.matched_tokens(request, local)
-            computed = local + external
+            found = self.planner.matched_tokens(request, local)
+            if found is None:
+                return "later"
+            external, computed = found, local + found
         waits = external > 0 and self._between_steps
-        if waits and not self.pool.fits(request, had, self._reserved()):
-            return False
+        if waits and self._setting.reserves and not self.pool.fits(request, had, self._reserved()):
+            return "no room"
         count = 0 if waits else min(request.num_tokens - computed, most)
         if request.request_id in self.pool.of:
             there_is_room = self.pool.grow(request, computed, count) is not None
         else:
             there_is_room = self.pool.admit(request, had, computed, count, caches=not waits)
         if not there_is_room:
-            return False
+            return "no room"
         blocks = Blocks(tuple(list(row) for row in self.pool.of[request.request_id]))
         self.planner.allocated(request, blocks, external)
         request.num_computed_tokens = computed
         if waits:
             request.status = "loading"
-        return True
+        return "yes"
 
     def _reserved(self) -> int:
         """Blocks that requests which hold some already will need: else they might all wait for each other."""

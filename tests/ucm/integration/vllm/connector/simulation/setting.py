@@ -31,6 +31,7 @@ class Setting:
         loads: When blocks are loaded: ``between`` two steps, while the request waits; ``within`` a step, which computes
             with them; or ``held``, within a step and after they were verified and held.
         background: Whether a step may end before loads between steps do.
+        reserves: Whether the scheduler keeps room for requests that it has given some of their blocks (vLLM 0.23.0).
         failing_loads: The share of block loads that fail.
         failing_dumps: The share of block dumps and commits that fail.
         late: How late the store carries out what it is asked.
@@ -53,6 +54,7 @@ class Setting:
     caching: bool = True
     loads: Literal["between", "within", "held"] = "between"
     background: bool = True
+    reserves: bool = True
     failing_loads: float = 0.0
     failing_dumps: float = 0.0
     late: float = 0.7
@@ -104,6 +106,7 @@ def any_setting(chance: random.Random) -> Setting:
         caching=chance.random() < 0.75,
         loads=loads,
         background=chance.random() < 0.7,
+        reserves=chance.random() < 0.7,
         failing_loads=0.0 if loads == "held" else chance.choice((0, 0.05, 0.3)),
         failing_dumps=chance.choice((0, 0.1, 0.3)),
         late=chance.choice((0, 0.5, 0.9)),
