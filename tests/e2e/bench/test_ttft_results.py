@@ -55,6 +55,15 @@ def test_every_goal_is_judged_by_ratios_within_rounds(results: Results) -> None:
     }
 
 
+def test_disturbed_rounds_count_only_where_there_are_no_others(results: Results) -> None:
+    slow = dataclasses.replace(results.of(0, OURS, COLD, LENGTH)[2], seconds=20.4, disturbed=True)
+    results.groups[0] = [slow if (s.side, s.phase, s.number) == (OURS, COLD, 2) else s for s in results.groups[0]]
+    assert results.ratios((OURS, COLD), (NO_CONNECTOR, COLD), LENGTH) == [1.02]
+    assert results.median(0, OURS, COLD, LENGTH) == 1.02
+    results.groups[0] = [dataclasses.replace(s, disturbed=True) for s in results.groups[0]]
+    assert results.ratios((OURS, COLD), (NO_CONNECTOR, COLD), LENGTH) == [1.02, 10.2]
+
+
 @pytest.mark.parametrize(("side", "phase"), [(OURS, COLD), (OURS, NEXT), (OURS, RESTART), (EXAMPLE, RESTART)])
 def test_one_other_token_is_found(side: str, phase: str) -> None:
     results = Results([LENGTH])

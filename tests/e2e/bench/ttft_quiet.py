@@ -6,11 +6,17 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: The machine is quiet when it used less than this share of one processor for this many seconds.
 SHARE, SECONDS = 0.15, 0.2
 #: Seconds after which a measurement goes on without quiet, and how many of these there are in all.
-EACH, ALL = 20.0, 1200.0
+EACH, ALL = 20.0, 3600.0
+#: A measurement is disturbed when others used more than these seconds of a processor, and this share of all of them.
+OTHERS_SECONDS, OTHERS_SHARE = 0.03, 0.05
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -32,6 +38,28 @@ class Quiet:
                 break
             before = now
         self._left = max(0.0, self._left - (time.monotonic() - begin - SECONDS))
+
+
+class Others:
+    """What others do on this machine, from here to `share`.
+
+    Args:
+        groups: The process groups that are not others; this process is none either.
+    """
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._groups = groups
+        self._begin, self._busy = time.monotonic(), self._used()
+
+    def used(self) -> tuple[float, bool]:
+        """The share of all processors that others used, 0 to 1, and whether that is enough to disturb."""
+        seconds = (time.monotonic() - self._begin) * (os.cpu_count() or 1)
+        used = max(0.0, self._used() - self._busy)
+        return used / seconds, used > OTHERS_SECONDS + OTHERS_SHARE * seconds
+
+    def _used(self) -> float:
+        own = os.times()
+        return machine_seconds() - own.user - own.system - sum(map(group_seconds, self._groups))
 
 
 def machine_seconds() -> float:

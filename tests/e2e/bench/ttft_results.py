@@ -1,7 +1,8 @@
 """What was measured, the ratios that the goals name, and whether the first tokens agree.
 
 A ratio is taken within a round, where both of its sides were asked one after the other; what is told is the median over
-all rounds, of every group that a side was in.
+all rounds, of every group that a side was in. Rounds in which other processes disturbed one of the two do not count, as
+long as there are others.
 """
 
 from __future__ import annotations
@@ -55,13 +56,20 @@ class Results:
 
     def median(self, group: int, side: str, phase: str, length: int) -> float | None:
         """Of the seconds; None if it was not measured."""
-        found = self.of(group, side, phase, length)
-        return statistics.median(s.seconds for s in found.values()) if found else None
+        found = self.of(group, side, phase, length).values()
+        return statistics.median(_undisturbed([(s.seconds, s.disturbed) for s in found])) if found else None
 
     def ratios(self, of: tuple[str, str], to: tuple[str, str], length: int) -> list[float]:
         """Seconds of one side and phase over those of another, of each round of each group that has both."""
         pairs = [(self.of(group, *of, length), self.of(group, *to, length)) for group in range(len(self.groups))]
-        return [one[n].seconds / other[n].seconds for one, other in pairs for n in one if n in other]
+        return _undisturbed(
+            [
+                (one[n].seconds / other[n].seconds, one[n].disturbed or other[n].disturbed)
+                for one, other in pairs
+                for n in one
+                if n in other
+            ]
+        )
 
     def differing_tokens(self) -> list[str]:
         """First tokens that are not those of the engine without a connector; warm ones are compared with its hit."""
@@ -123,5 +131,14 @@ def _beyond_the_hit(results: Results, side: str, length: int) -> list[float]:
         loaded = results.of(group, side, RESTART, length)
         hits = results.of(group, NO_CONNECTOR, f"{RESTART} {HIT}", length)
         reads = results.of(group, PLAIN_READ, RESTART, length)
-        found += [(loaded[n].seconds - hits[n].seconds) / reads[n].seconds for n in loaded if n in hits and n in reads]
-    return found
+        found += [
+            ((loaded[n].seconds - hits[n].seconds) / reads[n].seconds, loaded[n].disturbed or hits[n].disturbed)
+            for n in loaded
+            if n in hits and n in reads
+        ]
+    return _undisturbed(found)
+
+
+def _undisturbed(values: list[tuple[float, bool]]) -> list[float]:
+    """The values that nothing disturbed; all of them if there are none."""
+    return [value for value, disturbed in values if not disturbed] or [value for value, _ in values]

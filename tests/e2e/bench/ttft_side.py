@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.e2e.bench.ttft_engine import EngineFailedError, ProcessGroup, TimedEngine
 from tests.e2e.bench.ttft_model import ENGINE
-from tests.e2e.bench.ttft_quiet import group_seconds, machine_seconds
+from tests.e2e.bench.ttft_quiet import Others
 from tests.e2e.engine import variables
 
 if TYPE_CHECKING:
@@ -32,10 +32,12 @@ class Answers(NamedTuple):
     Attributes:
         first_tokens: One for each prompt.
         others: The share of all processors that others used meanwhile, 0 to 1.
+        disturbed: Whether that was enough to disturb.
     """
 
     first_tokens: list[FirstToken]
     others: float
+    disturbed: bool
 
 
 class Side:
@@ -111,15 +113,9 @@ class Side:
     def ask(self, *prompts: list[int]) -> Answers:
         """The first tokens, one right after the other, from a quiet machine."""
         self.quiet.wait()
-        begin, machine, own = time.monotonic(), machine_seconds(), self._own_seconds()
-        first_tokens = self.engine.ask(*prompts)
-        seconds = time.monotonic() - begin
-        others = max(0.0, machine_seconds() - machine - (self._own_seconds() - own))
-        return Answers(first_tokens, others / seconds / (os.cpu_count() or 1))
-
-    def _own_seconds(self) -> float:
-        groups = [self.engine.process.pid] + ([self._server.process.pid] if self._server else [])
-        return os.times().user + os.times().system + sum(map(group_seconds, groups))
+        servers = [self._server] if self._server else []
+        others = Others([group.process.pid for group in (self.engine, *servers)])
+        return Answers(self.engine.ask(*prompts), *others.used())
 
     def read_files(self) -> None:
         """Bring all that it stored into the page cache."""

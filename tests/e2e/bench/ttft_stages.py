@@ -42,6 +42,7 @@ class Sample:
         token: The first token; None for plain reads and copies.
         cached: Prompt tokens that were not computed.
         others: The share of all processors that others used meanwhile, 0 to 1.
+        disturbed: Whether that was enough to disturb.
         load: The machine's load average at that time.
     """
 
@@ -53,6 +54,7 @@ class Sample:
     token: int | None = None
     cached: int | None = None
     others: float = 0.0
+    disturbed: bool = False
     load: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,6 +118,7 @@ class Stages:
             if side is self._reference:
                 yield from self._timed(side, (f"{phase} {HIT}",), length, number, prompt(length, "0"))
                 for name, measure in ((PLAIN_READ, self._plain.read), (PLAIN_COPY, self._plain.copy)):
+                    self._reference.quiet.wait()
                     seconds = measure(kv_bytes(length))
                     yield Sample(name, phase, length, number, seconds, load=os.getloadavg()[0])
                 return
@@ -171,11 +174,11 @@ class Stages:
     @staticmethod
     def _timed(side: Side, phases: Sequence[str], length: int, number: int, *prompts: list[int]) -> Iterator[Sample]:
         """Ask for prompts one right after the other, each in its phase."""
-        answers, others = side.ask(*prompts)
+        answers, others, disturbed = side.ask(*prompts)
         load = os.getloadavg()[0]
         for phase, answer in zip(phases, answers, strict=True):
-            name, cached = side.setup.name, answer.cached
-            yield Sample(name, phase, length, number, answer.seconds, answer.token, cached, others, load)
+            name, token, cached = side.setup.name, answer.token, answer.cached
+            yield Sample(name, phase, length, number, answer.seconds, token, cached, others, disturbed, load)
 
 
 def _say(text: str) -> None:

@@ -51,6 +51,7 @@ def show(results: Results) -> None:
     if samples:
         console.print(f"load average meanwhile: {_spread([s.load for s in samples], 1, '')}")
         console.print(f"processors used by others meanwhile: {_spread([s.others for s in samples], 100, ' %')}")
+        console.print(f"disturbed by that: {sum(s.disturbed for s in samples)} of {len(samples)} measurements")
 
 
 def _table(results: Results, group: int, length: int) -> Table:
