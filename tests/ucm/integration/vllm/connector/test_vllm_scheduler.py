@@ -36,16 +36,17 @@ def serve(engine: VllmEngine, chance: random.Random, some: list[list[int]]) -> N
 def check_stored(engine: VllmEngine) -> int:
     """Every block that is stored is right; returns how many there are."""
     count = 0
-    for rank, store in enumerate(engine.stores):
-        keys = [BlockKey(key) for key in engine.known]
+    keys = [BlockKey(key) for key in engine.known]
+    groups = engine.setting.cache_groups().groups
+    parts = [(memory, group) for memory in engine.memories for group in groups]
+    for (memory, group), store in zip(parts, engine.stores, strict=True):
+        layers = [layer for layer, of in enumerate(memory.group_of) if of == group.index]
         there = [key for key, found in zip(keys, store.lookup(keys), strict=True) if found]
-        size = engine.setting.groups[0][0]
-        layers = range(engine.setting.groups[0][2])
-        memory = {key: [bytearray(size * CELL.itemsize) for _ in layers] for key in there}
-        blocks = [BlockTransfer(key, [memoryview(row) for row in rows]) for key, rows in memory.items()]
+        read = {key: [bytearray(group.block_size * CELL.itemsize) for _ in layers] for key in there}
+        blocks = [BlockTransfer(key, [memoryview(row) for row in rows]) for key, rows in read.items()]
         for key in store.inner.wait(store.inner.load(blocks)).done:
-            right = engine.truth.cells(engine.known[key])[rank, :, -size:]
-            assert b"".join(memory[key]) == right.astype(CELL).tobytes(), "a wrong block was stored"
+            right = engine.truth.cells(engine.known[key])[memory.rank, layers, -group.block_size :]
+            assert b"".join(read[key]) == right.astype(CELL).tobytes(), "a wrong block was stored"
             count += 1
     return count
 
@@ -76,6 +77,10 @@ ENGINES = {
     "layer by layer": Setting(layerwise=True, ranks=2),
     "layer by layer, loads fail": Setting(layerwise=True, failing_loads=0.3, aborts=0.3, budget=8, chunk=5),
     "layer by layer, asynchronous": Setting(layerwise=True, asynchronous=True, aborts=0.2),
+    "a window beside full attention": Setting(groups=((4, None, 3), (4, 6, 3)), ranks=2, blocks=48, aborts=0.1),
+    "a window, asynchronous": Setting(
+        groups=((4, None, 2), (4, 9, 2), (4, 1, 2)), asynchronous=True, blocks=72, layerwise=True
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
+    from ucm.integration.vllm.connector.groups import CacheGroup
 
 LENGTH = 256
 
@@ -64,7 +65,7 @@ class VllmEngine:
     """An engine with vLLM's scheduler.
 
     Args:
-        setting: What kind of engine: one group, no drafts; how loads are made is the connector's choice.
+        setting: What kind of engine: blocks of one size, no drafts; how loads are made is the connector's choice.
         directory: Where its model and its blocks are.
         chance: Decides all that is left open.
         truth: What is right.
@@ -80,12 +81,12 @@ class VllmEngine:
         self.stores: list[FaultyStore] = []
         self.known: dict[bytes, tuple[int, ...]] = {}
         init_none_hash(sha256)
-        (group,) = setting.cache_groups().groups
-        self._size = group.block_size
+        groups = setting.cache_groups()
+        self._size = groups.groups[0].block_size
         self._hasher = get_request_block_hasher(self._size, sha256)
         config = self._configuration(write_model(directory / "model"))
-        spec = FullAttentionSpec(block_size=self._size, num_kv_heads=1, head_size=1, head_size_v=0, dtype=torch.int64)
-        caches = KVCacheConfig(setting.blocks, [], [KVCacheGroupSpec(list(group.layer_names), spec)])
+        specs = [KVCacheGroupSpec(list(group.layer_names), _specification(group)) for group in groups.groups]
+        caches = KVCacheConfig(setting.blocks, [], specs)
         self.scheduler = (AsyncScheduler if setting.asynchronous else Scheduler)(
             vllm_config=config,
             kv_cache_config=caches,
@@ -98,7 +99,7 @@ class VllmEngine:
         self._config = config
         self._patched = patch.object(worker_side, "open_store", self._open)
         self._patched.start()
-        self.memories = [KVMemory(setting.cache_groups(), setting.blocks, rank) for rank in range(setting.ranks)]
+        self.memories = [KVMemory(groups, setting.blocks, rank) for rank in range(setting.ranks)]
         self.workers = [self._worker(config, caches, memory) for memory in self.memories]
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], setting.ranks)
         self._planned: deque[tuple[Any, list[Work]]] = deque()
@@ -260,7 +261,7 @@ class VllmEngine:
                 for layer, name in enumerate(memory.layers) if chunks else ():
                     worker.wait_for_layer_load(name)
                     for chunk in chunks:
-                        memory.compute(layer, chunk, None)
+                        memory.compute(layer, chunk, self.truth.windows[layer])
                     worker.save_kv_layer(name, None, None)
             return connector_output
 
@@ -288,3 +289,11 @@ class VllmEngine:
             self.known[key] = tuple(tokens[: place * self._size])
         keys.forget(request.request_id)
         self.happened["finished"] += 1
+
+
+def _specification(group: CacheGroup) -> Any:
+    """One cell per token, of the size of an int64."""
+    cells = {"block_size": group.block_size, "num_kv_heads": 1, "dtype": torch.int64}
+    if group.window is None:
+        return FullAttentionSpec(head_size=1, head_size_v=0, **cells)
+    return SlidingWindowSpec(head_size=1, head_size_v=0, sliding_window=group.window, **cells)
