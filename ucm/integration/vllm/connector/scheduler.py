@@ -207,6 +207,19 @@ class PrefixCacheScheduler:
             self._void = self._step
         return found
 
+    def start_anew(self) -> None:
+        """Blocks that were computed or loaded until now must not be found under the names that are given from now on.
+
+        So no more is loaded or dumped for requests that have such blocks.
+        """
+        for request_id, state in list(self._requests.items()):
+            if state is not None:
+                self._let_go(state)
+                state.looked_up = None
+                if state.tried or any(state.block_ids):
+                    self._requests[request_id] = None
+        self._late = []
+
     def _state(self, request: Any) -> RequestState | None:
         request_id = request.request_id
         if request_id not in self._requests:

@@ -100,6 +100,7 @@ class SchedulerSide:
     def start_anew(self) -> None:
         """Use keys from now on that nobody has used before."""
         self._keys.start_anew()
+        self.planner.start_anew()
 
     def take_stats(self) -> Any:
         """What was counted since the last call; None for nothing."""

@@ -418,3 +418,39 @@ def test_what_is_not_loaded_is_let_go() -> None:
     short.keep(TOKENS)
     assert short.side.matched_tokens(request(TOKENS, "too short a hit"), 0) == 0
     assert not short.store.leased
+
+
+# Starting anew
+
+
+def test_what_was_computed_before_is_not_dumped_under_new_names() -> None:
+    planner = Planner(batches=2)
+    running, ended, waiting = request(TOKENS, "running"), request(TOKENS[:8], "ended"), request(TOKENS, "waiting")
+    planner.admit(running)
+    planner.run(running, 6, planner.rows)
+    planner.admit(ended)
+    planner.run(ended, 7, planner.rows)
+    ended.num_computed_tokens = 8
+    planner.side.finished(ended)
+    assert planner.side.matched_tokens(waiting, 0) == 0
+    planner.side.start_anew()
+    plan = planner.run(running, 12)
+    assert plan.dumps == []
+    assert plan.late_dumps == []
+    planner.admit(waiting)
+    assert len(moved(planner.run(waiting, 18, planner.rows).dumps)) == 4
+
+
+def test_what_was_found_before_is_not_loaded() -> None:
+    planner = Planner(holder=BlockHolder)
+    planner.keep(TOKENS)
+    waiting, loading = request(TOKENS, "waiting"), request(TOKENS, "loading")
+    assert planner.side.matched_tokens(waiting, 0) == 16
+    assert planner.admit(loading) == 16
+    planner.step({})
+    planner.step({})
+    planner.store.keys.clear()  # under the new names there is nothing
+    planner.side.start_anew()
+    assert not planner.store.leased
+    assert planner.side.matched_tokens(waiting, 0) == 0
+    assert planner.run(loading, 2, planner.rows).dumps == []
