@@ -10,6 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.e2e.prefix_runs import PrefixRuns
     from tests.e2e.scenarios import Environments, Runs
 
 VARIABLE = "UCM_E2E_RELEASE"
@@ -35,5 +36,14 @@ def runs(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -
     from tests.e2e.scenarios import Runs  # noqa: PLC0415
 
     made = Runs(environments, tmp_path_factory.mktemp("engines"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def prefix_runs(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixRuns]:
+    from tests.e2e.prefix_runs import PrefixRuns  # noqa: PLC0415
+
+    made = PrefixRuns(release, tmp_path_factory.mktemp("prefix-engines"))
     yield made
     made.close()

@@ -1,16 +1,22 @@
-"""See it work: `python -m tests.e2e.demo [RELEASE]` generates a little on a real vLLM and asks `ucm doctor --run`."""
+"""See it work: `python -m tests.e2e.demo [RELEASE]` on a real vLLM.
+
+It generates a little, starts two engines one after the other on one store, and asks `ucm doctor --run`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.e2e.bench import ttft_model
 from tests.e2e.engine import run_engine
-from tests.e2e.environment import with_overlay
+from tests.e2e.environment import Environment, with_overlay
+from tests.e2e.prefix_engine import Answer, EngineFailedError, PrefixEngine, connector, posix
 from transforms.engine.errors import OverlayError
 
 if TYPE_CHECKING:
@@ -19,11 +25,15 @@ if TYPE_CHECKING:
     from tests.e2e.workload import Request
 
 PARAMS = {"max_tokens": 12, "temperature": 0.0}
+#: Prompts of the two engines on one store.
+LENGTHS = (512, 1024, 2048)
+#: In float32 the computed and the loaded way round to the same tokens.
+LARGER = {**ttft_model.ENGINE, "dtype": "float32", "kv_cache_memory_bytes": None, "max_num_batched_tokens": 2048}
 BATCH: list[Request] = [{"prompt": [5, 60, 7], "params": PARAMS}, {"prompt": list(range(3, 200)), "params": PARAMS}]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install, generate, show; returns the doctor's exit code."""
+    """Install, generate, show; 0 if all went well."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.demo", description=__doc__)
     parser.add_argument("release", nargs="?", default="0.32.0")
     release = parser.parse_args(arguments).release
@@ -44,8 +54,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("   " + line.partition(",")[2].partition(" ")[2].partition(" is loaded from")[0])
     for request, tokens in zip(BATCH, run.tokens["demo"], strict=True):
         print(f"   {len(request['prompt'])} tokens in, out: {tokens}")
-    print("\n3. ucm doctor --run", flush=True)
-    return subprocess.run([environment.directory / "bin" / "ucm", "doctor", "--run"], check=False).returncode
+    print("\n3. two engines on one store, the second started when the first had ended (some minutes)", flush=True)
+    try:
+        well = show_prefix_cache(environment)
+    except EngineFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("\n4. ucm doctor --run", flush=True)
+    doctor = subprocess.run([environment.directory / "bin" / "ucm", "doctor", "--run"], check=False).returncode
+    return doctor or int(not well)
+
+
+def show_prefix_cache(environment: Environment) -> bool:
+    """Print how long prompts took to their first token, computed and loaded; whether the answers were the same."""
+    ttft_model.write_model(environment.python)
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        engine = {**LARGER, **connector(posix(place / "store"))}
+        cold, warm = (generate(environment, place / name, engine) for name in ("first", "second"))
+    print("   prompt     first engine   second engine     times   loaded tokens   same answer")
+    for length, one, other in zip(LENGTHS, cold, warm, strict=True):
+        computed, loaded = one.first_s or 0.0, other.first_s or 0.0
+        same = "yes" if one.tokens == other.tokens else "NO"
+        print(
+            f"   {length:6} {computed:14.3f} s {loaded:13.3f} s {computed / loaded:9.1f} {other.cached:15} {same:>13}"
+        )
+    return all(one.tokens == other.tokens and other.cached for one, other in zip(cold, warm, strict=True))
+
+
+def generate(environment: Environment, directory: Path, engine: dict[str, object]) -> list[Answer]:
+    """The answers of a fresh engine to the prompts, one after another."""
+    threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
+    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    with PrefixEngine(environment, directory, engine, threads) as started:
+        started.generate([{"prompt": [5, 60, 7], "params": params}])
+        prompts = [ttft_model.prompt(length, "demo") for length in LENGTHS]
+        return [started.generate([{"prompt": prompt, "params": params}])[0] for prompt in prompts]
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
     told: dict[str, str] = {}
     for stock in stocks:
         if stock.identity is not None:
-            told.setdefault(_summary(stock.identity), stock.namespace)
-    return [*lines, *(f"{namespace}: {summary}" for summary, namespace in told.items())]
+            told.setdefault(_summary(stock.identity), stock.namespace.partition("/")[0])
+    return [*lines, *(f"{name}: {summary}" for summary, name in told.items())]
 
 
 def _summary(identity: dict[str, Any]) -> str:

@@ -1,0 +1,118 @@
+"""An engine that does as it is told: `converse.py ARGUMENTS`, those of ``LLM`` as a JSON file.
+
+`tests.e2e.prefix_engine` writes commands to the standard input, one JSON list per line, and reads one JSON object per
+line from the standard output; whatever vLLM and its libraries print goes where the standard error goes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+#: Labels that all of an engine's metrics share.
+COMMON_LABELS = ("model_name", "engine")
+
+
+class Engine:
+    """One ``LLM`` and what it can be told."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM, SamplingParams  # noqa: PLC0415 - the standard output is vLLM's until here
+
+        self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._params = SamplingParams
+        self._numbers = itertools.count()
+        if "len(outputs.outputs) > 0" in inspect.getsource(type(self._engine).step):
+            self._count_all_steps()
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Answer requests, all handed over at once; the answers are in their order."""
+        begin = time.perf_counter()
+        answers: dict[str, dict[str, Any]] = {}
+        aborts: dict[str, int] = {}
+        for request in requests:
+            name = f"request {next(self._numbers)}"
+            prompt = {"prompt_token_ids": request["prompt"]}
+            if request.get("salt"):
+                prompt["cache_salt"] = request["salt"]
+            self._engine.add_request(name, prompt, self._params(detokenize=False, **request["params"]))
+            answers[name] = {"tokens": [], "cached": None, "first_s": None, "finish": "none"}
+            if request.get("abort_after") is not None:
+                aborts[name] = request["abort_after"]
+        for step in itertools.count():
+            self._engine.abort_request([name for name, steps in aborts.items() if steps == step])
+            if not self._engine.has_unfinished_requests():
+                break
+            for output in self._engine.step():
+                _take(answers[output.request_id], output, time.perf_counter() - begin)
+        return list(answers.values())
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's counters and the connector's, by name and labels, as Prometheus would be told them."""
+        found = {}
+        for family in import_module("prometheus_client").REGISTRY.collect():
+            for sample in family.samples:
+                if sample.name.startswith(("vllm:", "ucm:")) and not _is_detail(sample):
+                    labels = (f"{k}={v}" for k, v in sorted(sample.labels.items()) if k not in COMMON_LABELS)
+                    text = ",".join(labels)
+                    found[f"{sample.name}{{{text}}}" if text else sample.name] = sample.value
+        return found
+
+    def reset(self) -> bool:
+        """Empty the engine's own prefix cache."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def _count_all_steps(self) -> None:
+        """Up to 0.27.1 at least, this engine drops the counts of steps without outputs; vLLM's server does not."""
+        core, log = self._engine.engine_core, self._engine.logger_manager
+        get_output = core.get_output
+
+        def counted() -> Any:
+            outputs = get_output()
+            if not outputs.outputs and outputs.scheduler_stats is not None:
+                log.record(scheduler_stats=outputs.scheduler_stats, iteration_stats=None)
+            return outputs
+
+        core.get_output = counted
+
+
+def _is_detail(sample: Any) -> bool:
+    """Whether a sample is a bucket of a histogram, or when a metric was made."""
+    return "le" in sample.labels or sample.name.endswith("_created")
+
+
+def _take(answer: dict[str, Any], output: Any, seconds: float) -> None:
+    """Note what is new of a request."""
+    completion = output.outputs[0]
+    answer["tokens"] = list(completion.token_ids)
+    answer["cached"] = output.num_cached_tokens
+    answer["finish"] = completion.finish_reason
+    if answer["first_s"] is None and answer["tokens"]:
+        answer["first_s"] = seconds
+    if output.prompt_logprobs is not None:
+        chosen = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+        answer["prompt_logprobs"] = [None if of is None else of[token].logprob for token, of in chosen]
+
+
+def main(arguments: Path) -> None:
+    """Start the engine, say so, obey until the input ends."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
+        os.dup2(2, 1)
+        begin = time.perf_counter()
+        engine = Engine(json.loads(arguments.read_text(encoding="utf-8")))
+        answers.write(json.dumps({"answer": time.perf_counter() - begin}) + "\n")
+        for line in sys.stdin:
+            name, *parameters = json.loads(line)
+            answers.write(json.dumps({"answer": getattr(engine, name)(*parameters)}) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

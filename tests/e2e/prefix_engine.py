@@ -1,0 +1,179 @@
+"""An engine in a process of its own that is told one batch of requests after another; see `inside/converse.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e.engine import INSIDE, MODEL, PATIENCE, variables
+from tests.e2e.model import write_model
+from tests.e2e.workload import ENGINE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self
+
+    from tests.e2e.environment import Environment
+    from tests.e2e.workload import Request
+
+MODULE = "ucm.integration.vllm.ucm_connector"
+#: Seconds that an engine has to end; it is killed then.
+ENDING = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one request.
+
+    Attributes:
+        tokens: What it generated.
+        cached: Tokens of its prompt that were not computed.
+        first_s: Seconds from the batch's arrival to its first token; None if there is none.
+        finish: Why it ended.
+        prompt_logprobs: Of each token of the prompt but the first, if they were asked for.
+    """
+
+    tokens: list[int]
+    cached: int | None
+    first_s: float | None
+    finish: str | None
+    prompt_logprobs: list[float | None] | None = None
+
+
+class EngineFailedError(Exception):
+    """An engine ended or hung; the message has the end of its log."""
+
+
+def connector(store: Mapping[str, Any], name: str = "UCMDirectConnector", **settings: Any) -> dict[str, Any]:
+    """Arguments of ``LLM`` for a UCM connector.
+
+    Args:
+        store: The ``store`` section of its configuration.
+        name: The connector's class.
+        settings: The rest of its configuration.
+    """
+    extra = {"store": dict(store), **settings}
+    transfer = {"kv_connector": name, "kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
+    return {"kv_transfer_config": {**transfer, "kv_role": "kv_both"}}
+
+
+def posix(*directories: Path) -> dict[str, Any]:
+    """The ``store`` section for a Posix store in some directories, which are made."""
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True)
+    return {"pipeline": "Posix", "directories": [str(directory) for directory in directories]}
+
+
+class PrefixEngine:
+    """A running engine; a context that ends it.
+
+    Args:
+        environment: Where vLLM is installed.
+        directory: One that is not there, for its files.
+        engine: Arguments of ``LLM`` that differ from `tests.e2e.workload.ENGINE`.
+        switches: Environment variables.
+
+    Raises:
+        EngineFailedError: If it ends or hangs, in any call.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        directory: Path,
+        engine: Mapping[str, Any] | None = None,
+        switches: Mapping[str, str] | None = None,
+    ) -> None:
+        directory.mkdir(parents=True)
+        arguments, self._log = directory / "arguments.json", directory / "log.txt"
+        wanted = {**ENGINE, **(engine or {})}
+        wanted.setdefault("model", str(write_model(MODEL)))
+        arguments.write_text(json.dumps(wanted), encoding="utf-8")
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [environment.python, INSIDE / "converse.py", arguments],
+                env={**variables(directory, switches), "PYTHONPATH": ""},
+                cwd=directory,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._started = False
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """The answers to requests that arrive at once."""
+        return [Answer(**answer) for answer in self._call("generate", list(requests))]
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's counters and ours, by name and labels."""
+        found: dict[str, float] = self._call("counters")
+        return found
+
+    def reset(self) -> bool:
+        """Empty the engine's own prefix cache; whether it could be."""
+        return bool(self._call("reset"))
+
+    def wait_until_started(self) -> float:
+        """Seconds that the start took inside; calls wait for it by themselves."""
+        self._started = True
+        return float(self._answer())
+
+    @property
+    def log(self) -> str:
+        """All that its processes have written so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def close(self) -> None:
+        """End it as an operator would, and see that nothing of it is left."""
+        stdin = self._process.stdin
+        if stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, *command: Any) -> Any:
+        if not self._started:
+            self.wait_until_started()
+        stdin = self._process.stdin
+        if stdin is None:
+            raise EngineFailedError("the engine has no standard input")
+        try:
+            stdin.write(json.dumps(command).encode() + b"\n")
+            stdin.flush()
+        except BrokenPipeError:
+            raise EngineFailedError(self._end_of_log()) from None
+        return self._answer()
+
+    def _answer(self) -> Any:
+        stdout = self._process.stdout
+        if stdout is None or not select.select([stdout], [], [], PATIENCE)[0]:
+            raise EngineFailedError(f"no answer for {PATIENCE} s\n{self._end_of_log()}")
+        line = stdout.readline()
+        if not line:
+            raise EngineFailedError(self._end_of_log())
+        return json.loads(line)["answer"]
+
+    def _end_of_log(self) -> str:
+        return self.log[-6000:]

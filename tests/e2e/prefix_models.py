@@ -1,0 +1,78 @@
+"""Tiny models whose KV cache is not that of a Llama, with random weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e.engine import INSIDE
+from tests.e2e.model import VOCABULARY, write_tokenizer
+from transforms.pipeline.package import BUILD
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.e2e.environment import Environment
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 768,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+#: Multi-head latent attention; the latent sizes are the only ones that vLLM has a CPU kernel for.
+MLA: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "hidden_act": "silu",
+}
+#: Tokens that the sliding-window layers of `HYBRID` reach back.
+WINDOW = 96
+#: Full attention in every third layer, a sliding window in the others: several KV-cache groups.
+HYBRID: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def write_tiny_model(environment: Environment, name: str, config: dict[str, Any]) -> Path:
+    """Write a model with an environment's interpreter, unless it is there."""
+    directory = BUILD / "e2e" / f"{name}-{environment.release}"
+    complete = directory / "complete"
+    if not complete.exists() or json.loads(complete.read_text(encoding="utf-8")) != config:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(directory, VOCABULARY)
+        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        subprocess.run([environment.python, INSIDE / "tiny_model.py", directory], check=True)
+        complete.write_text(json.dumps(config), encoding="utf-8")
+    return directory

@@ -1,0 +1,195 @@
+"""Damaged, lost and vanishing blocks: recomputed with the same tokens, counted, said once; the engine goes on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.prefix_damage import ABORT_STEPS, CAUSES, DAMAGES, bystanders, crowd, damage_some, sharers, victim
+from tests.e2e.workload import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.prefix_engine import PrefixEngine
+    from tests.e2e.prefix_runs import PrefixRuns
+    from tests.e2e.workload import Request
+
+pytestmark = pytest.mark.e2e
+
+KINDS = ("UCMDirectConnector", "UCMLayerWiseConnector")
+#: A directory that failed is tried again soon; a key that was seen is believed for long.
+STORE: dict[str, Any] = {"rest_seconds": 0.2, "lookup_cache_seconds": 600}
+#: Resets, and seconds between them, until the engine has let go of all its blocks.
+RESETS, PAUSE = 100, 0.1
+
+
+@dataclass
+class Bench:
+    """An engine, its store, and what a plain vLLM answers."""
+
+    engine: PrefixEngine
+    store: Path
+    expected: dict[str, list[list[int]]]
+
+    def tokens(self, requests: list[Request]) -> list[list[int]]:
+        """What the engine generates."""
+        return [answer.tokens for answer in self.engine.generate(requests)]
+
+    def blocks_of(self, one: Request) -> list[Path]:
+        """Have a request computed and stored; the files of its prompt's blocks, first block first."""
+        from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415 - needs the build's packages
+
+        found: list[Path] = []
+        for end in range(BLOCK, len(one["prompt"]) + 1, BLOCK):
+            before = set(block_files(self.store))
+            self.engine.generate([{"prompt": one["prompt"][: end + 1], "params": {"max_tokens": 1}}])
+            wait_for_blocks(self.store, len(before) + 1)
+            (new,) = set(block_files(self.store)) - before
+            found.append(block_files(self.store)[new])
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache."""
+        for _ in range(RESETS):
+            if self.engine.reset():
+                return
+            time.sleep(PAUSE)
+        pytest.fail("the engine keeps blocks")
+
+    def failures(self, operation: str = "load") -> dict[str, float]:
+        """Blocks that failed so far, by cause."""
+        return {
+            name.partition("cause=")[2].partition(",")[0]: value
+            for name, value in self.engine.counters().items()
+            if name.startswith("ucm:failures_total{") and f"operation={operation}" in name and value
+        }
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def bench(
+    request: pytest.FixtureRequest, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_runs import IN_PROCESS, damage_phase  # noqa: PLC0415
+
+    phases = prefix_runs["reference"].phases
+    expected = {name: phase.tokens for name in phases if (phase := phases[name]) and name.startswith(damage_phase(""))}
+    directory = tmp_path_factory.mktemp(request.param)
+    store = {**posix(directory / "store"), **STORE}
+    environment = prefix_runs.environments[False]
+    with PrefixEngine(environment, directory / "engine", connector(store, request.param), IN_PROCESS) as engine:
+        yield Bench(engine, directory / "store", {name.partition(": ")[2]: tokens for name, tokens in expected.items()})
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_block_is_computed_again(bench: Bench, name: str) -> None:
+    one = victim(name)
+    files = bench.blocks_of(one)
+    before, cause = bench.failures(), CAUSES.get(name, "corrupt")
+    DAMAGES[name](files[2], files[5])
+    assert bench.tokens([one]) == bench.expected[name]
+    assert bench.failures() == {**before, cause: before.get(cause, 0) + 1}
+
+
+def test_it_is_stored_again(bench: Bench) -> None:
+    one = victim("healed")
+    files = bench.blocks_of(one)
+    damaged = DAMAGES["a bit of the first layer"]
+    damaged(files[2], files[5])
+    assert bench.tokens([one]) == bench.expected["healed"]
+    wait_for(files[2])
+    bench.forget()
+    before = bench.failures()
+    (answer,) = bench.engine.generate([one])
+    assert (answer.tokens, answer.cached) == (bench.expected["healed"][0], 6 * BLOCK)
+    assert bench.failures() == before
+
+
+def test_two_blocks_of_a_prompt_and_the_engine_generates_meanwhile(bench: Bench) -> None:
+    one = victim("two")
+    files = bench.blocks_of(one)
+    DAMAGES["zeros"](files[1], files[5])
+    DAMAGES["cut short"](files[4], files[5])
+    expected = [*bench.expected["bystanders"], *bench.expected["two"]]
+    assert bench.tokens([*bystanders(), one]) == expected
+
+
+def test_more_is_computed_again_than_a_step_takes(bench: Bench) -> None:
+    one = victim("long", 16)
+    files = bench.blocks_of(one)
+    DAMAGES["the last bits"](files[1], files[5])
+    assert bench.tokens([one]) == bench.expected["long"]
+
+
+def test_requests_that_share_the_block_at_once(bench: Bench) -> None:
+    requests = sharers("alike")
+    files = bench.blocks_of(requests[0])
+    DAMAGES["a bit of the first layer"](files[3], files[5])
+    assert bench.tokens(requests) == bench.expected["shared alike"]
+    # What the engine keeps is right as well.
+    assert bench.tokens(requests[::-1]) == bench.expected["shared alike"][::-1]
+
+
+@pytest.mark.parametrize("steps", ABORT_STEPS)
+def test_the_request_that_met_the_damage_is_aborted(bench: Bench, steps: int) -> None:
+    first, *others = requests = sharers(str(steps))
+    expected = bench.expected[f"shared {steps}"]
+    files = bench.blocks_of(first)
+    DAMAGES["a bit of the first layer"](files[3], files[5])
+    assert bench.tokens([{**first, "abort_after": steps}, *others])[1:] == expected[1:]
+    assert bench.tokens(requests) == expected
+    bench.forget()
+    assert bench.tokens(requests) == expected
+
+
+def test_damage_everywhere_with_preemptions(bench: Bench) -> None:
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
+
+    for seed in range(3):
+        assert bench.tokens(crowd()) == bench.expected["crowd"]
+        bench.forget()
+        assert damage_some(list(block_files(bench.store).values()), seed) > 20
+    preempted = bench.engine.counters()["vllm:num_preemptions_total"]
+    assert bench.tokens(crowd()) == bench.expected["crowd"]
+    assert bench.engine.counters()["vllm:num_preemptions_total"] > preempted
+
+
+def test_each_cause_is_said_once(bench: Bench) -> None:
+    for cause in bench.failures():
+        assert bench.engine.log.count(f"(cause {cause}; its tokens are recomputed") == 1
+
+
+def test_the_store_vanishes_and_comes_back(bench: Bench) -> None:
+    stored, lost, back = victim("beside"), victim("lost"), victim("back")
+    bench.blocks_of(stored)
+    before = bench.failures(), bench.failures("dump")
+    shutil.rmtree(bench.store)
+    assert bench.tokens([stored]) == bench.expected["beside"]
+    assert bench.tokens([lost]) == bench.expected["lost"]
+    assert bench.tokens(crowd()) == bench.expected["crowd"]
+    assert bench.failures() != before[0]
+    assert bench.failures("dump") != before[1]
+    # The first save after a rest makes the directory anew.
+    time.sleep(2 * STORE["rest_seconds"])
+    bench.forget()
+    assert bench.tokens([lost]) == bench.expected["lost"]
+    wait_for(bench.store)
+    bench.blocks_of(back)
+    (answer,) = bench.engine.generate([back])
+    assert (answer.tokens, answer.cached) == (bench.expected["back"][0], 6 * BLOCK)
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file or directory is there."""
+    for _ in range(RESETS):
+        if path.exists():
+            return
+        time.sleep(PAUSE)
+    pytest.fail(f"{path} did not come back")

@@ -1,0 +1,148 @@
+"""Models whose KV cache is not one group of keys and values: sliding windows beside full attention, latent KV."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.prefix_workload import blocks_of, prompt, request
+from tests.e2e.workload import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tests.e2e.environment import Environment
+    from tests.e2e.prefix_engine import Answer
+    from tests.e2e.prefix_runs import PrefixRuns
+    from tests.e2e.workload import Request
+
+pytestmark = pytest.mark.e2e
+
+EXAMPLE = "ExampleConnector"
+#: The only block size of vLLM's latent attention on the CPU.
+MLA_BLOCK = 16
+
+
+def requests() -> list[list[Request]]:
+    """Batches: shorter than a window and much longer, with a common prefix, more at once than there is room for."""
+    lengths = (5, 31, 32, 33, 64, 97, 128, 257, 400, 700)
+    common = prompt(7 * BLOCK, "common")
+    shared = [request([*common, *prompt(9 + n, f"shared {n}")]) for n in range(4)]
+    crowd = [request(prompt(90 + 11 * n, "crowd"), 100) for n in range(12)]
+    return [*([request(prompt(length, "model"), 16)] for length in lengths), [request(common)], shared, crowd]
+
+
+def run(
+    environment: Environment, directory: Path, engine: Mapping[str, Any], store: Path | None = None, groups: int = 1
+) -> tuple[list[Answer], str]:
+    """What a fresh engine answers, and its log; ends when all blocks are in the store."""
+    from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_runs import IN_PROCESS, wait_for_blocks  # noqa: PLC0415
+
+    started = PrefixEngine(environment, directory, engine, IN_PROCESS)
+    with started:
+        answers = [answer for batch in requests() for answer in started.generate(batch)]
+        size = engine.get("block_size", BLOCK)
+        pairs = zip((one for batch in requests() for one in batch), answers, strict=True)
+        if store is not None:
+            wait_for_blocks(store, groups * len({block for pair in pairs for block in blocks_of(*pair, size)}))
+    return answers, started.log
+
+
+class Hybrid:
+    """The engines of a model with several KV-cache groups."""
+
+    def __init__(self, runs: PrefixRuns, directory: Path) -> None:
+        from tests.e2e.prefix_damage import damage_some  # noqa: PLC0415 - needs the build's packages
+        from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415
+        from tests.e2e.prefix_models import HYBRID, write_tiny_model  # noqa: PLC0415
+        from tests.e2e.prefix_runs import block_files  # noqa: PLC0415
+
+        environment = runs.environments[False]
+        model = write_tiny_model(environment, "hybrid", HYBRID)
+        # Room for two requests of the greatest length, in each of three groups.
+        engine = {"model": str(model), "num_gpu_blocks_override": 151}
+        store, damaged = directory / "store", directory / "damaged"
+        self.reference, _ = run(runs.environments[None], directory / "reference", engine)
+        layer_wise = connector(posix(store), "UCMLayerWiseConnector")
+        self.cold, self.cold_log = run(environment, directory / "cold", {**engine, **layer_wise}, store, 3)
+        shutil.copytree(store, damaged)
+        self.warm, self.warm_log = run(environment, directory / "warm", {**engine, **connector(posix(store))})
+        self.damaged_blocks = damage_some(list(block_files(damaged).values()), seed=1)
+        broken = connector(posix(damaged), "UCMLayerWiseConnector")
+        self.damaged, self.damaged_log = run(environment, directory / "broken", {**engine, **broken})
+
+
+@pytest.fixture(scope="module")
+def hybrid(prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    return Hybrid(prefix_runs, tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.mark.parametrize("name", ["cold", "warm", "damaged"])
+def test_tokens_with_several_groups(hybrid: Hybrid, name: str) -> None:
+    answers: list[Answer] = getattr(hybrid, name)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in hybrid.reference]
+
+
+def test_there_are_several_groups(hybrid: Hybrid) -> None:
+    for log in (hybrid.cold_log, hybrid.warm_log, hybrid.damaged_log):
+        assert ", 3 stores to look up" in log
+
+
+def test_prompts_beyond_the_window_are_loaded(hybrid: Hybrid) -> None:
+    prompts = [one["prompt"] for batch in requests() for one in batch]
+    cached = [answer.cached for answer in hybrid.warm]
+    assert cached == [(len(tokens) - 1) // BLOCK * BLOCK for tokens in prompts]
+
+
+def test_a_damaged_block_is_not_promised(hybrid: Hybrid) -> None:
+    assert hybrid.damaged_blocks > 20
+    assert sum(answer.cached or 0 for answer in hybrid.damaged) < sum(answer.cached or 0 for answer in hybrid.warm)
+    assert "PromisedBlockLostError" not in hybrid.damaged_log
+
+
+class Latent:
+    """The engines of a model with latent attention."""
+
+    def __init__(self, runs: PrefixRuns, directory: Path) -> None:
+        from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415 - needs the build's packages
+        from tests.e2e.prefix_models import MLA, write_tiny_model  # noqa: PLC0415
+
+        environment = runs.environments[False]
+        model = write_tiny_model(environment, "latent", MLA)
+        engine = {"model": str(model), "num_gpu_blocks_override": None, "block_size": MLA_BLOCK}
+        extra = {"shared_storage_path": str(directory / "example")}
+        transfer = {"kv_connector": EXAMPLE, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        example = {"kv_transfer_config": transfer}
+        ours = connector(posix(directory / "store"))
+        self.cold, _ = run(environment, directory / "cold", {**engine, **ours}, directory / "store")
+        self.warm, self.log = run(environment, directory / "warm", {**engine, **ours})
+        self.example_cold, _ = run(environment, directory / "example cold", {**engine, **example})
+        self.example_warm, _ = run(environment, directory / "example warm", {**engine, **example})
+
+
+@pytest.fixture(scope="module")
+def latent(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory) -> Latent:
+    if release == "0.27.1":
+        pytest.skip("vLLM 0.27.1 has no latent attention on the CPU")
+    return Latent(prefix_runs, tmp_path_factory.mktemp("latent"))
+
+
+def test_saving_latent_kv_changes_nothing(latent: Latent) -> None:
+    assert [answer.tokens for answer in latent.cold] == [answer.tokens for answer in latent.example_cold]
+
+
+def test_latent_kv_is_that_which_vllms_own_connector_loads(latent: Latent) -> None:
+    """vLLM's latent attention on the CPU does not go on from loaded KV as it would from computed KV.
+
+    It does not decode as it prefills either, and disables its own prefix cache there. So what is loaded is compared
+    with what vLLM's own connector loads, where both load the same tokens.
+    """
+    prompts = [one["prompt"] for batch in requests() for one in batch]
+    assert [a.cached for a in latent.warm] == [(len(tokens) - 1) // MLA_BLOCK * MLA_BLOCK for tokens in prompts]
+    pairs = [(a, b) for a, b in zip(latent.warm, latent.example_warm, strict=True) if a.cached == b.cached]
+    assert sum(a.cached or 0 for a, _ in pairs) > 1000
+    assert [a.tokens for a, _ in pairs] == [b.tokens for _, b in pairs]

@@ -1,0 +1,151 @@
+"""Stores in memory, in files and in both, restarts, and two engines at the same time on one store."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.prefix_workload import computed_blocks
+from tests.e2e.workload import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.e2e.prefix_engine import PrefixEngine
+    from tests.e2e.prefix_runs import PrefixRuns
+    from tests.e2e.prefix_workload import Played
+    from tests.e2e.workload import Request
+
+pytestmark = pytest.mark.e2e
+
+#: What the reference has answered; each prompt once.
+PHASES = ("boundary", "chunked", "document", "base")
+#: Every lookup looks.
+STORE: dict[str, Any] = {"lookup_cache_seconds": 0}
+
+
+@pytest.fixture(scope="module")
+def known(prefix_runs: PrefixRuns) -> list[Played]:
+    return [prefix_runs["reference"].phases[name] for name in PHASES]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in shared memory."""
+    directory = Path(tempfile.mkdtemp(prefix="ucm-e2e-", dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+def start(runs: PrefixRuns, directory: Path, store: dict[str, Any]) -> PrefixEngine:
+    from tests.e2e.prefix_engine import PrefixEngine, connector  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_runs import IN_PROCESS  # noqa: PLC0415
+
+    return PrefixEngine(runs.environments[False], directory, connector({**store, **STORE}), IN_PROCESS)
+
+
+def wait_for_all(store: Path, known: list[Played]) -> None:
+    """Wait until a directory has all blocks, and no more."""
+    from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415 - needs the build's packages
+
+    number = len(computed_blocks(known))
+    wait_for_blocks(store, number)
+    assert len(block_files(store)) == number
+
+
+def requests_of(known: list[Played]) -> list[Request]:
+    return [request for phase in known for request in phase.requests]
+
+
+def check(engine: PrefixEngine, known: list[Played], *, loaded: bool, rows: Sequence[int] | None = None) -> None:
+    """An engine answers as the reference did; with KV that it loads, all of it that can be, or none."""
+    requests, tokens = requests_of(known), [tokens for phase in known for tokens in phase.tokens]
+    chosen = range(len(requests)) if rows is None else rows
+    answers = engine.generate([requests[row] for row in chosen])
+    assert [answer.tokens for answer in answers] == [tokens[row] for row in chosen]
+    if loaded:
+        whole = [(len(requests[row]["prompt"]) - 1) // BLOCK * BLOCK for row in chosen]
+        assert [answer.cached for answer in answers] == whole
+    else:
+        assert not any(answer.cached for answer in answers)
+    failures = {name: n for name, n in engine.counters().items() if name.startswith("ucm:failures_total") and n}
+    assert not failures
+
+
+def loaded_from(engine: PrefixEngine, tier: str) -> float:
+    """Tokens whose KV an engine has loaded from a tier."""
+    return engine.counters()[f"ucm:hit_tokens_total{{tier={tier}}}"]
+
+
+def test_two_engines_at_once_on_one_store(prefix_runs: PrefixRuns, known: list[Played], tmp_path: Path) -> None:
+    from tests.e2e.prefix_engine import posix  # noqa: PLC0415 - needs the build's packages
+
+    store = posix(tmp_path / "store")
+    count = len(requests_of(known))
+    # Each computes two thirds, so that both write some blocks at the same time.
+    parts = [range(2 * count // 3), range(count // 3, count)]
+    with start(prefix_runs, tmp_path / "one", store) as one, start(prefix_runs, tmp_path / "other", store) as other:
+        one.wait_until_started()
+        other.wait_until_started()
+        with ThreadPoolExecutor(2) as pool:
+            done = [
+                pool.submit(engine.generate, [requests_of(known)[row] for row in rows])
+                for engine, rows in zip((one, other), parts, strict=True)
+            ]
+        tokens = [tokens for phase in known for tokens in phase.tokens]
+        for future, rows in zip(done, parts, strict=True):
+            assert [answer.tokens for answer in future.result()] == [tokens[row] for row in rows]
+        wait_for_all(tmp_path / "store", known)
+        for engine, rows in zip((one, other), reversed(parts), strict=True):
+            assert engine.reset()
+            check(engine, known, loaded=True, rows=rows)
+            assert loaded_from(engine, "posix") > 0
+
+
+def test_memory_alone(prefix_runs: PrefixRuns, known: list[Played], tmp_path: Path, memory: Path) -> None:
+    store = {"pipeline": "Dram", "dram_directory": str(memory / "store")}
+    with start(prefix_runs, tmp_path / "cold", store) as engine:
+        check(engine, known, loaded=False)
+        wait_for_all(memory / "store", known)
+        assert engine.reset()
+        check(engine, known, loaded=True)
+        assert loaded_from(engine, "dram") > 0
+    with start(prefix_runs, tmp_path / "warm", store) as engine:
+        check(engine, known, loaded=True)
+        assert loaded_from(engine, "dram") > 0
+
+
+def test_memory_above_two_directories(
+    prefix_runs: PrefixRuns, known: list[Played], tmp_path: Path, memory: Path
+) -> None:
+    from tests.e2e.prefix_engine import posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415
+
+    disk = tmp_path / "disk"
+    files = posix(disk / "one", disk / "two")
+    store = {**files, "pipeline": "Cache|Posix", "dram_directory": str(memory / "store")}
+    with start(prefix_runs, tmp_path / "cold", store) as engine:
+        check(engine, known, loaded=False)
+        wait_for_all(memory / "store", known)
+        wait_for_all(disk, known)
+        assert all(len(block_files(disk / name)) > 10 for name in ("one", "two"))
+    with start(prefix_runs, tmp_path / "warm", store) as engine:
+        check(engine, known, loaded=True)
+        assert loaded_from(engine, "dram") > 0
+        assert loaded_from(engine, "posix") == 0
+        for path in block_files(memory / "store").values():
+            path.unlink()
+        assert engine.reset()
+        check(engine, known, loaded=True)
+        assert loaded_from(engine, "posix") > 0
+        # What is loaded from below is there again the next time.
+        before = loaded_from(engine, "dram")
+        wait_for_blocks(memory / "store", 20)
+        assert engine.reset()
+        check(engine, known, loaded=True)
+        assert loaded_from(engine, "dram") > before
