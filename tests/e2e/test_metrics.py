@@ -26,9 +26,9 @@ OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=defau
 
 @pytest.fixture(scope="module")
 def environment(release: str) -> Environment:
-    from tests.e2e.environment import plain  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.environment import with_runtime  # noqa: PLC0415 - needs the build's packages
 
-    return plain(release)
+    return with_runtime(release)
 
 
 def test_with_vllms_own_classes(environment: Environment) -> None:
