@@ -143,6 +143,14 @@ class KVStore(ABC):
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Forget dumped shards that will not be committed, for instance of an aborted request."""
 
+    def stand_back(self, *, active: bool) -> None:
+        """Let the caller compute: a hint that what runs in the background should stay off the processors for a while.
+
+        Args:
+            active: Whether that begins or ends. A caller that waits for a task ends it as well.
+        """
+        del active
+
     @abstractmethod
     def wait(self, task: Task) -> TaskResult:
         """Block until a task is finished. May be called again, with the same result."""

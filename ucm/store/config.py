@@ -8,7 +8,7 @@ from typing import Any
 
 from ucm.errors import ConfigError
 
-MIB = 1 << 20
+GIB = 1 << 30
 
 
 def default_dram_directory() -> str:
@@ -59,7 +59,7 @@ class StoreConfig:
     load_threads: int = 4
     dump_threads: int = 2
     dump_nice: int = 19
-    dump_queue_bytes: int = 256 * MIB
+    dump_queue_bytes: int = 2 * GIB
     lookup_cache_keys: int = 65536
     lookup_cache_seconds: float = 3.0
     failures_until_rest: int = 3

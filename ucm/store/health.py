@@ -1,4 +1,4 @@
-"""A breaker: a directory that keeps failing is left alone for a while, then tried with one call.
+"""A breaker: a directory that keeps failing is left alone for a while, then tried with one call, the probe.
 
 UCM's stores have such a breaker; this one counts failures in a row instead of watching windows of time.
 """
@@ -6,9 +6,13 @@ UCM's stores have such a breaker; this one counts failures in a row instead of w
 from __future__ import annotations
 
 import time
-from threading import Lock
+from threading import Condition
 
 from ucm.logger import get_logger
+
+#: For how long, in seconds, other calls wait to hear how a probe went, so that what is queued behind one that goes well
+#: does not fail while it is under way. A medium that hangs keeps them no longer.
+_PATIENCE = 1.0
 
 
 class Breaker:
@@ -24,20 +28,28 @@ class Breaker:
         self._what = what
         self._limit = failures
         self._seconds = seconds
-        self._lock = Lock()
+        self._changed = Condition()
         self._row = 0
         self._until = 0.0
+        self._probing = False
+        self._patient_until = 0.0
 
     def allows(self) -> bool:
-        """Whether to try; after a rest, the one caller who hears True is the probe, and must tell how it went."""
+        """Whether to try; after a rest, the first caller who hears True is the probe, and must tell how it went.
+
+        Those who ask while the probe is under way wait for its outcome, a second at most.
+        """
         if self._row < self._limit:
             return True
-        with self._lock:
+        with self._changed:
             now = time.monotonic()
-            if now < self._until:
-                return False
-            self._until = now + self._seconds
-            return True
+            if now >= self._until:
+                self._until = now + self._seconds
+                self._patient_until = now + _PATIENCE
+                self._probing = True
+                return True
+            self._changed.wait_for(lambda: not self._probing, max(0.0, self._patient_until - now))
+            return self._row < self._limit
 
     @property
     def rests(self) -> bool:
@@ -46,29 +58,28 @@ class Breaker:
 
     @property
     def probing(self) -> bool:
-        """Whether what is under way is a probe: the last calls failed."""
+        """Whether what is under way can only be a probe: the last calls failed."""
         return self._row >= self._limit
 
     def succeeded(self) -> None:
         """Tell that a call went well."""
         if self._row == 0:
             return
-        with self._lock:
+        with self._changed:
             rested, self._row = self._row >= self._limit, 0
+            self._probing = False
+            self._changed.notify_all()
         if rested:
             get_logger().info("[UCM.Store] %s works again", self._what)
 
     def failed(self, reason: str) -> None:
         """Tell that a call failed."""
-        with self._lock:
+        with self._changed:
             self._row += 1
             self._until = time.monotonic() + self._seconds
-            rests = self._row == self._limit
-        if rests:
+            row, probed, self._probing = self._row, self._probing, False
+            self._changed.notify_all()
+        if probed or row == self._limit:
             get_logger().warning(
-                "[UCM.Store] %s rests for %.0f s after %d failures in a row: %s",
-                self._what,
-                self._seconds,
-                self._limit,
-                reason,
+                "[UCM.Store] %s rests for %.0f s after %d failures in a row: %s", self._what, self._seconds, row, reason
             )

@@ -1,14 +1,15 @@
-"""What a namespace's blocks depend on, as a text beside them, for operators: it tells why two engines do not share."""
+"""What a namespace's blocks depend on, as a text beside them, for operators: it tells why two engines do not share.
+
+The scheduler's process writes it when it starts; the workers' stores keep what they find when they are opened, and
+write it again where they make a namespace that somebody deleted.
+"""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
-from ucm.store.inventory import IDENTITY
-from ucm.store.posix_layout import FILE_MODE, Layout, owner_name
+from ucm.store.posix_layout import IDENTITY, Layout
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
@@ -28,18 +29,8 @@ def write_identity(config: StoreConfig, namespace: str, text: str) -> None:
         roots.append(config.dram_directory)
     for root in roots:
         try:
-            _write(Layout(root, namespace), text)
+            layout = Layout(root, namespace)
+            layout.identity = text.encode()
+            layout.make()
         except OSError as error:
             get_logger().warning("[UCM.Store] %s cannot be written below %s: %s", IDENTITY, root, error)
-
-
-def _write(layout: Layout, text: str) -> None:
-    place = Path(layout.base, IDENTITY)
-    if place.exists():
-        return
-    layout.make()
-    private = f"{layout.temporary}/{owner_name()}"
-    descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    Path(private).rename(place)

@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
 from ucm.store.inspection import stored_blocks
-from ucm.store.posix_layout import Layout, buckets, check_namespace, is_stale, namespaces
+from ucm.store.posix_layout import (
+    IDENTITY,
+    MAX_IDENTITY_BYTES,
+    Layout,
+    buckets,
+    check_namespace,
+    is_stale,
+    namespaces,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-#: The file beside a namespace's blocks in which an engine tells what they depend on.
-IDENTITY = "identity.json"
-_MOST_IDENTITY_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ def identity(layout: Layout) -> dict[str, Any] | None:
     """What was written beside the blocks of a namespace; None if there is nothing, or nothing that can be read."""
     try:
         with Path(layout.base, IDENTITY).open("rb") as file:
-            found = json.loads(file.read(_MOST_IDENTITY_BYTES))
+            found = json.loads(file.read(MAX_IDENTITY_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
+from ucm.store.background import enter_background
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,12 +23,14 @@ class Pool:
         name: Their name, of at most 13 characters so that system tools show it whole.
         threads: How many.
         nice: How much they give way to the process's other threads.
+        before: Called before each job; it returns when the job may be done.
     """
 
-    def __init__(self, name: str, threads: int, nice: int = 0) -> None:
+    def __init__(self, name: str, threads: int, nice: int = 0, before: Callable[[], None] | None = None) -> None:
         self._name = name
         self._count = threads
         self._nice = nice
+        self._before = before
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
@@ -64,16 +65,11 @@ class Pool:
             thread.join()
 
     def _run(self) -> None:
-        give_way(self._nice)
+        enter_background(self._nice)
         while (job := self._queue.get()) is not None:
             try:
+                if self._before is not None:
+                    self._before()
                 job()
             except Exception:  # noqa: BLE001 - a thread that ends would leave its queue waiting for ever
                 get_logger().exception("[UCM.Store] a job of %s failed in a way it must not", self._name)
-
-
-def give_way(nice: int) -> None:
-    """Lower the priority of the calling thread alone, where the system can (Linux)."""
-    if nice:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

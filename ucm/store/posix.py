@@ -111,18 +111,19 @@ class PosixTier(Tier):
         return hits
 
     def read(self, block: BlockTransfer, lease: str | None) -> bool:
-        """One call to the operating system for a whole block."""
+        """One call to the operating system for a whole block; of a lease, what was leased before what is there now."""
         self._keeper.start()
         codec, key = self._known_codec(), block.key
         directory = self._directory(key)
         path = directory.layout.block(key)
         try:
             try:
-                old = read_block(directory, codec, block, path)
-            except BlockMissingError:
+                first = path if lease is None else leased_path(directory.layout, lease, key)
+                old = read_block(directory, codec, block, first)
+            except (BlockMissingError, BlockCorruptError, BlockForeignError):
                 if lease is None:
                     raise
-                old = read_block(directory, codec, block, leased_path(directory.layout, lease, key))
+                old = read_block(directory, codec, block, path)
         except StoreError as error:
             self._note_failure(directory, key, error)
             raise

@@ -42,6 +42,9 @@ class Directory:
         self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds)
         self.writes = Breaker(f"writing to {root}", config.failures_until_rest, config.rest_seconds)
         check_root(root)
+        self.layout.keep_identity()
+        self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - as the root, a text
+        self._parent_device = _device(self._parent)
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a block is there, as far as its name tells."""
@@ -62,13 +65,14 @@ class Directory:
     def make(self) -> None:
         """Make the namespace's directories, where they are missing.
 
-        A root that vanished is made anew only by the call that tries it after a rest: until then it may be a file
-        system that is about to be mounted again.
+        A root that somebody deleted is made anew at once. Where the directory above it is another one, or on another
+        file system than before, the root may be about to be mounted again: then only the call that tries it after a
+        rest makes it.
 
         Raises:
             OSError: They cannot be made.
         """
-        if self.writes.probing:
+        if self.writes.probing or self._parent_device == _device(self._parent):
             make_directory(self.layout.root)
         self.layout.make()
 
@@ -79,6 +83,14 @@ class Directory:
             get_logger().warning(
                 "[UCM.Store] %s refuses direct I/O (%s); the page cache is used", self.layout.root, error.strerror
             )
+
+
+def _device(path: str) -> int:
+    """The file system that a directory is on; -1 if it is not there."""
+    try:
+        return Path(path).stat().st_dev
+    except OSError:
+        return -1
 
 
 def check_root(root: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucm.store.background import enter_background
 from ucm.store.posix_layout import buckets, key_of
 from ucm.store.posix_removals import PREFIX_BYTES, Position, read_removals
 
@@ -152,6 +153,7 @@ class NameIndex:
 
     def _list(self) -> None:
         """List all names, in a thread of its own; half of the time is left to others."""
+        enter_background()
         try:
             positions = [read_removals(layout, None)[0] for layout in self._layouts]
             parts: list[Prefixes] = []

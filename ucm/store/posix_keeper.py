@@ -14,7 +14,7 @@ from os import utime
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
-from ucm.store.pool import give_way
+from ucm.store.background import enter_background
 from ucm.store.posix_survey import evict, survey
 from ucm.store.posix_tidy import tidy
 
@@ -119,7 +119,7 @@ class Keeper:
         self._renew()
 
     def _run(self) -> None:
-        give_way(_NICEST)
+        enter_background(_NICEST)
         while not self._stop.is_set():
             try:
                 self._round()

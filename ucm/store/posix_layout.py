@@ -3,6 +3,7 @@
 ::
 
     <root>/<namespace>/NAMESPACE         says that this is ours, and the namespace
+    <root>/<namespace>/identity.json     what its blocks depend on; see ``identity_file``
     <root>/<namespace>/REMOVED           which blocks were taken out; see ``posix_removals``
     <root>/<namespace>/<2 hex>/<hex>     a block; the two parts are its key
     <root>/<namespace>/tmp/              blocks being written, named by their writers
@@ -20,6 +21,7 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MARKER = "NAMESPACE"
+#: The file in which an engine tells what the blocks depend on, and as much as is read of one.
+IDENTITY, MAX_IDENTITY_BYTES = "identity.json", 1 << 22
 TEMPORARY, ASIDE, LEASES = "tmp", "aside", "leases"
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 MAX_NAMESPACE = 200
@@ -74,6 +78,7 @@ class Layout:
         self.temporary = f"{self.base}/{TEMPORARY}"
         self.aside = f"{self.base}/{ASIDE}"
         self.leases = f"{self.base}/{LEASES}"
+        self.identity: bytes | None = None  #: what to write into that file where it is missing
         self._prefix = f"{self.base}/"
 
     def block(self, key: BlockKey) -> str:
@@ -92,17 +97,15 @@ class Layout:
         """
         for path in (self.base, self.aside, self.leases):
             make_directory(path)
-        marker = f"{self.base}/{MARKER}"
-        if not Path(marker).exists():
-            private = f"{self.leases}/{owner_name()}"
-            descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-            try:
-                os.write(descriptor, f"{self.namespace}\n".encode())
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            Path(private).rename(marker)
+        self._write(MARKER, f"{self.namespace}\n".encode())
+        if self.identity is not None:
+            self._write(IDENTITY, self.identity)
         make_directory(self.temporary)
+
+    def keep_identity(self) -> None:
+        """Remember what lies there about the blocks, if anything does, so that ``make`` writes it again."""
+        with suppress(OSError), Path(self.base, IDENTITY).open("rb") as file:
+            self.identity = file.read(MAX_IDENTITY_BYTES)
 
     def mend(self) -> None:
         """Make again what a namespace has lost that is there: somebody may have deleted it beside a running engine.
@@ -112,6 +115,19 @@ class Layout:
         """
         if Path(self.base).is_dir():
             self.make()
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Write one of the namespace's own files, whole at once, unless it is there."""
+        path = f"{self.base}/{name}"
+        if Path(path).exists():
+            return
+        private = f"{self.leases}/{owner_name()}"
+        descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        Path(private).rename(path)
 
 
 def make_directory(path: str) -> None:

@@ -49,6 +49,8 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
             directory.no_direct_io(error)
             used, refusal = _read(path, codec, block, direct=False)
     except FileNotFoundError:
+        if directory.reads.probing:
+            directory.reads.succeeded()  # the medium answers
         raise BlockMissingError(f"block {block.key.hex()} is not in the store", where=path) from None
     except OSError as error:
         raise directory.read_failed(error, path) from error

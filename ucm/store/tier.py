@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
 from ucm.store.base import TierStats
+from ucm.store.errors import StoreFullError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.store.base import BlockKey, BlockTransfer, Buffer
     from ucm.store.errors import StoreError
+
+
+#: Failures whose reasons are about the medium and not about one block, and how many of them are logged at most.
+_OF_THE_MEDIUM = (StoreFullError, StoreUnavailableError)
+_MOST_REASONS = 8
 
 
 class TierCounters:
@@ -32,6 +38,7 @@ class TierCounters:
         self._tier = tier
         self._lock = Lock()
         self._stats = TierStats()
+        self._reasons: dict[str, set[str]] = {}
 
     def looked_up(self, asked: int, found: int) -> None:
         """Count keys of a lookup."""
@@ -62,12 +69,17 @@ class TierCounters:
             self._stats.set_aside_blocks += 1
 
     def failed(self, operation: str, error: StoreError) -> None:
-        """Count a failure; the first of each kind is logged."""
+        """Count a failure; the first of each kind is logged, and the first with each reason of the medium's."""
         label = f"{operation}.{error.cause}"
         with self._lock:
             failures = self._stats.failures
-            count = failures[label] = failures.get(label, 0) + 1
-        if count == 1:
+            failures[label] = failures.get(label, 0) + 1
+            reasons = self._reasons.setdefault(label, set())
+            is_new = not reasons or (isinstance(error, _OF_THE_MEDIUM) and error.what not in reasons)
+            is_said = is_new and len(reasons) < _MOST_REASONS
+            if is_said:
+                reasons.add(error.what)
+        if is_said:
             get_logger().warning(
                 "[UCM.Store] %s in tier %s (logged once, counted from now on): %s", label, self._tier, error
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ucm.store.assembly import Assembly
 from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, StoreFullError
 from ucm.store.leases import Lease, LeasingStore
+from ucm.store.pace import Pace
 from ucm.store.pool import Pool
 from ucm.store.posix_layout import owner_name
 from ucm.store.promotion import Promoter
@@ -49,7 +50,8 @@ class TieredStore(LeasingStore):
         self._swept = time.monotonic()
         self._closed = False
         self._loads = Pool("ucm-load", config.load_threads)
-        self._dumps = Pool("ucm-dump", config.dump_threads, config.dump_nice)
+        self._pace = Pace()
+        self._dumps = Pool("ucm-dump", config.dump_threads, config.dump_nice, self._take_turn)
         self._promoter = Promoter(self._tiers, self._dumps)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -171,9 +173,16 @@ class TieredStore(LeasingStore):
                         jobs.append(assembly.abort)
         self._dumps.submit(jobs)
 
+    def stand_back(self, *, active: bool) -> None:
+        """Holds dumps, commits and promotions back, as long as little waits and nobody waits for them."""
+        self._pace.stand_back(active=active)
+
     def wait(self, task: Task) -> TaskResult:
         """Also after ``close``."""
-        return _known(task).result()
+        known = _known(task)
+        if not known.is_finished():
+            self._pace.hurry()
+        return known.result()
 
     def check(self, task: Task) -> bool:
         """Also after ``close``."""
@@ -193,6 +202,7 @@ class TieredStore(LeasingStore):
                 assembly.discarded = True
             idle = [assembly for assembly in self._assemblies.values() if not assembly.pending]
             self._assemblies.clear()
+        self._pace.hurry()
         self._promoter.close()
         self._loads.close()
         self._dumps.close()
@@ -200,6 +210,9 @@ class TieredStore(LeasingStore):
             assembly.abort()
         for tier in self._tiers:
             tier.close()
+
+    def _take_turn(self) -> None:
+        self._pace.take_turn(self._queued_bytes)
 
     def _load(self, task: TransferTask, block: BlockTransfer, lease: str | None) -> None:
         failure: StoreError | None = None

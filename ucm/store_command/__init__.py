@@ -4,7 +4,8 @@ With ``--json`` each subcommand prints one object. Sizes are bytes, times are IS
 ``dram``, and ``directory`` is a path as it was named.
 
 ``stat``: ``directories``, each with ``directory``, ``tier``, ``problem`` (null where it can be read), ``blocks``,
-``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``unmarked`` (paths), ``namespaces``;
+``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``bare`` (whether nothing of a store
+is in it), ``unmarked`` (paths), ``namespaces``;
 ``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``. A namespace has ``namespace``, ``identity``, ``blocks``,
 ``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``leases``, ``left_behind``, ``set_aside``, ``side_bytes``.
 
@@ -12,7 +13,9 @@ With ``--json`` each subcommand prints one object. Sizes are bytes, times are IS
 the file system does not tell), ``used``; ``matching`` and ``matching_bytes`` count also those beyond the limit.
 
 ``verify``: ``blocks``, ``bytes``, ``seconds``, ``bytes_per_second``, ``vanished``, ``damaged`` by cause, and
-``problems``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``, ``set_aside``.
+``problems``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``, ``set_aside``;
+``unreadable``, directories with ``directory``, ``tier``, ``reason``; ``bare``, those without a store, and ``unmarked``,
+namespaces without their marker (paths).
 
 ``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be), a list of ``directory``, ``tier``, ``namespace``,
 ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.store.inspection import stored_blocks
-from ucm.store.inventory import IDENTITY, left_behind, side_files
-from ucm.store.posix_layout import MARKER, buckets
+from ucm.store.inventory import left_behind, side_files
+from ucm.store.posix_layout import IDENTITY, MARKER, buckets
 from ucm.store.posix_removals import log_removals, removals_path
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         say_json(_data(outcome, dry_run=options.dry_run))
     else:
         say(_text(outcome, "would be deleted" if options.dry_run else "deleted"))
-        say(f"{one.path} ({one.tier}) cannot be read: {one.problem}" for one in places.broken)
+        say(places.complaints())
     return int(bool(outcome.failed or places.broken))
 
 

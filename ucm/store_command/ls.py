@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         say(_text(shown))
         shorter = f"; shown: {len(shown)}, all with --limit 0" if len(shown) < blocks else ""
         say([f"{blocks_and_bytes(blocks, nbytes)}{shorter}"])
-        say(f"{one.path} ({one.tier}) cannot be read: {one.problem}" for one in places.broken)
+        say(places.complaints())
     return int(bool(places.broken))
 
 

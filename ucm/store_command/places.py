@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from ucm.config.upstream import translate
 from ucm.config.validation import problems_of
 from ucm.errors import ConfigError, UcmError
 from ucm.store.config import StoreConfig
+from ucm.store.inventory import unmarked
 from ucm.store.posix_layout import namespaces
 
 if TYPE_CHECKING:
@@ -36,13 +38,27 @@ class Directory:
         tier: ``posix`` or ``dram``.
         path: As it was named.
         problem: Why it cannot be read; empty if it can.
-        optional: Whether it is in order that it is not there: engines make it.
+        missing: Whether it is not there, and engines make it when they start.
     """
 
     tier: str
     path: str
     problem: str = ""
-    optional: bool = False
+    missing: bool = False
+
+    @property
+    def optional(self) -> bool:
+        """Whether it is in order that it is not there: shared memory is empty after a boot."""
+        return self.missing and self.tier == "dram"
+
+    @property
+    def complaint(self) -> str:
+        """What is said where it cannot be read."""
+        said = f"{self.path} ({self.tier}) cannot be read: {self.problem}"
+        if not self.missing:
+            return said
+        mounted = "" if self.optional else "; if they have started, is its file system mounted?"
+        return f"{said}: engines make it when they start{mounted}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,22 @@ class Places:
     def broken(self) -> list[Directory]:
         """Those that should be there and cannot be read."""
         return [directory for directory in self.directories if directory.problem and not directory.optional]
+
+    def complaints(self) -> list[str]:
+        """What is said of the broken ones."""
+        return [directory.complaint for directory in self.broken]
+
+    def unmarked(self) -> list[str]:
+        """The paths of what looks like a namespace and lacks its marker."""
+        return [path for directory in self.readable for path in unmarked(directory.path)]
+
+    def bare(self) -> list[Directory]:
+        """The directories in which there is nothing of a store: it is new, elsewhere, or its disk is not mounted."""
+        return [
+            directory
+            for directory in self.readable
+            if not any(namespaces(directory.path)) and not unmarked(directory.path)
+        ]
 
     def chosen(self) -> list[tuple[Directory, Layout]]:
         """Every namespace that is meant, in every directory.
@@ -161,18 +193,23 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...]) -> Places:
     capacities: dict[str, int] = {}
     if settings.pipeline in WITH_DRAM:
         path = config.dram_directory
-        there = Path(path).exists()
-        directories.append(Directory("dram", path, _problem(path), optional=not there))
+        directories.append(_engines_directory("dram", path))
         if config.dram_capacity_bytes is not None:
             capacities["dram"] = config.dram_capacity_bytes
-        elif there:
+        elif not directories[0].missing:
             system = os.statvfs(path)
             capacities["dram"] = int(system.f_blocks * system.f_frsize * config.dram_capacity_fraction)
     if settings.pipeline in WITH_POSIX:
-        directories += [Directory("posix", path, _problem(path)) for path in config.directories]
+        directories += [_engines_directory("posix", path) for path in config.directories]
         if config.posix_capacity_bytes is not None:
             capacities["posix"] = config.posix_capacity_bytes
     return Places(tuple(directories), patterns, capacities, config)
+
+
+def _engines_directory(tier: str, path: str) -> Directory:
+    """One that engines make when they start."""
+    problem = _problem(path)
+    return Directory(tier, path, problem, missing=problem == os.strerror(errno.ENOENT))
 
 
 def _problem(path: str) -> str:

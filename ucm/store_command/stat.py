@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 from ucm.config.units import format_size
 from ucm.store.inventory import NamespaceStock, take_stock, unmarked
 from ucm.store_command.places import Directory, Places, find_places
-from ucm.store_command.text import ago, blocks_and_bytes, iso, many, progress, say, say_json, table
+from ucm.store_command.text import (
+    NO_STORE,
+    about_unmarked,
+    ago,
+    blocks_and_bytes,
+    iso,
+    many,
+    progress,
+    say,
+    say_json,
+    table,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -23,6 +34,7 @@ class DirectoryStock:
     directory: Directory
     namespaces: list[NamespaceStock] = field(default_factory=list)
     unmarked: list[str] = field(default_factory=list)
+    bare: bool = False  #: whether nothing of a store is in it
     free: int = 0  #: bytes of its file system that this user may still fill
     total: int = 0
 
@@ -68,6 +80,8 @@ def _count(places: Places) -> list[DirectoryStock]:
         stocks[directory].free = system.f_bavail * system.f_frsize
         stocks[directory].total = system.f_blocks * system.f_frsize
         stocks[directory].unmarked = unmarked(directory.path)
+    for directory in places.bare():
+        stocks[directory].bare = True
     return list(stocks.values())
 
 
@@ -82,20 +96,19 @@ def _text(places: Places, stocks: Sequence[DirectoryStock]) -> list[list[str]]:
 
 def _directory_text(stock: DirectoryStock) -> list[str]:
     directory = stock.directory
-    title = f"{directory.path} ({directory.tier})"
     if directory.problem:
-        expected = ": engines make it when they start" if directory.optional else ""
-        return [f"{title} cannot be read: {directory.problem}{expected}"]
+        return [directory.complaint]
     namespaces = many(len(stock.namespaces), "namespace", "namespaces")
     free = f"{format_size(stock.free)} of {format_size(stock.total)} free on its file system"
-    lines = [f"{title}: {namespaces}, {blocks_and_bytes(stock.blocks, stock.nbytes)}; {free}"]
+    lines = [
+        f"{directory.path} ({directory.tier}): {namespaces}, {blocks_and_bytes(stock.blocks, stock.nbytes)}; {free}"
+    ]
     if stock.namespaces:
         lines += [f"  {line}" for line in _namespace_table(stock.namespaces)]
+    elif stock.bare:
+        lines.append(f"  There is {NO_STORE}.")
     for path in stock.unmarked:
-        lines += [
-            f"  {path} looks like a namespace and lacks its marker, so nobody looks after it.",
-            "    An engine that uses it makes the marker again within minutes; if none does, delete the directory.",
-        ]
+        lines += [f"  {line}" for line in about_unmarked(path)]
     return lines
 
 
@@ -147,6 +160,7 @@ def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
         "side_bytes": stock.side_nbytes,
         "free_bytes": stock.free,
         "total_bytes": stock.total,
+        "bare": stock.bare,
         "unmarked": stock.unmarked,
         "namespaces": [
             {

@@ -15,6 +15,8 @@ from ucm.config.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+#: What an empty directory is.
+NO_STORE = "no store here: none was written yet, this is another directory, or its file system is not mounted"
 _STEPS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
@@ -81,6 +83,14 @@ def many(number: int, one: str, more: str) -> str:
 def blocks_and_bytes(blocks: int, nbytes: int) -> str:
     """How much that is."""
     return f"{many(blocks, 'block', 'blocks')}, {format_size(nbytes)}"
+
+
+def about_unmarked(path: str) -> list[str]:
+    """What to say of a namespace without its marker."""
+    return [
+        f"{path} looks like a namespace and lacks its marker, so nobody looks after it.",
+        "  An engine that uses it makes the marker again within minutes; if none does, delete the directory.",
+    ]
 
 
 def progress(what: str, total: int | None, unit: str) -> tqdm.tqdm[Any]:

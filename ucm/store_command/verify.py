@@ -13,7 +13,7 @@ from ucm.errors import UcmError
 from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError
 from ucm.store.inspection import StoredBlock, check_block, put_aside, stored_blocks
 from ucm.store_command.places import Directory, Places, find_places
-from ucm.store_command.text import blocks_and_bytes, many, progress, say, say_json
+from ucm.store_command.text import NO_STORE, about_unmarked, blocks_and_bytes, many, progress, say, say_json
 
 if TYPE_CHECKING:
     import argparse
@@ -30,6 +30,47 @@ class Problem:
     block: StoredBlock
     error: StoreError
     set_aside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """What keeps a verdict from being one about the whole store.
+
+    Args:
+        broken: Directories that cannot be read.
+        bare: Directories on a disk without anything of a store; those in memory are so after a boot.
+        unmarked: The paths of namespaces without their marker, which are not read.
+    """
+
+    broken: list[Directory]
+    bare: list[Directory]
+    unmarked: list[str]
+
+    @classmethod
+    def of(cls, places: Places) -> Lacks:
+        """Look."""
+        return cls(places.broken, [one for one in places.bare() if one.tier != "dram"], places.unmarked())
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.broken or self.bare or self.unmarked)
+
+    def text(self) -> list[str]:
+        """For people."""
+        return [
+            *(one.complaint for one in self.broken),
+            *(f"{one.path} ({one.tier}): {NO_STORE}" for one in self.bare),
+            *(line for path in self.unmarked for line in about_unmarked(path)),
+        ]
+
+    def data(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "unreadable": [{"directory": one.path, "tier": one.tier, "reason": one.problem} for one in self.broken],
+            "bare": [one.path for one in self.bare],
+            "unmarked": self.unmarked,
+        }
 
 
 @dataclass
@@ -50,7 +91,7 @@ class Verdict:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read, and print; 1 if anything is not as it should be.
+    """Read, and print; 1 if anything is not as it should be, or could not be verified.
 
     Raises:
         UcmError: The options name nothing that is there.
@@ -59,12 +100,12 @@ def run(options: argparse.Namespace) -> int:
         raise UcmError("somebody has to read", where="--threads 0", fix="give it 1 or more")
     places = find_places(options)
     verdict = verify(places, options.threads, options.set_aside)
+    lacks = Lacks.of(places)
     if options.json:
-        say_json(_data(verdict))
+        say_json({**_data(verdict), **lacks.data()})
     else:
-        say(_text(verdict))
-        say(f"{one.path} ({one.tier}) cannot be read: {one.problem}" for one in places.broken)
-    return int(bool(verdict.problems or places.broken))
+        say(_text(verdict, lacks))
+    return int(bool(verdict.problems) or lacks.is_bad)
 
 
 def verify(places: Places, threads: int, set_aside: bool) -> Verdict:
@@ -138,8 +179,8 @@ class _Reader:
             self._verdict.problems.append(Problem(directory, block, error, aside))
 
 
-def _text(verdict: Verdict) -> list[str]:
-    lines = []
+def _text(verdict: Verdict, lacks: Lacks) -> list[str]:
+    lines = lacks.text()
     for problem in verdict.problems:
         done = "; set aside" if problem.set_aside else ""
         lines += [f"{problem.error.cause}: {problem.error.what}{done}", f"  {problem.block.path}"]
@@ -147,7 +188,13 @@ def _text(verdict: Verdict) -> list[str]:
     gone = f"; {many(verdict.vanished, 'was', 'were')} deleted meanwhile" if verdict.vanished else ""
     lines.append(f"{blocks_and_bytes(verdict.blocks, verdict.nbytes)} read in {verdict.seconds:.1f} s, {rate}/s{gone}")
     bad = ", ".join(f"{count:,} {cause}" for cause, count in verdict.by_cause.items())
-    return [*lines, f"Not as they should be: {bad}." if bad else "Every block is as it was written."]
+    if bad:
+        return [*lines, f"Not as they should be: {bad}."]
+    if not verdict.blocks:
+        return [*lines, "Nothing was verified: there are no blocks."]
+    if lacks.is_bad:
+        return [*lines, "Every block that was read is as it was written; not all could be, see above."]
+    return [*lines, "Every block is as it was written."]
 
 
 def _data(verdict: Verdict) -> dict[str, Any]:

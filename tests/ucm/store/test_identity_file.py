@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import stat
 from typing import TYPE_CHECKING
 
+from tests.ucm.store.blocks import ODD, key, save
 from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
 from ucm.store.identity_file import write_identity
 from ucm.store.inventory import identity
 from ucm.store.posix_layout import Layout, namespaces
@@ -29,6 +32,18 @@ def test_it_lies_in_every_directory_and_for_its_owner_alone(tmp_path: Path) -> N
         assert identity(layout) == {"name": "model"}
         assert stat.S_IMODE((tmp_path / layout.base / "identity.json").stat().st_mode) == 0o600
         assert [found.namespace for found in namespaces(root)] == ["model/tp0"]
+
+
+def test_a_store_that_makes_a_deleted_namespace_writes_it_again(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    config = StoreConfig(directories=(str(root),), lookup_cache_keys=0)
+    write_identity(config, "model/tp0", json.dumps({"name": "model"}))
+    with open_store(config, "model/tp0", ODD) as store:
+        for gone in (root, next(root.iterdir())):
+            shutil.rmtree(gone)
+            assert save(store, [key(1)], ODD).failed == {}
+            assert identity(Layout(str(root), "model/tp0")) == {"name": "model"}
 
 
 def test_the_first_one_stays(tmp_path: Path) -> None:

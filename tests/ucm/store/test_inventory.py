@@ -11,8 +11,8 @@ import pytest
 from tests.ucm.store.blocks import ODD, key, save
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.inventory import IDENTITY, identity, left_behind, side_files, take_stock, unmarked
-from ucm.store.posix_layout import Layout, owner_name
+from ucm.store.inventory import identity, left_behind, side_files, take_stock, unmarked
+from ucm.store.posix_layout import IDENTITY, Layout, owner_name
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig

@@ -79,6 +79,32 @@ def test_a_block_deleted_at_the_very_moment_is_loaded_by_its_lease(
     assert loaded(store, lease.token) == [False] * 6
 
 
+def test_a_block_that_was_written_again_and_damaged_is_loaded_by_its_lease(store: LeasingStore, layout: Layout) -> None:
+    lease = store.lease(KEYS)
+    path = Path(layout.block(KEYS[2]))
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.unlink()
+    path.write_bytes(damaged)
+    assert loaded(store, lease.token) == [True] * 6
+    assert loaded(store, None) == [index != 2 for index in range(6)]
+    store.release(lease)
+
+
+def test_a_leased_copy_that_was_damaged_is_not_the_last_word(store: LeasingStore, layout: Layout) -> None:
+    lease = store.lease(KEYS)
+    path = Path(layout.block(KEYS[2]))
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    path.unlink()
+    path.write_bytes(whole)
+    assert loaded(store, lease.token) == [True] * 6
+    assert store.stats()["posix"].failures == {}
+    store.release(lease)
+
+
 def test_leased_bytes_count(store: LeasingStore, layout: Layout) -> None:
     before = survey(layout.root).nbytes
     lease = store.lease(KEYS)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.store.blocks import ODD, content, fetch, files, filled, key, save
-from ucm.store import posix_space
+from ucm.store import posix_directory, posix_space
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
-from ucm.store.errors import StoreFullError, StoreUnavailableError
+from ucm.store.errors import BlockMissingError, StoreFullError, StoreUnavailableError
 from ucm.store.factory import open_store
 from ucm.store.posix_layout import Layout
 
@@ -39,19 +39,34 @@ def test_an_emptied_directory_is_filled_again_at_once(config: StoreConfig) -> No
         assert store.lookup(KEYS) == [True] * len(KEYS)
 
 
-def test_a_vanished_directory_comes_back_after_a_rest(config: StoreConfig, said: list[str], clock: Clock) -> None:
+def test_a_deleted_directory_is_made_again_at_once(config: StoreConfig, said: list[str]) -> None:
     root = Path(config.directories[0])
     with open_store(config, NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
         shutil.rmtree(root)
+        assert fetch(store, KEYS, ODD)[0] == {}
+        assert save(store, KEYS, ODD).failed == {}
+        assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert not any("rests" in line for line in said)
+
+
+def test_a_directory_whose_file_system_went_comes_back_after_a_rest(
+    config: StoreConfig, said: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unmounting needs rights that tests lack: the directory is deleted, and the one above it told to be on another."""
+    root = Path(config.directories[0])
+    with open_store(config, NAMESPACE, ODD) as store:
+        save(store, KEYS, ODD)
+        shutil.rmtree(root)
+        monkeypatch.setattr(posix_directory, "_device", lambda _: 0)
         assert fetch(store, KEYS, ODD)[0] == {}
         for block in KEYS[:5]:
             assert isinstance(save(store, [block], ODD).failed[block], StoreUnavailableError)
         assert not root.exists()
         assert any("rests for 30 s after 3 failures" in line for line in said)
         clock.now += config.rest_seconds
-        assert save(store, KEYS[:1], ODD).failed == {}  # the probe
-        assert save(store, KEYS, ODD).failed == {}
+        assert save(store, KEYS, ODD).failed == {}, "what is queued behind the probe waits for it"
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
         assert any(line.endswith("works again") for line in said)
         assert stat.S_IMODE(root.stat().st_mode) == 0o700
@@ -82,6 +97,7 @@ def test_the_other_directories_go_on(tmp_path: Path) -> None:
         assert sum(held) == len(keys)
         assert min(held) > 10
         shutil.rmtree(roots[0])
+        roots[0].write_bytes(b"")
         assert store.lookup(keys).count(True) == held[1]
         loaded, failed = fetch(store, keys, ODD)
         assert len(loaded) == held[1]
@@ -159,6 +175,23 @@ def test_a_medium_that_fails_while_reading_rests(
         assert fetch(store, KEYS[:1], ODD)[0] == {KEYS[0]: content(KEYS[0], ODD)}
         assert fetch(store, KEYS, ODD)[1] == {}
         assert store.stats()["posix"].set_aside_blocks == 0
+
+
+def test_a_medium_that_says_that_a_block_is_gone_works_again(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, "made up")
+
+    with open_store(config, NAMESPACE, ODD) as store:
+        save(store, KEYS, ODD)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", refuse)
+            fetch(store, KEYS, ODD)
+        clock.now += config.rest_seconds
+        assert isinstance(fetch(store, [key(99)], ODD)[1][key(99)], BlockMissingError)  # the probe
+        assert store.lookup(KEYS) == [True] * len(KEYS)
+        assert fetch(store, KEYS, ODD)[1] == {}
 
 
 def test_short_transfers_are_continued(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:

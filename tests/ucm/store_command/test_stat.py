@@ -37,6 +37,7 @@ def test_for_a_program(kept: Kept, ask: Callable[..., Answer]) -> None:
     (directory,) = data["directories"]
     assert (directory["directory"], directory["tier"], directory["problem"]) == (str(kept.root), "posix", None)
     assert (directory["blocks"], directory["bytes"], directory["side_bytes"]) == (14, 14 * FILE, 0)
+    assert (directory["bare"], directory["unmarked"]) == (False, [])
     assert 0 < directory["free_bytes"] < directory["total_bytes"]
     big, small = directory["namespaces"]
     assert (big["namespace"], big["blocks"], big["bytes"]) == (BIG, 10, 10 * FILE)
@@ -92,6 +93,8 @@ def test_an_empty_directory_is_no_problem(tmp_path: Path, ask: Callable[..., Ans
     answer = ask("stat", "--directory", tmp_path)
     assert answer.code == 0
     assert "0 namespaces, 0 blocks" in answer.out
+    assert "\n  There is no store here: none was written yet, " in answer.out
+    assert ask("stat", "--json", "--directory", tmp_path).data["directories"][0]["bare"] is True
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,8 +137,10 @@ def test_a_configured_directory_that_is_gone_is_a_problem(
     for command in ("stat", "ls", "verify", "gc"):
         answer = ask(command, "--config", file)
         assert answer.code == 1
-        assert f"{tmp_path}/gone (posix) cannot be read: No such file or directory" in answer.out
+        assert f"{tmp_path}/gone (posix) cannot be read: No such file or directory: engines make it " in answer.out
+        assert "; if they have started, is its file system mounted?\n" in answer.out
     assert not (tmp_path / "gone").exists()
     shutil.rmtree(kept.root)
     kept.root.write_text("", encoding="utf-8")
-    assert "Not a directory" in ask("stat", "--config", file).out
+    out = ask("stat", "--config", file).out
+    assert f"{kept.root} (posix) cannot be read: Not a directory\n" in out

@@ -136,7 +136,63 @@ def test_nobody_to_read(kept: Kept, ask: Callable[..., Answer]) -> None:
     assert ask("verify", "--directory", kept.root, "--threads", 0).code == 2
 
 
-def test_an_empty_directory(tmp_path: Path, ask: Callable[..., Answer]) -> None:
-    answer = ask("verify", "--directory", tmp_path)
+def test_where_no_store_is_nothing_was_verified(kept: Kept, tmp_path: Path, ask: Callable[..., Answer]) -> None:
+    """A directory that is another one, or whose disk is not mounted, must not look sound."""
+    other = tmp_path / "other"
+    (other / "lost+found").mkdir(parents=True)
+    answer = ask("verify", "--directory", other)
+    assert answer.code == 1
+    assert answer.out.startswith(f"{other} (posix): no store here: ")
+    assert answer.out.endswith("\nNothing was verified: there are no blocks.\n")
+    answer = ask("verify", "--directory", kept.root, "--directory", other)
+    assert answer.code == 1
+    assert answer.out.endswith("\nEvery block that was read is as it was written; not all could be, see above.\n")
+    data = ask("verify", "--json", "--directory", kept.root, "--directory", other).data
+    assert (data["blocks"], data["bare"], data["unmarked"], data["unreadable"]) == (14, [str(other)], [], [])
+
+
+def test_a_namespace_without_its_marker_is_not_read_and_a_problem(kept: Kept, ask: Callable[..., Answer]) -> None:
+    kept.side(BIG, "NAMESPACE").unlink()
+    answer = ask("verify", "--directory", kept.root)
+    assert answer.code == 1
+    assert answer.out.startswith(f"{kept.side(BIG, '.')} looks like a namespace and lacks its marker")
+    assert answer.out.endswith("not all could be, see above.\n")
+    kept.side(SMALL, "NAMESPACE").unlink()
+    answer = ask("verify", "--directory", kept.root)
+    assert answer.code == 1
+    assert "no store here" not in answer.out
+    assert answer.out.endswith("Nothing was verified: there are no blocks.\n")
+    data = ask("verify", "--json", "--directory", kept.root).data
+    assert data["unmarked"] == [str(kept.side(BIG, ".")), str(kept.side(SMALL, "."))]
+
+
+def test_a_store_without_blocks_is_in_order(kept: Kept, ask: Callable[..., Answer]) -> None:
+    for namespace in (BIG, SMALL):
+        for number in kept.blocks(namespace):
+            kept.path(namespace, number).unlink()
+    answer = ask("verify", "--directory", kept.root)
     assert answer.code == 0
-    assert answer.out.startswith("0 blocks, 0 B read")
+    assert answer.out.endswith("Nothing was verified: there are no blocks.\n")
+
+
+def test_a_tier_in_memory_may_be_empty(kept: Kept, ask: Callable[..., Answer], tmp_path: Path) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    (tmp_path / "memory").mkdir()
+    file.write_text(
+        f"store: {{pipeline: Cache|Posix, directories: ['{kept.root}'], dram_directory: '{tmp_path}/memory'}}",
+        encoding="utf-8",
+    )
+    answer = ask("verify", "--config", file)
+    assert answer.code == 0
+    assert answer.out.endswith("Every block is as it was written.\n")
+
+
+def test_a_directory_that_is_gone_is_never_sound(kept: Kept, ask: Callable[..., Answer], tmp_path: Path) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text(f"store: {{directories: ['{kept.root}', '{tmp_path}/gone']}}", encoding="utf-8")
+    answer = ask("verify", "--config", file)
+    assert answer.code == 1
+    assert "Every block is as it was written." not in answer.out
+    assert ask("verify", "--json", "--config", file).data["unreadable"] == [
+        {"directory": f"{tmp_path}/gone", "tier": "posix", "reason": "No such file or directory"}
+    ]

@@ -1,0 +1,88 @@
+"""Rests and probes, and what is said of failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.store import health
+from ucm.store.errors import BlockMissingError, StoreUnavailableError
+from ucm.store.health import Breaker
+from ucm.store.tier import TierCounters
+
+if TYPE_CHECKING:
+    from tests.ucm.store.conftest import Clock
+
+
+@pytest.fixture
+def resting(clock: Clock) -> Breaker:
+    """One whose rest is over: the next call is the probe."""
+    breaker = Breaker("it", 3, 30.0)
+    for _ in range(3):
+        assert breaker.allows()
+        breaker.failed("broken")
+    assert not breaker.allows()
+    clock.now += 30
+    return breaker
+
+
+@pytest.mark.parametrize("goes_well", [True, False])
+def test_who_comes_during_the_probe_hears_how_it_went(resting: Breaker, goes_well: bool) -> None:
+    assert resting.allows()
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(resting.allows) for _ in range(8)]
+        time.sleep(0.05)
+        assert not any(other.done() for other in others)
+        if goes_well:
+            resting.succeeded()
+        else:
+            resting.failed("broken")
+        assert [other.result(timeout=10) for other in others] == [goes_well] * 8
+
+
+def test_a_probe_that_hangs_keeps_the_others_for_a_moment(resting: Breaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_PATIENCE", 0.01)
+    assert resting.allows()
+    waiting = threading.Thread(target=resting.allows)
+    waiting.start()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    assert not resting.allows()
+
+
+def test_the_reason_is_said_at_each_rest(resting: Breaker, said: list[str], clock: Clock) -> None:
+    said.clear()
+    for reason in ("still broken", "no permission"):
+        assert resting.allows()
+        resting.failed(reason)
+        resting.failed("of a call that was under way")
+        clock.now += 30
+    assert said == [
+        "[UCM.Store] it rests for 30 s after 4 failures in a row: still broken",
+        "[UCM.Store] it rests for 30 s after 6 failures in a row: no permission",
+    ]
+    assert resting.allows()
+    resting.succeeded()
+    resting.succeeded()
+    assert said[2:] == ["[UCM.Store] it works again"]
+
+
+def test_another_reason_of_the_medium_is_said_as_well(said: list[str]) -> None:
+    counters = TierCounters("posix")
+    for reason in ("no such directory", "no permission", "no such directory", "no permission"):
+        counters.failed("dump", StoreUnavailableError(reason))
+    for number in range(3):
+        counters.failed("load", BlockMissingError(f"block {number} is not there"))
+    assert [line.rpartition(": ")[2] for line in said] == ["no such directory", "no permission", "block 0 is not there"]
+    assert counters.snapshot(None, None).failures == {"dump.unavailable": 4, "load.missing": 3}
+
+
+def test_reasons_without_end_are_not_said_without_end(said: list[str]) -> None:
+    counters = TierCounters("posix")
+    for number in range(100):
+        counters.failed("dump", StoreUnavailableError(f"reason {number}"))
+    assert len(said) == 8
