@@ -14,7 +14,7 @@ raised in one ends the step, as one in vLLM's own code would.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ucm.errors import SparseMethodError
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch import Tensor
+
+    from ucm.sparse.attention import AttentionView
+    from ucm.sparse.options import MethodOptions
 
 #: The slot count that means: this request is dense, allocate as vLLM does.
 INVALID_SLOT = -1
@@ -41,7 +44,16 @@ class SparseMethod:
         vllm_config: vLLM's ``VllmConfig``.
         role: The side that this instance serves.
         options: The method's own settings, as the operator wrote them.
+
+    Attributes:
+        attention: The worker's attention layers; set before any other call on the worker's side.
+        options_type: What declares its settings, so that they can be checked without an engine; None if nothing does.
+        needed_hooks: The groups of rewritten modules that it cannot do without, as their switches name them.
     """
+
+    attention: AttentionView
+    options_type: ClassVar[type[MethodOptions] | None] = None
+    needed_hooks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         self.vllm_config = vllm_config
@@ -49,6 +61,9 @@ class SparseMethod:
         self.options = options
 
     # The scheduler's side: one call per event, in EngineCore.
+
+    def scheduler_started(self, scheduler: Any) -> None:
+        """The scheduler exists, vLLM's ``Scheduler``, with its KV-cache manager; called once, before any request."""
 
     def request_added(self, request: Any) -> None:
         """A new request has entered the queue; not called for further chunks of a streaming one.
@@ -115,6 +130,12 @@ class SparseMethod:
         """A request has ended, for whatever reason; its blocks are about to be freed."""
 
     # The worker's side: in every worker, in this order within a step.
+
+    def worker_started(self) -> None:
+        """`attention` is there, the model not yet; called once: the place to refuse an engine."""
+
+    def layer_seen(self, layer_name: str) -> None:
+        """A layer's attention ran without a request, while vLLM measured its memory: the place to refuse a layer."""
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
         """A step has arrived; the runner's batch is still that of the step before."""

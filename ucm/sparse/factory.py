@@ -12,11 +12,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 #: The methods that come with UCM; any other is named as ``package.module:Class``.
-METHODS = {"Probe": "ucm.sparse.probe:Probe"}
+METHODS = {
+    "BlockRetrieval": "ucm.sparse.esa:ESA",
+    "BlockTopK": "ucm.sparse.block_topk:BlockTopK",
+    "ESA": "ucm.sparse.esa:ESA",
+    "GSAOnDevice": "ucm.sparse.block_topk:GSAOnDevice",
+    "Probe": "ucm.sparse.probe:Probe",
+    "SinkWindow": "ucm.sparse.sink_window:SinkWindow",
+    "StreamingLLM": "ucm.sparse.sink_window:SinkWindow",
+}
 
 
 def create_method(name: str, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> SparseMethod:
     """An instance of a configured method.
+
+    Raises:
+        ConfigError: If there is no such method, the name does not lead to one, or an option is wrong.
+    """
+    return method_class(name)(vllm_config, role, options)
+
+
+def method_class(name: str) -> type[SparseMethod]:
+    """The class of a method.
 
     Raises:
         ConfigError: If there is no such method, or the name does not lead to one.
@@ -41,4 +58,4 @@ def create_method(name: str, vllm_config: Any, role: Role, options: Mapping[str,
         raise ConfigError(
             f"{name!r} is not a sparse method", where="ucm_sparse_config", fix="derive it from SparseMethod"
         )
-    return method(vllm_config, role, options)
+    return method

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["HOOKS", "METADATA_RECEIVED", "Probe", "ProcessReport", "read_reports"]
 
-#: The methods that are counted, in their order in `SparseMethod`; all requests stay dense, so nothing is allocated.
+#: What no rule of a transform calls: the seam itself does, and all requests stay dense, so nothing is allocated.
+_OF_THE_SEAM = ("scheduler_started", "worker_started", "layer_seen", "allocate_slots")
+#: The methods that are counted, in their order in `SparseMethod`.
 HOOKS = tuple(
     name
     for name, member in vars(SparseMethod).items()
-    if callable(member) and not name.startswith("_") and name != "allocate_slots"
+    if callable(member) and not name.startswith("_") and name not in _OF_THE_SEAM
 )
 #: Counts the steps that brought the worker what `Probe.build_metadata` had returned in EngineCore.
 METADATA_RECEIVED = "metadata_received"

@@ -1,0 +1,152 @@
+"""What is refused, and what each refusal says."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ucm.errors import SparseMethodError
+from ucm.integration.vllm.sparse.layers import AttentionLayers
+
+NAME = "model.layers.0.self_attn.attn"
+
+
+class Graphs(enum.Enum):
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_AND_PIECEWISE = 3
+
+    def has_full_cudagraphs(self) -> bool:
+        return self in {Graphs.FULL, Graphs.FULL_AND_PIECEWISE}
+
+
+def config(layers: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """As much of a ``VllmConfig`` as is looked at; ``changes`` are ``section__name`` to value."""
+    sections: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "model": "some/model",
+            "use_mla": False,
+            "is_encoder_decoder": False,
+            "runner_type": "generate",
+            "enforce_eager": False,
+        },
+        "cache_config": {"sliding_window": None, "block_size": 32, "cache_dtype": "auto"},
+        "parallel_config": {"decode_context_parallel_size": 1, "enable_dbo": False},
+        "compilation_config": {"cudagraph_mode": Graphs.PIECEWISE, "static_forward_context": layers or {}},
+    }
+    whole = {}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            sections[section][name] = value
+        else:
+            whole[section] = value
+    made = {name: SimpleNamespace(**values) for name, values in sections.items()}
+    return SimpleNamespace(**{"speculative_config": None, **made, **whole})
+
+
+def old_flag(flag: bool) -> Any:
+    """The compilation settings of releases before there were modes."""
+    return SimpleNamespace(full_cuda_graph=flag, static_forward_context={})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config(),
+        config(compilation_config__cudagraph_mode=Graphs.NONE),
+        config(compilation_config__cudagraph_mode=Graphs.FULL, model_config__enforce_eager=True),
+        config(compilation_config=old_flag(False)),
+        config(model_config__runner_type="auto"),
+    ],
+)
+def test_what_is_served(settings: Any) -> None:
+    AttentionLayers(settings).require_engine()
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "where", "fix"),
+    [
+        (config(model_config__use_mla=True), "latent attention", "some/model", "without ucm_sparse_config"),
+        (config(model_config__is_encoder_decoder=True), "encoder-decoder", "some/model", "without ucm_sparse_config"),
+        (config(model_config__runner_type="pooling"), "text generation only", "pooling", "without ucm_sparse_config"),
+        (config(cache_config__sliding_window=4096), "sliding window", "some/model", "without ucm_sparse_config"),
+        (config(model_config__attention_chunk_size=8192), "within chunks", "some/model", "without"),
+        (config(model_config__is_hybrid=True), "mix attention", "some/model", "without"),
+        (config(speculative_config=object()), "speculative decoding", "speculative_config", "--speculative-config"),
+        (
+            config(parallel_config__decode_context_parallel_size=2),
+            "context parallelism",
+            "decode_context_parallel_size = 2",
+            "--decode-context-parallel-size 1",
+        ),
+        (config(parallel_config__prefill_context_parallel_size=2), "context parallelism", "prefill_", "--prefill-"),
+        (config(parallel_config__enable_dbo=True), "micro-batches", "enable_dbo", "--enable-dbo"),
+        (
+            config(compilation_config__cudagraph_mode=Graphs.FULL_AND_PIECEWISE),
+            "full CUDA graphs",
+            "cudagraph_mode = FULL_AND_PIECEWISE",
+            '{"cudagraph_mode": "PIECEWISE"}',
+        ),
+        (config(compilation_config=old_flag(True)), "full CUDA graphs", "full_cuda_graph", "--enforce-eager"),
+    ],
+)
+def test_an_engine_that_is_refused(settings: Any, what: str, where: str, fix: str) -> None:
+    with pytest.raises(SparseMethodError, match=what) as caught:
+        AttentionLayers(settings).require_engine()
+    assert where in caught.value.where
+    assert fix in caught.value.fix
+
+
+class CPUAttentionBackendImpl:
+    """By its name alone; its metadata would stand in its module."""
+
+    alibi_slopes: object = None
+
+
+class FlashInferImpl(CPUAttentionBackendImpl):
+    pass
+
+
+def layer(**changes: Any) -> Any:
+    plain = {
+        "impl": FlashInferImpl(),
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "attn_type": "decoder",
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "kv_sharing_target_layer_name": None,
+    }
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def biased() -> Any:
+    impl = FlashInferImpl()
+    impl.alibi_slopes = [0.5]
+    return impl
+
+
+@pytest.mark.parametrize(
+    ("found", "what", "fix"),
+    [
+        (layer(use_mla=True), "latent attention", "without ucm_sparse_config"),
+        (SimpleNamespace(kv_lora_rank=512), "latent attention", "without ucm_sparse_config"),
+        (SimpleNamespace(), "is not attention over a KV cache", "without ucm_sparse_config"),
+        (layer(attn_type="encoder_only"), "of the kind 'encoder_only'", "without ucm_sparse_config"),
+        (layer(sliding_window=512), "sliding window of its own, of 512 tokens", "without ucm_sparse_config"),
+        (layer(impl=biased()), "ALiBi", "without ucm_sparse_config"),
+        (layer(kv_sharing_target_layer_name="model.layers.1"), "KV cache of another", "without ucm_sparse_config"),
+        (layer(), "FlashInferImpl has no block table", "FLASH_ATTN or TRITON_ATTN"),
+        (layer(impl=CPUAttentionBackendImpl()), "CPUAttentionBackendImpl has no block table", "--attention-backend"),
+    ],
+)
+def test_a_layer_that_is_refused(found: Any, what: str, fix: str) -> None:
+    with pytest.raises(SparseMethodError, match=what) as caught:
+        AttentionLayers(config({NAME: found})).require(NAME)
+    assert caught.value.where == f"layer {NAME}"
+    assert fix in caught.value.fix

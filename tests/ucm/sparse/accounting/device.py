@@ -1,0 +1,177 @@
+"""A worker without a model: every cell of its KV cache tells of what token it is; the method in it is the real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ucm.sparse.attention import StepBatch
+from ucm.sparse.base import Role
+from ucm.sparse.sink_window import SinkWindow
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+VOCABULARY = 5
+LAYER = "layer.0"
+
+
+def following(mark: int) -> int:
+    """The token behind a token with this mark; few, so that requests come to share what they generate."""
+    return 1 + mark % VOCABULARY
+
+
+def marks(tokens: Sequence[int]) -> list[int]:
+    """Of each token, a number that stands for it and all tokens before it."""
+    found, mark = [], 1
+    for token in tokens:
+        mark = (mark * 1_000_003 + token * 8_191 + 12_345) % (1 << 61)
+        found.append(mark)
+    return found
+
+
+class Device:
+    """What one worker keeps and does; it runs steps in the order in which they were scheduled.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        options: The method's options.
+        num_blocks: Blocks of the KV cache.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, vllm_config: Any, options: Mapping[str, Any], num_blocks: int, block_size: int) -> None:
+        self.method = SinkWindow(vllm_config, Role.WORKER, options)
+        self.method.attention = self
+        #: What is to be read.
+        self.wanted = self.method.window
+        self.cells = np.zeros((num_blocks, block_size), np.int64)
+        self.rows: dict[str, list[int]] = {}
+        self.prompts: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.size = block_size
+        self.skipped_blocks = 0
+
+    # What the method asks of vLLM's attention
+
+    def batch(self, runner: Any, scheduler_output: Any, input_batch: StepBatch) -> StepBatch:
+        del runner, scheduler_output
+        return input_batch
+
+    def require_engine(self) -> None:
+        raise NotImplementedError
+
+    def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
+        raise NotImplementedError
+
+    def block_size(self, layer_name: str, kv_cache: Any) -> int:
+        del layer_name, kv_cache
+        return self.size
+
+    def block_table(self, attn_metadata: Any) -> Any:
+        return attn_metadata.block_table
+
+    def restricted(self, layer_name: str, attn_metadata: Any, block_table: Any, seq_lens: Any, max_seq_len: int) -> Any:
+        del layer_name, attn_metadata
+        assert max_seq_len == int(seq_lens.max())
+        return SimpleNamespace(block_table=block_table, seq_lens=seq_lens)
+
+    def read_keys(self, layer_name: str, kv_cache: Any, block_ids: Any) -> Any:
+        raise NotImplementedError
+
+    # Steps
+
+    def scribble(self, block_ids: Sequence[int]) -> None:
+        """Something writes into blocks beside the device's stream, as a connector does that loads into new blocks."""
+        self.cells[list(block_ids)] = -1
+
+    def run(self, output: Any, resumed: Mapping[str, list[int]], alive: set[str]) -> dict[str, list[int]]:
+        """Run a step: write the KV of its tokens, then read what the method leaves of each request's row.
+
+        Args:
+            output: vLLM's ``SchedulerOutput``.
+            resumed: The tokens of the requests that are back after a preemption.
+            alive: Requests whose outcome still counts.
+
+        Returns:
+            The token behind each request that has come to the end of what is known of it.
+        """
+        starts = self._update(output)
+        self.tokens.update({request_id: list(tokens) for request_id, tokens in resumed.items()})
+        ids = list(output.num_scheduled_tokens)
+        if not ids:
+            return {}
+        counts = [output.num_scheduled_tokens[i] for i in ids]
+        for request_id, count in zip(ids, counts, strict=True):
+            known = marks(self.tokens[request_id])
+            for place in range(starts[request_id], starts[request_id] + count):
+                block = self.rows[request_id][place // self.size]
+                assert block, "a step writes into the null block"
+                self.cells[block, place % self.size] = known[place]
+        self._read(ids, starts, counts, alive)
+        sampled = {}
+        for request_id, count in zip(ids, counts, strict=True):
+            tokens = self.tokens[request_id]
+            if starts[request_id] + count == len(tokens):
+                tokens.append(following(marks(tokens)[-1]))
+                sampled[request_id] = [tokens[-1]]
+        return sampled
+
+    def _update(self, output: Any) -> dict[str, int]:
+        """The rows of the block table, as vLLM's runner keeps them: running requests only ever get more blocks."""
+        starts = {}
+        for data in output.scheduled_new_reqs:
+            self.rows[data.req_id] = list(data.block_ids[0])
+            self.prompts[data.req_id] = len(data.prompt_token_ids)
+            self.tokens[data.req_id] = list(data.prompt_token_ids)
+            starts[data.req_id] = data.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request_id, new, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = [] if request_id in cached.resumed_req_ids else self.rows[request_id]
+            self.rows[request_id] = row + (list(new[0]) if new else [])
+            starts[request_id] = computed
+        return starts
+
+    def _read(self, ids: list[str], starts: dict[str, int], counts: list[int], alive: set[str]) -> None:
+        computed = np.array([starts[i] for i in ids], np.int64)
+        new = np.array(counts, np.int64)
+        prompts = np.array([self.prompts[i] for i in ids], np.int64)
+        table = torch.zeros(len(ids), max(len(self.rows[i]) for i in ids), dtype=torch.int32)
+        for row, request_id in enumerate(ids):
+            table[row, : len(self.rows[request_id])] = torch.tensor(self.rows[request_id], dtype=torch.int32)
+        whole = SimpleNamespace(block_table=table, seq_lens=torch.from_numpy(computed + new).int())
+        batch = StepBatch(ids, new, computed, prompts, np.zeros(len(ids), np.bool_))
+        self.method.execute_begin(None, None, batch)
+        *_, used = self.method.attention_begin(LAYER, None, None, None, None, whole)
+        *_, again = self.method.attention_begin("layer.1", None, None, None, None, whole)
+        assert again is used, "a metadata object is replaced once per step"
+        self.method.execute_finished(None, None, None)
+        for row, request_id in enumerate(ids):
+            if request_id in alive:
+                self._check(
+                    request_id, computed[row], new[row], used.block_table[row].tolist(), int(used.seq_lens[row])
+                )
+                self.skipped_blocks += (computed[row] + new[row] - int(used.seq_lens[row])) // self.size
+
+    def _check(self, request_id: str, computed: int, new: int, blocks: list[int], length: int) -> None:
+        """What is read are the request's own tokens, the sinks, the window and the new ones among them."""
+        window = self.wanted
+        known = marks(self.tokens[request_id])
+        read = [int(self.cells[blocks[place // self.size], place % self.size]) for place in range(length)]
+        places = {mark: place for place, mark in enumerate(known)}
+        positions = [places.get(mark) for mark in read]
+        assert None not in positions, f"request {request_id} reads what is not its own"
+        at = [place for place in positions if place is not None]
+        assert at == sorted(set(at)), "positions are read once, and in order"
+        assert at[-1] == computed + new - 1, "the newest token is read last"
+        wanted = set(range(min(window.sink_tokens, computed))) | set(
+            range(max(0, computed - window.window_tokens), computed)
+        )
+        if window.dense_prefill and computed < self.prompts[request_id]:
+            wanted = set(range(computed))
+        assert wanted <= set(at), f"request {request_id} does not read its sinks, or its window"

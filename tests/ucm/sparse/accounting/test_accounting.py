@@ -1,0 +1,99 @@
+"""vLLM's own scheduler through thousands of random steps: no block is lost, freed twice, or read by a stranger."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_sparse_sink_window.py runs these beside it")
+
+from tests.ucm.sparse.accounting.device import VOCABULARY
+from tests.ucm.sparse.accounting.engine import BLOCK, Engine, Setting
+from ucm.sparse.window import SinksAndWindow
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS = 500
+
+#: Wide enough that a request grows for a while after its admission.
+WIDE = {"sink_tokens": 3, "window_tokens": 60}
+ENGINES = {
+    "one step at a time": Setting(),
+    "few blocks": Setting(WIDE, blocks=40, running=8, crowded=True),
+    "in chunks": Setting(chunk=7, budget=16),
+    "no prefix cache": Setting(caching=False, blocks=40),
+    "no sinks, a window within a block": Setting({"sink_tokens": 0, "window_tokens": 1}),
+    "prompts as a whole": Setting({"sink_tokens": 4, "window_tokens": 9, "prefill": "dense"}, blocks=140),
+    "prompts as a whole, few blocks": Setting({**WIDE, "prefill": "dense"}, blocks=70, running=8, crowded=True),
+    "a window beyond all": Setting({"sink_tokens": 4, "window_tokens": 600}, blocks=150),
+    "by priority": Setting(WIDE, blocks=40, running=8, crowded=True, policy="priority"),
+    "asynchronous": Setting(asynchronous=True),
+    "asynchronous, few blocks": Setting(WIDE, asynchronous=True, blocks=40, budget=16, running=8, crowded=True),
+    "asynchronous, no prefix cache": Setting(asynchronous=True, caching=False, blocks=50),
+    "asynchronous, a window within a block": Setting({"sink_tokens": 0, "window_tokens": 1}, asynchronous=True),
+}
+
+
+def prompts(chance: random.Random) -> list[list[int]]:
+    """Some that share beginnings, short and long."""
+    stems = [[chance.randint(1, VOCABULARY) for _ in range(length)] for length in (9, 40, 90)]
+    ends = [[chance.randint(1, VOCABULARY) for _ in range(chance.randint(1, 60))] for _ in range(6)]
+    return [[*stem, *end] for stem in stems for end in ends]
+
+
+def run(engine: Engine) -> None:
+    """Random steps, and then to the end of all requests."""
+    chance = engine.chance
+    answers = (60, 90, 120) if engine.setting.crowded else (1, 5, 20, 80)
+    some = prompts(chance)
+    while engine.happened["steps"] < STEPS:
+        if len(engine.requests) < 10 and chance.random() < 0.25:
+            prompt = chance.choice(some)
+            engine.submit(
+                prompt[: 12 if engine.setting.crowded and chance.random() < 0.8 else None], chance.choice(answers)
+            )
+        if engine.requests and chance.random() < 0.03:
+            engine.abort(chance.choice(list(engine.requests.values())))
+        if chance.random() < 0.02:
+            engine.reset(running=chance.random() < 0.5)
+        engine.turn()
+    engine.drain()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_random_steps(name: str, tmp_path: Path) -> None:
+    engine = Engine(ENGINES[name], tmp_path, random.Random(name))  # noqa: S311 - no secret
+    run(engine)
+    print(name, dict(engine.happened), "skipped", engine.device.skipped_blocks)
+    assert engine.happened["finished"] > 30
+    assert engine.happened["aborts"]
+    assert (engine.device.skipped_blocks == 0) == (name == "a window beyond all")
+    assert (engine.happened["hits"] > 0) == engine.setting.caching
+    if engine.setting.crowded:
+        assert engine.happened["preemptions"] > 5
+
+
+def test_releasing_behind_the_scheduler_s_count_shows(tmp_path: Path) -> None:
+    """With a step in flight, what the scheduler takes for computed may still be read."""
+    setting = Setting(asynchronous=True, caching=False, blocks=26, crowded=True)
+    engine = Engine(setting, tmp_path, random.Random(1))  # noqa: S311
+    engine.method._blocks._batches = 1
+    with pytest.raises(AssertionError, match="reads what is not its own"):
+        run(engine)
+
+
+def test_releasing_one_block_too_many_shows(tmp_path: Path) -> None:
+    engine = Engine(ENGINES["one step at a time"], tmp_path, random.Random(1))  # noqa: S311
+    engine.method._blocks._window = SinksAndWindow(3, 10 - BLOCK)
+    with pytest.raises(AssertionError, match="reads what is not its own"):
+        run(engine)
+
+
+def test_reading_too_little_shows(tmp_path: Path) -> None:
+    engine = Engine(ENGINES["one step at a time"], tmp_path, random.Random(1))  # noqa: S311
+    engine.device.wanted = SinksAndWindow(3, 10 + BLOCK)
+    with pytest.raises(AssertionError, match="does not read its sinks, or its window"):
+        run(engine)

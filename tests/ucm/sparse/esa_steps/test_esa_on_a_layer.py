@@ -1,0 +1,149 @@
+"""ESA's worker side on the installed vLLM's own layer and kernel: released blocks are overwritten, and still read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_sparse_esa.py runs these beside it")
+
+import torch
+
+from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
+from tests.ucm.integration.vllm.sparse.test_real_layers import assert_close, reference
+from tests.ucm.sparse.fake_view import step
+from ucm.sparse.base import Role
+from ucm.sparse.esa import ESA
+from ucm.sparse.middle import MiddleNews, Released
+from ucm.store.posix_layout import owner_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZE, HEAD = 32, 64
+TOKENS = 9 * SIZE + 5
+#: One block of sinks and five of the middle are released; the rest is the window.
+FIRST, STORED = 1, 5
+BLOCKS = list(range(2, 14))
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RealLayer:
+    return real_layer(tmp_path_factory.mktemp("model"), request.param, SIZE, HEAD, blocks=40)
+
+
+class Case:
+    """One request whose middle has been released, on a layer."""
+
+    def __init__(self, real: RealLayer, directory: Path, resident: list[int], retrieval: str) -> None:
+        self.real, self.resident = real, resident
+        self._source = torch.Generator().manual_seed(len(resident))
+        self.keys, self.values = self.draw(TOKENS, KV_HEADS), self.draw(TOKENS, KV_HEADS)
+        self._write(0)
+        directory.mkdir(mode=0o700)
+        store = {"pipeline": "Posix", "directories": [str(directory)]}
+        self.method = ESA(real.config, Role.WORKER, {"retrieval": retrieval, "store": store})
+        self.method.attention = real.view
+        self.method.worker_started()
+        self.method.reader.caches[NAME] = real.kv_cache  # as the step of its admission has left it
+        released = tuple(BLOCKS[FIRST : FIRST + STORED])
+        news = MiddleNews(owner_name(), "", (), (Released("0", 0, FIRST, released, tuple(resident)),))
+        self.method.update_states(None, SimpleNamespace(ucm_sparse_metadata=news))
+        self._clobber(released)
+
+    def draw(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn((tokens, heads, HEAD), generator=self._source).to(self.real.kv_cache.dtype)
+
+    def run(self, new: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """One step of so many tokens: their queries, what attention gave, and the blocks that were read, by place."""
+        self.keys = torch.cat((self.keys, self.draw(new, KV_HEADS)))
+        self.values = torch.cat((self.values, self.draw(new, KV_HEADS)))
+        before = len(self.keys) - new
+        self._write(before)
+        query = self.draw(new, HEADS)
+        self.method.update_states(None, SimpleNamespace(ucm_sparse_metadata=None))
+        self.method.reader.begin(step(("0", before, new, TOKENS)))
+        dense = self.real.metadata([BLOCKS], [len(self.keys)], [new])
+        key, value = self.keys[before:], self.values[before:]
+        used = self.method.attention_begin(NAME, query, key, value, self.real.kv_cache, dense)[3]
+        output = self.real.attend(query, used)
+        self.method.attention_finished(NAME, query, self.real.kv_cache, used, output)
+        self.method.execute_finished(None, None, None)
+        holds = self.method.reader._middles["0"].layers[NAME]._holds
+        content = dict(zip(self.resident, holds, strict=False))
+        count = -(-int(used.seq_lens[0]) // SIZE)
+        places = []
+        for block in used.block_table[0, :count].tolist():
+            held = content.get(block)
+            places.append(BLOCKS.index(block) if held is None else held)
+        return query, output, places
+
+    def check(self, new: int) -> list[int]:
+        """One step gives what attention to the tokens of the blocks that were read gives; these blocks."""
+        query, output, places = self.run(new)
+        assert places == sorted(set(places))
+        for at in range(new):
+            known = len(self.keys) - new + at + 1
+            read = [p for block in places for p in range(block * SIZE, min(known, (block + 1) * SIZE))]
+            assert_close(output[at : at + 1], reference(query[at : at + 1], self.keys[read], self.values[read]))
+        return places
+
+    def saved(self) -> None:
+        """Wait until the store has what was released: from here on, nothing of it is in host memory."""
+        store = self.method.reader._opened
+        for saving in store._saving:
+            store._store.wait(saving.task)
+        store.settle()
+        assert not any(admission.copies for admission in store._kept.values())
+
+    def _write(self, start: int) -> None:
+        places = torch.arange(start, len(self.keys))
+        slots = torch.tensor(BLOCKS)[places // SIZE] * SIZE + places % SIZE
+        self.real.write(self.keys[start:], self.values[start:], slots)
+
+    def _clobber(self, blocks: tuple[int, ...]) -> None:
+        slots = (torch.tensor(blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()
+        self.real.write(self.draw(len(slots), KV_HEADS), self.draw(len(slots), KV_HEADS), slots)
+
+
+@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
+def test_with_room_for_all_everything_is_read(real: RealLayer, tmp_path: Path, retrieval: str) -> None:
+    case = Case(real, tmp_path / "store", [30, 3, 25, 4, 39], retrieval)
+    for new in (1, 7, 1, 20, 1):
+        assert case.check(new) == list(range(-(-len(case.keys) // SIZE)))
+
+
+@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
+def test_with_room_for_two_just_these_are_read(real: RealLayer, tmp_path: Path, retrieval: str) -> None:
+    case = Case(real, tmp_path / "store", [3, 20], retrieval)
+    seen = set()
+    for at, new in enumerate((1, 6, *[1] * 20)):
+        if at == 3:
+            case.saved()
+        places = case.check(new)
+        middle = [place for place in places if FIRST <= place < FIRST + STORED]
+        assert len(middle) == 2
+        seen.update(middle)
+        assert set(places) - set(middle) == {0, *range(FIRST + STORED, -(-len(case.keys) // SIZE))}
+    assert len(seen) > 2, "queries that differ want different blocks"
+    assert case.method.reader._opened.counts["loaded"] > 0
+
+
+def test_a_token_that_a_query_looks_for_is_read(
+    real: RealLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One head of six looks for one token of the middle; the others look nowhere in particular."""
+    case = Case(real, tmp_path / "store", [3], "exact")
+    wanted = 3 * case.keys[(FIRST + 3) * SIZE + 9, 1]
+    draw = case.draw
+
+    def drawn(tokens: int, heads: int) -> torch.Tensor:
+        found = draw(tokens, heads)
+        if heads == HEADS:  # only queries have so many
+            found[:, -1] = wanted
+        return found
+
+    monkeypatch.setattr(case, "draw", drawn)
+    assert FIRST + 3 in case.check(1)

@@ -1,0 +1,190 @@
+"""A worker's store on real files: nothing is given up before the store has it, nothing damaged ever comes back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; tests/e2e/test_sparse_esa.py runs these beside it")
+
+import torch
+
+from ucm.sparse import middle_store
+from ucm.sparse.middle_roots import remove_leftovers
+from ucm.sparse.middle_store import MiddleStore
+from ucm.store.base import BlockGeometry
+from ucm.store.config import StoreConfig
+from ucm.store.posix_layout import Layout, owner_name
+from ucm.store.posix_survey import evict, survey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+SIZES = (48, 80)
+
+
+def config(root: Path, **others: Any) -> StoreConfig:
+    root.mkdir(mode=0o700, exist_ok=True)
+    return StoreConfig(directories=(str(root),), **others)
+
+
+def copies() -> Any:
+    """What the store asks of a worker's layers."""
+
+    def host_rows(layer: int, blocks: int) -> Tensor:
+        return torch.zeros(blocks, SIZES[layer], dtype=torch.uint8)
+
+    return SimpleNamespace(geometry=BlockGeometry(SIZES, bytes(16)), host_rows=host_rows)
+
+
+def blocks(count: int, seed: int = 0) -> list[Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (count, size), generator=chance, dtype=torch.uint8) for size in SIZES]
+
+
+def files(root: Path) -> list[Path]:
+    return [path for path in root.glob("middle+*/??/*") if path.is_file()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[MiddleStore]:
+    found = MiddleStore(config(tmp_path / "root"), copies(), owner_name(), 0)
+    yield found
+    found._end()
+
+
+def settle(store: MiddleStore) -> None:
+    for saving in store._saving:
+        store._store.wait(saving.task)
+    store.settle()
+
+
+def fetched(store: MiddleStore, layer: int, *wanted: tuple[int, int]) -> Tensor:
+    fetch = store.fetch(layer, wanted)
+    assert store.wait(fetch) == []
+    return fetch.rows
+
+
+def test_blocks_come_from_host_memory_and_then_from_the_store(store: MiddleStore) -> None:
+    first, second = blocks(5), blocks(2, seed=1)
+    store.save(7, 3, first)
+    store.save(8, 0, second)
+    for origin in ("from_host", "loaded"):
+        before = store.counts[origin]
+        for layer in range(len(SIZES)):
+            got = fetched(store, layer, (7, 6), (8, 1), (7, 3))
+            assert torch.equal(got, torch.stack((first[layer][3], second[layer][1], first[layer][0])))
+        assert store.counts[origin] - before == 3 * len(SIZES)
+        settle(store)
+    assert not store._kept[7].copies
+
+
+def test_nothing_of_a_request_is_left_when_it_has_ended(store: MiddleStore, tmp_path: Path) -> None:
+    store.save(1, 0, blocks(4))
+    store.save(2, 0, blocks(3))
+    settle(store)
+    assert len(files(tmp_path / "root")) == 7
+    store.drop(1)
+    store.save(3, 0, blocks(2))
+    store.drop(3)  # while it is being written
+    settle(store)
+    store._cleaner.close()
+    assert len(files(tmp_path / "root")) == 3
+    leases = [path for path in (tmp_path / "root").glob("middle+*/leases/*/*") if path.is_file()]
+    assert len(leases) == 3
+
+
+def test_what_the_store_does_not_take_stays_in_host_memory_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MiddleStore(config(tmp_path / "root", dump_queue_bytes=200), copies(), owner_name(), 0)
+    data = blocks(20)
+    every = [(1, place) for place in range(20)]
+    store.save(1, 0, data)
+    settle(store)
+    refused = store.counts["kept"]
+    assert refused > 0
+    assert not store._saving, "it is left alone for a while"
+    assert torch.equal(fetched(store, 1, *every), data[1])
+    assert (store.counts["from_host"], store.counts["loaded"]) == (refused, 20 - refused)
+    monkeypatch.setattr(middle_store, "RETRY_SECONDS", 0.0)
+    store._retry_at = 0.0
+    for _ in range(60):
+        settle(store)
+    assert store.counts["kept"] == 0
+    assert not store._kept[1].copies
+    assert torch.equal(fetched(store, 1, *every), data[1])
+    assert store.counts["loaded"] == 40 - refused
+    store._end()
+
+
+def test_a_live_block_is_not_evicted(store: MiddleStore, tmp_path: Path) -> None:
+    root, evicted, data = str(tmp_path / "root"), list[str](), blocks(30)
+    store.save(1, 0, data)
+    settle(store)
+    evict(root, survey(root), 1 << 30, evicted.append)
+    assert not evicted
+    assert torch.equal(fetched(store, 0, *((1, place) for place in range(30))), data[0])
+    for lease in store._kept[1].leases:
+        store._store.release(lease)  # type: ignore[attr-defined] # one with leases
+    evict(root, survey(root), 1 << 30, evicted.append)
+    assert len(evicted) == 30, "it is the lease that keeps a block"
+
+
+def test_a_damaged_block_is_lost_and_later_ones_stay_in_host_memory(store: MiddleStore) -> None:
+    data = blocks(4)
+    store.save(1, 0, data)
+    settle(store)
+    hit = Path(store._layouts[0].block(store._kept[1].keys[2]))
+    content = bytearray(hit.read_bytes())
+    content[-1] ^= 1  # of the last layer
+    hit.write_bytes(content)
+    fetch = store.fetch(1, [(1, 1), (1, 2), (1, 3)])
+    assert store.wait(fetch) == [1]
+    assert torch.equal(fetch.rows[[0, 2]], data[1][[1, 3]])
+    assert (store.counts["retried"], store.counts["lost"]) == (1, 1)
+    store.save(1, 4, blocks(1))
+    assert not store._saving
+    assert 4 in store._kept[1].copies
+
+
+def test_a_block_that_only_its_lease_still_holds_comes_back(store: MiddleStore) -> None:
+    data = blocks(2)
+    store.save(1, 0, data)
+    settle(store)
+    Path(store._layouts[0].block(store._kept[1].keys[1])).unlink()
+    assert torch.equal(fetched(store, 0, (1, 0), (1, 1)), data[0])
+    assert (store.counts["retried"], store.counts["lost"]) == (1, 0)
+
+
+def test_a_directory_that_is_gone_costs_what_was_in_it(store: MiddleStore, tmp_path: Path) -> None:
+    store.save(1, 0, blocks(2))
+    settle(store)
+    shutil.rmtree(tmp_path / "root")
+    assert store.wait(store.fetch(0, [(1, 0), (1, 1)])) == [0, 1]
+    later = blocks(3, seed=2)
+    store.save(2, 0, later)
+    settle(store)
+    assert torch.equal(fetched(store, 0, (2, 0), (2, 2)), later[0][[0, 2]])
+
+
+def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    one = MiddleStore(config(root), copies(), owner_name(), 0)
+    one.save(1, 0, blocks(1))
+    settle(one)
+    assert len(list(root.glob("middle+*"))) == 1
+    one._end()
+    assert not list(root.glob("middle+*"))
+    host, _, _, *rest = owner_name().split("-")
+    for namespace in (f"middle/{host}-999999999-1-{'-'.join(rest)}/0", f"middle/{owner_name()}/0", "others"):
+        Layout(str(root), namespace).make()
+    remove_leftovers(str(root))
+    left = sorted(path.name for path in root.iterdir() if "999999999" not in path.name)
+    assert len(left) == len(list(root.iterdir())) == 2

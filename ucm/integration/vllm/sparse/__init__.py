@@ -1,0 +1,1 @@
+"""vLLM's attention as sparse methods see it: steps, layers, backends, and what cannot be served."""

@@ -1,0 +1,118 @@
+"""The attention layers of a worker: `AttentionView` over whatever backend each layer has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ucm.errors import SparseMethodError
+from ucm.integration.vllm.sparse import paged, requirements
+from ucm.integration.vllm.sparse.cpu import CpuBackend
+from ucm.integration.vllm.sparse.paged import PagedBackend
+from ucm.integration.vllm.sparse.raw_blocks import RawBlocks
+from ucm.integration.vllm.sparse.step import step_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ucm.sparse.attention import StepBatch
+    from ucm.sparse.block_copies import BlockCopies
+
+
+class Backend(Protocol):
+    """What differs between attention backends; ``layer`` is vLLM's ``Attention``."""
+
+    def serves(self, impl: Any) -> bool:
+        """Whether an ``AttentionImpl`` is of this kind, in this release."""
+        ...
+
+    def block_size(self, layer: Any, kv_cache: Tensor) -> int:
+        """See `AttentionView.block_size`."""
+        ...
+
+    def restricted(
+        self, layer: Any, attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+    ) -> Any:
+        """See `AttentionView.restricted`."""
+        ...
+
+    def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
+        """See `AttentionView.read_keys`."""
+        ...
+
+
+class AttentionLayers:
+    """Implements `AttentionView`; nothing is looked at before it is asked for, for the model is loaded later.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
+        self._backends: tuple[Backend, ...] = (CpuBackend(vllm_config), PagedBackend())
+        self._found: dict[str, tuple[Any, Backend]] = {}
+        self._reads_keys: set[str] = set()
+
+    def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
+        """See `AttentionView.batch`."""
+        return step_batch(runner, scheduler_output, input_batch)
+
+    def require_engine(self) -> None:
+        """See `AttentionView.require_engine`."""
+        requirements.require_engine(self._config)
+
+    def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
+        """See `AttentionView.require`."""
+        layer, _ = self._layer(layer_name)
+        if reads_keys and layer_name not in self._reads_keys:
+            requirements.require_plain_keys(layer_name, layer)
+            self._reads_keys.add(layer_name)
+
+    def block_size(self, layer_name: str, kv_cache: Tensor) -> int:
+        """See `AttentionView.block_size`."""
+        layer, backend = self._layer(layer_name)
+        return backend.block_size(layer, kv_cache)
+
+    def block_table(self, attn_metadata: Any) -> Tensor:
+        """See `AttentionView.block_table`."""
+        paged.require_restrictable(attn_metadata)
+        table: Tensor = attn_metadata.block_table
+        return table
+
+    def restricted(
+        self, layer_name: str, attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+    ) -> Any:
+        """See `AttentionView.restricted`."""
+        layer, backend = self._layer(layer_name)
+        return backend.restricted(layer, attn_metadata, block_table, seq_lens, max_seq_len)
+
+    def read_keys(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
+        """See `AttentionView.read_keys`."""
+        layer, backend = self._layer(layer_name)
+        return backend.read_keys(layer, kv_cache, block_ids)
+
+    def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
+        """See `CopyingView.block_copies`."""
+        return RawBlocks(kv_caches, int(self._config.cache_config.block_size))
+
+    def _layer(self, layer_name: str) -> tuple[Any, Backend]:
+        """A layer that is served, and its backend.
+
+        Raises:
+            SparseMethodError: If it is not served.
+        """
+        found = self._found.get(layer_name)
+        if found is None:
+            layer = self._config.compilation_config.static_forward_context[layer_name]
+            requirements.require_layer(layer_name, layer)
+            backend = next((backend for backend in self._backends if backend.serves(layer.impl)), None)
+            if backend is None:
+                raise SparseMethodError(
+                    f"the attention backend {type(layer.impl).__name__} has no block table that can be restricted",
+                    where=f"layer {layer_name}",
+                    fix="choose another with --attention-backend: FLASH_ATTN or TRITON_ATTN on a GPU",
+                )
+            found = self._found[layer_name] = layer, backend
+        return found

@@ -1,0 +1,144 @@
+"""What no sparse method can serve, told by vLLM's configuration before the model is loaded, or by a layer.
+
+A silent dense run would be the worst answer: each refusal says what is in the way and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ucm.errors import SparseMethodError
+
+#: The cache's ``cache_dtype`` of keys that are stored as the model computes them.
+PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
+
+
+class Refusal(NamedTuple):
+    """Why something is not served, where that is written, and what to do."""
+
+    what: str
+    where: str
+    fix: str
+
+    def error(self) -> SparseMethodError:
+        """As an exception."""
+        return SparseMethodError(self.what, where=self.where, fix=self.fix)
+
+
+def require_engine(vllm_config: Any) -> None:
+    """Refuse an engine that no sparse method serves.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``, as the worker got it.
+
+    Raises:
+        SparseMethodError: For the first obstacle.
+    """
+    for refusal in (_of_model(vllm_config), _of_decoding(vllm_config), _of_graphs(vllm_config)):
+        if refusal is not None:
+            raise refusal.error()
+
+
+def require_layer(layer_name: str, layer: Any) -> None:
+    """Refuse a layer that no sparse method serves.
+
+    Args:
+        layer_name: Its prefix in the model.
+        layer: vLLM's ``Attention``, or whatever stands under that name.
+
+    Raises:
+        SparseMethodError: For the first obstacle.
+    """
+    refusal = _of_layer(f"layer {layer_name}", layer)
+    if refusal is not None:
+        raise refusal.error()
+
+
+def require_plain_keys(layer_name: str, layer: Any) -> None:
+    """Refuse a layer whose cache holds its keys quantised.
+
+    Raises:
+        SparseMethodError: If it does.
+    """
+    stored = getattr(layer, "kv_cache_dtype", "auto")
+    if stored not in PLAIN_KEYS:
+        raise SparseMethodError(
+            f"keys stored as {stored!r} cannot be read back",
+            where=f"layer {layer_name}, kv_cache_dtype",
+            fix="start vLLM with --kv-cache-dtype auto, or use a method that reads no keys",
+        )
+
+
+def _of_model(vllm_config: Any) -> Refusal | None:
+    model = vllm_config.model_config
+    where = f"model {model.model!r}"
+    other = "serve this model without ucm_sparse_config"
+    if model.use_mla:
+        return Refusal("sparse methods do not serve latent attention (MLA)", where, other)
+    if model.is_encoder_decoder:
+        return Refusal("sparse methods do not serve encoder-decoder models", where, other)
+    if getattr(model, "runner_type", "generate") not in {"generate", "auto", "draft"}:
+        return Refusal("sparse methods serve text generation only", f"runner_type {model.runner_type!r}", other)
+    if vllm_config.cache_config.sliding_window is not None:
+        return Refusal("the model has a sliding window of its own", where, other)
+    if getattr(model, "attention_chunk_size", None):
+        return Refusal("the model attends within chunks", where, other)
+    if getattr(model, "is_hybrid", False):
+        return Refusal("sparse methods do not serve models that mix attention with other layers", where, other)
+    return None
+
+
+def _of_decoding(vllm_config: Any) -> Refusal | None:
+    if vllm_config.speculative_config is not None:
+        return Refusal(
+            "sparse methods do not serve speculative decoding",
+            "speculative_config",
+            "start vLLM without --speculative-config, or without ucm_sparse_config",
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return Refusal(
+                "sparse methods do not serve context parallelism: a rank holds only some tokens of each block",
+                f"parallel_config.{name} = {getattr(parallel, name)}",
+                f"start vLLM with --{name.replace('_', '-')} 1",
+            )
+    if getattr(parallel, "enable_dbo", False):
+        return Refusal(
+            "sparse methods do not serve micro-batches, which split a step's rows",
+            "parallel_config.enable_dbo",
+            "start vLLM without --enable-dbo",
+        )
+    return None
+
+
+def _of_graphs(vllm_config: Any) -> Refusal | None:
+    """A replayed whole graph runs no Python, so no layer would be asked; up to 0.10.2 a flag, then a mode."""
+    compilation = vllm_config.compilation_config
+    mode = getattr(compilation, "cudagraph_mode", None)
+    whole = getattr(compilation, "full_cuda_graph", False) if mode is None else mode.has_full_cudagraphs()
+    if vllm_config.model_config.enforce_eager or not whole:
+        return None
+    return Refusal(
+        "sparse methods do not run in full CUDA graphs: a replay calls no hook",
+        "compilation_config.full_cuda_graph" if mode is None else f"compilation_config.cudagraph_mode = {mode.name}",
+        """start vLLM with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or with --enforce-eager""",
+    )
+
+
+def _of_layer(where: str, layer: Any) -> Refusal | None:
+    other = "serve this model without ucm_sparse_config"
+    impl = getattr(layer, "impl", None)
+    if getattr(layer, "use_mla", False) or hasattr(layer, "kv_lora_rank"):
+        return Refusal("sparse methods do not serve latent attention (MLA)", where, other)
+    if impl is None or not hasattr(layer, "num_kv_heads"):
+        return Refusal(f"a {type(layer).__name__} is not attention over a KV cache", where, other)
+    if getattr(layer, "attn_type", "decoder") != "decoder":
+        return Refusal(f"sparse methods do not serve attention of the kind {layer.attn_type!r}", where, other)
+    if getattr(layer, "sliding_window", None) is not None:
+        return Refusal(f"the layer has a sliding window of its own, of {layer.sliding_window} tokens", where, other)
+    if getattr(impl, "alibi_slopes", None) is not None:
+        return Refusal("position biases (ALiBi) need every token at its own distance", where, other)
+    if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+        return Refusal("the layer reads the KV cache of another", where, other)
+    return None

@@ -1,0 +1,299 @@
+"""A worker's store of what lies in the middle of its requests' contexts.
+
+A block is kept in host memory until the store has it for good, and for as long as its request lives where the store
+does not take it, or has lost one before. One that is full, or too far behind, is asked again. Keys are never used
+twice, and the namespace is this engine start's and this worker's own; what the store returns is what was dumped, or
+nothing: it verifies checksums.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucm.logger import get_logger
+from ucm.sparse.middle import block_key
+from ucm.sparse.middle_roots import PREFIX, remove_leftovers, store_roots
+from ucm.store.base import BlockTransfer
+from ucm.store.errors import StoreFullError
+from ucm.store.factory import open_store
+from ucm.store.leases import Lease, LeasingStore
+from ucm.store.pool import Pool
+from ucm.store.posix_layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from ucm.sparse.block_copies import BlockCopies
+    from ucm.store.base import BlockKey, Buffer, KVStore, Task
+    from ucm.store.config import StoreConfig
+    from ucm.store.errors import StoreError
+
+#: Leases of this age may be taken for forgotten: older than any request gets.
+STALE_SECONDS = 7 * 86400.0
+#: How long a store that had no room, or was too far behind, is left alone.
+RETRY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Admission:
+    """What is kept of a request.
+
+    Attributes:
+        copies: Of each block in host memory, its bytes by layer.
+        keys: Of each block that was handed to the store, its name.
+        leases: Those that keep the blocks in the store, and which one of them each block has.
+    """
+
+    copies: dict[int, list[Tensor]] = field(default_factory=dict)
+    keys: dict[int, BlockKey] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
+    tokens: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """Blocks that are being written."""
+
+    admission: int
+    places: tuple[int, ...]
+    task: Task
+
+
+class Fetch:
+    """Blocks of one layer on their way into host memory.
+
+    Args:
+        rows: ``[blocks, bytes of a block]``, uint8: where they come to lie.
+        wanted: Admission and place of each.
+        loads: Of those that the store brings, their rows.
+        task: The store's, if there are any.
+    """
+
+    def __init__(
+        self, rows: Tensor, wanted: Sequence[tuple[int, int]], loads: list[tuple[int, BlockTransfer]], task: Task | None
+    ) -> None:
+        self.rows = rows
+        self.wanted = tuple(wanted)
+        self.loads = loads
+        self.task = task
+
+
+class MiddleStore:
+    """Saves blocks, and brings back single layers of them.
+
+    All calls come from the worker's own thread; transfers run in the store's.
+
+    Args:
+        config: The store's options; ``stale_seconds`` is raised to `STALE_SECONDS`.
+        copies: The worker's layers.
+        engine: Names the start of the engine.
+        rank: The worker's.
+
+    Raises:
+        ConfigError: If the store cannot be opened.
+
+    Attributes:
+        counts: ``saved``, ``loaded`` and ``from_host`` (block-layers), ``kept`` (blocks that stay in host memory),
+            ``retried`` and ``lost`` loads.
+    """
+
+    def __init__(self, config: StoreConfig, copies: BlockCopies, engine: str, rank: int) -> None:
+        self._copies = copies
+        self._engine = engine
+        config = replace(config, stale_seconds=max(config.stale_seconds, STALE_SECONDS))
+        roots = store_roots(config)
+        for root in roots:
+            remove_leftovers(root)
+        namespace = f"{PREFIX}/{engine}/{rank}"
+        self._store: KVStore = open_store(config, namespace, copies.geometry)
+        self._layouts = [Layout(root, namespace) for root in roots]
+        self._cleaner = Pool("ucm-middle", 1, 19)
+        self._kept: dict[int, _Admission] = {}
+        self._saving: list[_Saving] = []
+        #: Admissions and places that the store had no room for, and when they may be tried again.
+        self._refused: list[tuple[int, int]] = []
+        self._retry_at = 0.0
+        self._at_once = max(1, config.dump_queue_bytes // 2 // copies.geometry.nbytes)
+        self._trusted = True
+        self._logged: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self._end = Finalize(self, _end, (self._store, self._cleaner, self._layouts), exitpriority=10)
+
+    def save(self, admission: int, first: int, layers: Sequence[Tensor]) -> None:
+        """Take blocks that follow each other.
+
+        Args:
+            admission: Of their request.
+            first: The place of the first one.
+            layers: Per layer ``[blocks, bytes of a block]``, uint8, in host memory; not to be changed from here on.
+        """
+        kept = self._kept.setdefault(admission, _Admission())
+        places = range(first, first + layers[0].shape[0])
+        kept.copies.update({place: [layer[place - first] for layer in layers] for place in places})
+        self.counts["saved"] += len(places)
+        if self._trusted:
+            self._dump(admission, places)
+        else:
+            self.counts["kept"] += len(places)
+
+    def settle(self) -> None:
+        """Give back the host memory of what the store has by now; called once per step."""
+        if not self._saving and not self._refused:
+            return
+        under_way = []
+        for saving in self._saving:
+            if self._store.check(saving.task):
+                self._settle(saving)
+            else:
+                under_way.append(saving)
+        self._saving = under_way
+        if self._refused and not under_way and time.monotonic() >= self._retry_at:
+            self._dump_refused()
+
+    def fetch(self, layer: int, wanted: Sequence[tuple[int, int]]) -> Fetch:
+        """Begin to bring back one layer of some blocks.
+
+        Args:
+            layer: The layer.
+            wanted: Admission and place of each; none twice.
+        """
+        rows = self._copies.host_rows(layer, len(wanted))
+        loads: list[tuple[int, BlockTransfer]] = []
+        for row, (admission, place) in enumerate(wanted):
+            kept = self._kept[admission]
+            copy = kept.copies.get(place)
+            if copy is not None:
+                rows[row].copy_(copy[layer])
+            else:
+                loads.append((row, BlockTransfer(kept.keys[place], [_memory(rows[row])], layer)))
+        self.counts["from_host"] += len(wanted) - len(loads)
+        task = self._store.load([transfer for _, transfer in loads]) if loads else None
+        return Fetch(rows, wanted, loads, task)
+
+    def wait(self, fetch: Fetch) -> list[int]:
+        """Wait until the blocks are there.
+
+        Returns:
+            The rows of those that are lost: their request has been dropped meanwhile, or the store has failed twice.
+        """
+        if fetch.task is None:
+            return []
+        result = self._store.wait(fetch.task)
+        self.counts["loaded"] += len(result.done)
+        return [row for row, transfer in fetch.loads if transfer.key in result.failed and not self._again(fetch, row)]
+
+    def abandon(self, fetch: Fetch) -> None:
+        """Nobody will look at these blocks; their memory stays until they are there."""
+        if fetch.task is not None:
+            self._store.wait(fetch.task)
+
+    def drop(self, admission: int) -> None:
+        """A request has ended: nothing of it is wanted any more."""
+        kept = self._kept.pop(admission, None)
+        if kept is not None and all(saving.admission != admission for saving in self._saving):
+            self._forget(kept.keys.values(), kept.leases)
+
+    def _dump(self, admission: int, places: Sequence[int]) -> None:
+        kept = self._kept[admission]
+        transfers = []
+        for place in places:
+            key = kept.keys[place] = block_key(self._engine, admission, place)
+            transfers.append(BlockTransfer(key, [_memory(rows) for rows in kept.copies[place]]))
+        self._store.dump(transfers)
+        task = self._store.commit([transfer.key for transfer in transfers])
+        self._saving.append(_Saving(admission, tuple(places), task))
+
+    def _dump_refused(self) -> None:
+        some, self._refused = self._refused[: self._at_once], self._refused[self._at_once :]
+        by_admission: dict[int, list[int]] = {}
+        for admission, place in some:
+            if admission in self._kept:
+                by_admission.setdefault(admission, []).append(place)
+        if self._trusted:
+            for admission, places in by_admission.items():
+                self.counts["kept"] -= len(places)
+                self._dump(admission, places)
+
+    def _settle(self, saving: _Saving) -> None:
+        result = self._store.wait(saving.task)
+        kept = self._kept.get(saving.admission)
+        if kept is None:  # dropped while it was written
+            self._forget([block_key(self._engine, saving.admission, place) for place in saving.places], [])
+            return
+        held = set(result.done)
+        if isinstance(self._store, LeasingStore) and held:
+            lease = self._store.lease(list(held))
+            kept.leases.append(lease)
+            held &= lease.keys
+            kept.tokens.update(dict.fromkeys(saving.places, lease.token))
+        for place in saving.places:
+            if kept.keys[place] in held and self._trusted:
+                del kept.copies[place]
+            else:
+                self.counts["kept"] += 1
+                if isinstance(result.failed.get(kept.keys[place]), StoreFullError):
+                    self._refused.append((saving.admission, place))
+                    self._retry_at = time.monotonic() + RETRY_SECONDS
+        for error in result.failed.values():
+            self._tell("blocks stay in host memory, for the store does not take them", error)
+
+    def _again(self, fetch: Fetch, row: int) -> bool:
+        """Load a block once more, by its lease."""
+        admission, place = fetch.wanted[row]
+        kept = self._kept.get(admission)
+        if kept is None:
+            return False
+        self.counts["retried"] += 1
+        transfers = [transfer for at, transfer in fetch.loads if at == row]
+        store, token = self._store, kept.tokens.get(place)
+        result = store.wait(store.load(transfers, token) if isinstance(store, LeasingStore) else store.load(transfers))
+        for error in result.failed.values():
+            # What it still has may go the same way: from here on host memory keeps what is released.
+            self._trusted = False
+            self.counts["lost"] += 1
+            self._tell("a block of a request is lost, and released blocks stay in host memory from here on", error)
+        return not result.failed
+
+    def _forget(self, keys: Iterable[BlockKey], leases: Sequence[Lease]) -> None:
+        names = list(keys)
+        store = self._store
+
+        def delete() -> None:
+            if isinstance(store, LeasingStore):
+                for lease in leases:
+                    with suppress(ValueError):  # closed meanwhile
+                        store.release(lease)
+            for layout in self._layouts:
+                for key in names:
+                    with suppress(OSError):
+                        Path(layout.block(key)).unlink()
+
+        with suppress(ValueError):
+            self._cleaner.submit([delete])
+
+    def _tell(self, what: str, error: StoreError) -> None:
+        label = f"{what}: {error.cause}"
+        if label not in self._logged:
+            self._logged.add(label)
+            get_logger().error("[UCM.Sparse] %s (logged once, counted from now on): %s", what, error)
+
+
+def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout]) -> None:
+    """The worker ends, and with it all of its requests."""
+    cleaner.close()
+    store.close()
+    for layout in layouts:
+        shutil.rmtree(layout.base, ignore_errors=True)
+
+
+def _memory(rows: Tensor) -> Buffer:
+    return memoryview(rows.numpy())

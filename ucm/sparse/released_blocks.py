@@ -1,0 +1,168 @@
+"""Giving a running request's blocks back to vLLM's pool, as vLLM's own sliding-window manager does it.
+
+A released block is replaced by the pool's null block in ``req_to_blocks``, and its reference is given back with
+``BlockPool.free_blocks``: a block that another request shares stays that request's. Positions, slot mapping and the
+length of the row stay as they are, so all that vLLM does with a request afterwards (allocating, finding what is cached,
+preempting, freeing) goes on as before. The row in a worker's block table keeps the old ids; nobody reads them.
+
+What is released, and when:
+
+- Only of a request that is running, right before its allocation for a step, and only blocks that neither this step nor
+  a later one reads (`ucm.sparse.window`).
+- Only behind what the engine is *known* to have computed: the tokens that the request had before the oldest step whose
+  outcome the scheduler may not know yet. With one step at a time these are all of its tokens; with steps in flight
+  (asynchronous scheduling, pipeline parallelism) ``num_computed_tokens`` runs ahead. The device would be in order even
+  so, but a KV connector writes into blocks beside the device's stream, and a released block may be its next one. And a
+  load that failed is told with the outcome of its step, so whatever vLLM takes back then is still held.
+- Nothing before the step of a request's admission has gone well; a preempted request is admitted anew.
+- With prefix caching, only blocks that the cache knows, but for the last of them: older releases take the parent's hash
+  from it, and cache no null blocks (up to 0.13.0 they would give the null block a hash).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from ucm.errors import SparseMethodError
+
+if TYPE_CHECKING:
+    from ucm.sparse.window import SinksAndWindow
+
+#: The manager and the specification of plain full attention, by their names: a subclass may keep its blocks otherwise.
+MANAGER = "FullAttentionManager"
+SPECIFICATION = "FullAttentionSpec"
+#: Where a manager that gives blocks back keeps how many a request may come to hold (from 0.20.2, and from 0.31.0 on).
+CAPS = ("_max_admission_blocks_per_request", "max_admission_blocks_per_request")
+
+
+class ReleasedBlocks:
+    """The requests of one scheduler, and how far their blocks are released.
+
+    Args:
+        scheduler: vLLM's ``Scheduler``.
+        window: What is read.
+
+    Raises:
+        SparseMethodError: If this engine's blocks cannot be released.
+    """
+
+    def __init__(self, scheduler: Any, window: SinksAndWindow) -> None:
+        self._manager = _manager(scheduler)
+        self._pool = self._manager.block_pool
+        self._window = window
+        self.block_size = int(self._manager.block_size)
+        self._sinks = window.sink_blocks(self.block_size)
+        self._batches = batches_in_flight(scheduler.vllm_config)
+        self._step = 0
+        #: Of each request, where its released blocks end: there are some if that is behind the sinks.
+        self._ends: dict[str, int] = {}
+        #: The steps that a request was asked about and that may be in flight: their number, and its tokens before each.
+        self._asked: dict[str, deque[tuple[int, int]]] = {}
+        if not window.dense_prefill and scheduler.connector is None:
+            self._cap_admission(int(scheduler.scheduler_config.max_num_batched_tokens))
+
+    def step_planned(self) -> None:
+        """A step is decided; steps may be empty."""
+        self._step += 1
+
+    def forget(self, request_id: str) -> None:
+        """A request has lost its blocks, or is about to."""
+        self._ends.pop(request_id, None)
+        self._asked.pop(request_id, None)
+
+    def release(self, request: Any) -> bool:
+        """Release what can be released, before the request's allocation for a step.
+
+        Args:
+            request: vLLM's ``Request``.
+
+        Returns:
+            Whether what the step will read is there. It is not if vLLM took the request back to where its blocks are
+            released, which a KV connector can bring about that tells of a failed load long after its step.
+        """
+        request_id, running = request.request_id, request.status.name == "RUNNING"
+        known = self._known_tokens(request_id, request.num_computed_tokens if running else 0)
+        if not running:
+            return True
+        end = self._ends.get(request_id, self._sinks)
+        prompt = request.num_prompt_tokens
+        if self._sinks + self._window.skipped_by(request.num_computed_tokens, prompt, self.block_size) < end:
+            return False
+        if self._window.dense_prefill and getattr(request, "resumable", False):
+            return True  # its answers become part of a longer prompt, which reads everything
+        wanted = self._sinks + self._window.skipped_by(known, prompt, self.block_size)
+        if wanted > end:
+            self._release(request_id, end, wanted)
+        return True
+
+    def _known_tokens(self, request_id: str, num_computed_tokens: int) -> int:
+        """The tokens that the request had before the oldest of the steps in flight, this one included."""
+        asked = self._asked.setdefault(request_id, deque())
+        while asked and asked[0][0] <= self._step - self._batches:
+            asked.popleft()
+        if not asked or asked[-1][0] < self._step:
+            asked.append((self._step, num_computed_tokens))
+        return min(tokens for _, tokens in asked)
+
+    def _release(self, request_id: str, begin: int, end: int) -> None:
+        if self._pool.enable_caching:
+            end = min(end, self._manager.num_cached_block.get(request_id, 0) - 1)
+        if end <= begin:
+            return
+        blocks, null = self._manager.req_to_blocks[request_id], self._pool.null_block
+        freed = blocks[begin:end]
+        blocks[begin:end] = [null] * (end - begin)
+        self._ends[request_id] = end
+        # Backwards, as vLLM frees: of a chain of cached blocks the end is to be evicted first.
+        self._pool.free_blocks(reversed(freed))
+
+    def _cap_admission(self, tokens_per_step: int) -> None:
+        """Have vLLM admit prompts that it has room for as they will be held, where it asks for room for all of them.
+
+        Not beside a KV connector: requests that wait for loads hold all of their blocks.
+        """
+        most = self._window.most_blocks(self._batches * tokens_per_step, self.block_size)
+        for name in CAPS:
+            if hasattr(self._manager, name):
+                setattr(self._manager, name, most)
+
+
+def batches_in_flight(vllm_config: Any) -> int:
+    """How many steps may be scheduled before the outcome of the first of them is known."""
+    known = getattr(vllm_config, "max_concurrent_batches", None)
+    pipeline = int(vllm_config.parallel_config.pipeline_parallel_size)
+    asynchronous = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+    return max(int(known or 1), pipeline + int(asynchronous))
+
+
+def _manager(scheduler: Any) -> Any:
+    """The manager of the engine's only kind of KV cache."""
+    coordinator = getattr(scheduler.kv_cache_manager, "coordinator", None)
+    if coordinator is None:
+        raise SparseMethodError(
+            "this vLLM release keeps its blocks in another way", where="KVCacheManager", fix="use vLLM 0.9.1 or later"
+        )
+    managers = coordinator.single_type_managers
+    if len(managers) != 1:
+        raise SparseMethodError(
+            f"blocks are released in models with one kind of KV cache, and this one has {len(managers)}",
+            where="kv_cache_config.kv_cache_groups",
+            fix="serve this model without ucm_sparse_config",
+        )
+    manager, spec = managers[0], managers[0].kv_cache_spec
+    windows = ("sliding_window", "attention_chunk_size", "use_mla")
+    plain = type(manager).__name__ == MANAGER and type(spec).__name__ == SPECIFICATION
+    if not plain or any(getattr(spec, name, None) for name in windows):
+        raise SparseMethodError(
+            "blocks are released under plain full attention only",
+            where=f"{type(manager).__name__} for {spec}",
+            fix="serve this model without ucm_sparse_config",
+        )
+    if manager.block_size != spec.block_size:
+        raise SparseMethodError(
+            "the tokens of a block are spread over ranks (context parallelism)",
+            where=f"blocks of {manager.block_size} tokens, {spec.block_size} of them on each rank",
+            fix="run without context parallelism, or without ucm_sparse_config",
+        )
+    return manager
