@@ -66,9 +66,38 @@ def test_a_method_in_either_place(vllm_config: VllmConfig) -> None:
     assert sparse_method_config(vllm_config) == ("GSA", {"ratio": 0.3})
 
 
-def test_the_connector_comes_first() -> None:
+def test_another_method_in_each_place_is_refused() -> None:
     both = VllmConfig(connector({"first": {}}), additional({"second": {}}))
-    assert sparse_method_config(both) == ("first", {})
+    with pytest.raises(ConfigError, match="two sparse methods are configured, and only one can run") as caught:
+        sparse_method_config(both)
+    assert "kv_connector_extra_config.ucm_sparse_config: {'first': {}}" in str(caught.value.where)
+    assert "additional_config.ucm_sparse_config: {'second': {}}" in str(caught.value.where)
+
+
+def test_the_same_in_both_places_is_one() -> None:
+    """Our own hook copies it."""
+    both = VllmConfig(connector({"GSA": {"ratio": 1}}), additional({"GSA": {"ratio": 1}}))
+    assert sparse_method_config(both) == ("GSA", {"ratio": 1})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ucm_sparse_confg": {"ESA": {}}},
+        {"ESA": {}},
+        {"UCM_CONFIG_FILE": "ucm.yaml"},
+        {"ucm-sparse-config": {"ESA": {}}},
+    ],
+)
+def test_what_would_be_overlooked_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is no setting of UCM's here") as caught:
+        sparse_method_config(VllmConfig(None, settings))
+    assert 'write {"ucm_sparse_config": {"<method>"' in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{}, {"sparse_config": {}, "expert_map": "x"}, {"ESA": "a word"}])
+def test_what_may_be_anothers_is_left_alone(settings: dict[str, Any]) -> None:
+    assert sparse_method_config(VllmConfig(None, settings)) is None
 
 
 def test_options_are_handed_on_as_they_are() -> None:
@@ -78,7 +107,13 @@ def test_options_are_handed_on_as_they_are() -> None:
     assert found[1] is options
 
 
-@pytest.mark.parametrize("value", ["GSA", ["GSA"], {"GSA": {}, "ESA": {}}])
+def test_several_methods() -> None:
+    with pytest.raises(ConfigError, match="2 sparse methods are named, and only one can run") as caught:
+        sparse_method_config(VllmConfig(connector({"GSA": {}, "ESA": {}})))
+    assert caught.value.where == "kv_connector_extra_config.ucm_sparse_config: GSA, ESA"
+
+
+@pytest.mark.parametrize("value", ["GSA", ["GSA"]])
 def test_not_one_method(value: object) -> None:
     with pytest.raises(ConfigError, match="one name with its options") as caught:
         sparse_method_config(VllmConfig(connector(value)))

@@ -13,13 +13,20 @@ import pytest
 
 import ucm
 from ucm.integration.vllm import block_table, hooks
+from ucm.integration.vllm.sparse.layers import AttentionLayers
 from ucm.sparse import base
 from ucm.sparse.base import INVALID_SLOT, Role, SparseMethod
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-METHODS = [name for name, member in vars(SparseMethod).items() if callable(member) and not name.startswith("_")]
+#: What a side calls once, when it starts: these have tests of their own and are not among a recorder's calls.
+STARTS = ("scheduler_started", "worker_started")
+METHODS = [
+    name
+    for name, member in vars(SparseMethod).items()
+    if callable(member) and not name.startswith("_") and name not in STARTS
+]
 ANSWERS: dict[str, Any] = {name: object() for name in METHODS} | {"num_slots": 48}
 
 
@@ -387,7 +394,7 @@ def test_steps_without_finished_requests_do_not_report_any() -> None:
     assert [name for _, name, _ in calls] == ["update_states"]
 
 
-def test_warm_up_and_profiling_reach_no_method() -> None:
+def test_of_warm_up_and_profiling_a_method_only_sees_the_layers() -> None:
     calls: list[Any] = []
     hooks.worker_init(recording(calls))
     query, key, value = object(), object(), object()
@@ -396,7 +403,26 @@ def test_warm_up_and_profiling_reach_no_method() -> None:
     found = hooks.attention_begin("layer", query, key, value, None, None)
     hooks.attention_finished("layer", query, None, None, None)
     assert _are_same(found, (query, key, value, None))
-    assert calls == []
+    assert [call[1:] for call in calls] == [("layer_seen", ("layer",))]
+
+
+class Starting(SparseMethod):
+    """Notes what it has when its side starts."""
+
+    def scheduler_started(self, scheduler: Any) -> None:
+        self.options["seen"].append((self.role, scheduler, scheduler._ucm_sparse_method))
+
+    def worker_started(self) -> None:
+        self.options["seen"].append((self.role, type(self.attention), None))
+
+
+def test_a_side_that_starts_has_what_its_method_needs() -> None:
+    seen: list[Any] = []
+    scheduler = Scheduler(VllmConfig({"ucm_sparse_config": {f"{__name__}:Starting": {"seen": seen}}}))
+    hooks.scheduler_init(scheduler)
+    hooks.worker_init(scheduler.vllm_config)
+    assert [entry[:2] for entry in seen] == [(Role.SCHEDULER, scheduler), (Role.WORKER, AttentionLayers)]
+    assert type(seen[0][2]) is Starting
 
 
 def test_names_that_are_handed_on_are_the_originals() -> None:
@@ -416,7 +442,8 @@ OWN_TESTS: dict[str, Callable[[], None]] = {
 
 def test_every_hook_has_a_test_and_every_method_a_hook() -> None:
     assert sorted([case.hook for case in CASES] + list(OWN_TESTS)) == sorted(hooks.__all__)
-    assert {call.split()[0] for case in CASES for call in case.calls} | {"allocate_slots"} == set(METHODS)
+    others = {"allocate_slots", "layer_seen"}
+    assert {call.split()[0] for case in CASES for call in case.calls} | others == set(METHODS)
 
 
 def test_the_hooks_import_nothing_heavy() -> None:

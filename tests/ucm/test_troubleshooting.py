@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,11 +10,64 @@ import pytest
 
 from ucm.cli import main
 from ucm.config import ConnectorConfig, StoreSettings
+from ucm.integration.vllm.connector.worker_side import LAYERS
 from ucm.integration.vllm.metric_names import METRICS
+from ucm.integration.vllm.metrics import ConnectorCounters
+from ucm.integration.vllm.stats_data import sentence
 from ucm.store import errors
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+CACHE = (DOCS / "prefix_cache.md").read_text(encoding="utf-8")
+#: A line of the log, from its area on.
+LINE = re.compile(r"^ {4,}(?:\w+ [\d-]+ [\d:,]+ pid=\d+ \S+ )?(\[UCM\.\w+\] .+)$", re.MULTILINE)
+
+
+def formats() -> list[str]:
+    """The format strings with which the runtime logs, as far as they say more than their area."""
+    code = [path.read_text(encoding="utf-8") for path in (DOCS.parent / "ucm").rglob("*.py")]
+    calls = [node for text in code for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    first = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
+    logged = [text for text in first if isinstance(text, str) and text.startswith(("[UCM.", "[%s]", "%s block"))]
+    return [text for text in logged if re.sub(r"^\[.*?\]|%s|\W", "", text)]
+
+
+def as_pattern(text: str) -> str:
+    """What a format string's results look like."""
+    kinds = {"%s": r".+", "%d": r"\d+", "%.0f": r"\d+", "%.1f": r"\d+\.\d"}
+    return "".join(kinds.get(part) or re.escape(part) for part in re.split(r"(%(?:\.\d)?[sdf])", text))
+
+
+def summaries() -> list[str]:
+    """The connector's summary of the steps that the page shows, as the runtime words it."""
+    found = []
+    for calls in (
+        [("looked_up", 640, 0, 0.001)],
+        [("looked_up", 640, 512, 0.001)],
+        [("dumped", 5, 700_000, 0.0731)],
+        [("loaded", 4, 500_000, 0.0012, ["posix"] * 4)],
+        [
+            ("loaded", 4, 500_000, 0.0007, ["posix"] * 4),
+            ("dumped", 5, 500_000, 0.0028),
+            ("failed", "load", "corrupt", 4),
+        ],
+    ):
+        counters = ConnectorCounters()
+        for name, *arguments in calls:
+            getattr(counters, str(name))(*arguments)
+        data = counters.take_data()
+        assert data is not None
+        found.append(f"[UCM.Connector] {sentence(data)}")
+    return found
+
+
+def test_every_line_of_the_log_is_one_that_is_written() -> None:
+    written = [*map(as_pattern, formats()), *map(re.escape, summaries())]
+    layers = re.escape(LAYERS).replace(r"\{\}", r"\d+")
+    written += [rf"\[UCM\.Connector\] (?:direct|layerwise|mock): {layers}(?:; {layers})*"]
+    lines = LINE.findall(TEXT) + LINE.findall(CACHE)
+    assert len(lines) >= 10
+    assert [line for line in lines if not any(re.fullmatch(pattern, line) for pattern in written)] == []
 
 
 def test_every_metric_that_is_named_exists() -> None:
@@ -44,6 +98,14 @@ def test_every_command_that_is_named_exists(capsys: pytest.CaptureFixture[str]) 
             main([*command, "--help"])
         assert ended.value.code == 0
         assert f"usage: ucm {' '.join(command)} " in capsys.readouterr().out
+
+
+def test_the_module_that_is_to_be_named_exists() -> None:
+    named = set(re.findall(r"ucm\.integration\.vllm\.\w+", TEXT))
+    assert named == {"ucm.integration.vllm.ucm_connector", "ucm.integration.vllm.connector"}
+    for name in named:
+        place = DOCS.parent.joinpath(*name.split("."))
+        assert place.is_dir() or place.with_suffix(".py").is_file(), name
 
 
 def test_every_section_and_file_that_is_linked_exists() -> None:

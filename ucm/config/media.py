@@ -17,16 +17,22 @@ if TYPE_CHECKING:
     from ucm.errors import ConfigError
 
 
-def directory_problem(directory: Path, place: Place, written: object) -> ConfigError | None:
+def directory_problem(directory: Path, place: Place, written: object, *, make: bool = True) -> ConfigError | None:
     """What keeps us from using a directory. Makes it, and a file in it for a moment: permissions alone do not tell.
 
     Args:
         directory: The directory, made if it is not there, for its owner alone.
         place: Where it is named.
         written: How it is named there.
+        make: Whether it is; if not, a directory is made beside it, or beside the first that is missing above it, and
+            deleted at once.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if make or directory.exists():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            with tempfile.TemporaryDirectory(dir=_nearest(directory)):
+                return None
     except FileExistsError:
         return wrong(place, f"{directory} is not a directory", "name a directory", written)
     except OSError as error:
@@ -46,7 +52,7 @@ def capacity_problem(capacity: int, directories: Sequence[Path], place: Place, w
     wanted: Counter[int] = Counter()
     total: dict[int, int] = {}
     for directory in directories:
-        there = next(one for one in (directory, *directory.parents) if one.exists())
+        there = _nearest(directory)
         device = there.stat().st_dev
         wanted[device] += capacity // len(directories)
         total[device] = shutil.disk_usage(there).total
@@ -56,3 +62,8 @@ def capacity_problem(capacity: int, directories: Sequence[Path], place: Place, w
             fix = "lower it, or add room (in a container, --shm-size sets that of /dev/shm)"
             return wrong(place, f"{what}{format_size(total[device])} in all", fix, written)
     return None
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory, or the first above it that is there."""
+    return next(one for one in (directory, *directory.parents) if one.exists())

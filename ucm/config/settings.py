@@ -24,6 +24,7 @@ class ConnectorConfig(BaseModel):
         metrics: Whether counts are handed to vLLM's metrics.
         metrics_log_interval: Seconds between two log lines of hits; 0 for none.
         metrics_config_path: A metrics file of UCM, whose log_interval is used.
+        weights_id: The operator's own name for the weights, believed in place of their files.
         ucm_sparse_config: A sparse method with its options, as it stands.
     """
 
@@ -38,6 +39,7 @@ class ConnectorConfig(BaseModel):
     metrics: bool = True
     metrics_log_interval: float = Field(default=10.0, ge=0)
     metrics_config_path: str | None = None
+    weights_id: str | None = Field(default=None, min_length=1)
     ucm_sparse_config: dict[str, Any] = {}
 
     @field_validator("ucm_sparse_config")

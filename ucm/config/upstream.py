@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ucm.config import upstream_keys as keys
+from ucm.config.document import FILE_KEY
 from ucm.config.problems import Place, unknown
 from ucm.config.translation import Translation
 from ucm.config.upstream_store import translate_store
@@ -44,6 +45,7 @@ def translate(document: Document, own: Iterable[str]) -> Translation:
             _mode(out, place, key, value)
         elif key not in _ONE_CONNECTOR:
             known = {*ours, *_READERS, *keys.TOP_LEVEL_WITHOUT_EFFECT, *keys.MODES_NOT_IN_THIS_VERSION}
+            known |= {FILE_KEY} if document.file is None else set()
             out.problems.append(unknown(place, value, known))
     older = {key: document.settings[key] for key in _ONE_CONNECTOR if key in document.settings}
     if older and not {"store", CONNECTORS} & document.settings.keys():

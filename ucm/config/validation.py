@@ -27,6 +27,7 @@ _WORDS = {
     "less_than_equal": ("more than {le}", "write {le} or less"),
     "literal_error": ("not one of those that there are", "write {expected}"),
     "model_type": ("not a mapping", "write {{name: value, …}}"),
+    "string_too_short": ("empty", "write a text, or leave the setting out"),
     "string_type": ("not a text", "write it in quotes"),
     "tuple_type": ("not a list", "write [first, second, …]"),
 }

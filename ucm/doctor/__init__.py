@@ -1,12 +1,14 @@
 """``ucm doctor``: does the overlay act on the vLLM of this environment, and if not, why and what to do.
 
-The static checks import neither vLLM nor torch and start nothing. ``--run`` starts a short real engine in a child
+The static checks import neither vLLM nor torch, make nothing and start nothing. ``--config FILE`` checks a file with
+settings as well, as an engine would when it creates its connector. ``--run`` starts a short real engine in a child
 process and counts the hooks that fire in each of its processes.
 
 ``ucm doctor --json`` prints one object. Its keys stay; new ones may be added. Unknown is null, paths are absolute.
 
 - ``schema``: 1.
-- ``status``: ``ok``, ``warning`` or ``error``: the worst of the findings. ``verdict``: one sentence.
+- ``status``: ``ok``, ``warning`` or ``error``: the worst of the findings. ``verdict``: one sentence, and
+  another if settings that were checked are wrong.
 - ``python``: ``version``, ``executable``, ``site_directories`` (those whose .pth files it reads).
 - ``runtime``: ``version``, ``directory``, ``others`` (other distributions or copies of the package ``ucm``).
 - ``vllm``: null, or ``directory``; ``distribution`` and ``version`` from metadata; ``stated`` (VLLM_VERSION);

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.doctor.findings import Finding, Status, has_error
+from ucm.doctor.overlay_checks import how_to_install
 from ucm.doctor.render import render, wants_colour
 from ucm.doctor.report import Report, as_data, examine
 from ucm.doctor.run import CHECK, check_run, run_engine
@@ -37,6 +38,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--run", action="store_true", help="also run a short real engine, and count the hooks in each process"
     )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="also check a file with settings, as an engine would when it starts"
+    )
     parser.add_argument("--model", type=Path, metavar="DIR", help="with --run: a model, in place of a tiny random one")
     parser.add_argument(
         "--timeout",
@@ -55,7 +59,7 @@ def handle(options: argparse.Namespace) -> int:
     """
     if not options.run and (options.model is not None or options.timeout is not None):
         raise UcmError("--model and --timeout belong to --run", fix="add --run, or leave them out")
-    report = examine()
+    report = examine(options.config)
     if options.run:
         report = _run(report, options.model, options.timeout or DEFAULT_TIMEOUT)
     _print([json.dumps(as_data(report), indent=1) if options.json else render(report, colour=wants_colour())])
@@ -64,6 +68,9 @@ def handle(options: argparse.Namespace) -> int:
 
 def _run(report: Report, model: Path | None, timeout: float) -> Report:
     manifest = report.overlays[0].manifest if report.overlays else None
+    if not report.overlays and not has_error(report.findings):
+        what = "no engine was started: what is counted in it are the hooks of an overlay, and none is installed"
+        return report.with_findings([Finding(CHECK, Status.WARNING, what, todo=how_to_install(report.vllm))])
     if manifest is None or has_error(report.findings):
         skipped = Finding(CHECK, Status.WARNING, "no engine was started, because of the errors above")
         return report.with_findings([skipped])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,17 @@ CHECK = "prefix cache"
 API = "distributed/kv_transfer/kv_connector/v1/base.py"
 #: What the connectors and the stores import.
 NEEDS = ("numpy", "pydantic", "tqdm", "xxhash", "yaml")
-USE = "docs/prefix_cache.md says how to switch it on"
+#: How it is switched on; the page about it lies in the repository, not beside the runtime.
+SETTING = {
+    "kv_connector": "UCMConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
+    "kv_connector_extra_config": {"store": {"directories": "/var/cache/ucm", "posix_capacity": "20GiB"}},
+}
+USE = (
+    f"to use it: vllm serve MODEL --kv-transfer-config '{json.dumps(SETTING)}'",
+    "all about it: docs/prefix_cache.md in the repository of the UCM overlay",
+)
 
 
 def check_connector(vllm: Vllm | None) -> list[Finding]:
@@ -38,7 +49,7 @@ def check_connector(vllm: Vllm | None) -> list[Finding]:
         if recovers
         else "this release cannot compute the tokens of blocks that fail to load: they are verified and held first"
     )
-    return [Finding(CHECK, Status.OK, "UCM's connectors can run, with or without an overlay", (failed, USE))]
+    return [Finding(CHECK, Status.OK, "UCM's connectors can run, with or without an overlay", (failed, *USE))]
 
 
 def _methods(vllm: Vllm) -> set[str]:

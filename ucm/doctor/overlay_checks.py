@@ -81,10 +81,16 @@ def find_overlays() -> list[Overlay]:
     return found
 
 
-def check_overlay(overlays: list[Overlay], vllm: Vllm | None) -> Finding:
-    """Is there one overlay, and can it be read?"""
+def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -> Finding:
+    """Is there one overlay, and can it be read?
+
+    Args:
+        overlays: Those that were found.
+        vllm: The vLLM that one would serve.
+        needed: Whether the settings name a sparse method, which cannot do without.
+    """
     if not overlays:
-        return _none_installed(vllm)
+        return _none_installed(vllm, needed=needed)
     if len(overlays) > 1:
         return Finding(
             OVERLAY,
@@ -108,20 +114,21 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None) -> Finding:
     return Finding(OVERLAY, Status.OK, what, (str(overlay.directory),))
 
 
-def _none_installed(vllm: Vllm | None) -> Finding:
+def _none_installed(vllm: Vllm | None, *, needed: bool) -> Finding:
+    if needed:
+        what = "none is installed: vLLM runs unchanged, without the sparse method of the settings"
+        return Finding(OVERLAY, Status.WARNING, what, todo=how_to_install(vllm))
+    what = "none is installed, and only sparse attention needs one: vLLM runs unchanged, without an import hook"
+    build, install = how_to_install(vllm)
+    return Finding(OVERLAY, Status.OK, what, (f"for sparse attention: {build}", f"and then: {install}"))
+
+
+def how_to_install(vllm: Vllm | None) -> tuple[str, str]:
+    """How an overlay for a vLLM is built, and how it is installed."""
     release = (vllm.nearest if vllm else "") or "RELEASE"
-    return Finding(
-        OVERLAY,
-        Status.WARNING,
-        "none is installed: vLLM runs unchanged, and no hook of UCM is called in it",
-        (
-            "so there is no import hook, and nothing of vLLM's Scheduler or attention is rewritten",
-            "the prefix cache uses vLLM's own connector API and needs none; sparse attention does",
-        ),
-        (
-            f"build it, in a checkout of the UCM overlay: nox -s build-overlay -- {release}",
-            f"install it: {PIP} install build/wheels/{OVERLAY_PACKAGE}-{release}.*.whl",
-        ),
+    return (
+        f"in a checkout of the UCM overlay: nox -s build-overlay -- {release}",
+        f"{PIP} install build/wheels/{OVERLAY_PACKAGE}-{release}.*.whl",
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ucm
+from ucm.doctor.config_checks import CHECK as CONFIG
+from ucm.doctor.config_checks import SPARSE, asks_for_sparse_attention, check_config
 from ucm.doctor.connector_checks import check_connector
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import (
@@ -42,6 +44,8 @@ from ucm.doctor.vllm_install import Vllm, check_vllm, find_vllm
 from ucm.overlay.switches import disabled_groups
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ucm.doctor.run import Run
 
 SCHEMA = 1
@@ -79,11 +83,16 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Everything in one sentence."""
+        """Everything in one sentence; another, if settings that were checked are wrong."""
+        of_settings = [finding for finding in self.findings if finding.check in {CONFIG, SPARSE}]
+        wrong = " The settings cannot be used as they are." if has_error(of_settings) else ""
+        return self._of_the_overlay([finding for finding in self.findings if finding not in of_settings]) + wrong
+
+    def _of_the_overlay(self, findings: list[Finding]) -> str:
         if not self.overlays:
             return "No overlay of UCM is installed: no sparse attention; the prefix cache needs none."
-        if has_error(self.findings):
-            count = sum(finding.status is Status.ERROR for finding in self.findings)
+        if has_error(findings):
+            count = sum(finding.status is Status.ERROR for finding in findings)
             return f"UCM's overlay does not work as it should: {count} error{'s' if count > 1 else ''}."
         on = sum(state.disabled is None for state in self.modules)
         if not on:
@@ -99,8 +108,12 @@ class Report:
         return list(dict.fromkeys(line for finding in graded for line in finding.todo))
 
 
-def examine() -> Report:
-    """Make all static checks; neither vLLM nor torch is imported."""
+def examine(config: Path | None = None) -> Report:
+    """Make all static checks; neither vLLM nor torch is imported.
+
+    Args:
+        config: A file with settings to check as well.
+    """
     early = own_modules_of_vllm()
     runtimes, files, hooks, on = other_runtimes(), start_up_files(), import_hooks(), switches()
     vllm, overlays = find_vllm(), find_overlays()
@@ -109,11 +122,12 @@ def examine() -> Report:
     disabled = disabled_groups(manifest.needs) if manifest else {}
     active = hooks.position is not None
     states = states_of(manifest, vllm, disabled, active=active) if manifest else []
+    settings = check_config(config) if config is not None else []
     findings = [
         check_python(),
         check_runtime(runtimes),
         check_vllm(vllm, manifest.release if manifest else None),
-        check_overlay(overlays, vllm),
+        check_overlay(overlays, vllm, needed=asks_for_sparse_attention(settings)),
     ]
     if overlay is not None:
         findings += [check_start_up_file(overlay.directory), check_import_hook(hooks, overlay.directory, early)]
@@ -123,7 +137,7 @@ def examine() -> Report:
     findings.append(check_switches(on, manifest.needs if manifest else {}, disabled))
     if overlay is not None:
         findings.append(check_plugins())
-    findings += check_connector(vllm)
+    findings += [*check_connector(vllm), *settings]
     return Report(runtimes, vllm, overlays, hooks, files, on, states, findings)
 
 

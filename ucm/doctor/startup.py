@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import site
 import sys
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ucm.doctor.distributions import providers
 from ucm.doctor.findings import Finding, Status
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ PTH = f"{OVERLAY_PACKAGE}.pth"
 CUSTOMISATIONS = ("sitecustomize", "usercustomize")
 #: Words by which a start-up file or an import hook shows that vLLM is its business.
 TOUCHES_VLLM = re.compile(r"(?<![A-Za-z0-9_])(vllm|ucm|uc[-_]manager|unified[-_]cache)", re.IGNORECASE)
+#: The distribution of another ``ucm``, which patches vLLM when Python starts.
+UC_MANAGER = "uc-manager"
 #: Packages whose import hooks only answer for names of their own.
 HARMLESS = ("_distutils_hack", "_virtualenv", "__editable___", "six")
 
@@ -73,15 +77,43 @@ def start_up_files() -> list[StartUpFile]:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             code = [line for line in lines if line.startswith(("import ", "import\t"))]
             if code:
-                touches = any(TOUCHES_VLLM.search(line) for line in code)
+                touches = any(touches_vllm(line) for line in code)
                 found.append(StartUpFile(path, touches, path.name == PTH))
     for name in CUSTOMISATIONS:
         loaded = sys.modules.get(name)
         if loaded is not None and loaded.__file__:
             path = Path(loaded.__file__)
             text = path.read_text(encoding="utf-8", errors="replace")
-            found.append(StartUpFile(path, TOUCHES_VLLM.search(text) is not None, ours=False))
+            found.append(StartUpFile(path, touches_vllm(text), ours=False))
     return found
+
+
+def touches_vllm(code: str) -> bool:
+    """Whether code that runs at interpreter start names vLLM or UCM; a path or a comment that does is no matter.
+
+    Args:
+        code: A line of a .pth file, or a whole file; what is no Python is searched as it stands.
+    """
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return TOUCHES_VLLM.search(code) is not None
+    return any(TOUCHES_VLLM.search(name) for node in ast.walk(tree) for name in _names(node))
+
+
+def _names(node: ast.AST) -> list[str]:
+    """What a node of a syntax tree names: modules, variables, attributes, and texts that are no paths."""
+    match node:
+        case ast.Import() | ast.ImportFrom():
+            module = node.module if isinstance(node, ast.ImportFrom) and node.module else ""
+            return [module, *(alias.name for alias in node.names)]
+        case ast.Name():
+            return [node.id]
+        case ast.Attribute():
+            return [node.attr]
+        case ast.Constant(value=str(text)) if not {"/", "\\"} & set(text):
+            return [text]
+    return []
 
 
 def import_hooks() -> ImportHooks:
@@ -172,12 +204,13 @@ def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
     named = [f"start-up file: {file.path}" for file in files if file.touches_vllm and not file.ours]
     named += [f"import hook: {name}" for name in hooks.others if TOUCHES_VLLM.search(name)]
     if named:
+        there = any(provider.name == UC_MANAGER for provider in providers("ucm"))
         return Finding(
             check,
             Status.WARNING,
             "something else reaches for vLLM when Python starts; it may replace what the overlay rewrites",
             tuple(named),
-            ("uninstall what put it there (for uc-manager's: `pip uninstall uc-manager`)",),
+            (f"pip uninstall {UC_MANAGER}" if there else "see what it does, and uninstall what put it there",),
         )
     return Finding(check, Status.OK, "nothing else reaches for vLLM when Python starts")
 

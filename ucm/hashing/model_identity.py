@@ -43,6 +43,8 @@ _CACHE_SETTINGS = (
     *("swa_bounded_replay", "use_replayssm", "kv_sharing_fast_prefill"),
 )
 _ATTENTION_SETTINGS = ("backend", "backend_per_kind", "indexer_kv_dtype", "use_fp4_indexer_cache", "use_non_causal")
+#: Our own key in what vLLM hands to whom it may concern.
+_SPARSE = "ucm_sparse_config"
 #: Ways of drafting that have no layers, hence no KV.
 _LAYERLESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "custom_class"})
 #: RoPE whose angles depend on the length that the model is served with.
@@ -97,7 +99,7 @@ def model_identity(
         "attention": _settings(getattr(vllm_config, "attention_config", None), _ATTENTION_SETTINGS),
         "draft": _draft(vllm_config, weights_id),
         "platform": platform_facts(vllm_config),
-        "additional_config": plain(getattr(vllm_config, "additional_config", None) or None),
+        "additional_config": plain(_additional(vllm_config)),
         "more": plain(dict(more or {})),
     }
     return ModelIdentity(name=_readable(str(model.model)), facts=facts)
@@ -134,6 +136,14 @@ def _model(model_config: Any, load_config: Any, weights_id: str | None) -> dict[
     if path:
         facts["hf_config"] = _hf_config(model_config)
     return facts
+
+
+def _additional(vllm_config: Any) -> Any:
+    """What others read there; a sparse method of ours is told by ``more``, whether it is configured there or not."""
+    found = getattr(vllm_config, "additional_config", None) or None
+    if isinstance(found, dict):
+        return {key: value for key, value in found.items() if key != _SPARSE} or None
+    return found
 
 
 def _hf_config(model_config: Any) -> Any:

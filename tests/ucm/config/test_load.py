@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import stat
 import subprocess
@@ -12,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from ucm.config import load_connector_config
+from ucm.config import ConnectorConfig, load_connector_config
+from ucm.config.document import FILE_KEY, read_document
+from ucm.config.upstream import translate
 from ucm.config.upstream_keys import TOP_LEVEL_WITHOUT_EFFECT
 from ucm.errors import ConfigError
 
@@ -102,7 +106,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "what", "where"),
     [
-        ({}, "the store 'Posix' needs a directory", "store"),
+        ({}, "no store is configured", ""),
         ({"store": None}, "not a mapping", "store = None"),
         ({"store": {"directories": []}}, "the store 'Posix' needs a directory", "store = {'directories': []}"),
         ({"store": {"pipeline": "Empty", "fsnc": 1}}, "'fsnc' is not a setting", "store.fsnc = 1"),
@@ -138,6 +142,34 @@ def test_directories_are_looked_at_beside_what_is_wrong(store: object, problems:
         load_connector_config({"store": store})
     assert caught.value.what.count("where: ") == (problems if problems > 1 else 0)
     assert ("cannot be made" in str(caught.value)) == (problems == 3)
+
+
+def test_where_there_are_no_settings_a_file_can_be_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({})
+    assert caught.value.where == "kv_connector_extra_config"
+    written = re.search(r"file with the settings, (.*), or write (.*)", caught.value.fix)
+    assert written is not None
+    assert list(json.loads(written[1])) == [FILE_KEY]
+    assert translate(read_document(json.loads(written[2])), ConnectorConfig.model_fields).problems == []
+    empty = tmp_path / "ucm.yaml"
+    empty.touch()
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({FILE_KEY: str(empty)})
+    assert (caught.value.where, FILE_KEY in caught.value.fix) == (str(empty), False)
+
+
+def test_the_name_of_the_file_misspelt(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({"UCM_CONFIG_FIL": "ucm_config.yaml"})
+    assert caught.value.what == "'UCM_CONFIG_FIL' is not a setting"
+    assert caught.value.where == "kv_connector_extra_config: UCM_CONFIG_FIL = 'ucm_config.yaml'"
+    assert caught.value.fix == "did you mean 'UCM_CONFIG_FILE'?"
+    path = tmp_path / "ucm.yaml"
+    path.write_text("UCM_CONFIG_FIL: other.yaml\nstore: {pipeline: Empty}\n", "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({FILE_KEY: str(path)})
+    assert FILE_KEY not in caught.value.fix, "a file cannot name another"
 
 
 def test_a_key_that_is_like_no_other_is_answered_with_those_that_there_are() -> None:

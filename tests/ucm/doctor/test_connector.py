@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.ucm.doctor.site import write_connector_api, write_vllm
+from tests.ucm.doctor.site import ROOT, write_connector_api, write_vllm
+from ucm.config import ConnectorConfig
+from ucm.config.document import read_document
+from ucm.config.upstream import translate
 
 if TYPE_CHECKING:
     from tests.ucm.doctor.site import Site
@@ -15,6 +20,16 @@ def test_a_vllm_that_recomputes_what_failed_to_load(bare: Site) -> None:
     found = bare.ask().finding("prefix cache")
     assert (found["status"], found["what"]) == ("ok", "UCM's connectors can run, with or without an overlay")
     assert found["details"][0].startswith("vLLM computes the tokens of blocks that fail to load")
+
+
+def test_how_it_is_switched_on(bare: Site) -> None:
+    write_vllm(bare.packages)
+    found = bare.ask().finding("prefix cache")
+    setting = json.loads(found["details"][1].partition("--kv-transfer-config ")[2].strip("'"))
+    assert (setting["kv_connector"], setting["kv_role"]) == ("UCMConnector", "kv_both")
+    assert (ROOT / Path(*setting["kv_connector_module_path"].split("."))).with_suffix(".py").is_file()
+    assert translate(read_document(setting["kv_connector_extra_config"]), ConnectorConfig.model_fields).problems == []
+    assert (ROOT / found["details"][2].removeprefix("all about it: ").split()[0]).is_file()
 
 
 def test_a_vllm_that_does_not(bare: Site) -> None:

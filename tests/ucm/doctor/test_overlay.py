@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.ucm.doctor.site import MODULES, RELEASE, Site, write_overlay, write_vllm
+import pytest
+
+from tests.ucm.doctor.site import MODULES, RELEASE, Site, write_distribution, write_overlay, write_vllm
+from ucm.doctor.startup import touches_vllm
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,12 +30,13 @@ def shadow(site: Site) -> Path:
 def test_the_runtime_without_an_overlay(bare: Site) -> None:
     write_vllm(bare.packages)
     answer = bare.ask()
-    assert (answer.code, answer.statuses()) == (0, {"overlay": "warning"})
+    assert (answer.code, answer.statuses(), answer.data["next"]) == (0, {}, [])
     assert answer.data["verdict"] == "No overlay of UCM is installed: no sparse attention; the prefix cache needs none."
     found = answer.finding("overlay")
-    assert "there is no import hook, and nothing of vLLM's Scheduler" in found["details"][0]
-    assert found["todo"][0].endswith(f"nox -s build-overlay -- {RELEASE}")
-    assert f"pip install build/wheels/ucm_vllm_overlay-{RELEASE}.*.whl" in found["todo"][1]
+    assert found["what"].startswith("none is installed, and only sparse attention needs one")
+    assert found["details"][0].startswith("for sparse attention: ")
+    assert found["details"][0].endswith(f"nox -s build-overlay -- {RELEASE}")
+    assert found["details"][1].endswith(f"pip install build/wheels/ucm_vllm_overlay-{RELEASE}.*.whl")
     assert answer.data["modules"] == []
 
 
@@ -129,10 +133,40 @@ def test_a_start_up_file_that_reaches_for_vllm(site: Site) -> None:
     assert [file["touches_vllm"] for file in answer.data["start_up_files"]] == [False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("line", "touches"),
+    [
+        ("import sys; sys.path.insert(0, '/opt/vllm-0.32/site')", False),
+        ("import sys; sys.path.append('/home/uc-manager/tools')  # beside vllm", False),
+        ("import os; os.environ.setdefault('VLLM_PLUGINS', 'x')", True),
+        ("import sys; exec('import vllm.patches')", True),
+        ("import sys; from ucm_patches import apply", True),
+        ("import sys; sys.vllm_hook", True),
+        ("import sys; if vllm no python", True),
+        ("import sys; if no python", False),
+    ],
+)
+def test_a_path_that_names_vllm_is_not_what_reaches_for_it(line: str, touches: bool) -> None:
+    assert touches_vllm(line) is touches
+
+
+def test_a_start_up_file_with_a_path_of_vllm_is_nobodys_business(site: Site) -> None:
+    (site.packages / "zz.pth").write_text("import sys; sys.path.append('/opt/vllm/extras')\n")
+    assert site.ask().statuses() == {}
+
+
 def test_a_sitecustomize_that_reaches_for_vllm(site: Site) -> None:
     path = site.packages / "sitecustomize.py"
-    path.write_text("# patches vllm\n")
-    assert site.ask().finding("other hooks")["details"] == [f"start-up file: {path.resolve()}"]
+    path.write_text("import sys\n\nsys.modules.get('vllm')\n")
+    found = site.ask().finding("other hooks")
+    assert found["details"] == [f"start-up file: {path.resolve()}"]
+    assert found["todo"] == ["see what it does, and uninstall what put it there"]
+
+
+def test_the_start_up_file_of_uc_manager(site: Site) -> None:
+    (site.packages / "sitecustomize.py").write_text("import sys\n\nsys.modules.get('vllm')\n")
+    write_distribution(site.packages, "uc-manager", "0.2.0", ("ucm",))
+    assert site.ask().finding("other hooks")["todo"] == ["pip uninstall uc-manager"]
 
 
 def test_vllm_is_imported_at_start(site: Site) -> None:

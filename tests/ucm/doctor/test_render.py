@@ -16,6 +16,8 @@ from ucm.doctor.findings import Finding, Status, worst
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.ucm.doctor.site import Site
 
 
@@ -99,7 +101,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_error_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
+    def fail(config: Path | None) -> None:
+        assert config is None
         raise UcmError("it is broken", where="here", fix="mend it")
 
     monkeypatch.setattr("ucm.doctor.command.examine", fail)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ucm.doctor.site import RELEASE, write_vllm
 from ucm.doctor.expected import Expectation, Hook
 from ucm.doctor.run import HookResult, Run, check_run
 from ucm.sparse.base import Role
@@ -97,6 +98,14 @@ def test_nothing_is_started_when_something_is_wrong(bare: Site) -> None:
     answer = bare.doctor("--run", "--json")
     assert (answer.code, answer.data["run"]) == (1, None)
     assert answer.finding("run")["what"] == "no engine was started, because of the errors above"
+
+
+def test_nothing_is_started_without_an_overlay(bare: Site) -> None:
+    write_vllm(bare.packages)
+    answer = bare.doctor("--run", "--json")
+    assert (answer.code, answer.data["run"]) == (0, None)
+    assert answer.finding("run")["what"].endswith("the hooks of an overlay, and none is installed")
+    assert answer.data["next"][0].endswith(f"nox -s build-overlay -- {RELEASE}")
 
 
 def test_a_model_of_ones_own(site: Site, tmp_path: Path) -> None:

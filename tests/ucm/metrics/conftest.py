@@ -17,16 +17,30 @@ class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self.levels: list[int] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+        self.levels.append(record.levelno)
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
-    """The lines that are logged during a test."""
+def handler() -> Iterator[_Lines]:
+    """What is logged during a test."""
     handler = _Lines()
     logger = get_logger()
     logger.addHandler(handler)
-    yield handler.lines
+    yield handler
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def said(handler: _Lines) -> list[str]:
+    """The lines."""
+    return handler.lines
+
+
+@pytest.fixture
+def levels(handler: _Lines) -> list[int]:
+    """Their levels."""
+    return handler.levels

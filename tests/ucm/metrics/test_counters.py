@@ -130,6 +130,18 @@ def test_closing_says_what_was_not_yet_said(said: list[str]) -> None:
     assert [line.partition("failed: ")[2] for line in said] == ["dump full 1", "dump full 1, load missing 1"]
 
 
+def test_closing_says_what_tiers_counted_since_they_were_looked_at(said: list[str]) -> None:
+    clock, store = Clock(), Store()
+    counters = ConnectorCounters(log=MetricsLog(10, clock, lambda *_: None), clock=clock)  # type: ignore[arg-type]
+    counters.watch(store)
+    counters.take_data()
+    store.tiers = {"posix": TierStats(failures={"dump.full": 3})}
+    counters.take_data()
+    assert said == []
+    counters.close()
+    assert said == ["[UCM.Connector] not on posix: 3 (full 3)"]
+
+
 def test_tiers_are_looked_at_every_few_seconds() -> None:
     clock, store = Clock(), Store()
     counters = ConnectorCounters(clock=clock)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import yaml
+
 from ucm.integration.vllm.metric_names import METRICS
 from ucm.store import errors
 
@@ -42,3 +44,17 @@ def test_every_cause_is_explained() -> None:
 def test_the_dashboard_is_where_it_says() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", DOCUMENT.read_text(encoding="utf-8")):
         assert (DOCUMENT.parent / target).exists(), target
+
+
+def test_alerts_use_labels_that_their_metrics_have() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    (group,) = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) >= 4
+    for rule in group["rules"]:
+        used = re.findall(r"(ucm:\w+)(?:{([^}]*)})?", rule["expr"])
+        for name, selector in used:
+            assert set(re.findall(r"(\w+)=", selector)) <= set(METRICS[name].labels), rule
+        for grouping in re.findall(r"by \(([^)]*)\)", rule["expr"]):
+            for label in set(re.split(r",\s*", grouping)) - {"model_name"}:
+                assert all(label in METRICS[name].labels for name, _ in used), rule
+        assert used or "node_filesystem" in rule["expr"]

@@ -43,6 +43,7 @@ def test_what_is_known_is_there_from_the_start() -> None:
     series()
     assert set(Metric.taken["ucm:queried_tokens_total"].children) == {("llama", "0"), ("llama", "1")}
     assert ("llama", "1", "load", "corrupt") in Metric.taken["ucm:failures_total"].children
+    assert ("llama", "0", "posix", "dump", "unavailable") in Metric.taken["ucm:tier_failures_total"].children
     assert ("llama", "0", "posix") in Metric.taken["ucm:hit_tokens_total"].children
     assert not Metric.taken["ucm:tier_used_bytes"].children
 

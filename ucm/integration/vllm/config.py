@@ -1,9 +1,9 @@
 """Which sparse method an operator has asked for, read from vLLM's own configuration.
 
-Two places are read, the first that has the key wins: the KV connector's settings
+Two places are read: the KV connector's settings
 (``--kv-transfer-config '{…, "kv_connector_extra_config": {"ucm_sparse_config": {…}}}'``, or the file that its
 ``UCM_CONFIG_FILE`` names) and, for a sparse method without a connector,
-``--additional-config '{"ucm_sparse_config": {…}}'``.
+``--additional-config '{"ucm_sparse_config": {…}}'``. Where both have one, it must be the same.
 """
 
 from __future__ import annotations
@@ -27,16 +27,44 @@ def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
         vllm_config: vLLM's ``VllmConfig``.
 
     Raises:
-        ConfigError: If the setting is not one method with its options, or the file with the settings cannot be read.
+        ConfigError: If the setting is not one method with its options, is another one in each place, or is misspelt; or
+            the file with the settings cannot be read.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     extra = getattr(transfer, "kv_connector_extra_config", None)
-    if isinstance(extra, dict) and (found := _of_connector(extra)) is not None:
-        return _one_method(*found)
+    found = _of_connector(extra) if isinstance(extra, dict) else None
+    one = None if found is None else _one_method(*found)
     additional = getattr(vllm_config, "additional_config", None)
-    if isinstance(additional, dict) and additional.get(KEY):
-        return _one_method(f"additional_config.{KEY}", additional[KEY])
-    return None
+    if not isinstance(additional, dict) or not additional:
+        return one
+    if not additional.get(KEY):
+        _refuse_misspelt(additional)
+        return one
+    other = _one_method(f"additional_config.{KEY}", additional[KEY])
+    if found is not None and one != other:
+        raise ConfigError(
+            "two sparse methods are configured, and only one can run",
+            where=f"{found[0]}: {found[1]!r}; additional_config.{KEY}: {additional[KEY]!r}",
+            fix="remove one of them",
+        )
+    return other
+
+
+def _refuse_misspelt(additional: dict[str, Any]) -> None:
+    """What was meant for us and would be overlooked: the engine would be dense, and nobody would say so.
+
+    vLLM hands these settings to whoever wants them, so a key that may be another's is left alone.
+    """
+    from ucm.sparse.factory import METHODS  # noqa: PLC0415 - most have no such settings
+
+    for key, value in additional.items():
+        ours = str(key).lower().replace("-", "_").startswith("ucm_") or (key in METHODS and isinstance(value, dict))
+        if ours and key != KEY:
+            raise ConfigError(
+                f"{key!r} is no setting of UCM's here",
+                where=f"additional_config.{key}",
+                fix=f"""write {{"{KEY}": {{"<method>": {{…options…}}}}}}; files are for the connector's settings""",
+            )
 
 
 def _of_connector(extra: dict[str, Any]) -> tuple[str, object] | None:
@@ -56,7 +84,13 @@ def _of_connector(extra: dict[str, Any]) -> tuple[str, object] | None:
 
 
 def _one_method(place: str, value: object) -> tuple[str, dict[str, Any]]:
-    if not isinstance(value, dict) or len(value) != 1:
+    if isinstance(value, dict) and len(value) > 1:
+        raise ConfigError(
+            f"{len(value)} sparse methods are named, and only one can run",
+            where=f"{place}: {', '.join(map(str, value))}",
+            fix="remove all but one; options of a method stand below its name",
+        )
+    if not isinstance(value, dict) or not value:
         raise ConfigError(
             "a sparse method is one name with its options",
             where=f"{place}: {value!r}",

@@ -16,7 +16,7 @@ from ucm.integration.vllm.block_table import clear_row
 from ucm.sparse.base import INVALID_SLOT, Role, SparseMethod
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 __all__ = [
     "INVALID_SLOT",
@@ -60,22 +60,30 @@ _worker: SparseMethod | None = None
 _schedules_sparsely = False
 
 
-def _create(vllm_config: Any, role: Role) -> SparseMethod | None:
-    """The configured method's instance for one side; the imports are only paid for where one is configured."""
+def _started(vllm_config: Any, role: Role, start: Callable[[SparseMethod], None]) -> SparseMethod | None:
+    """The configured method's instance for one side, started; the imports are only paid for where one is configured.
+
+    Raises:
+        UcmError: Why it cannot be; the log has it in one record, for vLLM prints it among its tracebacks.
+    """
     from ucm.integration.vllm.config import KEY, sparse_method_config  # noqa: PLC0415
+    from ucm.integration.vllm.connector.refusal import refusals_logged  # noqa: PLC0415
 
-    configured = sparse_method_config(vllm_config)
-    if configured is None:
-        return None
+    with refusals_logged("UCM.Sparse"):
+        configured = sparse_method_config(vllm_config)
+        if configured is None:
+            return None
+        from ucm.sparse.factory import create_method  # noqa: PLC0415
+
+        name, options = configured
+        method = create_method(name, vllm_config, role, options)
+        if isinstance(getattr(vllm_config, "additional_config", None), dict):
+            # vLLM's compile cache keys on this dictionary and not on the connector's settings: without a trace of the
+            # method here, a graph that was compiled without its layer calls would be loaded for a run with them.
+            vllm_config.additional_config.setdefault(KEY, {name: options})
+        start(method)
     from ucm.logger import get_logger  # noqa: PLC0415
-    from ucm.sparse.factory import create_method  # noqa: PLC0415
 
-    name, options = configured
-    method = create_method(name, vllm_config, role, options)
-    if isinstance(getattr(vllm_config, "additional_config", None), dict):
-        # vLLM's compile cache keys on this dictionary and not on the connector's settings: without a trace of the
-        # method here, a graph that was compiled without its layer calls would be loaded for a run with them.
-        vllm_config.additional_config.setdefault(KEY, {name: options})
     get_logger().info("[UCM.Sparse] %s is active on the %s side", name, role.value)
     return method
 
@@ -85,14 +93,17 @@ def _create(vllm_config: Any, role: Role) -> SparseMethod | None:
 
 def scheduler_init(scheduler: Any) -> None:
     """A scheduler exists: create the method's instance for it, if one is configured."""
-    global _schedules_sparsely  # noqa: PLW0603 - see where it is defined
-    method = _create(scheduler.vllm_config, Role.SCHEDULER)
-    if method is not None:
+
+    def start(method: SparseMethod) -> None:
+        global _schedules_sparsely  # noqa: PLW0603 - see where it is defined
         _schedules_sparsely = True
         setattr(scheduler, _METHOD, method)
         setattr(scheduler, _SLOTS, {})
         setattr(scheduler, _EXTERNAL, {})
         setattr(scheduler.kv_cache_manager, _METHOD, method)
+        method.scheduler_started(scheduler)
+
+    _started(scheduler.vllm_config, Role.SCHEDULER, start)
 
 
 def request_added(scheduler: Any, request: Any) -> None:
@@ -182,7 +193,14 @@ def _forget(scheduler: Any, request: Any) -> None:
 def worker_init(vllm_config: Any) -> None:
     """A worker's parallel groups exist: create the method's instance for it, if one is configured."""
     global _worker  # noqa: PLW0603 - the operators of a process have no object to hang it on
-    _worker = _create(vllm_config, Role.WORKER)
+
+    def start(method: SparseMethod) -> None:
+        from ucm.integration.vllm.sparse.layers import AttentionLayers  # noqa: PLC0415 - most workers need none
+
+        method.attention = AttentionLayers(vllm_config)
+        method.worker_started()
+
+    _worker = _started(vllm_config, Role.WORKER, start)
 
 
 def update_states(runner: Any, scheduler_output: Any) -> None:
@@ -276,7 +294,10 @@ def attention_begin(
     layer_name: str, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any
 ) -> tuple[Any, Any, Any, Any]:
     """A layer's attention is about to run."""
-    if _worker is None or attn_metadata is None:
+    if _worker is None:
+        return query, key, value, attn_metadata
+    if attn_metadata is None:
+        _worker.layer_seen(layer_name)
         return query, key, value, attn_metadata
     return _worker.attention_begin(layer_name, query, key, value, kv_cache, attn_metadata)
 

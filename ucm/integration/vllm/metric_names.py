@@ -109,6 +109,7 @@ TIER_FAILURES = _counter(
     "What failed in a tier, seen by a request or not.",
     "failures",
     ("tier", "operation", "cause"),
+    tuple((*tier, *failure) for tier, failure in product(_TIERS, _FAILURES)),
 )
 TIER_USED = Metric(
     "ucm:tier_used_bytes", Kind.GAUGE, "Bytes in a tier, of all who use it.", ("tier",), "bytes", known=()

@@ -163,7 +163,8 @@ class ConnectorCounters:
         return data if self._export else None
 
     def close(self) -> None:
-        """Say what was counted and not yet said."""
+        """Say what was counted and not yet said, also by the tiers since they were looked at."""
+        self._look_again = 0.0
         self.take_data()
         if self._log is not None:
             self._log.close()

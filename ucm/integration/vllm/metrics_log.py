@@ -1,12 +1,13 @@
-"""Says what happened in the log, at once after a quiet time and then once per interval."""
+"""Says what happened in the log, at once after a quiet time and then once per interval; with failures, as a warning."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from ucm.integration.vllm.stats_data import merge, sentence
+from ucm.integration.vllm.stats_data import has_failures, merge, sentence
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class MetricsLog:
             self._say()
 
     def _say(self) -> None:
-        text, self._data = sentence(self._data), {}
+        text, level = sentence(self._data), logging.WARNING if has_failures(self._data) else logging.INFO
+        self._data = {}
         if text:
             self._next = self._clock() + self._interval
-            get_logger().info("[UCM.Connector] %s", text)
+            get_logger().log(level, "[UCM.Connector] %s", text)

@@ -6,6 +6,7 @@ of observations for each of its label values joined by dots.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ucm.integration.vllm import metric_names as names
@@ -67,18 +68,37 @@ def summary(data: StatsData) -> dict[str, float]:
     return {f"UCM {name}": value for name, value in wanted.items() if value}
 
 
+def has_failures(data: StatsData) -> bool:
+    """Whether a block was not loaded, or not saved in some tier."""
+    return bool(total(data, names.FAILURES) or not_saved(data))
+
+
+def not_saved(data: StatsData) -> dict[str, Counter[str]]:
+    """For each tier, the dumps and commits that it failed at, by cause; another tier may have taken the block.
+
+    A commit of what was not dumped as a whole is none: what failed before it is counted.
+    """
+    found: dict[str, Counter[str]] = {}
+    for key, value in _labelled(data, names.TIER_FAILURES):
+        tier, operation, cause = key.rsplit(".", 2)
+        if operation in {"dump", "commit"} and cause != "incomplete":
+            found.setdefault(tier, Counter())[cause] += int(value)
+    return found
+
+
 def sentence(data: StatsData) -> str:
     """What happened, for people; empty if nothing did that concerns them."""
     return "; ".join(_parts(data))
 
 
 def _parts(data: StatsData) -> Iterator[str]:
-    lookups = total(data, names.LOOKUPS)
+    lookups = int(total(data, names.LOOKUPS))
     if lookups:
-        hits, queried = total(data, names.LOOKUPS, "hit"), total(data, names.QUERIED_TOKENS)
+        hits, queried = int(total(data, names.LOOKUPS, "hit")), total(data, names.QUERIED_TOKENS)
         matched = total(data, names.MATCHED_TOKENS)
         share = 100 * matched / queried if queried else 0
-        yield f"{lookups:.0f} lookups: {hits:.0f} hits, {lookups - hits:.0f} misses"
+        said = (_many(lookups, "lookup"), _many(hits, "hit"), _many(lookups - hits, "miss", "misses"))
+        yield "{}: {}, {}".format(*said)
         yield f"{matched:.0f} of {queried:.0f} tokens found ({share:.1f} %)"
     for verb, blocks, nbytes, duration in (
         ("loaded", names.LOAD_BLOCKS, names.LOAD_BYTES, names.LOAD_DURATION),
@@ -89,9 +109,16 @@ def _parts(data: StatsData) -> Iterator[str]:
             each = 1e3 * total(data, duration) / max(1, observations(data, duration))
             tiers = ", ".join(f"{key} {value:.0f}" for key, value in _labelled(data, blocks))
             where = f" (from {tiers})" if tiers else ""
-            yield f"{verb} {count:.0f} blocks{where}, {total(data, nbytes) / 1e6:.1f} MB, {each:.1f} ms a transfer"
+            what = f"{_many(int(count), 'block')}{where}"
+            yield f"{verb} {what}, {total(data, nbytes) / 1e6:.1f} MB, {each:.1f} ms a transfer"
     if failed := _labelled(data, names.FAILURES):
         yield "failed: " + ", ".join(f"{key.replace('.', ' ')} {value:.0f}" for key, value in failed)
+    for tier, causes in not_saved(data).items():
+        yield f"not on {tier}: {causes.total()} ({', '.join(f'{cause} {causes[cause]}' for cause in sorted(causes))})"
+
+
+def _many(number: int, one: str, more: str = "") -> str:
+    return f"{number} {one if number == 1 else more or f'{one}s'}"
 
 
 def _labelled(data: StatsData, metric: names.Metric) -> list[tuple[str, float]]:

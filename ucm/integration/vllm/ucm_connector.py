@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.config.load import load_connector_config
+from ucm.integration.vllm.connector.refusal import refusals_logged
 from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
 from ucm.integration.vllm.connector.worker_side import WorkerSide
 
@@ -68,13 +69,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             super().__init__(vllm_config, role)
         else:
             super().__init__(vllm_config, role, kv_cache_config)
-        settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
-        else:
-            self._worker_side = WorkerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
+        with refusals_logged("UCM.Config"):
+            settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
+            else:
+                self._worker_side = WorkerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
 
     @classmethod
     def _settings(cls, extra_config: dict[str, Any] | None) -> ConnectorConfig:
@@ -146,7 +148,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Find the blocks in the KV caches, and open the stores."""
-        self._worker.register(kv_caches)
+        with refusals_logged("UCM.Config"):
+            self._worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Called ahead of everything that a step writes, with its metadata (until 0.18.1: with request ids)."""
@@ -229,7 +232,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layer by layer needs Python between the layers, which a full graph skips."""
-        return cls._settings(extra_config).connector == "layerwise"
+        with refusals_logged("UCM.Config"):
+            return cls._settings(extra_config).connector == "layerwise"
 
 
 class UCMDirectConnector(UCMConnector):

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+from ucm.errors import SparseMethodError
+from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
+
+#: The name under which rewritten modules import what they call.
+HOOKS = "_ucm_hooks"
 
 
 def batches_in_flight(vllm_config: Any) -> int:
@@ -128,6 +134,29 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
             where="speculative_config",
             fix="use vLLM 0.18.1 or newer, n-gram drafts, or no UCM connector",
         )
+
+
+def refuse_method_without_hooks(vllm_config: Any) -> None:
+    """Refuse a sparse method where nothing would call it: in a vLLM as upstream made it.
+
+    Without the overlay a connector is all of ours that vLLM knows; the engine would be dense, and nobody would say so.
+
+    Raises:
+        SparseMethodError: If a method is configured, and no module of vLLM in this process has hooks.
+        ConfigError: If the setting is wrong.
+    """
+    found = sparse_method_config(vllm_config)
+    if found is None:
+        return
+    # Not `hasattr`: some of vLLM's modules import others when they are asked for what they have not.
+    modules = [module for name, module in sys.modules.copy().items() if name.startswith("vllm.")]
+    if any(HOOKS in getattr(module, "__dict__", ()) for module in modules):
+        return
+    raise SparseMethodError(
+        f"the sparse method {found[0]} is configured, and vLLM has no hooks for it here: the engine would be dense",
+        where="ucm_sparse_config, in a process without UCM's overlay",
+        fix="install the overlay's wheel beside this vLLM and see `ucm doctor`; or serve without ucm_sparse_config",
+    )
 
 
 def _saves_after_drafts() -> bool:

@@ -74,6 +74,7 @@ class LayerWiseWorker(TransferWorker):
 
     def dump(self, plan: StepPlan) -> None:
         """After the forward: dump the layers that were not announced one by one, and settle."""
+        self._stand_back(active=False)
         self._finish_all()
         for moves in self.own(plan.dumps):
             if self.gate.is_wrong(plan.step):

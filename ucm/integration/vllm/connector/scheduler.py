@@ -167,7 +167,8 @@ class PrefixCacheScheduler:
 
     def _take_blocks(self, scheduler_output: Any) -> set[int]:
         """Note which blocks the scheduled requests have; returns those that the step may write."""
-        fresh: set[int] = set()
+        # A sparse method may have taken blocks of its own, which are in no request's row.
+        fresh = set[int](getattr(getattr(scheduler_output, "ucm_sparse_metadata", None), "taken_blocks", ()))
         for request_id, ids, computed in admitted_requests(scheduler_output):
             for group, group_ids in zip(self._groups.groups, ids, strict=True):
                 fresh.update(group_ids[computed // group.block_size :])

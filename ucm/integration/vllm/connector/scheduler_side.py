@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.model_identity import model_identity, namespace
 from ucm.hashing.rank_geometry import rank_tags
+from ucm.integration.vllm.config import KEY as SPARSE_KEY
+from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.engine_facts import (
     batches_in_flight,
     drafts_look_ahead,
     load_policy,
+    refuse_method_without_hooks,
     refuse_what_cannot_work,
     reserves_blocks,
 )
@@ -20,6 +23,7 @@ from ucm.integration.vllm.connector.lookup import PrefixLookup
 from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
+from ucm.sparse.factory import method_class
 from ucm.store.factory import open_store
 from ucm.store.identity_file import write_identity
 
@@ -29,9 +33,23 @@ if TYPE_CHECKING:
 
 
 def engine_identity(vllm_config: Any, settings: ConnectorConfig) -> ModelIdentity:
-    """What the engine's blocks depend on; a sparse method's options among it, for it changes what later tokens see."""
-    sparse = settings.ucm_sparse_config
-    return model_identity(vllm_config, more={"ucm_sparse_config": sparse} if sparse else None)
+    """What the engine's blocks depend on; a sparse method's options among it, for it changes what later tokens see.
+
+    Raises:
+        ConfigError: As ``model_identity``, and if there is no such sparse method.
+    """
+    return model_identity(vllm_config, weights_id=settings.weights_id, more=_sparse_method(vllm_config))
+
+
+def _sparse_method(vllm_config: Any) -> dict[str, Any]:
+    """The configured method, wherever that is, with the options that shape the KV of tokens computed under it."""
+    found = sparse_method_config(vllm_config)
+    if found is None:
+        return {}
+    name, options = found
+    declared = method_class(name).options_type
+    beside = declared.beside_kv if declared else frozenset[str]()
+    return {SPARSE_KEY: {name: {option: value for option, value in options.items() if option not in beside}}}
 
 
 class SchedulerSide:
@@ -46,6 +64,7 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
         refuse_what_cannot_work(vllm_config, kv_cache_config)
+        refuse_method_without_hooks(vllm_config)
         transfer = vllm_config.kv_transfer_config
         if hasattr(transfer, "kv_load_failure_policy"):
             # vLLM's own default ends a request whose blocks cannot be loaded; ours computes them.
@@ -85,7 +104,10 @@ class SchedulerSide:
                 room=kv_cache_config.num_blocks - 1 if self.policy.between_steps and not reserves_blocks() else None,
             ),
         )
-        get_logger().info("[UCM.Connector] namespace %s, %d stores to look up", self.namespace, len(self._stores))
+        count = len(self._stores)
+        get_logger().info(
+            "[UCM.Connector] namespace %s, %d %s to look up", self.namespace, count, "store" if count == 1 else "stores"
+        )
 
     def load_failed(self, block_ids: set[int]) -> None:
         """Blocks failed to load within a step: nobody may find them, or what was computed behind them, by their hash.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.connector.transfer import GroupTransfer, load_from
+from ucm.store.background import enter_background
 from ucm.store.base import BlockTransfer, Task, TaskResult
 from ucm.store.errors import StoreUnavailableError
 
@@ -226,6 +227,7 @@ class _Lane:
         self._thread.join()
 
     def _run(self) -> None:
+        enter_background()
         while (item := self._queue.get()) is not None:
             task, work, event = item
             try:

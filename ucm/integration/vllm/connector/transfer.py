@@ -46,6 +46,10 @@ class GroupTransfer(ABC):
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Forget what was dumped of blocks."""
 
+    def stand_back(self, *, active: bool) -> None:
+        """The forward takes the processors that dumps need, or no longer does; see `KVStore.stand_back`."""
+        del active
+
     @abstractmethod
     def check(self, task: Task) -> bool:
         """Whether a task is finished."""
@@ -91,6 +95,10 @@ class HostTransfer(GroupTransfer):
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Forget what was dumped of blocks."""
         self.store.discard(keys)
+
+    def stand_back(self, *, active: bool) -> None:
+        """The forward runs on the host's processors."""
+        self.store.stand_back(active=active)
 
     def check(self, task: Task) -> bool:
         """Whether a task is finished."""

@@ -119,6 +119,8 @@ class TransferWorker:
         self.settle(plan.settled, plan.void)
         for moves in self.own(plan.late_dumps):
             self._dump(plan.step, moves)
+        # A step without a forward may have no end that we are told of.
+        self._stand_back(active=not plan.idle)
 
     def load(self, plan: StepPlan) -> None:
         """Load what the plan asks for; returns when it is there, or for requests that wait between steps, at once."""
@@ -197,9 +199,14 @@ class TransferWorker:
 
     def dump(self, plan: StepPlan) -> None:
         """After a step's forward: dump the blocks that it filled."""
+        self._stand_back(active=False)
         for moves in self.own(plan.dumps):
             self._dump(plan.step, moves)
         self.settle(plan.settled, plan.void)
+
+    def _stand_back(self, *, active: bool) -> None:
+        for transfer in self.groups.values():
+            transfer.stand_back(active=active)
 
     def own(self, dumps: list[BlockMoves]) -> list[BlockMoves]:
         """Those dumps that are this rank's."""

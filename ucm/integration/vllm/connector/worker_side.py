@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import StepPlan
 
 
+#: What the log says at the start of each KV-cache group: its layers, and a block's tokens and bytes on this rank.
+LAYERS = "{} layers in blocks of {} tokens, {} bytes each"
+
+
 class WorkerSide:
     """The connector in a worker's process.
 
@@ -78,12 +82,10 @@ class WorkerSide:
         memory = HostMemory if self._on_host else DeviceMemory
         groups = cache_groups(self._vllm_config, self._kv_cache_config).groups
         self._memories = [memory(group, kv_caches, num_blocks, about) for group in groups]
-        get_logger().info(
-            "[UCM.Connector] %s: %d layers, %d bytes per block of tokens",
-            self._settings.connector,
-            sum(len(memory.layouts) for memory in self._memories),
-            sum(memory.geometry.nbytes for memory in self._memories),
+        said = "; ".join(
+            LAYERS.format(len(one.layouts), one.group.block_size, one.geometry.nbytes) for one in self._memories
         )
+        get_logger().info("[UCM.Connector] %s: %s", self._settings.connector, said)
 
     def begin(self, plan: StepPlan) -> None:
         """Before a step; the first one says where the blocks are kept."""

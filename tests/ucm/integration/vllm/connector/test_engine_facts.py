@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.engine_facts import (
     LoadPolicy,
     batches_in_flight,
     drafts_look_ahead,
     load_policy,
     ranks,
+    refuse_method_without_hooks,
     refuse_what_cannot_work,
     reserves_blocks,
     runs_micro_batches,
@@ -179,3 +181,17 @@ def test_a_draft_model_needs_a_release_that_saves_after_it(monkeypatch: pytest.M
         refuse_what_cannot_work(speculative(model=object(), eagle=True), None)
     runner.KVConnectorModelRunnerMixin = type("Mixin", (), {"finalize_kv_connector": None})  # type: ignore[attr-defined]
     refuse_what_cannot_work(speculative(model=object(), eagle=True), None)
+
+
+def test_a_sparse_method_without_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    name = "vllm.v1.core.sched.scheduler"
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    sparse = config(additional_config={"ucm_sparse_config": {"BlockTopK": {}}})
+    refuse_method_without_hooks(config())
+    with pytest.raises(SparseMethodError, match="the sparse method BlockTopK is configured, and vLLM has no hooks"):
+        refuse_method_without_hooks(sparse)
+    module._ucm_hooks = object()  # type: ignore[attr-defined] # what a rewritten module has
+    refuse_method_without_hooks(sparse)

@@ -75,7 +75,7 @@ OTHER_SIZES = ((2, 3, 2), (4, None, 2))
 
 #: Engines, and what has to have happened for the test to mean anything.
 ENGINES: dict[str, tuple[Setting, set[str]]] = {
-    "loads between steps": (Setting(), {"preempted"}),
+    "loads between steps": (Setting(blocks=20), {"preempted"}),
     "several ranks": (Setting(ranks=3, failing_dumps=0.05), {"injected"}),
     "a slow store": (Setting(late=0.97, blocks=20), {"preempted"}),
     "blocks get lost": (Setting(losses=0.2), {"lost", "invalid", "recovered"}),

@@ -43,6 +43,10 @@ class Scripted(GroupTransfer):
         self.calls: list[Call] = []
         self.failing: dict[tuple[str, BlockKey], StoreError] = {}
         self.leases: list[str | None] = []
+        self.stands_back: list[bool] = []
+
+    def stand_back(self, *, active: bool) -> None:
+        self.stands_back.append(active)
 
     def load(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, *, lease: str | None = None
@@ -176,6 +180,18 @@ def test_a_step_waits_only_for_dumps_that_read_what_it_writes() -> None:
     setup.worker.begin(StepPlan(3))
     assert setup.transfer.said() == ["wait dump 3", "wait commit 1 2", "wait commit 3", "wait commit 4"]
     assert setup.counts.blocks["dumped"] == 4
+
+
+@pytest.mark.parametrize("kind", [TransferWorker, LayerWiseWorker])
+def test_dumps_stand_back_during_a_forward(kind: type[TransferWorker]) -> None:
+    setup = Setup(kind)
+    for plan in (StepPlan(1, dumps=[moves(1)]), StepPlan(2, idle=True), StepPlan(3)):
+        setup.worker.begin(plan)
+        setup.worker.begin(plan)
+        setup.worker.load(plan)
+        if not plan.idle:  # vLLM has no forward then, and does not tell of the end
+            setup.worker.dump(plan)
+    assert setup.transfer.stands_back == [True, False, False, True, False]
 
 
 def test_a_step_begins_once() -> None:

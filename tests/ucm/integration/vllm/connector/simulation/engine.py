@@ -7,7 +7,7 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
-from tests.ucm.integration.vllm.connector.simulation.memory import Chunk
+from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, embedded, forward
 from tests.ucm.integration.vllm.connector.simulation.pool import Pool
 from tests.ucm.integration.vllm.connector.simulation.rank import Rank
 from tests.ucm.integration.vllm.connector.simulation.request import Request
@@ -151,17 +151,25 @@ class Engine:
         invalid: set[int] = set()
         loads_last = self.setting.loads == "between" and self.chance.random() < 0.5
         for rank in self.ranks:
-            copy = pickle.loads(plan)  # noqa: S301 - our own, as vLLM does
-            failed, loaded = rank.step(copy, chunks, self.truth, self.keys, loads_last=loads_last)
+            rank.begin(pickle.loads(plan), loads_last=loads_last)  # noqa: S301 - our own, as vLLM does
+        memories, hidden = [rank.memory for rank in self.ranks], embedded(chunks)
+        for layer, name in enumerate(memories[0].layers):
+            for rank in self.ranks:
+                rank.worker.wait_for_layer(name)
+            hidden = forward(memories, layer, chunks, hidden, self.truth)
+            for rank in self.ranks:
+                rank.worker.layer_computed(name)
+        for rank in self.ranks:
+            failed, loaded = rank.end(self.truth, self.keys)
             invalid |= failed
             self._loaded.update(loaded)
         everywhere = {request_id for request_id, count in self._loaded.items() if count == len(self.ranks)}
         for request_id in everywhere:
             del self._loaded[request_id]
         sampled = {}
-        for work, start, tokens, ends in inputs:
+        for (work, _, tokens, ends), values in zip(inputs, hidden, strict=True):
             if ends:
-                sampled[work.request_id] = self._sample(work, start, tokens)
+                sampled[work.request_id] = self._sample(work, tokens, values)
         self.happened["invalid"] += len(invalid)
         self._executed.append((step, sampled, invalid, everywhere))
 
@@ -178,12 +186,11 @@ class Engine:
         start = min(work.start, len(tokens) - count)
         return start, (tokens + drafts)[start : start + work.count], start + count == len(tokens)
 
-    def _sample(self, work: Work, start: int, tokens: list[int]) -> list[int]:
+    def _sample(self, work: Work, tokens: list[int], hidden: list[int]) -> list[int]:
         first = work.count - work.drafts - 1
         found: list[int] = []
         for place in range(first, work.count):
-            cells = [value for rank in self.ranks for value in rank.memory.cells_at(start + place, work.block_ids)]
-            found.append(next_token(cells))
+            found.append(next_token(hidden[place]))
             if place + 1 < work.count and tokens[place + 1] != found[-1]:
                 break
         after = self._tokens[work.request_id] = self._tokens[work.request_id] + found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ucm.integration.vllm.connector.simulation.truth import CELL, cell
+from tests.ucm.integration.vllm.connector.simulation.truth import CELL, attend, cell, digest, embed
 from tests.ucm.integration.vllm.connector.tensors import Tensor
 
 if TYPE_CHECKING:
@@ -27,6 +27,36 @@ class Chunk:
     start: int
     tokens: Sequence[int]
     block_ids: list[list[int]]
+
+
+def forward(
+    memories: Sequence[KVMemory], layer: int, chunks: Sequence[Chunk], hidden: list[list[int]], truth: Truth
+) -> list[list[int]]:
+    """One layer of all ranks: all cells are written before any is read, as attention kernels do it.
+
+    Args:
+        memories: Those of all ranks.
+        layer: Which.
+        chunks: The step's tokens.
+        hidden: What goes into the layer, for each token of each chunk.
+        truth: Knows how far the layer attends.
+
+    Returns:
+        What comes out of it.
+    """
+    for memory in memories:
+        for chunk, values in zip(chunks, hidden, strict=True):
+            memory.write(layer, chunk, values)
+    after = []
+    for chunk, values in zip(chunks, hidden, strict=True):
+        parts = [memory.attend(layer, chunk, truth.windows[layer]) for memory in memories]
+        after.append([digest(value, *of_token) for value, *of_token in zip(values, *parts, strict=True)])
+    return after
+
+
+def embedded(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """What goes into the first layer."""
+    return [[embed(token, at) for at, token in enumerate(chunk.tokens, chunk.start)] for chunk in chunks]
 
 
 class KVMemory:
@@ -54,22 +84,22 @@ class KVMemory:
                 self.caches[name] = Tensor(raw, (num_blocks, group.block_size, 1), (group.block_size, 1, 1), CELL)
                 self._cells.append(raw.view(CELL).reshape(num_blocks, group.block_size))
 
-    def compute(self, layer: int, chunk: Chunk, window: int | None) -> None:
-        """Write the cells of a chunk, from those before them as they are in memory."""
+    def write(self, layer: int, chunk: Chunk, hidden: Sequence[int]) -> None:
+        """Write the cells of a chunk, from what goes into the layer."""
         group = self.groups.groups[self.group_of[layer]]
-        begin = 0 if window is None else max(0, chunk.start + 1 - window)
-        context = list(self._at(layer, range(begin, chunk.start), chunk.block_ids))
-        for position, token in enumerate(chunk.tokens, chunk.start):
-            if window is not None:
-                context = context[-(window - 1) :] if window > 1 else []
-            value = cell(np.array(context, CELL).tobytes(), token, layer, self.rank)
-            context.append(np.uint64(value))
+        for position, value in enumerate(hidden, chunk.start):
             block = chunk.block_ids[group.index][position // group.block_size]
-            self._cells[layer][block, position % group.block_size] = value
+            self._cells[layer][block, position % group.block_size] = cell(value, layer, self.rank)
 
-    def cells_at(self, position: int, block_ids: list[list[int]]) -> list[int]:
-        """A token's cells in all layers."""
-        return [int(self._at(layer, range(position, position + 1), block_ids)[0]) for layer in range(len(self._cells))]
+    def attend(self, layer: int, chunk: Chunk, window: int | None) -> list[int]:
+        """What each token of a chunk gets from the cells that it attends to, as they are in memory."""
+        begin = 0 if window is None else max(0, chunk.start + 1 - window)
+        context = self._at(layer, range(begin, chunk.start + len(chunk.tokens)), chunk.block_ids)
+        found = []
+        for end in range(chunk.start + 1, chunk.start + len(chunk.tokens) + 1):
+            first = begin if window is None else max(0, end - window)
+            found.append(attend(context[first - begin : end - begin].tobytes()))
+        return found
 
     def check(self, moves: BlockMoves, failed: set[int], truth: Truth, keys: Keys) -> None:
         """What was loaded is what computing would have given."""
@@ -80,11 +110,6 @@ class KVMemory:
                 for layer, of in enumerate(self.group_of):
                     if of == group.index:
                         assert self._cells[layer][block].tolist() == right[layer].tolist(), "a wrong block was loaded"
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy a block, in all layers."""
-        for cells in self._cells:
-            cells[target] = cells[source]
 
     def _at(self, layer: int, positions: range, block_ids: list[list[int]]) -> NDArray[np.uint64]:
         group = self.groups.groups[self.group_of[layer]]

@@ -16,9 +16,6 @@ from ucm.integration.vllm.connector.transfer import HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tests.ucm.integration.vllm.connector.simulation.memory import Chunk
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
     from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
@@ -75,36 +72,26 @@ class Rank:
         self._between_steps = setting.loads == "between"
         self._loads: dict[str, list[BlockMoves]] = {}
 
-    def step(
-        self, plan: StepPlan, chunks: Iterable[Chunk], truth: Truth, keys: Keys, *, loads_last: bool
-    ) -> tuple[set[int], set[str]]:
-        """Execute a step in the order of vLLM's calls.
+    def begin(self, plan: StepPlan, *, loads_last: bool) -> None:
+        """What vLLM calls before a forward.
 
         Args:
-            plan: The connector's part.
-            chunks: What to compute.
-            truth: What is right.
-            keys: Names blocks.
+            plan: The connector's part of the step.
             loads_last: Whether loads are started after the forward, as newer releases do between steps.
-
-        Returns:
-            The blocks that failed to load, and the requests whose loads have ended.
         """
-        chunks = list(chunks)
+        self._plan, self._loads_last = plan, loads_last
         self.worker.begin(plan)
         self.worker.begin(plan)
         if not loads_last:
             self.worker.load(plan)
         for moves in plan.loads:
             self._loads.setdefault(moves.request_id, []).append(moves)
-        for layer, name in enumerate(self.memory.layers):
-            self.worker.wait_for_layer(name)
-            for chunk in chunks:
-                self.memory.compute(layer, chunk, truth.windows[layer])
-            self.worker.layer_computed(name)
-        if loads_last:
-            self.worker.load(plan)
-        self.worker.dump(plan)
+
+    def end(self, truth: Truth, keys: Keys) -> tuple[set[int], set[str]]:
+        """What it calls after one; returns the blocks that failed to load, and the requests whose loads have ended."""
+        if self._loads_last:
+            self.worker.load(self._plan)
+        self.worker.dump(self._plan)
         loaded = self.worker.take_loaded()
         failed = self.worker.take_failed_blocks()
         for request_id in loaded if self._between_steps else list(self._loads):

@@ -20,18 +20,33 @@ VOCABULARY = 6
 END = 0
 
 
-def cell(context: bytes, token: int, layer: int, rank: int) -> int:
-    """A token's cell, from the cells that it attends to, oldest first."""
-    return xxhash.xxh3_64_intdigest(context + bytes([token, layer, rank]))
+def digest(*parts: int) -> int:
+    """Any change of a part changes all of it."""
+    return xxhash.xxh3_64_intdigest(np.array(parts, CELL).tobytes())
 
 
-def next_token(cells: Sequence[int]) -> int:
-    """What follows a token, from its cells in all layers of all ranks."""
-    return xxhash.xxh3_64_intdigest(np.array(cells, CELL).tobytes()) % VOCABULARY
+def embed(token: int, position: int) -> int:
+    """What goes into the first layer for a token."""
+    return digest(token, position)
+
+
+def cell(hidden: int, layer: int, rank: int) -> int:
+    """A token's cell, from what goes into the layer for it."""
+    return digest(hidden, layer, rank)
+
+
+def attend(context: bytes) -> int:
+    """What a rank of a layer makes of the cells that a token attends to, oldest first, its own last."""
+    return xxhash.xxh3_64_intdigest(context)
+
+
+def next_token(hidden: int) -> int:
+    """What follows a token, from what comes out of the last layer for it."""
+    return hidden % VOCABULARY
 
 
 class Truth:
-    """The model without an engine.
+    """The model without an engine: as in a transformer, each layer of each rank adds to what goes into the next layer.
 
     Args:
         windows: For each layer, how far back it attends; None for everything.
@@ -42,6 +57,7 @@ class Truth:
         self.windows = tuple(windows)
         self.ranks = ranks
         self._cells: dict[tuple[int, ...], NDArray[np.uint64]] = {}
+        self._following: dict[tuple[int, ...], int] = {}
 
     def cells(self, tokens: Sequence[int]) -> NDArray[np.uint64]:
         """All cells of these tokens: (ranks, layers, tokens)."""
@@ -51,17 +67,19 @@ class Truth:
             known = np.zeros((self.ranks, len(self.windows), len(whole)), CELL)
             if whole:
                 known[..., :-1] = self.cells(whole[:-1])
-                for rank in range(self.ranks):
-                    for layer, window in enumerate(self.windows):
-                        begin = 0 if window is None else max(0, len(whole) - window)
-                        context = known[rank, layer, begin : len(whole) - 1].tobytes()
-                        known[rank, layer, -1] = cell(context, whole[-1], layer, rank)
+                hidden = embed(whole[-1], len(whole) - 1)
+                for layer, window in enumerate(self.windows):
+                    begin = 0 if window is None else max(0, len(whole) - window)
+                    known[:, layer, -1] = [cell(hidden, layer, rank) for rank in range(self.ranks)]
+                    hidden = digest(hidden, *(attend(row[begin:].tobytes()) for row in known[:, layer]))
+                self._following[whole] = next_token(hidden)
             self._cells[whole] = known
         return known
 
     def following(self, tokens: Sequence[int]) -> int:
         """The token after these."""
-        return next_token(self.cells(tokens)[:, :, -1].ravel().tolist())
+        self.cells(tokens)
+        return self._following[tuple(tokens)]
 
 
 class Keys:

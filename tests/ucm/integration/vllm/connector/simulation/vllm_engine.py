@@ -31,7 +31,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from tests.e2e.model import write_model
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
-from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory
+from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory, embedded, forward
 from tests.ucm.integration.vllm.connector.simulation.truth import END, next_token
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 from ucm.integration.vllm.connector import worker_side
@@ -227,15 +227,23 @@ class VllmEngine:
                 self._tokens[found.request_id] = found.tokens
             tokens = self._tokens[found.request_id]
             chunks.append(Chunk(found.start, tokens[found.start : found.start + found.count], found.block_ids))
-        outputs = []
-        for worker, memory in zip(self.workers, self.memories, strict=True):
+        runs = []
+        for worker in self.workers:
             mine = copy.copy(output)
             mine.kv_connector_metadata = pickle.loads(metadata)  # noqa: S301 - our own, as vLLM does
-            outputs.append(self._run(worker, memory, mine, chunks))
+            runs.append(self._begin(worker, mine))
+        hidden = embedded(chunks)
+        for layer, name in enumerate(self.memories[0].layers) if chunks else ():
+            for worker in self.workers:
+                worker.wait_for_layer_load(name)
+            hidden = forward(self.memories, layer, chunks, hidden, self.truth)
+            for worker in self.workers:
+                worker.save_kv_layer(name, None, None)
+        outputs = [self._end(*run) for run in runs]
         sampled = []
-        for found, chunk in zip(work, chunks, strict=True):
+        for found, values in zip(work, hidden, strict=True):
             ends = found.start + found.count == len(self._tokens[found.request_id])
-            sampled.append([self._sample(found, chunk)] if ends else [])
+            sampled.append([self._sample(found, values[-1])] if ends else [])
         ids = [found.request_id for found in work]
         results = [
             ModelRunnerOutput(
@@ -250,24 +258,22 @@ class VllmEngine:
         ]
         self._executed.append((output, self._aggregator.aggregate(results)))
 
-    def _run(self, worker: Any, memory: KVMemory, output: Any, chunks: list[Chunk]) -> Any:
-        with (
-            patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker),
-            set_forward_context(None, self._config),
-        ):
-            worker.handle_preemptions(output.kv_connector_metadata)
-            assert not getattr(output, "kv_cache_block_copies", None)
-            with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as connector_output:
-                for layer, name in enumerate(memory.layers) if chunks else ():
-                    worker.wait_for_layer_load(name)
-                    for chunk in chunks:
-                        memory.compute(layer, chunk, self.truth.windows[layer])
-                    worker.save_kv_layer(name, None, None)
-            return connector_output
+    def _begin(self, worker: Any, output: Any) -> tuple[Any, Any]:
+        """What vLLM does before the forward; its manager, entered, and what it will fill in."""
+        worker.handle_preemptions(output.kv_connector_metadata)
+        assert not getattr(output, "kv_cache_block_copies", None)
+        with patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker):
+            manager = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
+            with set_forward_context(None, self._config):
+                return manager, manager.__enter__()
 
-    def _sample(self, work: Work, chunk: Chunk) -> int:
-        last = chunk.start + len(chunk.tokens) - 1
-        token = next_token([value for memory in self.memories for value in memory.cells_at(last, work.block_ids)])
+    def _end(self, manager: Any, output: Any) -> Any:
+        with set_forward_context(None, self._config):
+            manager.__exit__(None, None, None)
+        return output
+
+    def _sample(self, work: Work, hidden: int) -> int:
+        token = next_token(hidden)
         self._tokens[work.request_id] = [*self._tokens[work.request_id], token]
         return token
 

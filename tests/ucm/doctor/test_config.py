@@ -1,0 +1,148 @@
+"""`ucm doctor --config`: settings checked as an engine would check them, without one, and nothing made."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.doctor.config_checks import check_config
+from ucm.doctor.findings import Status
+from ucm.sparse.factory import METHODS, method_class
+
+if TYPE_CHECKING:
+    from tests.ucm.doctor.site import Site
+
+#: What reading settings takes, by the names of modules.
+PACKAGES = ("annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection", "yaml")
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "ucm_config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def complete(site: Site) -> Site:
+    """An environment in which settings can be read, by the packages that are there for these tests."""
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        (site.packages / f"{name}.py").unlink(missing_ok=True)
+        if spec.submodule_search_locations:
+            (site.packages / name).symlink_to(Path(spec.origin).parent)
+        else:
+            shutil.copyfile(spec.origin, site.packages / f"{name}.py")
+    return site
+
+
+def test_settings_that_can_be_used(complete: Site, tmp_path: Path) -> None:
+    file = write(tmp_path, f"store: {{directories: {tmp_path}/new/kv}}\nenable_event_sync: true\n")
+    answer = complete.doctor("--json", "--config", str(file))
+    assert (answer.code, answer.err, answer.statuses()) == (0, "", {})
+    found = answer.finding("configuration")
+    assert found["what"] == f"{file} can be used: connector direct, store Posix"
+    details = "\n".join(found["details"])
+    for line in (
+        "enable_event_sync has no effect here",
+        f"{tmp_path}/new/kv is not there yet: the engine makes it",
+        "posix_capacity is not set",
+        "not checked, because it takes an engine: the model",
+    ):
+        assert line in details
+    assert [path.name for path in tmp_path.iterdir() if path.name != "venv"] == [file.name], "nothing is made"
+
+
+def test_settings_that_cannot(complete: Site, tmp_path: Path) -> None:
+    text = f"conector: layerwise\nhit_ratio: 2\nstore: {{directories: [{tmp_path}/ucm_config.yaml/kv, /proc/kv]}}\n"
+    file = write(tmp_path, text + "ucm_sparse_config: {BlockTopK: {tokenbudget: 4}}\n")
+    answer = complete.doctor("--json", "--config", str(file))
+    assert (answer.code, answer.statuses()) == (1, {"configuration": "error", "sparse settings": "error"})
+    assert answer.data["verdict"].endswith("at import. The settings cannot be used as they are.")
+    found = answer.finding("configuration")
+    assert found["what"] == "4 settings cannot be used"
+    details = "\n".join(found["details"])
+    for line in (
+        "'conector' is not a setting",
+        "more than 1.0",
+        "ucm_config.yaml/kv is not there and cannot be made: Not a directory",
+        "/proc/kv is not there and cannot be made: ",
+    ):
+        assert line in details
+    assert answer.finding("sparse settings")["what"] == "BlockTopK has no option 'tokenbudget'"
+    assert answer.data["next"] == [
+        f"correct {file}, as said beside 'configuration'",
+        f"correct {file}, as said beside 'sparse settings'",
+    ]
+
+
+def test_where_settings_cannot_be_read(site: Site, tmp_path: Path) -> None:
+    """The packages of the small vLLM are empty."""
+    answer = site.doctor("--json", "--config", str(write(tmp_path, "store: {pipeline: Empty}\n")))
+    found = answer.finding("configuration")
+    assert (answer.code, found["status"]) == (1, "error")
+    assert "cannot be checked: cannot import name " in found["what"]
+
+
+def test_a_sparse_method_without_an_overlay(complete: Site, tmp_path: Path) -> None:
+    for path in complete.packages.glob("ucm_vllm_overlay*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {SinkWindow: {}}\n")
+    answer = complete.doctor("--json", "--config", str(file))
+    assert (answer.code, answer.statuses()) == (0, {"overlay": "warning"})
+    assert "nox -s build-overlay" in answer.data["next"][0]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    (found,) = check_config(tmp_path / "none.yaml")
+    assert (found.status, found.what) == (
+        Status.ERROR,
+        "the configuration file cannot be read: No such file or directory",
+    )
+
+
+@pytest.mark.parametrize(
+    ("sparse", "status", "what"),
+    [
+        (
+            "{ESA: {token_budget: 4, store: {pipeline: Dram}}}",
+            Status.OK,
+            "the method ESA is there, and its options are",
+        ),
+        ("{GSAOnDevice: {token_budget: 0}}", Status.ERROR, "Input should be greater than or equal to 1"),
+        ("{StreamingLLM: {}}", Status.OK, "the method StreamingLLM is there"),
+        ("{Probe: {}}", Status.OK, "the method Probe is there; its options are its own to check"),
+        ("{BlokTopK: {}}", Status.ERROR, "there is no sparse method 'BlokTopK'"),
+        ("{'no.such:Method': {}}", Status.ERROR, "the sparse method 'no.such:Method' cannot be loaded"),
+        ("{ESA: {}, SinkWindow: {}}", Status.ERROR, "2 sparse methods are named, and only one can run"),
+    ],
+)
+def test_the_sparse_method(sparse: str, status: Status, what: str, tmp_path: Path) -> None:
+    settings, found = check_config(write(tmp_path, f"store: {{pipeline: Empty}}\nucm_sparse_config: {sparse}\n"))
+    assert settings.status is Status.OK
+    assert found.status is status
+    assert found.what.startswith(what)
+
+
+@pytest.mark.parametrize("method", ["BlockTopK", "ESA", "SinkWindow"])
+def test_a_method_whose_hooks_are_switched_off(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCM_DISABLE_ATTENTION_PATCH", "1")
+    file = write(tmp_path, f"store: {{pipeline: Empty}}\nucm_sparse_config: {{{method}: {{}}}}\n")
+    _, found = check_config(file)
+    assert found.status is Status.ERROR
+    assert found.what == f"{method} needs hooks that are switched off"
+    assert found.todo == ("unset it, or serve without ucm_sparse_config",)
+    assert "UCM_DISABLE_ATTENTION_PATCH" in " ".join(found.details)
+
+
+def test_the_options_of_all_our_methods_are_known() -> None:
+    unknown = {name for name in METHODS if method_class(name).options_type is None}
+    assert unknown == {"Probe"}, "it takes what it is given"

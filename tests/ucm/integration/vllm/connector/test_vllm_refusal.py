@@ -1,0 +1,49 @@
+"""A connector that vLLM cannot create says why in one record of the log, and vLLM gets the error."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
+
+from vllm.config import DeviceConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from ucm.errors import ConfigError
+from ucm.integration.vllm.ucm_connector import UCMConnector, UCMDirectConnector
+from ucm.logger import get_logger
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+@pytest.mark.parametrize(
+    ("kind", "extra", "what"),
+    [
+        (UCMConnector, {"store": {"pipeline": "Empty"}, "conector": "layerwise"}, "'conector' is not a setting"),
+        (UCMConnector, {}, "no store is configured"),
+        (UCMDirectConnector, {}, "no store is configured"),
+    ],
+)
+def test_a_refused_configuration(
+    kind: type[UCMConnector], extra: dict[str, object], what: str, role: KVConnectorRole
+) -> None:
+    transfer = KVTransferConfig(
+        kv_connector=kind.__name__,
+        kv_role="kv_both",
+        kv_connector_module_path=kind.__module__,
+        kv_connector_extra_config=extra,
+    )
+    config = VllmConfig(kv_transfer_config=transfer, device_config=DeviceConfig("cpu"))
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    get_logger().addHandler(handler)
+    try:
+        with pytest.raises(ConfigError) as caught:
+            kind(config, role, KVCacheConfig(1, [], []))
+    finally:
+        get_logger().removeHandler(handler)
+    assert caught.value.what == what
+    assert stream.getvalue() == f"[UCM.Config] refused: {caught.value}\n"
