@@ -27,7 +27,11 @@ ROOMS = {
 RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
 #: What vLLM itself imports, by the name in its settings; nothing of ours does.
 LOADED_BY_VLLM = {"ucm/integration/vllm/ucm_connector.py"}
-LEAN = ("ucm/overlay", "ucm/doctor", "ucm/sparse")
+#: Of the sparse room, what the hooks and ``ucm doctor`` import; a method is only imported where it is configured.
+LEAN = (
+    *("ucm/overlay", "ucm/doctor"),
+    *(f"ucm/sparse/{name}.py" for name in ("__init__", "base", "counters", "factory", "probe")),
+)
 
 
 def files(room: str, apart: tuple[str, ...]) -> list[Path]:

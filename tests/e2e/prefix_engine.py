@@ -99,7 +99,7 @@ class PrefixEngine:
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 [environment.python, INSIDE / "converse.py", arguments],
-                env={**variables(directory, switches), "PYTHONPATH": ""},
+                env=variables(directory, {"PYTHONPATH": "", **(switches or {})}),
                 cwd=directory,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -63,6 +63,17 @@ HYBRID: dict[str, Any] = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+#: As many KV heads as two ranks can share.
+SHARED: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+}
 
 
 def write_tiny_model(environment: Environment, name: str, config: dict[str, Any]) -> Path:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 #: Seconds in which everything that was dumped must have become visible, on a busy machine.
 SAVED = 120.0
+#: Seconds without a new block after which none is expected.
+QUIET = 5.0
 _BLOCK_FILE = re.compile(r"[0-9a-f]{62}")
 
 
@@ -152,6 +154,14 @@ def block_files(store: Path) -> dict[str, Path]:
         if _BLOCK_FILE.fullmatch(path.name) and path.parent.parent.name != "leases":
             found[path.parent.name + path.name] = path
     return found
+
+
+def wait_for_quiet(store: Path, patience: float = SAVED) -> None:
+    """Wait until no block has become visible for a while: of several groups, not all blocks are worth storing."""
+    deadline, known = time.monotonic() + patience, -1
+    while len(found := block_files(store)) != known and time.monotonic() < deadline:
+        known = len(found)
+        time.sleep(QUIET)
 
 
 def wait_for_blocks(store: Path, number: int, patience: float = SAVED) -> None:

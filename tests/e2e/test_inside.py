@@ -19,13 +19,23 @@ OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=defau
 
 
 CONNECTOR = "tests/ucm/integration/vllm/connector"
+LAYERS = "tests/ucm/integration/vllm/sparse"
+SPARSE = "tests/ucm/sparse"
 FILES = (
     "tests/e2e/test_block_table.py",
     "tests/ucm/test_probe.py",
     f"{CONNECTOR}/test_device_memory.py",
     f"{CONNECTOR}/test_staged_transfer.py",
     f"{CONNECTOR}/test_staged_simulation.py",
+    f"{CONNECTOR}/test_vllm_refusal.py",
     f"{CONNECTOR}/test_vllm_scheduler.py",
+    f"{LAYERS}/test_block_topk_on_a_layer.py",
+    f"{LAYERS}/test_block_topk_schedules.py",
+    f"{LAYERS}/test_paged.py",
+    f"{LAYERS}/test_real_layers.py",
+    f"{SPARSE}/test_block_topk.py",
+    f"{SPARSE}/test_representatives.py",
+    f"{SPARSE}/test_selection.py",
 )
 
 

@@ -44,7 +44,10 @@ def test_its_outputs_depend_on_the_whole_context(prefix_runs: PrefixRuns) -> Non
 
 @pytest.mark.parametrize("name", [*COLD, *WARM, *DAMAGED, "mock"])
 def test_tokens_are_those_of_the_reference(prefix_runs: PrefixRuns, name: str) -> None:
-    reference, record = prefix_runs["reference"].phases, prefix_runs[name].phases
+    reference, record = prefix_runs["reference"].phases, dict(prefix_runs[name].phases)
+    if name == "damaged layer-wise":
+        # vLLM drops what a step with a failed load has sampled, but not the random numbers that were drawn for it.
+        del record["seeded"]
     assert {phase: played.tokens for phase, played in record.items()} == {
         phase: reference[phase].tokens for phase in record
     }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.prefix_workload import blocks_of, prompt, request
+from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.workload import BLOCK
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tests.e2e.prefix_runs import PrefixRuns
     from tests.e2e.workload import Request
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 EXAMPLE = "ExampleConnector"
-#: The only block size of vLLM's latent attention on the CPU.
+#: The only block size of vLLM's reference of latent attention on the CPU.
 MLA_BLOCK = 16
 
 
@@ -36,19 +36,17 @@ def requests() -> list[list[Request]]:
 
 
 def run(
-    environment: Environment, directory: Path, engine: Mapping[str, Any], store: Path | None = None, groups: int = 1
+    environment: Environment, directory: Path, engine: Mapping[str, Any], store: Path | None = None
 ) -> tuple[list[Answer], str]:
     """What a fresh engine answers, and its log; ends when all blocks are in the store."""
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
-    from tests.e2e.prefix_runs import IN_PROCESS, wait_for_blocks  # noqa: PLC0415
+    from tests.e2e.prefix_runs import IN_PROCESS, wait_for_quiet  # noqa: PLC0415
 
     started = PrefixEngine(environment, directory, engine, IN_PROCESS)
     with started:
         answers = [answer for batch in requests() for answer in started.generate(batch)]
-        size = engine.get("block_size", BLOCK)
-        pairs = zip((one for batch in requests() for one in batch), answers, strict=True)
         if store is not None:
-            wait_for_blocks(store, groups * len({block for pair in pairs for block in blocks_of(*pair, size)}))
+            wait_for_quiet(store)
     return answers, started.log
 
 
@@ -68,7 +66,7 @@ class Hybrid:
         store, damaged = directory / "store", directory / "damaged"
         self.reference, _ = run(runs.environments[None], directory / "reference", engine)
         layer_wise = connector(posix(store), "UCMLayerWiseConnector")
-        self.cold, self.cold_log = run(environment, directory / "cold", {**engine, **layer_wise}, store, 3)
+        self.cold, self.cold_log = run(environment, directory / "cold", {**engine, **layer_wise}, store)
         shutil.copytree(store, damaged)
         self.warm, self.warm_log = run(environment, directory / "warm", {**engine, **connector(posix(store))})
         self.damaged_blocks = damage_some(list(block_files(damaged).values()), seed=1)
@@ -113,7 +111,9 @@ class Latent:
 
         environment = runs.environments[False]
         model = write_tiny_model(environment, "latent", MLA)
-        engine = {"model": str(model), "num_gpu_blocks_override": None, "block_size": MLA_BLOCK}
+        # vLLM would take another where the processor has AMX, which computes in bfloat16 only.
+        backend = {"attention_backend": "CPU_MLA", "block_size": MLA_BLOCK}
+        engine = {"model": str(model), "num_gpu_blocks_override": None, **backend}
         extra = {"shared_storage_path": str(directory / "example")}
         transfer = {"kv_connector": EXAMPLE, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         example = {"kv_transfer_config": transfer}
@@ -131,18 +131,27 @@ def latent(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempP
     return Latent(prefix_runs, tmp_path_factory.mktemp("latent"))
 
 
+def alone() -> list[bool]:
+    """Whether each request has its steps for itself."""
+    return [len(batch) == 1 for batch in requests() for _ in batch]
+
+
 def test_saving_latent_kv_changes_nothing(latent: Latent) -> None:
-    assert [answer.tokens for answer in latent.cold] == [answer.tokens for answer in latent.example_cold]
+    pairs = zip(latent.cold, latent.example_cold, strict=True)
+    computed = [(ours, example) for ours, example in pairs if ours.cached == example.cached == 0]
+    assert len(computed) > 20
+    assert [ours.tokens for ours, _ in computed] == [example.tokens for _, example in computed]
 
 
 def test_latent_kv_is_that_which_vllms_own_connector_loads(latent: Latent) -> None:
     """vLLM's latent attention on the CPU does not go on from loaded KV as it would from computed KV.
 
     It does not decode as it prefills either, and disables its own prefix cache there. So what is loaded is compared
-    with what vLLM's own connector loads, where both load the same tokens.
+    with what vLLM's own connector loads, where both load the same tokens and no other request is in the step.
     """
     prompts = [one["prompt"] for batch in requests() for one in batch]
     assert [a.cached for a in latent.warm] == [(len(tokens) - 1) // MLA_BLOCK * MLA_BLOCK for tokens in prompts]
-    pairs = [(a, b) for a, b in zip(latent.warm, latent.example_warm, strict=True) if a.cached == b.cached]
-    assert sum(a.cached or 0 for a, _ in pairs) > 1000
-    assert [a.tokens for a, _ in pairs] == [b.tokens for _, b in pairs]
+    answers = zip(latent.warm, latent.example_warm, alone(), strict=True)
+    pairs = [(ours, example) for ours, example, single in answers if single and ours.cached == example.cached]
+    assert sum(ours.cached or 0 for ours, _ in pairs) > 1000
+    assert [ours.tokens for ours, _ in pairs] == [example.tokens for _, example in pairs]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.e2e.prefix_workload import Played
     from tests.e2e.workload import Request
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 #: What the reference has answered; each prompt once.
 PHASES = ("boundary", "chunked", "document", "base")

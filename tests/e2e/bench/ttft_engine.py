@@ -79,25 +79,31 @@ class ProcessGroup:
 
 
 class TimedEngine(ProcessGroup):
-    """A running ``tests/e2e/inside/ttft.py``.
+    """A running ``tests/e2e/inside/ttft.py``, or another program that obeys in the same way.
 
     Args:
         python: The interpreter of an environment with vLLM.
-        arguments: Those of ``LLM``.
+        arguments: Those of ``LLM``, or what else the program reads.
         environment: Environment variables, all of them.
         directory: For its files.
+        program: Its file.
 
     Raises:
         EngineFailedError: If it does not start, here and in every call.
     """
 
     def __init__(
-        self, python: Path, arguments: Mapping[str, Any], environment: Mapping[str, str], directory: Path
+        self,
+        python: Path,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        directory: Path,
+        program: str = "ttft.py",
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         settings = directory / "arguments.json"
         settings.write_text(json.dumps(arguments), encoding="utf-8")
-        super().__init__([python, INSIDE / "ttft.py", settings], environment, directory, talking=True)
+        super().__init__([python, INSIDE / program, settings], environment, directory, talking=True)
 
     def started(self) -> float:
         """Wait for the start; the seconds that it took inside."""

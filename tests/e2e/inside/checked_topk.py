@@ -1,0 +1,74 @@
+"""Block top-k that does all of its work, checks it against the KV cache, and then reads everything.
+
+So an engine with it must give a dense engine's tokens, and any stale representative is a failure that its log tells. In
+some steps it fails on purpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ucm.sparse.block_topk import BlockTopK
+
+INJECTED = "a failure on purpose"
+#: Of the restricted steps, by their number; the first one stays whole.
+FAILING = (20, 21, 60)
+
+
+class CheckedTopK(BlockTopK):
+    """See above; takes the same options."""
+
+    def _restrict(self, plan: Any, layer_name: str, query: Any, kv_cache: Any, attn_metadata: Any) -> Any:
+        import torch  # noqa: PLC0415
+
+        if self.counts["steps"] in FAILING and ".3." in layer_name:
+            self.counts["steps"] += 1  # so that it is once, whatever else happens in this step
+            raise RuntimeError(INJECTED)
+        restricted = super()._restrict(plan, layer_name, query, kv_cache, attn_metadata)
+        assert self._tables is not None
+        tables = self._tables[1]
+        self._check_bounds(layer_name, kv_cache, tables)
+        table = self.attention.block_table(attn_metadata)[: len(plan.seq_lens)]
+        self._check_rows(plan, restricted, table)
+        lens = attn_metadata.seq_lens
+        assert torch.equal(lens[: len(plan.seq_lens)].cpu(), self._lengths())
+        return self.attention.restricted(layer_name, attn_metadata, table.clone(), lens.clone(), int(lens.max()))
+
+    def _lengths(self) -> Any:
+        import torch  # noqa: PLC0415
+
+        assert self._batch is not None
+        return torch.from_numpy(self._batch.seq_lens).int()
+
+    def _check_bounds(self, layer_name: str, kv_cache: Any, tables: Any) -> None:
+        """What is kept of each candidate is what its keys say now."""
+        import torch  # noqa: PLC0415
+
+        bounds = self._bounds[layer_name]._bounds
+        for row, hidden in enumerate(_hidden(tables)):
+            ids = tables.candidates[row][~hidden]
+            keys = self.attention.read_keys(layer_name, kv_cache, ids)
+            now = torch.cat((keys.amax(1), keys.amin(1)), -1).transpose(0, 1)
+            assert torch.equal(bounds[:, ids], now), f"stale representatives in {layer_name}"
+
+    def _check_rows(self, plan: Any, restricted: Any, table: Any) -> None:
+        """Each sparse row reads blocks of its own, in order, its newest last; each dense row all of its own."""
+        size = plan.budget.block_size
+        sparse = set(plan.rows.tolist())
+        for row, after in enumerate(plan.seq_lens.tolist()):
+            before = int(self._lengths()[row])
+            whole = table[row, : -(-before // size)].tolist()
+            read = restricted.block_table[row, : -(-after // size)].tolist()
+            places = [whole.index(block) for block in read]
+            assert places == sorted(set(places))
+            assert places[0] == 0
+            assert places[-1] == len(whole) - 1
+            assert len(read) == (plan.budget.total if row in sparse else len(whole))
+            assert int(restricted.seq_lens[row]) == after
+
+
+def _hidden(tables: Any) -> Any:
+    import torch  # noqa: PLC0415
+
+    hidden = tables.hidden
+    return torch.zeros_like(tables.candidates, dtype=torch.bool) if hidden is None else hidden

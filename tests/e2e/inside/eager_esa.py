@@ -1,0 +1,25 @@
+"""ESA that moves the middle to the store from its first block on, and keeps nothing of it: all that is read comes back.
+
+With a budget that holds all, ESA itself would leave every request as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ucm.sparse.esa import ESA
+
+
+class EagerESA(ESA):
+    """Waits until the store has what a step has released, and takes everything from there."""
+
+    at_once = True
+
+    def update_states(self, runner: Any, scheduler_output: Any) -> None:
+        """As ESA; then nothing is left in host memory that the store has taken."""
+        super().update_states(runner, scheduler_output)
+        store = self.reader._store
+        if store is not None:
+            for saving in store._saving:
+                store._store.wait(saving.task)
+            store.settle()

@@ -1,0 +1,120 @@
+"""Block top-k in real engines: dense to the token with a full budget, fewer blocks with a small one, none stale.
+
+The workload has requests that stay dense beside those that do not, prompts in chunks, prefix hits, preemption with
+resumption, and requests that end and join while others run.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.scenarios import ONE_REQUEST
+from tests.e2e.sparse_runs import prompts, run_sparse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.e2e.engine import Run
+    from tests.e2e.scenarios import Environments
+
+pytestmark = pytest.mark.e2e
+
+#: Blocks are of 32 tokens: one of sinks, two recent ones, one to choose.
+SMALL = {"token_budget": 128, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
+ENGINES: dict[str, dict[str, dict[str, Any]] | None] = {
+    "dense": None,
+    "full": {"GSAOnDevice": {**SMALL, "token_budget": 768}},
+    "checked": {"checked_topk:CheckedTopK": SMALL},
+    "small": {"BlockTopK": SMALL},
+}
+SUMMARY = re.compile(
+    r"\[UCM\.Sparse\] \w+ restricted (\d+) decodes in (\d+) steps: (\d+) of (\d+) blocks read \([\d.]+%\), "
+    r"(\d+) representatives made, (\d+) requests dense after (\d+) failures"
+)
+
+
+#: Sinks, recent blocks, and none to choose.
+TOO_SMALL = {"BlockTopK": {**SMALL, "token_budget": 127}}
+
+
+@pytest.fixture(scope="module")
+def engines(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    directory: Path = tmp_path_factory.mktemp("block-topk")
+    found = {name: run_sparse(environments.overlay, directory / name, method) for name, method in ENGINES.items()}
+    for run in found.values():
+        assert run.code == 0, run.log[-4000:]
+    return found
+
+
+def last_summary(run: Run) -> list[int]:
+    """Decodes, steps, blocks read, blocks held, representatives, requests that failed, failures."""
+    return [int(number) for number in SUMMARY.findall(run.log)[-1]]
+
+
+def test_a_full_budget_gives_a_dense_engines_tokens(engines: dict[str, Run]) -> None:
+    assert engines["full"].tokens == engines["dense"].tokens
+    assert prompts() >= 40
+    assert not SUMMARY.search(engines["full"].log)
+
+
+def test_all_of_the_work_changes_no_token_where_everything_is_read(engines: dict[str, Run]) -> None:
+    """With representatives made, blocks scored and tables restricted; a stale representative would be a failure."""
+    run = engines["checked"]
+    assert run.tokens == engines["dense"].tokens
+    assert "stale" not in run.log
+    assert "AssertionError" not in run.log
+    assert last_summary(run)[0] > 200
+
+
+def test_the_workload_is_what_it_is_said_to_be(engines: dict[str, Run]) -> None:
+    counters = {name: phase["counters"] for name, phase in engines["checked"].phases.items()}
+    assert counters["preempted"]["vllm:num_preemptions"] > 0
+    assert counters["prefix"]["vllm:prefix_cache_hits"] > 0
+    assert engines["checked"].about["chunked_prefill"]
+
+
+def test_requests_of_a_failed_step_end_densely_and_the_others_go_on(engines: dict[str, Run]) -> None:
+    """Three steps fail with one cause: it is told once, counted each time, and later requests are sparse again."""
+    run = engines["checked"]
+    told = [line for line in run.log.splitlines() if "CheckedTopK failed in" in line]
+    assert len(told) == 1
+    assert "model.layers.3." in told[0]
+    assert "requests are dense from here on: RuntimeError: a failure on purpose" in told[0]
+    _, steps, _, _, _, requests, failures = last_summary(run)
+    assert failures == 3
+    assert 3 <= requests < prompts()
+    assert steps >= 128
+
+
+def test_a_small_budget_reads_fewer_blocks(engines: dict[str, Run]) -> None:
+    decodes, _, read, held, made, _, failures = last_summary(engines["small"])
+    assert read == 3 * 4 * decodes, "three layers, four blocks each"
+    assert read < held
+    assert made > 0
+    assert failures == 0
+
+
+def test_a_small_budget_changes_tokens_but_not_those_before_it_applies(engines: dict[str, Run]) -> None:
+    """Prompts are computed densely, so first tokens are the same; what fits into the budget is the same to its end."""
+    dense, small = engines["dense"].tokens, engines["small"].tokens
+    assert small["short"] == dense["short"]
+    for name, batch in dense.items():
+        if name != "preempted":  # a resumed request computes its tokens again, from its prompt on
+            assert [tokens[0] for tokens in small[name]] == [tokens[0] for tokens in batch]
+    assert small["chunked"] != dense["chunked"]
+
+
+def test_an_engine_that_cannot_be_served_does_not_start(environments: Environments, tmp_path: Path) -> None:
+    run = run_sparse(environments.overlay, tmp_path / "refused", TOO_SMALL, batches=ONE_REQUEST)
+    assert run.code != 0
+    assert not run.phases
+    assert "a budget of 127 tokens leaves no block of 32 to choose" in run.log
+    assert "where: ucm_sparse_config.BlockTopK.token_budget" in run.log
+
+
+def test_both_names_are_one_method(engines: dict[str, Run]) -> None:
+    assert "[UCM.Sparse] GSAOnDevice is active on the worker side" in engines["full"].log
+    assert "[UCM.Sparse] BlockTopK is active on the scheduler side" in engines["small"].log

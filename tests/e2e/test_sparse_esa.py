@@ -1,0 +1,172 @@
+"""ESA in real engines: dense to the token where all comes back from the store, and memory that does not grow.
+
+vLLM's own scheduler with random steps is in `tests/ucm/sparse/esa_steps`, which is run here where vLLM is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.engine import INSIDE, MODEL, PATIENCE, variables
+from tests.e2e.model import MAX_LENGTH, VOCABULARY, write_model
+from tests.e2e.sparse_runs import prompts, run_sparse
+from tests.e2e.test_inside import OPTIONS
+from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
+
+if TYPE_CHECKING:
+    from tests.e2e.engine import Run
+    from tests.e2e.scenarios import Environments
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 8192
+#: For some requests at a time; one of the greatest length would just fit, as vLLM requires.
+BLOCKS = LONGEST // BLOCK + 1
+SINKS, WINDOW, BUDGET = 1, 100, 8 * BLOCK
+#: Sinks; a window that does not begin with a block; a chunk; what comes back; what the prefix cache holds back.
+MOST_HELD = 1 + -(-(WINDOW + TOKENS_PER_STEP) // BLOCK) + 2 + BUDGET // BLOCK
+#: Everything comes back, from the first block on that is beyond a window that is as short as may be.
+ALL = {"token_budget": MAX_LENGTH, "sink_tokens": 1, "window_tokens": 1}
+FILES = (
+    "test_esa_connector.py",
+    "test_esa_on_a_layer.py",
+    "test_esa_steps.py",
+    "test_middle_store.py",
+    "test_resident.py",
+)
+
+
+def request(length: int, count: int, seed: int) -> dict[str, Any]:
+    source = random.Random(seed)  # noqa: S311 - prompts, no secrets
+    prompt = [source.randrange(3, VOCABULARY) for _ in range(length)]
+    return {"prompt": prompt, "params": {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def whole(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    directory = tmp_path_factory.mktemp("esa-whole")
+    root = directory / "store"
+    root.mkdir(mode=0o700)
+    store = {"pipeline": "Posix", "directories": [str(root)]}
+    methods: dict[str, Any] = {"dense": None, "retrieving": {"eager_esa:EagerESA": {**ALL, "store": store}}}
+    found = {name: run_sparse(environments.overlay, directory / name, method) for name, method in methods.items()}
+    for of in found.values():
+        assert of.code == 0, of.log[-4000:]
+    assert not list(root.iterdir()), "an engine leaves nothing in its store"
+    return found
+
+
+def test_a_budget_that_brings_all_back_gives_a_dense_engine_s_tokens(whole: dict[str, Run]) -> None:
+    """In chunks, after prefix hits, preempted and resumed, joining and ending beside others."""
+    assert whole["retrieving"].tokens == whole["dense"].tokens
+    assert prompts() >= 40
+    told = [line for line in whole["retrieving"].log.splitlines() if "ESA restricted" in line]
+    print(told[-1])
+    numbers = re.search(r"(\d+) of (\d+) middle blocks read, (\d+) fetched, (\d+) of them from the store", told[-1])
+    assert numbers
+    read, stored, fetched, loaded = (int(number) for number in numbers.groups())
+    assert read == stored > 10_000
+    assert fetched == loaded > 500
+    for of in whole.values():
+        assert of.phases["preempted"]["counters"]["vllm:num_preemptions"] > 0
+        assert sum(of.phases["prefix"]["cached"]) > 0
+
+
+@pytest.fixture(scope="module")
+def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("esa-small")
+    root = directory / "store"
+    root.mkdir(mode=0o700)
+    store = {"pipeline": "Posix", "directories": [str(root)]}
+    options = {
+        "token_budget": BUDGET,
+        "sink_tokens": SINKS,
+        "window_tokens": WINDOW,
+        "retrieval": "ahead",
+        "store": store,
+    }
+    engine = {
+        **ENGINE,
+        "model": str(write_model(MODEL)),
+        "max_model_len": LONGEST,
+        "hf_overrides": {"max_position_embeddings": LONGEST},
+        "num_gpu_blocks_override": BLOCKS,
+        "additional_config": {"ucm_sparse_config": {"BlockRetrieval": options}},
+    }
+    phases = {
+        "long": {"requests": [request(5000, 100, 1)]},
+        "growing": {"requests": [request(30, 700, 2)]},
+        "crowd": {"requests": [request(1200, 60, 10 + number) for number in range(6)]},
+        "store goes": {"requests": [request(1000, 60, 20 + number) for number in range(4)], "removal": [40, str(root)]},
+        "after it": {"requests": [request(1000, 20, 30)]},
+    }
+    specification, result, log = directory / "spec.json", directory / "result.json", directory / "log.txt"
+    specification.write_text(json.dumps({"engine": engine, "phases": phases}), encoding="utf-8")
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [environments.overlay.python, INSIDE / "retrieving.py", specification, result],
+            env={**variables(directory, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}), "PYTHONPATH": ""},
+            cwd=directory,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert done.returncode == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize(("phase", "length"), [("long", 5000), ("growing", 700)])
+def test_the_blocks_of_a_request_stay_flat(small: dict[str, Any], phase: str, length: int) -> None:
+    held = small[phase]["held"]
+    print(phase, [tuple(of) for of in held[:: max(1, len(held) // 10)]])
+    assert held[-1][0] >= length
+    assert max(count for _, count in held) <= MOST_HELD
+    assert held[-1][0] // BLOCK > MOST_HELD, "it would hold more if it were dense"
+
+
+def test_what_does_not_fit_the_budget_comes_from_the_store(small: dict[str, Any]) -> None:
+    print(small["long"]["worker"], small["long"]["store"])
+    assert small["long"]["worker"]["copied_out"] > 5000 // BLOCK - MOST_HELD
+    assert small["long"]["store"]["loaded"] > 0
+    assert small["crowd"]["store"].get("lost", 0) == 0
+
+
+def test_requests_go_on_without_their_store(small: dict[str, Any]) -> None:
+    """What was lost is computed anew; what is released from then on stays in host memory."""
+    before, at, after = (small[name] for name in ("crowd", "store goes", "after it"))
+    assert [(len(of["tokens"]), of["finish"]) for of in at["requests"]] == [(60, "length")] * 4
+    assert at["store"]["lost"] > 0
+    assert at["preemptions"] > 0
+    assert before["preemptions"] == 0
+    assert len(after["requests"][0]["tokens"]) == 20
+    assert after["store"]["lost"] == at["store"]["lost"]
+    assert after["store"]["kept"] > at["store"]["kept"]
+
+
+def test_nothing_is_held_at_the_end(small: dict[str, Any]) -> None:
+    assert {phase["left"] for phase in small.values()} == {0}
+
+
+@pytest.mark.newest_only
+@pytest.mark.parametrize("file", FILES)
+def test_on_vllms_own_scheduler(environments: Environments, file: str) -> None:
+    done = subprocess.run(
+        [environments.overlay.python, "-P", "-m", "pytest", *OPTIONS, f"tests/ucm/sparse/esa_steps/{file}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout

@@ -1,0 +1,208 @@
+"""Sinks and a window in real engines: dense to the token where the window holds all, else a reference's, and flat.
+
+The reference (`inside/window_reference.py`) is the same model in plain torch with a mask; vLLM's own scheduler with
+random steps is in `tests/ucm/sparse/accounting`, which is run here where vLLM is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.engine import INSIDE, MODEL, PATIENCE, variables
+from tests.e2e.model import VOCABULARY, write_model
+from tests.e2e.sparse_runs import prompts, run_sparse
+from tests.e2e.test_inside import OPTIONS
+from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
+
+if TYPE_CHECKING:
+    from tests.e2e.engine import Run
+    from tests.e2e.environment import Environment
+    from tests.e2e.scenarios import Environments
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 8192
+BLOCKS = LONGEST // BLOCK
+#: Two blocks of sinks.
+SINKS, WINDOW = 40, 100
+SMALL = {"StreamingLLM": {"sink_tokens": SINKS, "window_tokens": WINDOW}}
+#: Sinks; a window that does not begin with a block; a chunk.
+MOST_HELD = 2 + -(-(WINDOW + TOKENS_PER_STEP) // BLOCK) + 2
+CROWD = 12
+#: More than the steps that it takes until the last of them has begun.
+CROWD_ANSWERS = 240
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    source = random.Random(seed)  # noqa: S311 - prompts, no secrets
+    return [source.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def request(tokens: list[int], count: int) -> dict[str, Any]:
+    return {"prompt": tokens, "params": {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}}
+
+
+FIRST, LONG, SHORT = prompt(700, 1), prompt(4000, 2), prompt(20, 3)
+AGAIN = [*FIRST, *prompt(50, 4)]
+#: The blocks of the first prompt, all of them full, that the second finds.
+KNOWN = len(FIRST) // BLOCK * BLOCK
+PHASES = {
+    "in chunks": [request(FIRST, 24)],
+    "after a hit": [request(AGAIN, 24)],
+    "long": [request(LONG, 48)],
+    "growing": [request(SHORT, 600)],
+    "crowd": [request(prompt(2000, 10 + number), CROWD_ANSWERS) for number in range(CROWD)],
+}
+
+
+def chunks(tokens: list[int]) -> list[int]:
+    return list(range(0, len(tokens), TOKENS_PER_STEP))
+
+
+CALLS = [
+    [
+        {"tokens": FIRST, "steps": chunks(FIRST), "count": 24},
+        {"tokens": AGAIN, "steps": [KNOWN], "count": 24, "known": KNOWN},
+    ],
+    [{"tokens": LONG, "steps": chunks(LONG), "count": 48}],
+    [{"tokens": SHORT, "steps": [0], "count": 600}],
+]
+
+
+def run(environment: Environment, directory: Path, script: str, spec: dict[str, Any], **switches: str) -> Any:
+    """What a script of `inside` tells."""
+    directory.mkdir()
+    specification, result, log = directory / "spec.json", directory / "result.json", directory / "log.txt"
+    specification.write_text(json.dumps(spec), encoding="utf-8")
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [environment.python, INSIDE / script, specification, result],
+            env={**variables(directory, switches), "PYTHONPATH": ""},
+            cwd=directory,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert done.returncode == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    engine = {
+        **ENGINE,
+        "model": str(write_model(MODEL)),
+        "max_model_len": LONGEST,
+        "hf_overrides": {"max_position_embeddings": LONGEST},
+        "num_gpu_blocks_override": BLOCKS + 1,
+        "additional_config": {"ucm_sparse_config": SMALL},
+    }
+    directory = tmp_path_factory.mktemp("sink-window") / "small"
+    spec = {"engine": engine, "phases": PHASES}
+    found: dict[str, Any] = run(
+        environments.overlay, directory, "windowed.py", spec, VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
+    directory = tmp_path_factory.mktemp("sink-window") / "reference"
+    spec = {"model": str(write_model(MODEL)), "sinks": 2 * BLOCK, "window": WINDOW, "block": BLOCK, "models": CALLS}
+    found: list[list[list[int]]] = run(environments.plain, directory, "window_reference.py", spec)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    directory = tmp_path_factory.mktemp("sink-window-whole")
+    methods: dict[str, Any] = {"dense": None, "windowed": {"SinkWindow": {"window_tokens": ENGINE["max_model_len"]}}}
+    found = {name: run_sparse(environments.overlay, directory / name, method) for name, method in methods.items()}
+    for of in found.values():
+        assert of.code == 0, of.log[-4000:]
+    return found
+
+
+def test_a_window_that_holds_all_gives_a_dense_engine_s_tokens(whole: dict[str, Run]) -> None:
+    """In chunks, after prefix hits, preempted and resumed, joining and ending beside others."""
+    assert whole["windowed"].tokens == whole["dense"].tokens
+    assert prompts() >= 40
+    assert "SinkWindow is active on the scheduler side" in whole["windowed"].log
+    assert "SinkWindow is active on the worker side" in whole["windowed"].log
+    for of in whole.values():
+        assert of.phases["preempted"]["counters"]["vllm:num_preemptions"] > 0
+        assert sum(of.phases["prefix"]["cached"]) > 0
+
+
+def tokens_of(small: dict[str, Any], phase: str) -> list[int]:
+    (found,) = small[phase]["requests"]
+    tokens: list[int] = found["tokens"]
+    return tokens
+
+
+def test_tokens_are_the_reference_s(small: dict[str, Any], reference: list[list[list[int]]]) -> None:
+    (first, again), (long,), (growing,) = reference
+    assert tokens_of(small, "in chunks") == first
+    assert small["after a hit"]["requests"][0]["cached"] == KNOWN
+    assert tokens_of(small, "after a hit") == again
+    assert tokens_of(small, "long") == long
+    assert tokens_of(small, "growing") == growing
+
+
+def test_the_mask_makes_a_difference(
+    environments: Environments, tmp_path: Path, reference: list[list[list[int]]]
+) -> None:
+    """Or the test above would show nothing: another window, or dense attention, gives other tokens."""
+    spec = {"model": str(write_model(MODEL)), "sinks": 2 * BLOCK, "block": BLOCK, "models": CALLS[:1]}
+    for window in (WINDOW - BLOCK, WINDOW + BLOCK, LONGEST):
+        other = run(environments.plain, tmp_path / str(window), "window_reference.py", {**spec, "window": window})
+        assert other[0][0] != reference[0][0]
+        assert other[0][1] != reference[0][1]
+
+
+@pytest.mark.parametrize("phase", ["long", "growing"])
+def test_the_blocks_of_a_request_stay_flat(small: dict[str, Any], phase: str) -> None:
+    held = small[phase]["requests"][0]["held"]
+    print(phase, [tuple(of) for of in held[:: len(held) // 8]])
+    assert held[-1][0] >= 600
+    assert max(count for _, count in held) <= MOST_HELD
+    settled = [count for computed, count in held if computed > len(LONG if phase == "long" else SHORT) + WINDOW + 64]
+    if phase == "growing":
+        # Sinks, the window with the block that it begins in, and the block of the newest token.
+        assert max(settled) <= 2 + WINDOW // BLOCK + 2
+
+
+def test_more_requests_fit_into_the_same_blocks(small: dict[str, Any]) -> None:
+    """Whole, four of them would fit."""
+    crowd = small["crowd"]
+    assert BLOCKS // -(-2000 // BLOCK) == 4
+    assert crowd["most"] == CROWD
+    assert not crowd["preemptions"]
+    assert all(len(of["tokens"]) == CROWD_ANSWERS for of in crowd["requests"])
+    assert max(count for of in crowd["requests"] for _, count in of["held"]) <= MOST_HELD
+
+
+def test_nothing_is_held_at_the_end(small: dict[str, Any]) -> None:
+    assert {name: phase["left"] for name, phase in small.items()} == dict.fromkeys(PHASES, 0.0)
+
+
+@pytest.mark.parametrize("file", ["test_accounting.py", "test_connector.py", "test_on_a_layer.py", "test_release.py"])
+def test_on_vllms_own_scheduler(environments: Environments, file: str) -> None:
+    done = subprocess.run(
+        [environments.overlay.python, "-P", "-m", "pytest", *OPTIONS, f"tests/ucm/sparse/accounting/{file}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
