@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
@@ -9,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,10 +20,11 @@ from tests.ucm.overlay.environment import Environment
 from tests.ucm.overlay.miniature import LICENCE, RELEASE, SOURCES, write_miniature
 from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources.cache import Cache
-from transforms.pipeline.sources.index import Index
+from transforms.pipeline.sources.index import Archive, Index
 from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.sources.pip_config import PipConfig, read_pip_config
 from transforms.pipeline.sources.tree import SourceError
+from transforms.pipeline.sources.wheel import open_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -206,6 +209,28 @@ def test_a_server_without_ranges(cache: Cache, pip: Callable[..., None]) -> None
         error = refusal(RELEASE, cache)
     assert error.what == f"{wheel_name()} could not be read: The server doesn't support range requests"
     assert "if the index does not serve byte ranges, download the archive and use --from PATH" in error.fix
+
+
+def test_no_connection_is_left_open() -> None:
+    """By an archive that is not there, and by one that is refused before it is read."""
+
+    def refused(archive: Archive) -> str:
+        """A program that keeps an error keeps what the error has seen, until garbage is collected."""
+        kept = None
+        try:
+            with open_wheel(archive, None):
+                pass
+        except SourceError as error:
+            kept = error
+        return str(kept)
+
+    with PackageIndex({wheel_name(): WHEEL}, ranges=False) as served, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in (wheel_name(), wheel_name("1.0")):
+            archive = Archive(name, f"http://{served.place}/files/{name}", "", is_wheel=True)
+            assert "could not be read" in refused(archive)
+        gc.collect()
+    assert [warning for warning in caught if warning.category is ResourceWarning] == []
 
 
 # Which archive is chosen.

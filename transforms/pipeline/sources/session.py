@@ -12,7 +12,24 @@ if TYPE_CHECKING:
 
 
 class _Session(requests.Session):
-    """A session whose own certificates count before those that the environment names."""
+    """A session whose own certificates count before those that the environment names.
+
+    With it, every answer is closed: one that is refused before it is read would keep its connection.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers: list[requests.Response] = []
+
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        answer = super().send(request, **options)
+        self._answers.append(answer)
+        return answer
+
+    def close(self) -> None:
+        for answer in self._answers:
+            answer.close()
+        super().close()
 
     def merge_environment_settings(self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:
         own = self.verify if verify is None else verify
