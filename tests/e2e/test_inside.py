@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.e2e.tests_inside import check_inside
 
 if TYPE_CHECKING:
     from tests.e2e.scenarios import Environments
 
 pytestmark = pytest.mark.e2e
-
-ROOT = Path(__file__).parents[2]
-#: Warnings of torch and vLLM are no concern of ours, and conftest.py needs packages that are not there.
-OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
-
 
 CONNECTOR = "tests/ucm/integration/vllm/connector"
 LAYERS = "tests/ucm/integration/vllm/sparse"
@@ -24,6 +19,7 @@ SPARSE = "tests/ucm/sparse"
 FILES = (
     "tests/e2e/test_block_table.py",
     "tests/ucm/test_probe.py",
+    "tests/ucm/hashing/test_with_vllm.py",
     f"{CONNECTOR}/test_device_memory.py",
     f"{CONNECTOR}/test_staged_transfer.py",
     f"{CONNECTOR}/test_staged_simulation.py",
@@ -41,10 +37,4 @@ FILES = (
 
 @pytest.mark.parametrize("file", FILES)
 def test_with_real_objects(environments: Environments, file: str) -> None:
-    python = environments.overlay.python
-    done = subprocess.run(
-        [python, "-P", "-m", "pytest", *OPTIONS, file], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    check_inside(environments.overlay.python, file)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.e2e.inside.metrics_engine import PROMPT
+from tests.e2e.tests_inside import check_inside
 
 if TYPE_CHECKING:
     from tests.e2e.environment import Environment
@@ -21,7 +22,6 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
 INSIDE = Path("tests/e2e/inside")
-OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,7 @@ def environment(release: str) -> Environment:
 
 
 def test_with_vllms_own_classes(environment: Environment) -> None:
-    command = [str(environment.python), "-m", "pytest", *OPTIONS, f"{INSIDE}/metrics_checks.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    check_inside(environment.python, INSIDE / "metrics_checks.py")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import json
 import random
 import re
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,16 +16,17 @@ import pytest
 from tests.e2e.engine import INSIDE, MODEL, PATIENCE, variables
 from tests.e2e.model import MAX_LENGTH, VOCABULARY, write_model
 from tests.e2e.sparse_runs import prompts, run_sparse
-from tests.e2e.test_inside import OPTIONS
+from tests.e2e.tests_inside import check_inside
 from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.e2e.engine import Run
     from tests.e2e.scenarios import Environments
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 LONGEST = 8192
 #: For some requests at a time; one of the greatest length would just fit, as vLLM requires.
 BLOCKS = LONGEST // BLOCK + 1
@@ -50,12 +50,17 @@ def request(length: int, count: int, seed: int) -> dict[str, Any]:
     return {"prompt": prompt, "params": {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}}
 
 
+def store_in(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """A store's directory, made, and its settings."""
+    root = directory / "store"
+    root.mkdir(mode=0o700)
+    return root, {"pipeline": "Posix", "directories": [str(root)]}
+
+
 @pytest.fixture(scope="module")
 def whole(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     directory = tmp_path_factory.mktemp("esa-whole")
-    root = directory / "store"
-    root.mkdir(mode=0o700)
-    store = {"pipeline": "Posix", "directories": [str(root)]}
+    root, store = store_in(directory)
     methods: dict[str, Any] = {"dense": None, "retrieving": {"eager_esa:EagerESA": {**ALL, "store": store}}}
     found = {name: run_sparse(environments.overlay, directory / name, method) for name, method in methods.items()}
     for of in found.values():
@@ -83,9 +88,7 @@ def test_a_budget_that_brings_all_back_gives_a_dense_engine_s_tokens(whole: dict
 @pytest.fixture(scope="module")
 def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("esa-small")
-    root = directory / "store"
-    root.mkdir(mode=0o700)
-    store = {"pipeline": "Posix", "directories": [str(root)]}
+    root, store = store_in(directory)
     options = {
         "token_budget": BUDGET,
         "sink_tokens": SINKS,
@@ -160,13 +163,4 @@ def test_nothing_is_held_at_the_end(small: dict[str, Any]) -> None:
 @pytest.mark.newest_only
 @pytest.mark.parametrize("file", FILES)
 def test_on_vllms_own_scheduler(environments: Environments, file: str) -> None:
-    done = subprocess.run(
-        [environments.overlay.python, "-P", "-m", "pytest", *OPTIONS, f"tests/ucm/sparse/esa_steps/{file}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    check_inside(environments.overlay.python, f"tests/ucm/sparse/esa_steps/{file}")

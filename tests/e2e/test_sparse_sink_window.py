@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,17 +16,18 @@ import pytest
 from tests.e2e.engine import INSIDE, MODEL, PATIENCE, variables
 from tests.e2e.model import VOCABULARY, write_model
 from tests.e2e.sparse_runs import prompts, run_sparse
-from tests.e2e.test_inside import OPTIONS
+from tests.e2e.tests_inside import check_inside
 from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.e2e.engine import Run
     from tests.e2e.environment import Environment
     from tests.e2e.scenarios import Environments
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 LONGEST = 8192
 BLOCKS = LONGEST // BLOCK
 #: Two blocks of sinks.
@@ -196,13 +196,4 @@ def test_nothing_is_held_at_the_end(small: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("file", ["test_accounting.py", "test_connector.py", "test_on_a_layer.py", "test_release.py"])
 def test_on_vllms_own_scheduler(environments: Environments, file: str) -> None:
-    done = subprocess.run(
-        [environments.overlay.python, "-P", "-m", "pytest", *OPTIONS, f"tests/ucm/sparse/accounting/{file}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    check_inside(environments.overlay.python, f"tests/ucm/sparse/accounting/{file}")

@@ -1,33 +1,208 @@
-"""The same questions asked of a real vLLM: `inside_vllm.py` runs with the interpreter that has it."""
+"""Keys and identities of real vLLM objects."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
-import subprocess
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
 
-ROOT = Path(__file__).parents[3]
-RELEASE = os.environ.get("UCM_E2E_RELEASE")
-#: Warnings of torch and vLLM are no concern of ours, and the plug-ins of our own environment are not there.
-OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
+import torch
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
+
+from tests.ucm.hashing.stand_ins import write_adapter
+from ucm.hashing import request_content
+from ucm.hashing.block_keys import BlockKeys
+from ucm.hashing.model_identity import model_identity, namespace
+from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
+from ucm.hashing.request_hasher import RequestHasher
+from ucm.hashing.vllm_hashes import plan_hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for a function of ours to run in workers
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+TOKENS = [7 * i % 900 for i in range(100)]
+SIZE = 16
+CAT, DOG = "c" * 64, "d" * 64
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+#: From this release on, vLLM's chains start from a fixed seed.
+HAS_FIXED_START = hasattr(kv_cache_utils, "resolve_none_hash_seed")
 
 
-@pytest.mark.skipif(not RELEASE, reason="runs a real vLLM: `nox -s e2e`, or set UCM_E2E_RELEASE=0.32.0")
-def test_with_real_objects() -> None:
-    from tests.e2e.environment import plain  # noqa: PLC0415 - only engines need the build's packages
+def model(directory: Path, **changes: Any) -> str:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}), encoding="utf-8")
+    return str(directory)
 
-    done = subprocess.run(
-        [plain(str(RELEASE)).python, "-m", "pytest", *OPTIONS, str(Path(__file__).with_name("inside_vllm.py"))],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
+
+def engine_config(path: str, **arguments: Any) -> Any:
+    arguments = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, **arguments}
+    return EngineArgs(model=path, **arguments).create_engine_config()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return model(tmp_path / "llama")
+
+
+def vllm_hasher(config: Any, block_size: int = SIZE) -> Callable[[Request], list[bytes]]:
+    """What EngineCore does at its start."""
+    from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415 - elsewhere in releases that have no such module
+
+    function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    kv_cache_utils.init_none_hash(function)
+    hasher: Callable[[Request], list[bytes]] = kv_cache_utils.get_request_block_hasher(block_size, function)
+    return hasher
+
+
+def request(number: int, tokens: list[int] | None = TOKENS, **more: Any) -> Request:
+    return Request(f"r{number}", tokens, SamplingParams(max_tokens=200), None, **more)
+
+
+def test_all_that_a_request_may_carry_is_known() -> None:
+    assert set(inspect.signature(Request.__init__).parameters) <= request_content._KNOWN_FIELDS
+
+
+@pytest.mark.parametrize("seed", [None, "0"])
+def test_who_names_blocks(path: str, monkeypatch: pytest.MonkeyPatch, seed: str | None) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    config = engine_config(path)
+    keys = BlockKeys(config, b"identity")
+    hasher = vllm_hasher(config)
+    by_vllm = HAS_FIXED_START or seed is not None
+    assert plan_hashes(config).uses_vllm == by_vllm
+    for number, salt in enumerate([None, "a", "b"]):
+        one = request(number, list(TOKENS), cache_salt=salt, block_hasher=hasher)
+        ours = keys._hasher.generate_block_hashes(TOKENS, SIZE, keys._reader.read(one))
+        assert keys.of(one, SIZE) == (one.block_hashes if by_vllm else ours)
+        assert keys.of(one, 3 * SIZE) == one.block_hashes[2::3] or not by_vllm
+        one.append_output_token_ids(list(range(30)))
+        assert len(keys.of(one, SIZE) or []) == len(one.block_hashes) == 8
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
+def test_what_names_blocks_depends_on_the_algorithm(path: str, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    config = engine_config(path, prefix_caching_hash_algo=algorithm)
+    one = request(0, list(TOKENS), block_hasher=vllm_hasher(config) if algorithm == "sha256_cbor" else None)
+    keys = BlockKeys(config, b"identity").of(one, SIZE)
+    expected = (
+        one.block_hashes
+        if algorithm == "sha256_cbor"
+        else RequestHasher(b"identity").generate_block_hashes(TOKENS, SIZE)
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    assert keys == expected
+
+
+def test_what_a_request_holds_beside_tokens(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    config = engine_config(path)
+    hasher = vllm_hasher(config)
+    loras = [LoRARequest("sql", n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in (1, 2)]
+
+    def image(name: str, offset: int, is_embed: Any = None) -> list[MultiModalFeatureSpec]:
+        return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, 4, is_embed))]
+
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        *({"lora_request": lora} for lora in loras),
+        *({"mm_features": image(name, 3)} for name in (CAT, DOG)),
+        {"mm_features": image(CAT, 4)},
+        {"mm_features": image(CAT, 3, torch.tensor([True, False, True, True]))},
+    ]
+    keys = BlockKeys(config, b"identity")
+    requests = [request(n, list(TOKENS), block_hasher=hasher, **kind) for n, kind in enumerate(kinds)]
+    for number, step in enumerate((0, 1)):
+        embeds = torch.zeros(100, 8, dtype=torch.bfloat16)
+        embeds[number] = step
+        requests.append(request(100 + number, None, prompt_embeds=embeds, block_hasher=hasher))
+    found = [keys.of(one, SIZE) or [] for one in requests]
+    assert [len(of_request) for of_request in found] == [6] * 11
+    assert len({key for of_request in found for key in of_request}) == 66
+    assert not keys.refused
+
+
+def test_an_input_that_is_only_named_is_not_cacheable(path: str) -> None:
+    keys = BlockKeys(engine_config(path), b"identity")
+    named = MultiModalFeatureSpec(None, "image", "0-image-0", PlaceholderRange(0, 4))
+    assert keys.of(request(0, list(TOKENS), mm_features=[named]), SIZE) is None
+
+
+def test_engines_that_must_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # or an older release's algorithm would not matter
+    one, other = model(tmp_path / "a" / "llama"), model(tmp_path / "b" / "llama", rope_theta=5e5)
+    configs = [
+        engine_config(one),
+        engine_config(other),
+        engine_config(one, dtype="float32"),
+        engine_config(one, kv_cache_dtype="fp8_e5m2"),
+        engine_config(one, kv_cache_dtype="fp8"),
+        engine_config(one, hf_overrides={"rope_theta": 5e5}),
+        engine_config(one, seed=1),
+        engine_config(one, prefix_caching_hash_algo="sha256_cbor"),
+    ]
+    found = [namespace(model_identity(config)) for config in configs]
+    assert len(set(found)) == len(configs)
+    assert {name.rpartition("-")[0] for name in found} == {"llama"}
+
+
+def test_block_sizes_that_must_not_share(path: str) -> None:
+    configs = [engine_config(path, block_size=size) for size in (16, 32)]
+    assert len({rank_tag(config, 0) for config in configs}) == 2
+
+
+def _in_worker(worker: Any) -> tuple[str, str, bool]:
+    config = worker.vllm_config
+    return namespace(model_identity(config)), rank_tag(config, 0), must_save(config)
+
+
+def test_all_processes_of_an_engine_agree(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers of their own, asked after they have loaded the model."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    before = namespace(model_identity(engine_config(path, tensor_parallel_size=2)))
+    llm = LLM(
+        path,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        tensor_parallel_size=2,
+        enforce_eager=True,
+    )
+    config = llm.llm_engine.vllm_config
+    workers = llm.collective_rpc(_in_worker)
+    assert {name for name, _, _ in workers} == {before, namespace(model_identity(config))}
+    assert [tag for _, tag, _ in workers] == rank_tags(config, 0)
+    assert [tag[:7] for _, tag, _ in workers] == ["tp0of2-", "tp1of2-"]
+    assert [saves for _, _, saves in workers] == [True, True]
