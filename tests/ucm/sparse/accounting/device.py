@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tests.ucm.stepping.rows import Rows
 from ucm.sparse.attention import StepBatch
 from ucm.sparse.base import Role
 from ucm.sparse.sink_window import SinkWindow
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 VOCABULARY = 5
-LAYER = "layer.0"
+LAYERS = ("layer.0", "layer.1")
 
 
 def following(mark: int) -> int:
@@ -49,9 +50,7 @@ class Device:
         #: What is to be read.
         self.wanted = self.method.window
         self.cells = np.zeros((num_blocks, block_size), np.int64)
-        self.rows: dict[str, list[int]] = {}
-        self.prompts: dict[str, int] = {}
-        self.tokens: dict[str, list[int]] = {}
+        self.rows = Rows()
         self.size = block_size
         self.skipped_blocks = 0
 
@@ -89,66 +88,36 @@ class Device:
         self.cells[list(block_ids)] = -1
 
     def run(self, output: Any, resumed: Mapping[str, list[int]], alive: set[str]) -> dict[str, list[int]]:
-        """Run a step: write the KV of its tokens, then read what the method leaves of each request's row.
-
-        Args:
-            output: vLLM's ``SchedulerOutput``.
-            resumed: The tokens of the requests that are back after a preemption.
-            alive: Requests whose outcome still counts.
-
-        Returns:
-            The token behind each request that has come to the end of what is known of it.
-        """
-        starts = self._update(output)
-        self.tokens.update({request_id: list(tokens) for request_id, tokens in resumed.items()})
+        """Write the KV of a step's tokens, then read what the method leaves of each request's row."""
+        starts = self.rows.update(output, resumed)
         ids = list(output.num_scheduled_tokens)
         if not ids:
             return {}
         counts = [output.num_scheduled_tokens[i] for i in ids]
         for request_id, count in zip(ids, counts, strict=True):
-            known = marks(self.tokens[request_id])
+            known = marks(self.rows.tokens[request_id])
             for place in range(starts[request_id], starts[request_id] + count):
-                block = self.rows[request_id][place // self.size]
+                block = self.rows.blocks[request_id][place // self.size]
                 assert block, "a step writes into the null block"
                 self.cells[block, place % self.size] = known[place]
         self._read(ids, starts, counts, alive)
         sampled = {}
         for request_id, count in zip(ids, counts, strict=True):
-            tokens = self.tokens[request_id]
+            tokens = self.rows.tokens[request_id]
             if starts[request_id] + count == len(tokens):
                 tokens.append(following(marks(tokens)[-1]))
                 sampled[request_id] = [tokens[-1]]
         return sampled
 
-    def _update(self, output: Any) -> dict[str, int]:
-        """The rows of the block table, as vLLM's runner keeps them: running requests only ever get more blocks."""
-        starts = {}
-        for data in output.scheduled_new_reqs:
-            self.rows[data.req_id] = list(data.block_ids[0])
-            self.prompts[data.req_id] = len(data.prompt_token_ids)
-            self.tokens[data.req_id] = list(data.prompt_token_ids)
-            starts[data.req_id] = data.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for request_id, new, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = [] if request_id in cached.resumed_req_ids else self.rows[request_id]
-            self.rows[request_id] = row + (list(new[0]) if new else [])
-            starts[request_id] = computed
-        return starts
-
     def _read(self, ids: list[str], starts: dict[str, int], counts: list[int], alive: set[str]) -> None:
         computed = np.array([starts[i] for i in ids], np.int64)
         new = np.array(counts, np.int64)
-        prompts = np.array([self.prompts[i] for i in ids], np.int64)
-        table = torch.zeros(len(ids), max(len(self.rows[i]) for i in ids), dtype=torch.int32)
-        for row, request_id in enumerate(ids):
-            table[row, : len(self.rows[request_id])] = torch.tensor(self.rows[request_id], dtype=torch.int32)
-        whole = SimpleNamespace(block_table=table, seq_lens=torch.from_numpy(computed + new).int())
+        prompts = np.array([self.rows.prompts[i] for i in ids], np.int64)
+        whole = SimpleNamespace(block_table=self.rows.table(ids), seq_lens=torch.from_numpy(computed + new).int())
         batch = StepBatch(ids, new, computed, prompts, np.zeros(len(ids), np.bool_))
         self.method.execute_begin(None, None, batch)
-        *_, used = self.method.attention_begin(LAYER, None, None, None, None, whole)
-        *_, again = self.method.attention_begin("layer.1", None, None, None, None, whole)
+        *_, used = self.method.attention_begin(LAYERS[0], None, None, None, None, whole)
+        *_, again = self.method.attention_begin(LAYERS[1], None, None, None, None, whole)
         assert again is used, "a metadata object is replaced once per step"
         self.method.execute_finished(None, None, None)
         for row, request_id in enumerate(ids):
@@ -161,7 +130,7 @@ class Device:
     def _check(self, request_id: str, computed: int, new: int, blocks: list[int], length: int) -> None:
         """What is read are the request's own tokens, the sinks, the window and the new ones among them."""
         window = self.wanted
-        known = marks(self.tokens[request_id])
+        known = marks(self.rows.tokens[request_id])
         read = [int(self.cells[blocks[place // self.size], place % self.size]) for place in range(length)]
         places = {mark: place for place, mark in enumerate(known)}
         positions = [places.get(mark) for mark in read]
@@ -172,6 +141,6 @@ class Device:
         wanted = set(range(min(window.sink_tokens, computed))) | set(
             range(max(0, computed - window.window_tokens), computed)
         )
-        if window.dense_prefill and computed < self.prompts[request_id]:
+        if window.dense_prefill and computed < self.rows.prompts[request_id]:
             wanted = set(range(computed))
         assert wanted <= set(at), f"request {request_id} does not read its sinks, or its window"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tests.ucm.stepping.rows import Rows, fresh
 from ucm.integration.vllm.sparse.raw_blocks import RawBlocks
 from ucm.sparse.attention import StepBatch
 
@@ -99,11 +100,7 @@ class Device:
         }
         method.attention = self  # type: ignore[assignment] # what it asks of one
         method.worker_started()
-        self.rows: dict[str, list[int]] = {}
-        self.prompts: dict[str, int] = {}
-        self.tokens: dict[str, list[int]] = {}
-        #: Of the requests that this step admits, the tokens that they found.
-        self.found: dict[str, int] = {}
+        self.rows = Rows()
         #: Of each request and layer, what was written, or was found at its admission.
         self.written: dict[tuple[str, int], torch.Tensor] = {}
         self.read = self.left_out = 0
@@ -139,20 +136,12 @@ class Device:
     # Steps
 
     def run(self, output: Any, resumed: Mapping[str, list[int]], alive: set[str]) -> dict[str, list[int]]:
-        """Run a step.
-
-        Args:
-            output: vLLM's ``SchedulerOutput``.
-            resumed: The tokens of the requests that are back after a preemption.
-            alive: Requests whose outcome still counts.
-
-        Returns:
-            The token behind each request that has come to the end of what is known of it.
-        """
+        """A step's forward, layer by layer; what it gives to requests and has not computed may hold anything."""
         self.method.update_states(None, output)
-        self._scribble(output)
-        starts = self._update(output)
-        self.tokens.update({request_id: list(tokens) for request_id, tokens in resumed.items()})
+        unwritten = fresh(output, self.size)
+        for cache in self.caches.values():
+            cache[unwritten] = torch.nan
+        starts = self.rows.update(output, resumed)
         ids = list(output.num_scheduled_tokens)
         if not ids:
             return {}
@@ -160,46 +149,11 @@ class Device:
         hidden = self._forward(ids, [starts[i] for i in ids], counts, alive)
         sampled = {}
         for request_id, count, last in zip(ids, counts, hidden, strict=True):
-            tokens = self.tokens[request_id]
+            tokens = self.rows.tokens[request_id]
             if starts[request_id] + count == len(tokens):
                 tokens.append(self.model.following(last))
                 sampled[request_id] = [tokens[-1]]
         return sampled
-
-    def _scribble(self, output: Any) -> None:
-        """What is given to a request and not yet computed may hold anything."""
-        fresh = []
-        for data in output.scheduled_new_reqs:
-            fresh += data.block_ids[0][data.num_computed_tokens // self.size :]
-        cached = output.scheduled_cached_reqs
-        news = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, new, computed in news:
-            if new:
-                fresh += new[0][computed // self.size :] if request_id in cached.resumed_req_ids else new[0]
-        for cache in self.caches.values():
-            cache[fresh] = torch.nan
-
-    def _update(self, output: Any) -> dict[str, int]:
-        """The rows of the block table, as vLLM's runner keeps them: running requests only ever get more blocks."""
-        starts = {}
-        for data in output.scheduled_new_reqs:
-            self.prompts[data.req_id] = len(data.prompt_token_ids)
-            self.tokens[data.req_id] = list(data.prompt_token_ids)
-            starts[data.req_id] = data.num_computed_tokens
-            self._admit(data.req_id, data.block_ids[0], data.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        news = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, new, computed in news:
-            starts[request_id] = computed
-            if request_id in cached.resumed_req_ids:
-                self._admit(request_id, new[0], computed)
-            elif new:
-                self.rows[request_id] += new[0]
-        return starts
-
-    def _admit(self, request_id: str, blocks: Sequence[int], computed: int) -> None:
-        self.rows[request_id] = list(blocks)
-        self.found[request_id] = computed
 
     def _gather(self, layer: int, blocks: Sequence[int], length: int) -> torch.Tensor:
         """``[length, KV_HEADS, 2 * SIZE]``."""
@@ -209,17 +163,14 @@ class Device:
     def _forward(
         self, ids: Sequence[str], starts: Sequence[int], counts: Sequence[int], alive: set[str]
     ) -> list[torch.Tensor]:
-        table = torch.zeros(len(ids), max(len(self.rows[i]) for i in ids), dtype=torch.int32)
-        for row, request_id in enumerate(ids):
-            table[row, : len(self.rows[request_id])] = torch.tensor(self.rows[request_id], dtype=torch.int32)
         computed, new = np.array(starts, np.int64), np.array(counts, np.int64)
-        whole = SimpleNamespace(block_table=table, seq_lens=torch.from_numpy(computed + new).int())
-        prompts = np.array([self.prompts[i] for i in ids], np.int64)
+        whole = SimpleNamespace(block_table=self.rows.table(ids), seq_lens=torch.from_numpy(computed + new).int())
+        prompts = np.array([self.rows.prompts[i] for i in ids], np.int64)
         self.method.execute_begin(
             None, None, StepBatch(list(ids), new, computed, prompts, np.zeros(len(ids), np.bool_))
         )
         every = zip(ids, starts, counts, strict=True)
-        hidden = [self.model.embed(self.tokens[i][start : start + count], start) for i, start, count in every]
+        hidden = [self.model.embed(self.rows.tokens[i][start : start + count], start) for i, start, count in every]
         for layer in range(LAYERS):
             name = f"layer.{layer}"
             queries, kvs = [], []
@@ -228,9 +179,11 @@ class Device:
                 queries.append(query)
                 kvs.append(kv)
                 self._write(layer, request_id, starts[row], kv.float())
-            for request_id, length in self.found.items():  # others may have written it in this very step
+            for request_id, length in self.rows.admitted.items():  # others may have written it in this very step
                 own = self.written[request_id, layer]
-                self.written[request_id, layer] = torch.cat((self._gather(layer, self.rows[request_id], length), own))
+                self.written[request_id, layer] = torch.cat(
+                    (self._gather(layer, self.rows.blocks[request_id], length), own)
+                )
             together = torch.cat(queries).float()
             key, value = torch.cat(kvs).float().split(SIZE, -1)
             *_, used = self.method.attention_begin(name, together, key, value, self.caches[name], whole)
@@ -241,15 +194,14 @@ class Device:
                 hidden[row] = self.model.attend(layer, hidden[row], queries[row], kv)
             self.method.attention_finished(name, together, self.caches[name], used, together)
         self.method.execute_finished(None, None, None)
-        self.found.clear()
         return hidden
 
     def _write(self, layer: int, request_id: str, start: int, kv: torch.Tensor) -> None:
         places = range(start, start + len(kv))
-        blocks = [self.rows[request_id][place // self.size] for place in places]
+        blocks = [self.rows.blocks[request_id][place // self.size] for place in places]
         assert all(blocks), "a step writes into the null block"
         self.caches[f"layer.{layer}"][blocks, :, [place % self.size for place in places]] = kv
-        known = kv[:0] if request_id in self.found else self.written[request_id, layer][:start]
+        known = kv[:0] if request_id in self.rows.admitted else self.written[request_id, layer][:start]
         self.written[request_id, layer] = torch.cat((known, kv))
 
     def _check(self, layer: int, request_id: str, computed: int, read: torch.Tensor) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tests.ucm.integration.vllm.connector.simulation.truth import Truth
+from tests.ucm.stepping.setting import EngineSetting
 from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
 
 if TYPE_CHECKING:
@@ -13,21 +14,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(EngineSetting):
     """An engine.
 
     Args:
         groups: For each group its block size, its window and its number of layers.
         ranks: Workers.
         batches: Steps in flight.
-        asynchronous: Whether steps are scheduled before the tokens of the one before are known.
         drafts: Draft tokens per step.
-        blocks: Blocks of the KV cache.
-        budget: Tokens per step.
-        chunk: Most tokens of one request in a step.
-        running: Requests that run at once.
         layerwise: Whether blocks are moved layer by layer.
-        caching: Whether the engine finds prefixes in its own KV cache.
         loads: When blocks are loaded: ``between`` two steps, while the request waits; ``within`` a step, which computes
             with them; or ``held``, within a step and after they were verified and held.
         background: Whether a step may end before loads between steps do.
@@ -44,14 +39,8 @@ class Setting:
     groups: tuple[tuple[int, int | None, int], ...] = ((4, None, 5),)
     ranks: int = 1
     batches: int = 1
-    asynchronous: bool = False
     drafts: int = 0
-    blocks: int = 24
-    budget: int = 16
-    chunk: int | None = None
-    running: int = 4
     layerwise: bool = False
-    caching: bool = True
     loads: Literal["between", "within", "held"] = "between"
     background: bool = True
     reserves: bool = True
@@ -62,6 +51,9 @@ class Setting:
     losses: float = 0.0
     save_decode_blocks: bool = True
     staged: bool = False
+    blocks: int = field(default=24, kw_only=True)
+    budget: int = field(default=16, kw_only=True)
+    running: int = field(default=4, kw_only=True)
 
     def cache_groups(self) -> CacheGroups:
         names = iter(f"layer.{number}" for number in range(sum(count for _, _, count in self.groups)))
@@ -100,7 +92,7 @@ def any_setting(chance: random.Random) -> Setting:
         drafts=chance.choice((0, 0, 1, 3)),
         blocks=chance.choice((18, 24, 40)) * len(groups) + 8,
         budget=chance.choice((8, 16, 40)),
-        chunk=chance.choice((None, None, 5)),
+        chunk=chance.choice((0, 0, 5)),
         running=chance.choice((2, 4, 6)),
         layerwise=loads != "between" and chance.random() < 0.6,
         caching=chance.random() < 0.75,

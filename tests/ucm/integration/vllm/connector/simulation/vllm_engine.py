@@ -13,20 +13,13 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from vllm import SamplingParams
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from tests.e2e.model import write_model
@@ -34,6 +27,7 @@ from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
 from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory, embedded, forward
 from tests.ucm.integration.vllm.connector.simulation.truth import END, next_token
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
+from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
 from ucm.integration.vllm.connector import worker_side
 from ucm.integration.vllm.ucm_connector import UCMConnector
 from ucm.store.factory import open_store
@@ -80,21 +74,13 @@ class VllmEngine:
         self.happened: Counter[str] = Counter()
         self.stores: list[FaultyStore] = []
         self.known: dict[bytes, tuple[int, ...]] = {}
-        init_none_hash(sha256)
         groups = setting.cache_groups()
         self._size = groups.groups[0].block_size
-        self._hasher = get_request_block_hasher(self._size, sha256)
+        self._new = Requests(self._size, stop=[END])
         config = self._configuration(write_model(directory / "model"))
         specs = [KVCacheGroupSpec(list(group.layer_names), _specification(group)) for group in groups.groups]
         caches = KVCacheConfig(setting.blocks, [], specs)
-        self.scheduler = (AsyncScheduler if setting.asynchronous else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=caches,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=self._size,
-            hash_block_size=self._size,
-            log_stats=False,
-        )
+        self.scheduler = make_scheduler(config, caches)
         self.connector: Any = self.scheduler.connector
         self._config = config
         self._patched = patch.object(worker_side, "open_store", self._open)
@@ -106,15 +92,11 @@ class VllmEngine:
         self._executed: deque[tuple[Any, Any]] = deque()
         self._tokens: dict[str, list[int]] = {}
         self._requests: list[Any] = []
-        self._number = 0
 
     # From outside
 
     def submit(self, prompt: list[int], max_tokens: int) -> None:
-        self._number += 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[END], detokenize=False)
-        params.update_from_generation_config({}, 1)
-        request = Request(f"{self._number}", prompt, params, None, block_hasher=self._hasher)
+        request = self._new.make(prompt, max_tokens)
         self._requests.append(request)
         self.scheduler.add_request(request)
 
@@ -164,29 +146,13 @@ class VllmEngine:
             "store": {"pipeline": "Posix", "directories": [str(self.store_directory)]},
             "metrics_log_interval": 0,
         }
-        config = VllmConfig(
-            model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=LENGTH),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=setting.running,
-                max_num_batched_tokens=setting.budget,
-                max_model_len=LENGTH,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-                long_prefill_token_threshold=setting.chunk or 0,
-            ),
-            cache_config=CacheConfig(block_size=self._size, enable_prefix_caching=setting.caching),
-            parallel_config=ParallelConfig(tensor_parallel_size=setting.ranks),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="UCMConnector",
-                kv_role="kv_both",
-                kv_connector_module_path="ucm.integration.vllm.ucm_connector",
-                kv_connector_extra_config=extra,
-            ),
+        transfer = KVTransferConfig(
+            kv_connector="UCMConnector",
+            kv_role="kv_both",
+            kv_connector_module_path="ucm.integration.vllm.ucm_connector",
+            kv_connector_extra_config=extra,
         )
-        # On the CPU vLLM turns it off.
-        config.scheduler_config.async_scheduling = setting.asynchronous
-        config.cache_config.num_gpu_blocks = setting.blocks
-        return config
+        return engine_config(model, setting, self._size, LENGTH, setting.ranks, kv_transfer_config=transfer)
 
     def _worker(self, config: Any, caches: Any, memory: KVMemory) -> Any:
         mine = copy.copy(config)
@@ -240,22 +206,11 @@ class VllmEngine:
             for worker in self.workers:
                 worker.save_kv_layer(name, None, None)
         outputs = [self._end(*run) for run in runs]
-        sampled = []
+        sampled = {}
         for found, values in zip(work, hidden, strict=True):
-            ends = found.start + found.count == len(self._tokens[found.request_id])
-            sampled.append([self._sample(found, values[-1])] if ends else [])
-        ids = [found.request_id for found in work]
-        results = [
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-                sampled_token_ids=sampled,
-                logprobs=None,
-                prompt_logprobs_dict={},
-                kv_connector_output=connector_output,
-            )
-            for connector_output in outputs
-        ]
+            if found.start + found.count == len(self._tokens[found.request_id]):
+                sampled[found.request_id] = [self._sample(found, values[-1])]
+        results = [runner_output(output, sampled, kv_connector_output=outcome) for outcome in outputs]
         self._executed.append((output, self._aggregator.aggregate(results)))
 
     def _begin(self, worker: Any, output: Any) -> tuple[Any, Any]:

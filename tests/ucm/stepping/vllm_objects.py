@@ -1,0 +1,95 @@
+"""Objects of the installed vLLM as its engine makes them; imported only where vLLM is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from tests.ucm.stepping.setting import EngineSetting
+
+
+def engine_config(
+    model: Path, setting: EngineSetting, block_size: int, max_model_len: int, ranks: int = 1, **parts: Any
+) -> Any:
+    """vLLM's ``VllmConfig``, with parts of the caller's beside the usual ones."""
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=setting.running,
+            max_num_batched_tokens=setting.budget,
+            max_model_len=max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            long_prefill_token_threshold=setting.chunk,
+            policy=setting.policy,
+        ),
+        cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=setting.caching),
+        parallel_config=ParallelConfig(tensor_parallel_size=ranks),
+        **parts,
+    )
+    config.scheduler_config.async_scheduling = setting.asynchronous  # on the CPU vLLM turns it off
+    config.cache_config.num_gpu_blocks = setting.blocks
+    return config
+
+
+def make_scheduler(config: Any, kv_cache_config: Any) -> Any:
+    """The scheduler that vLLM takes for a configuration."""
+    size = config.cache_config.block_size
+    return (AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler)(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=size,
+        hash_block_size=size,
+        log_stats=False,
+    )
+
+
+class Requests:
+    """Makes requests, numbered, with vLLM's hashes of their blocks.
+
+    Args:
+        block_size: Tokens per block.
+        stop: Tokens that end an answer.
+    """
+
+    def __init__(self, block_size: int, stop: Sequence[int] = ()) -> None:
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(block_size, sha256)
+        self._stop = list(stop)
+        self._number = 0
+
+    def make(self, prompt: Sequence[int], max_tokens: int, priority: int = 0) -> Any:
+        """vLLM's ``Request``."""
+        self._number += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=self._stop, detokenize=False)
+        params.update_from_generation_config({}, 1)
+        return Request(f"{self._number}", list(prompt), params, None, block_hasher=self._hasher, priority=priority)
+
+
+def runner_output(output: Any, sampled: Mapping[str, list[int]], **more: Any) -> Any:
+    """What vLLM's model runner gives back for a step: the tokens of the requests that have got some."""
+    ids = list(output.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+        sampled_token_ids=[sampled.get(request_id, []) for request_id in ids],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        **more,
+    )
