@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE
-from tests.e2e.model import CONFIG, write_tokenizer
+from tests.e2e.bench.model_files import write_llama
+from tests.e2e.model import CONFIG
 from transforms.pipeline.package import BUILD
 
 if TYPE_CHECKING:
@@ -58,12 +56,8 @@ ENGINE: dict[str, Any] = {
 
 
 def write_model(python: Path) -> None:
-    """Write the model where `ENGINE` looks for it, with an interpreter that has torch, unless it is there."""
-    if not (DIRECTORY / "model.safetensors").exists():
-        DIRECTORY.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(DIRECTORY, VOCABULARY)
-        (DIRECTORY / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-        subprocess.run([python, INSIDE / "ttft_model.py", DIRECTORY], check=True)
+    """Write the model where `ENGINE` looks for it, unless it is there; the interpreter is one that has torch."""
+    write_llama(python, DIRECTORY, LLAMA)
 
 
 def prompt(length: int, name: str) -> list[int]:
