@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import subprocess
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE, Run, run_engine
+from tests.e2e.engine import INSIDE, PATIENCE, Run, run_engine, variables
 from tests.e2e.workload import phases
 
 if TYPE_CHECKING:
@@ -37,6 +39,35 @@ def run_sparse(
     settings: dict[str, Any] = {} if method is None else {"additional_config": {"ucm_sparse_config": method}}
     path = {"PYTHONPATH": os.pathsep.join((str(directory / "plugin"), str(INSIDE)))}
     return run_engine(environment, directory, engine={**settings, **(engine or {})}, switches=path, batches=batches)
+
+
+def run_script(
+    environment: Environment, directory: Path, script: str, specification: Mapping[str, Any], **switches: str
+) -> Any:
+    """What a script of `tests.e2e.inside` tells.
+
+    Args:
+        environment: A vLLM.
+        directory: A new one for its files.
+        script: The file's name.
+        specification: What it is told.
+        switches: Variables of its environment.
+    """
+    directory.mkdir()
+    told, result, log = directory / "spec.json", directory / "result.json", directory / "log.txt"
+    told.write_text(json.dumps(specification), encoding="utf-8")
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [environment.python, INSIDE / script, told, result],
+            env={**variables(directory, switches), "PYTHONPATH": ""},
+            cwd=directory,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert done.returncode == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
+    return json.loads(result.read_text(encoding="utf-8"))
 
 
 def prompts() -> int:

@@ -5,17 +5,15 @@ vLLM's own scheduler with random steps is in `tests/ucm/sparse/esa_steps`, which
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.engine import INSIDE, MODEL, PATIENCE, variables
+from tests.e2e.engine import MODEL
 from tests.e2e.model import MAX_LENGTH, VOCABULARY, write_model
-from tests.e2e.sparse_runs import prompts, run_sparse
+from tests.e2e.sparse_runs import prompts, run_script, run_sparse
 from tests.e2e.tests_inside import check_inside
 from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
 
@@ -111,20 +109,14 @@ def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
         "store goes": {"requests": [request(1000, 60, 20 + number) for number in range(4)], "removal": [40, str(root)]},
         "after it": {"requests": [request(1000, 20, 30)]},
     }
-    specification, result, log = directory / "spec.json", directory / "result.json", directory / "log.txt"
-    specification.write_text(json.dumps({"engine": engine, "phases": phases}), encoding="utf-8")
-    with log.open("wb") as output:
-        done = subprocess.run(
-            [environments.overlay.python, INSIDE / "retrieving.py", specification, result],
-            env={**variables(directory, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}), "PYTHONPATH": ""},
-            cwd=directory,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=PATIENCE,
-            check=False,
-        )
-    assert done.returncode == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    specification = {"engine": engine, "phases": phases}
+    found: dict[str, Any] = run_script(
+        environments.overlay,
+        directory / "engine",
+        "retrieving.py",
+        specification,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
     return found
 
 

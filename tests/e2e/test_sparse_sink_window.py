@@ -6,16 +6,14 @@ random steps is in `tests/ucm/sparse/accounting`, which is run here where vLLM i
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.engine import INSIDE, MODEL, PATIENCE, variables
+from tests.e2e.engine import MODEL
 from tests.e2e.model import VOCABULARY, write_model
-from tests.e2e.sparse_runs import prompts, run_sparse
+from tests.e2e.sparse_runs import prompts, run_script, run_sparse
 from tests.e2e.tests_inside import check_inside
 from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.e2e.engine import Run
-    from tests.e2e.environment import Environment
     from tests.e2e.scenarios import Environments
 
 pytestmark = pytest.mark.e2e
@@ -76,25 +73,6 @@ CALLS = [
 ]
 
 
-def run(environment: Environment, directory: Path, script: str, spec: dict[str, Any], **switches: str) -> Any:
-    """What a script of `inside` tells."""
-    directory.mkdir()
-    specification, result, log = directory / "spec.json", directory / "result.json", directory / "log.txt"
-    specification.write_text(json.dumps(spec), encoding="utf-8")
-    with log.open("wb") as output:
-        done = subprocess.run(
-            [environment.python, INSIDE / script, specification, result],
-            env={**variables(directory, switches), "PYTHONPATH": ""},
-            cwd=directory,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=PATIENCE,
-            check=False,
-        )
-    assert done.returncode == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
-    return json.loads(result.read_text(encoding="utf-8"))
-
-
 @pytest.fixture(scope="module")
 def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     engine = {
@@ -107,7 +85,7 @@ def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
     }
     directory = tmp_path_factory.mktemp("sink-window") / "small"
     spec = {"engine": engine, "phases": PHASES}
-    found: dict[str, Any] = run(
+    found: dict[str, Any] = run_script(
         environments.overlay, directory, "windowed.py", spec, VLLM_ENABLE_V1_MULTIPROCESSING="0"
     )
     return found
@@ -117,7 +95,7 @@ def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
 def reference(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
     directory = tmp_path_factory.mktemp("sink-window") / "reference"
     spec = {"model": str(write_model(MODEL)), "sinks": 2 * BLOCK, "window": WINDOW, "block": BLOCK, "models": CALLS}
-    found: list[list[list[int]]] = run(environments.plain, directory, "window_reference.py", spec)
+    found: list[list[list[int]]] = run_script(environments.plain, directory, "window_reference.py", spec)
     return found
 
 
@@ -163,7 +141,9 @@ def test_the_mask_makes_a_difference(
     """Or the test above would show nothing: another window, or dense attention, gives other tokens."""
     spec = {"model": str(write_model(MODEL)), "sinks": 2 * BLOCK, "block": BLOCK, "models": CALLS[:1]}
     for window in (WINDOW - BLOCK, WINDOW + BLOCK, LONGEST):
-        other = run(environments.plain, tmp_path / str(window), "window_reference.py", {**spec, "window": window})
+        other = run_script(
+            environments.plain, tmp_path / str(window), "window_reference.py", {**spec, "window": window}
+        )
         assert other[0][0] != reference[0][0]
         assert other[0][1] != reference[0][1]
 
