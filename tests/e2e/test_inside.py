@@ -32,6 +32,7 @@ FILES = (
     f"{SPARSE}/test_block_topk.py",
     f"{SPARSE}/test_representatives.py",
     f"{SPARSE}/test_selection.py",
+    f"{SPARSE}/test_sink_window_told.py",
 )
 
 

@@ -80,6 +80,26 @@ def test_the_same_in_both_places_is_one() -> None:
     assert sparse_method_config(both) == ("GSA", {"ratio": 1})
 
 
+def within(*extras: dict[str, Any]) -> Transfer:
+    """Settings of vLLM's ``MultiConnector``."""
+    return Transfer({"connectors": [{"kv_connector": "A", "kv_connector_extra_config": extra} for extra in extras]})
+
+
+def test_a_connector_within_another_may_have_the_method() -> None:
+    one = VllmConfig(within({"other": 1}, {"ucm_sparse_config": {"ESA": {"token_budget": 64}}}))
+    assert sparse_method_config(one) == ("ESA", {"token_budget": 64})
+    assert sparse_method_config(VllmConfig(within({}, {"other": 1}))) is None
+    assert sparse_method_config(VllmConfig(Transfer({"connectors": "none"}))) is None
+
+
+def test_connectors_within_another_with_different_methods_are_refused() -> None:
+    two = VllmConfig(within({"ucm_sparse_config": {"ESA": {}}}, {"ucm_sparse_config": {"BlockTopK": {}}}))
+    with pytest.raises(ConfigError, match="two sparse methods are configured") as caught:
+        sparse_method_config(two)
+    place = "kv_connector_extra_config.connectors[1].kv_connector_extra_config.ucm_sparse_config"
+    assert f"{place}: {{'BlockTopK': {{}}}}" in str(caught.value.where)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

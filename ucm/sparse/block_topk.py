@@ -81,6 +81,7 @@ class BlockTopK(SparseMethod):
         self._batch: StepBatch | None = None
         self._plan: StepPlan | None = None
         self._tables: tuple[Any, RestrictedTables] | None = None
+        self._asked = False  #: whether a layer of this step has asked
         self._dense: set[str] = set()
         self._causes: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -88,6 +89,14 @@ class BlockTopK(SparseMethod):
     def worker_started(self) -> None:
         """Refuses what cannot be served, and a budget that leaves nothing to choose."""
         self.attention.require_engine()
+        model = getattr(self.vllm_config, "model_config", None)
+        layers = getattr(getattr(model, "hf_text_config", None), "num_hidden_layers", None)
+        if layers is not None and self._options.dense_layers >= layers:
+            raise ConfigError(
+                f"{self._options.dense_layers} dense layers leave none of the model's {layers} to restrict",
+                where=f"ucm_sparse_config.{self._name}.dense_layers",
+                fix=f"let it be {layers - 1} or fewer",
+            )
         block_size = getattr(self.vllm_config.cache_config, "block_size", None)
         if block_size:
             self._budget(int(block_size))
@@ -107,7 +116,7 @@ class BlockTopK(SparseMethod):
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Decides from the lengths which rows are sparse in this step."""
         self._batch = self.attention.batch(runner, scheduler_output, input_batch)
-        self._tables = None
+        self._tables, self._asked = None, False
         # Before the first layer that has a cache, nobody knows how it counts blocks.
         self._plan = None if self._planner is None else self._planner.plan(self._batch, self._dense)
 
@@ -115,6 +124,7 @@ class BlockTopK(SparseMethod):
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Restricts the step's sparse rows to the blocks that their queries want."""
+        self._asked = True
         if self._planner is None and self._batch is not None:
             self.attention.require(layer_name)
             self._planner = Planner(self._budget(self.attention.block_size(layer_name, kv_cache)))
@@ -135,12 +145,14 @@ class BlockTopK(SparseMethod):
         plan, self._plan, self._batch = self._plan, None, None
         if plan is None:
             return
-        if self._tables is None:
+        if not self._asked:
             raise SparseMethodError(
                 f"{self._name} was not asked by any layer of this step: its attention was dense",
                 where="the attention hooks of this worker",
-                fix="unset UCM_DISABLE_ATTENTION_PATCH, leave out full CUDA graphs, and let dense_layers be fewer",
+                fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
             )
+        if self._tables is None:  # all of this worker's layers are among the dense ones: a first stage of a pipeline
+            return
         self._tables = None
         self.counts["steps"] += 1
         self.counts["rows"] += len(plan.rows)

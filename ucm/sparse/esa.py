@@ -9,7 +9,8 @@ window, and a context memory looked up chunk by chunk in prefill and token by to
 The scheduler's side (`ucm.sparse.middle_release`) gives a request's blocks between sinks and window back to vLLM's pool
 and tells the workers, who copy them out before anything else of the step is done. From then on a request holds its
 sinks, its window, the tokens of the steps under way and a bounded number of resident blocks, whatever its length;
-beside them each worker keeps the bounds of the keys, ``1 / block_size`` of the KV cache's bytes.
+beside them each worker keeps the bounds of the keys: ``1 / block_size`` of what the KV of the middle would take, and up
+to a quarter more to grow into, in the device's memory and not counted by vLLM.
 
 A request whose middle fits into the budget is left as it is: it is dense, and costs nothing.
 

@@ -33,7 +33,8 @@ class MiddleReleases(ReleasedBlocks):
 
     A request is left alone until its middle is longer than what it may bring back: so far it is read whole, where it
     lies. Then all of it is released, and as many blocks as may be brought back are taken from the pool in the same
-    moment, most often the same ones: what is held never rises by it.
+    moment, most often the same ones: what is held never rises by it. A step releases of a request twice the tokens that
+    a step can compute, or just more than what may be brought back: what was found in a cache goes in portions.
 
     Args:
         scheduler: vLLM's ``Scheduler``.
@@ -56,6 +57,9 @@ class MiddleReleases(ReleasedBlocks):
         self._dropped: list[int] = []
         self._news: list[Released] = []
         super().__init__(scheduler, window)
+        tokens_per_step = int(scheduler.scheduler_config.max_num_batched_tokens)
+        #: After a long hit, a worker would have to copy out all of it at once, within a step.
+        self._at_most = max(resident_blocks + 1, 2 * tokens_per_step // self.block_size)
 
     def news(self) -> MiddleNews | None:
         """What has happened since the last step; the step is decided."""
@@ -85,6 +89,7 @@ class MiddleReleases(ReleasedBlocks):
     def _release(self, request_id: str, begin: int, end: int) -> None:
         if self._pool.enable_caching:
             end = min(end, self._manager.num_cached_block.get(request_id, 0) - 1)
+        end = min(end, begin + self._at_most)
         middle = self._middles.get(request_id)
         if end <= begin or (middle is None and not self._at_once and end - self._sinks <= self._limit):
             return

@@ -61,11 +61,12 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """Blocks that are being written."""
+    """Blocks that are being written: their dump, and their commit."""
 
     admission: int
     places: tuple[int, ...]
-    task: Task
+    dump: Task
+    commit: Task
 
 
 class Fetch:
@@ -151,7 +152,7 @@ class MiddleStore:
             return
         under_way = []
         for saving in self._saving:
-            if self._store.check(saving.task):
+            if self._store.check(saving.dump) and self._store.check(saving.commit):
                 self._settle(saving)
             else:
                 under_way.append(saving)
@@ -199,8 +200,9 @@ class MiddleStore:
     def drop(self, admission: int) -> None:
         """A request has ended: nothing of it is wanted any more."""
         kept = self._kept.pop(admission, None)
-        if kept is not None and all(saving.admission != admission for saving in self._saving):
-            self._forget(kept.keys.values(), kept.leases)
+        if kept is not None:
+            writing = {place for saving in self._saving if saving.admission == admission for place in saving.places}
+            self._forget([key for place, key in kept.keys.items() if place not in writing], kept.leases)
 
     def _dump(self, admission: int, places: Sequence[int]) -> None:
         kept = self._kept[admission]
@@ -208,9 +210,9 @@ class MiddleStore:
         for place in places:
             key = kept.keys[place] = block_key(self._engine, admission, place)
             transfers.append(BlockTransfer(key, [_memory(rows) for rows in kept.copies[place]]))
-        self._store.dump(transfers)
-        task = self._store.commit([transfer.key for transfer in transfers])
-        self._saving.append(_Saving(admission, tuple(places), task))
+        dump = self._store.dump(transfers)
+        commit = self._store.commit([transfer.key for transfer in transfers])
+        self._saving.append(_Saving(admission, tuple(places), dump, commit))
 
     def _dump_refused(self) -> None:
         some, self._refused = self._refused[: self._at_once], self._refused[self._at_once :]
@@ -224,7 +226,9 @@ class MiddleStore:
                 self._dump(admission, places)
 
     def _settle(self, saving: _Saving) -> None:
-        result = self._store.wait(saving.task)
+        result = self._store.wait(saving.commit)
+        # What was not dumped cannot be committed: why, the dump tells.
+        failed = {**result.failed, **self._store.wait(saving.dump).failed}
         kept = self._kept.get(saving.admission)
         if kept is None:  # dropped while it was written
             self._forget([block_key(self._engine, saving.admission, place) for place in saving.places], [])
@@ -240,10 +244,10 @@ class MiddleStore:
                 del kept.copies[place]
             else:
                 self.counts["kept"] += 1
-                if isinstance(result.failed.get(kept.keys[place]), StoreFullError):
+                if isinstance(failed.get(kept.keys[place]), StoreFullError):
                     self._refused.append((saving.admission, place))
                     self._retry_at = time.monotonic() + RETRY_SECONDS
-        for error in result.failed.values():
+        for error in failed.values():
             self._tell("blocks stay in host memory, for the store does not take them", error)
 
     def _again(self, fetch: Fetch, row: int) -> bool:

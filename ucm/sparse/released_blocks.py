@@ -21,6 +21,7 @@ What is released, and when:
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,9 @@ class ReleasedBlocks:
 
     def __init__(self, scheduler: Any, window: SinksAndWindow) -> None:
         self._manager = _manager(scheduler)
+        self._scheduler = scheduler
+        #: The requests that are to be preempted in this step, with the priority that each has.
+        self._giving_way: list[tuple[Any, Any]] = []
         self._pool = self._manager.block_pool
         self._window = window
         self.block_size = int(self._manager.block_size)
@@ -65,6 +69,7 @@ class ReleasedBlocks:
     def step_planned(self) -> None:
         """A step is decided; steps may be empty."""
         self._step += 1
+        self._restore_priorities()
 
     def forget(self, request_id: str) -> None:
         """A request has lost its blocks, or is about to."""
@@ -95,6 +100,31 @@ class ReleasedBlocks:
         if wanted > end:
             self._release(request_id, end, wanted)
         return True
+
+    def give_way(self, request: Any) -> None:
+        """Let a running request be the first that vLLM preempts for want of blocks.
+
+        Else it would preempt the latest, or the least important, one by one until it comes to this one.
+        """
+        running = self._scheduler.running
+        if request.status.name != "RUNNING" or request not in running:
+            return
+        if getattr(getattr(self._scheduler, "policy", None), "value", "fcfs") == "priority":
+            self._giving_way.append((request, request.priority))
+            request.priority = sys.maxsize
+        else:
+            running.remove(request)
+            running.append(request)
+
+    def gave_way(self, request: Any) -> None:
+        """A request is preempted: from here on it is as important as it was."""
+        if any(request is one for one, _ in self._giving_way):
+            self._restore_priorities()
+
+    def _restore_priorities(self) -> None:
+        for request, priority in self._giving_way:
+            request.priority = priority
+        self._giving_way.clear()
 
     def _known_tokens(self, request_id: str, num_computed_tokens: int) -> int:
         """The tokens that the request had before the oldest of the steps in flight, this one included."""

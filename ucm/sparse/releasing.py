@@ -32,11 +32,13 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
     def allocate_slots(
         self, kv_cache_manager: Any, request: Any, num_new_tokens: int, num_slots: int, new_computed_blocks: Any
     ) -> None:
-        """None: vLLM preempts until the request itself has to go, and computes it from its prompt."""
-        del kv_cache_manager, request, num_new_tokens, num_slots, new_computed_blocks
+        """None: vLLM preempts the request, the first of all that it would, and computes it from its prompt."""
+        del kv_cache_manager, num_new_tokens, num_slots, new_computed_blocks
+        self._blocks.give_way(request)
 
     def request_preempted(self, request: Any) -> None:
         """It starts again with nothing."""
+        self._blocks.gave_way(request)
         self._blocks.forget(request.request_id)
 
     def request_freed(self, request: Any) -> None:

@@ -161,9 +161,9 @@ class MiddleBounds:
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def _room(self, like: Tensor, size: int) -> Tensor:
-        """The bounds with room for so many blocks; doubled, so that a growing context copies them seldom."""
+        """The bounds with room for so many blocks and some more, so that a growing context copies them seldom."""
         if self._bounds is None or self._bounds.shape[1] < size:
-            grown = like.new_zeros((like.shape[0], max(LEAST, 2 * size), like.shape[2]))
+            grown = like.new_zeros((like.shape[0], max(LEAST, size + size // 4), like.shape[2]))
             if self._bounds is not None:
                 grown[:, : self._size] = self._bounds[:, : self._size]
             self._bounds = grown

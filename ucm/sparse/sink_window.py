@@ -83,6 +83,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self.counts: Counter[str] = Counter()
         self._batch: StepBatch | None = None
         self._skips = False
+        self._rows_before = 0
         #: Of each metadata object of the step, the object (so that its id stays its own) and what replaces it.
         self._replaced: dict[int, tuple[Any, Any]] = {}
 
@@ -126,6 +127,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self._batch = self.attention.batch(runner, scheduler_output, input_batch)
         beyond = self._batch.num_computed_tokens - (self.window.sink_tokens + self.window.window_tokens)
         self._skips = bool((beyond > 0).any())
+        self._rows_before = self.counts["rows"]
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
@@ -142,7 +144,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
         """The step is over; what was to be skipped was."""
         del runner, scheduler_output, model_output
-        if self._replaced:
+        if self.counts["rows"] > self._rows_before:
             self.counts["steps"] += 1
             if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
                 get_logger().info("[UCM.Sparse] %s", self.summary())

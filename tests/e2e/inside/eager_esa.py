@@ -21,5 +21,5 @@ class EagerESA(ESA):
         store = self.reader._store
         if store is not None:
             for saving in store._saving:
-                store._store.wait(saving.task)
+                store._store.wait(saving.commit)
             store.settle()

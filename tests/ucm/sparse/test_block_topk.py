@@ -231,6 +231,25 @@ def test_a_step_that_no_layer_asked_about_is_an_error() -> None:
     assert "UCM_DISABLE_ATTENTION_PATCH" in caught.value.fix
 
 
+def test_a_worker_may_have_dense_layers_alone() -> None:
+    """The first stage of a pipeline."""
+    made, batch = method(dense_layers=len(LAYERS)), step(("a", 30, 1, 8))
+    dense = metadata(batch, [LONG])
+    assert all(found is dense for found in run(made, batch, dense, cache()))
+    assert not made.counts
+
+
+def test_a_model_may_not() -> None:
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=2))
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(block_size=SIZE))
+    made = BlockTopK(config, Role.WORKER, {**OPTIONS, "dense_layers": 2})
+    made.attention = FakeView()
+    with pytest.raises(ConfigError, match="2 dense layers leave none of the model's 2 to restrict") as caught:
+        made.worker_started()
+    assert caught.value.where == "ucm_sparse_config.BlockTopK.dense_layers"
+    assert "1 or fewer" in caught.value.fix
+
+
 def test_engine_and_layers_are_required() -> None:
     made = method()
     assert view_of(made).engine_required

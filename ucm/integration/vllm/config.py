@@ -2,15 +2,18 @@
 
 Two places are read: the KV connector's settings
 (``--kv-transfer-config '{…, "kv_connector_extra_config": {"ucm_sparse_config": {…}}}'``, or the file that its
-``UCM_CONFIG_FILE`` names) and, for a sparse method without a connector,
-``--additional-config '{"ucm_sparse_config": {…}}'``. Where both have one, it must be the same.
+``UCM_CONFIG_FILE`` names; also those of a connector within vLLM's ``MultiConnector``) and, for a sparse method without
+a connector, ``--additional-config '{"ucm_sparse_config": {…}}'``. Where several have one, it must be the same.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KEY = "ucm_sparse_config"
 #: How UCM's older files name a method without options.
@@ -31,23 +34,39 @@ def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
             the file with the settings cannot be read.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
-    extra = getattr(transfer, "kv_connector_extra_config", None)
-    found = _of_connector(extra) if isinstance(extra, dict) else None
-    one = None if found is None else _one_method(*found)
+    found = list(_of_connectors("kv_connector_extra_config", getattr(transfer, "kv_connector_extra_config", None)))
     additional = getattr(vllm_config, "additional_config", None)
-    if not isinstance(additional, dict) or not additional:
-        return one
-    if not additional.get(KEY):
-        _refuse_misspelt(additional)
-        return one
-    other = _one_method(f"additional_config.{KEY}", additional[KEY])
-    if found is not None and one != other:
+    if isinstance(additional, dict) and additional:
+        if additional.get(KEY):
+            found.append((f"additional_config.{KEY}", additional[KEY]))
+        else:
+            _refuse_misspelt(additional)
+    methods = [_one_method(*place_and_value) for place_and_value in found]
+    if any(method != methods[0] for method in methods):
         raise ConfigError(
             "two sparse methods are configured, and only one can run",
-            where=f"{found[0]}: {found[1]!r}; additional_config.{KEY}: {additional[KEY]!r}",
-            fix="remove one of them",
+            where="; ".join(f"{place}: {value!r}" for place, value in found),
+            fix="remove all but one",
         )
-    return other
+    return methods[0] if methods else None
+
+
+def _of_connectors(place: str, extra: object) -> Iterator[tuple[str, object]]:
+    """The places and the values of a connector's setting, and of those within it: vLLM's ``MultiConnector`` has some.
+
+    Each of these gets settings of its own from vLLM, and would take its method for the engine's.
+    """
+    if not isinstance(extra, dict):
+        return
+    found = _of_connector(place, extra)
+    if found is not None:
+        yield found
+    within = extra.get("connectors")
+    for number, one in enumerate(within if isinstance(within, list) else []):
+        if isinstance(one, dict):
+            yield from _of_connectors(
+                f"{place}.connectors[{number}].kv_connector_extra_config", one.get("kv_connector_extra_config")
+            )
 
 
 def _refuse_misspelt(additional: dict[str, Any]) -> None:
@@ -67,10 +86,10 @@ def _refuse_misspelt(additional: dict[str, Any]) -> None:
             )
 
 
-def _of_connector(extra: dict[str, Any]) -> tuple[str, object] | None:
+def _of_connector(place: str, extra: dict[str, Any]) -> tuple[str, object] | None:
     """The place and the value of a connector's setting; what stands inline wins over the file."""
     if extra.get(KEY):
-        return f"kv_connector_extra_config.{KEY}", extra[KEY]
+        return f"{place}.{KEY}", extra[KEY]
     if FILE_KEY not in extra and OLD_KEY not in extra:
         return None
     from ucm.config.document import read_document  # noqa: PLC0415 - most have neither

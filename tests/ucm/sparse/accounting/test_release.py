@@ -105,6 +105,7 @@ def test_a_request_that_was_taken_back_is_computed_anew(engine: Engine) -> None:
     while not (request.is_finished() and other.is_finished()):
         step(engine)
     assert request.num_output_tokens == other.num_output_tokens == 60
+    assert not other.num_preemptions, "it is not in the way"
 
 
 def test_a_request_that_was_taken_back_within_its_window_goes_on(engine: Engine) -> None:

@@ -94,7 +94,7 @@ class Case:
         """Wait until the store has what was released: from here on, nothing of it is in host memory."""
         store = self.method.reader._opened
         for saving in store._saving:
-            store._store.wait(saving.task)
+            store._store.wait(saving.commit)
         store.settle()
         assert not any(admission.copies for admission in store._kept.values())
 

@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_sparse
 
 from tests.ucm.sparse.esa_steps.engine import BLOCK, Engine, Setting
 from tests.ucm.sparse.esa_steps.toy import VOCABULARY
+from ucm.sparse.losses import tell_loss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,6 +129,42 @@ def test_what_a_request_holds_is_flat(tmp_path: Path) -> None:
     most = 1 + 16 // BLOCK + (10 + engine.setting.budget) // BLOCK + 3
     assert engine.held[4] <= engine.held[1] <= most
     assert engine.worker.reader.counts["copied_out"] > 100
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_request_that_has_lost_blocks_goes_alone(tmp_path: Path, policy: str) -> None:
+    engine = Engine(Setting(SOME, blocks=300, policy=policy), tmp_path, random.Random(2))  # noqa: S311
+    requests = [engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(60)], 60) for _ in range(5)]
+    while len(engine.method._blocks._middles) < len(requests):
+        engine.turn()
+    first = requests[0]
+    priority = first.priority
+    tell_loss(engine.method._blocks._losses.path, engine.method._blocks._middles[first.request_id].admission)
+    engine.drain()
+    assert [request.num_preemptions for request in requests] == [1, 0, 0, 0, 0]
+    assert first.priority == priority
+    assert len(engine.answers) == len(requests)
+
+
+def test_what_was_found_in_the_cache_is_copied_out_in_portions(tmp_path: Path) -> None:
+    engine = Engine(Setting(SOME, blocks=140), tmp_path, random.Random(1))  # noqa: S311
+    prompt = [engine.chance.randrange(VOCABULARY) for _ in range(300)]
+    engine.submit(prompt, 1)
+    engine.drain()
+    portions: list[int] = []
+    news = engine.method._blocks.news
+
+    def noted() -> Any:
+        found = news()
+        portions.extend(len(released.block_ids) for released in (found.released if found else ()))
+        return found
+
+    engine.method._blocks.news = noted
+    engine.submit(prompt, 30)
+    engine.drain()
+    assert engine.happened["hits"] == 1
+    assert sum(portions) > 60
+    assert max(portions) == 2 * engine.setting.budget // BLOCK
 
 
 def test_a_store_that_goes_away_has_requests_computed_anew(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> Iterator[MiddleStore]:
 
 def settle(store: MiddleStore) -> None:
     for saving in store._saving:
-        store._store.wait(saving.task)
+        store._store.wait(saving.commit)
     store.settle()
 
 
@@ -93,6 +93,10 @@ def test_nothing_of_a_request_is_left_when_it_has_ended(store: MiddleStore, tmp_
     store.drop(1)
     store.save(3, 0, blocks(2))
     store.drop(3)  # while it is being written
+    store.save(4, 0, blocks(5))
+    settle(store)
+    store.save(4, 5, blocks(1))
+    store.drop(4)  # while the last of it is being written
     settle(store)
     store._cleaner.close()
     assert len(files(tmp_path / "root")) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.connector.engine_facts import runs_micro_batches
 
 #: The cache's ``cache_dtype`` of keys that are stored as the model computes them.
 PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
@@ -71,20 +72,23 @@ def require_plain_keys(layer_name: str, layer: Any) -> None:
 
 def _of_model(vllm_config: Any) -> Refusal | None:
     model = vllm_config.model_config
-    where = f"model {model.model!r}"
     other = "serve this model without ucm_sparse_config"
-    if model.use_mla:
-        return Refusal("sparse methods do not serve latent attention (MLA)", where, other)
-    if model.is_encoder_decoder:
-        return Refusal("sparse methods do not serve encoder-decoder models", where, other)
     if getattr(model, "runner_type", "generate") not in {"generate", "auto", "draft"}:
         return Refusal("sparse methods serve text generation only", f"runner_type {model.runner_type!r}", other)
-    if vllm_config.cache_config.sliding_window is not None:
-        return Refusal("the model has a sliding window of its own", where, other)
-    if getattr(model, "attention_chunk_size", None):
-        return Refusal("the model attends within chunks", where, other)
-    if getattr(model, "is_hybrid", False):
-        return Refusal("sparse methods do not serve models that mix attention with other layers", where, other)
+    obstacles = {
+        "sparse methods do not serve latent attention (MLA)": model.use_mla,
+        "sparse methods do not serve encoder-decoder models": model.is_encoder_decoder,
+        "the model has a sliding window of its own": vllm_config.cache_config.sliding_window is not None,
+        "the model attends within chunks": getattr(model, "attention_chunk_size", None),
+        "the model attends to images in both directions, by the places of their tokens": getattr(
+            model, "is_mm_prefix_lm", False
+        ),
+        "the model attends in windows that depend on the places of tokens": getattr(model, "rswa_window", None),
+        "sparse methods do not serve models that mix attention with other layers": getattr(model, "is_hybrid", False),
+    }
+    for what, there in obstacles.items():
+        if there:
+            return Refusal(what, f"model {model.model!r}", other)
     return None
 
 
@@ -103,11 +107,11 @@ def _of_decoding(vllm_config: Any) -> Refusal | None:
                 f"parallel_config.{name} = {getattr(parallel, name)}",
                 f"start vLLM with --{name.replace('_', '-')} 1",
             )
-    if getattr(parallel, "enable_dbo", False):
+    if runs_micro_batches(vllm_config):
         return Refusal(
             "sparse methods do not serve micro-batches, which split a step's rows",
-            "parallel_config.enable_dbo",
-            "start vLLM without --enable-dbo",
+            "parallel_config.enable_dbo, parallel_config.ubatch_size",
+            "start vLLM without --enable-dbo and --ubatch-size",
         )
     return None
 

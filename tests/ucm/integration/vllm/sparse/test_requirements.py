@@ -77,6 +77,8 @@ def test_what_is_served(settings: Any) -> None:
         (config(cache_config__sliding_window=4096), "sliding window", "some/model", "without ucm_sparse_config"),
         (config(model_config__attention_chunk_size=8192), "within chunks", "some/model", "without"),
         (config(model_config__is_hybrid=True), "mix attention", "some/model", "without"),
+        (config(model_config__is_mm_prefix_lm=True), "images in both directions", "some/model", "without"),
+        (config(model_config__rswa_window=1024), "windows that depend", "some/model", "without"),
         (config(speculative_config=object()), "speculative decoding", "speculative_config", "--speculative-config"),
         (
             config(parallel_config__decode_context_parallel_size=2),
@@ -86,6 +88,7 @@ def test_what_is_served(settings: Any) -> None:
         ),
         (config(parallel_config__prefill_context_parallel_size=2), "context parallelism", "prefill_", "--prefill-"),
         (config(parallel_config__enable_dbo=True), "micro-batches", "enable_dbo", "--enable-dbo"),
+        (config(parallel_config__ubatch_size=4), "micro-batches", "ubatch_size", "--ubatch-size"),
         (
             config(compilation_config__cudagraph_mode=Graphs.FULL_AND_PIECEWISE),
             "full CUDA graphs",

@@ -1,0 +1,33 @@
+"""What the sinks and the window tell of their steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests")
+
+import torch
+
+from tests.ucm.sparse.fake_view import FakeView, metadata, step
+from ucm.sparse.base import Role
+from ucm.sparse.sink_window import SinkWindow
+
+SIZE = 16
+
+
+def test_a_step_that_leaves_no_block_out_is_not_told() -> None:
+    """Beyond sinks and window by less than a block."""
+    made = SinkWindow(SimpleNamespace(), Role.WORKER, {"sink_tokens": 4, "window_tokens": 20})
+    made.attention = FakeView()
+    kv_cache = torch.zeros(2, 8, SIZE, 1, 4)
+    query = torch.zeros(1, 1, 4)
+    for computed, steps in ((25, 0), (51, 0), (52, 1), (53, 2)):
+        batch = step(("a", computed, 1, 8))
+        dense = metadata(batch, [list(range(1, 2 + computed // SIZE))])
+        made.execute_begin(None, None, batch)
+        used = made.attention_begin("layer.0", query, query, query, kv_cache, dense)[3]
+        made.execute_finished(None, None, None)
+        assert (used is dense) == (steps == 0)
+        assert made.counts["steps"] == steps
