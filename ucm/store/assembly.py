@@ -33,7 +33,7 @@ class Assembly:
         self.pending = 0  #: transfers queued or under way
         self.commit: TransferTask | None = None  #: the task that waits for it
         self.discarded = False
-        self.touched = 0.0  #: when the last transfer was queued, in monotonic seconds
+        self.touched = 0.0  #: when the last transfer was queued, in the store's seconds of use
         self._codec = codec
         self._tiers = tiers
         self._lock = Lock()
@@ -74,18 +74,22 @@ class Assembly:
             The lowest tier that has it, and its bytes: none if it was there.
 
         Raises:
+            IncompleteBlockError: Some shards did not arrive, or no tier took them; what the dump reported is its cause.
             StoreError: No tier has it.
         """
         with self._lock:
-            if self._error is None and self._writers and None in self._sums:
-                self._error = IncompleteBlockError(
-                    f"block {self.key.hex()} was committed without {self._sums.count(None)} of its "
-                    f"{len(self._sums)} shards"
-                )
-                self._writers[-1][0].counters.failed("commit", self._error)
-            if self._error is not None:
+            error = self._error
+            if error is not None:
+                # The dump has said and counted it: as an error of the commit's own it would count twice.
                 self._abort()
-                raise self._error
+                what = f"block {self.key.hex()} was not dumped and cannot be committed: {error.what}"
+                raise IncompleteBlockError(what, where=error.where, fix=error.fix) from error
+            if self._writers and None in self._sums:
+                missing = f"{self._sums.count(None)} of its {len(self._sums)} shards"
+                incomplete = IncompleteBlockError(f"block {self.key.hex()} was committed without {missing}")
+                self._writers[-1][0].counters.failed("commit", incomplete)
+                self._abort()
+                raise incomplete
             self._everywhere("commit", lambda writer: writer.commit())
             nbytes = self._codec.geometry.nbytes
             for tier, _ in self._writers:

@@ -57,7 +57,7 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
     if capacity > size:
         raise ConfigError(
             f"the Dram tier's capacity of {capacity} bytes is more than its tmpfs has: {size}",
-            where="store: dram_capacity_bytes",
+            where="store: dram_capacity",
             fix="lower it, or enlarge the tmpfs (`--shm-size` of a container, `mount -o remount,size=` of a host)",
         )
     return path, capacity

@@ -35,7 +35,7 @@ class BlockForeignError(StoreError):
 
 
 class IncompleteBlockError(StoreError):
-    """A block was committed before all its shards had arrived; nothing of it is kept."""
+    """A block was committed whose shards did not all arrive, or could not all be written; nothing of it is kept."""
 
     cause = "incomplete"
 

@@ -23,8 +23,9 @@ class Lease:
     """Blocks that stay.
 
     Args:
-        token: Names the lease, also to another process's instance that loads; it ends with the process that took it,
-            at ``release``, or when it is older than ``StoreConfig.stale_seconds``.
+        token: Names the lease, also to another process's instance that loads; it ends at ``release``, or with the
+            process that took it; to other hosts, which cannot see that, when it is older than
+            ``StoreConfig.stale_seconds``.
         keys: The blocks that are held: not those that were missing.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,7 @@ class PosixTier(Tier):
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
         self._index = NameIndex([directory.layout for directory in self._directories])
+        self._unreleased: deque[str] = deque()
         self._keeper = Keeper(self._directories, capacity_bytes, config.stale_seconds, self._note_eviction)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -170,9 +172,14 @@ class PosixTier(Tier):
         return {key for key in held if self._is_sound(token, key)} if verify else held
 
     def release(self, token: str) -> None:
-        """Delete the links."""
-        for directory in self._directories:
-            unlink_blocks(directory.layout, token)
+        """Delete the links, and those of an earlier lease that the medium did not let go."""
+        tokens = [token]
+        with suppress(IndexError):
+            tokens.append(self._unreleased.popleft())
+        for each in tokens:
+            gone = [unlink_blocks(directory.layout, each) for directory in self._directories]
+            if not all(gone):
+                self._unreleased.append(each)
 
     def stats(self) -> TierStats:
         """The counters, and what the tier uses."""

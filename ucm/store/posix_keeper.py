@@ -177,4 +177,4 @@ class Keeper:
             target = _EVICT_TO * (min(found.nbytes, self._share) if full else self._share)
             count, freed = evict(root, found, found.nbytes - target, self._evicted)
             self._used[directory] = found.nbytes - freed
-            get_logger().debug("[UCM.Store] %d blocks of %d bytes evicted from %s", count, freed, root)
+            get_logger().debug("[UCM.Store] %d blocks evicted from %s, which lost %d bytes", count, root, freed)

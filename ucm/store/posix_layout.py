@@ -123,11 +123,15 @@ class Layout:
             return
         private = f"{self.leases}/{owner_name()}"
         descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        Path(private).rename(path)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            Path(private).rename(path)
+        except OSError:
+            unlink_private(private)
+            raise
 
 
 def make_directory(path: str) -> None:
@@ -137,6 +141,12 @@ def make_directory(path: str) -> None:
     except FileExistsError:
         if not Path(path).is_dir():
             raise
+
+
+def unlink_private(path: str) -> None:
+    """Delete a file of this process's own that came to nothing: nobody else will, as long as the process lives."""
+    with suppress(OSError):
+        Path(path).unlink()
 
 
 def namespaces(root: str) -> Iterator[Layout]:
@@ -182,16 +192,17 @@ def _owner(process: int) -> str:
 def is_stale(name: str, age: float, stale_seconds: float) -> bool:
     """Whether a file's owner is gone.
 
+    A process of this host can be seen: what it began stays as long as it lives, however old, for an engine that idles
+    over night has blocks that wait for their commit.
+
     Args:
         name: As ``owner_name`` made it, here or elsewhere.
         age: The seconds since it was last written.
-        stale_seconds: The age from which on it is stale whoever owns it: another host's processes cannot be seen.
+        stale_seconds: The age from which on it is stale if its owner cannot be seen: on another host, or not known.
     """
-    if age > stale_seconds:
-        return True
     owner = _OWNER.fullmatch(name)
     if owner is None or owner["host"] != _host():
-        return False
+        return age > stale_seconds
     return _started(int(owner["process"])) != int(owner["started"])
 
 

@@ -2,7 +2,7 @@
 
 Eviction leaves a file with more than one link alone, and should a block have been deleted in the moment before its
 link was made, a load that names the lease reads the link. A lease that its owner never released goes when the owner is
-gone, or after ``stale_seconds``.
+gone; if another host looks after the directory, after ``stale_seconds``.
 """
 
 from __future__ import annotations
@@ -50,9 +50,16 @@ def leased_path(layout: Layout, lease: str, key: BlockKey) -> str:
     return f"{layout.leases}/{lease}/{key.hex()}"
 
 
-def unlink_blocks(layout: Layout, lease: str) -> None:
-    """Give the blocks of a lease back to eviction; where that is impossible just now, they go when it is stale."""
-    directory = f"{layout.leases}/{lease}"
+def unlink_blocks(layout: Layout, lease: str) -> bool:
+    """Give the blocks of a lease back to eviction.
+
+    Returns:
+        Whether nothing is left of it; otherwise it may be tried again.
+    """
+    directory = Path(layout.leases, lease)
     with suppress(OSError):
-        if Path(directory).exists():
+        if directory.exists():
             shutil.rmtree(directory, ignore_errors=True)
+            return not directory.exists()
+        return True
+    return False

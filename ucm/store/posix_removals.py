@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucm.store.posix_layout import FILE_MODE, owner_name
+from ucm.store.posix_layout import FILE_MODE, owner_name, unlink_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,10 +69,14 @@ def _begin(layout: Layout) -> None:
     private = f"{layout.temporary}/{owner_name()}"
     descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
-        os.write(descriptor, os.urandom(PREFIX_BYTES))
-    finally:
-        os.close(descriptor)
-    Path(private).rename(removals_path(layout))
+        try:
+            os.write(descriptor, os.urandom(PREFIX_BYTES))
+        finally:
+            os.close(descriptor)
+        Path(private).rename(removals_path(layout))
+    except OSError:
+        unlink_private(private)
+        raise
 
 
 def read_removals(layout: Layout, since: Position | None) -> tuple[Position, Prefixes | None]:

@@ -93,16 +93,17 @@ def survey(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Survey:
 def evict(root: str, found: Survey, nbytes: float, deleted: Callable[[str], None]) -> tuple[int, int]:
     """Delete what was used longest ago.
 
-    Several evictors may be at work in one directory: a file that is gone already counts for nobody.
+    Several evictors may be at work in one directory, often with the same list before them. What another one has deleted
+    since the survey counts towards the bytes as well, so that together they delete about as much as one would alone.
 
     Args:
         root: The directory.
         found: A survey of it.
-        nbytes: How much to delete.
-        deleted: Called with the path of each file that was deleted.
+        nbytes: How much is to go.
+        deleted: Called with the path of each file that was deleted here.
 
     Returns:
-        The number of files deleted, and their bytes.
+        The number of files deleted here, and the bytes that went, here or by others.
 
     Raises:
         OSError: The directory cannot be listed any more.
@@ -125,8 +126,13 @@ def evict(root: str, found: Survey, nbytes: float, deleted: Callable[[str], None
                 break
             if file.leased:
                 continue
-            with suppress(OSError):
+            try:
                 os.unlink(file.path)  # noqa: PTH108 - a Path costs as much as the call
+            except FileNotFoundError:
+                freed += file.nbytes  # it was in the survey: another evictor was faster
+            except OSError:
+                continue
+            else:
                 count += 1
                 freed += file.nbytes
                 removed.add(file.path)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ucm.store.errors import StoreUnavailableError
 from ucm.store.posix_io import write_direct, write_from
-from ucm.store.posix_layout import FILE_MODE, make_directory, owner_name
+from ucm.store.posix_layout import FILE_MODE, make_directory, owner_name, unlink_private
 from ucm.store.posix_space import CLAIM_FROM, claim_space
 from ucm.store.tier import BlockWriter
 
@@ -95,8 +93,7 @@ class BlockFileWriter(BlockWriter):
         self._close()
         if self._created:
             self._created = False
-            with suppress(OSError):
-                Path(self._temporary).unlink()
+            unlink_private(self._temporary)
 
     def _failure(self, error: OSError, path: str) -> StoreError:
         failure = self._directory.write_failed(error, path)

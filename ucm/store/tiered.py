@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ucm.store.pool import Job
     from ucm.store.tier import Tier
 
-#: How often blocks that were dumped and never committed nor discarded are looked for, in seconds.
+#: How often blocks that were dumped and never committed nor discarded are looked for, in seconds of use. Between two
+#: dumps no more than this counts as use: an engine that idles for hours has not forgotten what it will commit.
 _SWEEP_SECONDS = 60.0
 
 
@@ -47,7 +48,8 @@ class TieredStore(LeasingStore):
         self._lock = Lock()
         self._assemblies: dict[BlockKey, Assembly] = {}
         self._queued_bytes = 0
-        self._swept = time.monotonic()
+        self._dumped = time.monotonic()  # when it was used last
+        self._used = self._swept = 0.0  # for how long it was in use by then, and as of the last sweep
         self._closed = False
         self._loads = Pool("ucm-load", config.load_threads)
         self._pace = Pace()
@@ -119,11 +121,13 @@ class TieredStore(LeasingStore):
         refused = []
         with self._lock:
             now = time.monotonic()
+            self._used += min(now - self._dumped, _SWEEP_SECONDS)
+            self._dumped, used = now, self._used
             for block, nbytes in zip(blocks, sizes, strict=True):
                 assembly = self._assemblies.get(block.key)
                 if assembly is None:
                     assembly = self._assemblies[block.key] = Assembly(block.key, codec, self._tiers)
-                assembly.touched = now
+                assembly.touched = used
                 if self._queued_bytes and self._queued_bytes + nbytes > self._queue_limit:
                     refused.append(assembly)
                     continue
@@ -133,13 +137,13 @@ class TieredStore(LeasingStore):
         for assembly in refused:
             full = StoreFullError(
                 f"more than {self._queue_limit} bytes wait for being written",
-                fix="raise dump_queue_bytes, or dump_threads if the medium is not busy",
+                fix="raise dump_queue, or dump_threads if the medium is not busy",
             )
             assembly.refuse(full)
             self._tiers[-1].counters.failed("dump", full)
             task.failed(assembly.key, full)
         self._dumps.submit(jobs)
-        self._sweep(now)
+        self._sweep(used)
         return task
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
@@ -281,14 +285,14 @@ class TieredStore(LeasingStore):
         self._tiers[-1].counters.failed("commit", error)
         task.failed(key, error)
 
-    def _sweep(self, now: float) -> None:
+    def _sweep(self, used: float) -> None:
         """Discard what its caller has forgotten."""
-        if now - self._swept < _SWEEP_SECONDS:
+        if used - self._swept < _SWEEP_SECONDS:
             return
-        self._swept = now
+        self._swept = used
         with self._lock:
             forgotten = [
-                assembly.key for assembly in self._assemblies.values() if now - assembly.touched > self._idle_limit
+                assembly.key for assembly in self._assemblies.values() if used - assembly.touched > self._idle_limit
             ]
         self.discard(forgotten)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,12 +69,13 @@ def filled(keys: Iterable[BlockKey], geometry: BlockGeometry, version: int = 0) 
 
 
 def save(store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry, version: int = 0) -> TaskResult:
-    """Dump and commit whole blocks; what the commit says."""
+    """Dump and commit whole blocks: what the commit says, but of what was not dumped what the dump says."""
     memories = filled(keys, geometry, version)
     dumped = store.dump([memory.transfer() for memory in memories])
     committed = store.commit(keys)
-    store.wait(dumped)
-    return store.wait(committed)
+    reasons = store.wait(dumped).failed
+    result = store.wait(committed)
+    return replace(result, failed={block: reasons.get(block, error) for block, error in result.failed.items()})
 
 
 def fetch(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,11 +104,37 @@ def test_the_least_recently_used_go_first(full: StoreConfig, layout: Layout) -> 
     assert gone == [layout.block(block) for block in KEYS[1:11]]
 
 
-def test_two_evictors_do_not_disturb_each_other(full: StoreConfig) -> None:
-    found = survey(full.directories[0])
-    assert evict(full.directories[0], found, 5 * FILE, lambda _: None) == (5, 5 * FILE)
-    assert evict(full.directories[0], found, 5 * FILE, lambda _: None) == (5, 5 * FILE)
-    assert survey(full.directories[0]).blocks == 30
+def test_several_evictors_delete_no_more_than_one(full: StoreConfig) -> None:
+    """Each rank has one, and they see the same excess in the same moment."""
+    root = full.directories[0]
+    found = survey(root)
+    gone: list[str] = []
+    barrier = Barrier(4)
+
+    def evict_together(_: int) -> tuple[int, int]:
+        barrier.wait()
+        return evict(root, found, 10 * FILE, gone.append)
+
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = list(threads.map(evict_together, range(4)))
+    assert sum(count for count, _ in outcomes) == len(gone) == 10
+    assert {nbytes for _, nbytes in outcomes} == {10 * FILE}
+    assert survey(root).blocks == 30
+
+
+@pytest.mark.usefixtures("full")
+def test_what_cannot_be_deleted_counts_for_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = os.unlink
+
+    def refuse(path: str) -> None:
+        if path == layout.block(KEYS[0]):
+            raise PermissionError(path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    gone: list[str] = []
+    assert evict(layout.root, survey(layout.root), 2 * FILE, gone.append) == (2, 2 * FILE)
+    assert gone == [layout.block(block) for block in KEYS[1:3]]
 
 
 def test_strangers_files_are_left_alone(full: StoreConfig, layout: Layout) -> None:

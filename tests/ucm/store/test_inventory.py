@@ -65,7 +65,9 @@ def test_what_the_dead_left(layout: Layout) -> None:
     }
     stock = take_stock(layout, 3600)
     assert (stock.temporaries, stock.leases, stock.left_behind, stock.aside, stock.side_nbytes) == (2, 2, 2, 1, 17)
-    assert len(left_behind(layout, -1)) == 4
+    Path(layout.temporary, mine).rename(Path(layout.temporary, f"{'0' * 16}-1-1-0-0"))  # of another host
+    assert len(left_behind(layout, 3600)) == 2
+    assert len(left_behind(layout, -1)) == 3
 
 
 def test_identities(layout: Layout) -> None:

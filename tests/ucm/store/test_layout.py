@@ -68,10 +68,9 @@ def test_names_of_owners_differ() -> None:
     assert len({owner_name() for _ in range(100)}) == 100
 
 
-def test_a_living_owner_is_known_to_live() -> None:
-    name = owner_name()
-    assert not is_stale(name, age=10, stale_seconds=3600)
-    assert is_stale(name, age=3601, stale_seconds=3600)
+@pytest.mark.parametrize("age", [-3601.0, 10.0, 3601.0, 1e9])
+def test_a_living_owner_is_known_to_live(age: float) -> None:
+    assert not is_stale(owner_name(), age=age, stale_seconds=3600)
 
 
 def test_a_dead_owner_is_known_to_be_dead() -> None:
@@ -112,15 +111,16 @@ def test_only_what_is_stale_is_deleted(tmp_path: Path) -> None:
     layout.make()
     mine = owner_name()
     old = owner_name()
-    foreign = f"{'0' * 16}-1-1-0-0"
+    foreign, foreign_old = f"{'0' * 16}-1-1-0-0", f"{'0' * 16}-1-1-0-1"
     dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
-    for name in (mine, old, foreign, dead):
+    for name in (mine, old, foreign, foreign_old, dead):
         Path(layout.temporary, name).write_bytes(b"x")
-    os.utime(Path(layout.temporary, old), (1, 1))
+    for name in (old, foreign_old):
+        os.utime(Path(layout.temporary, name), (1, 1))
     (tmp_path / "stranger" / "tmp").mkdir(parents=True)
     (tmp_path / "stranger" / "tmp" / dead).write_bytes(b"x")
     assert tidy(str(tmp_path), 3600) == 2
-    assert sorted(os.listdir(layout.temporary)) == sorted([mine, foreign])  # noqa: PTH208 - names
+    assert sorted(os.listdir(layout.temporary)) == sorted([mine, old, foreign])  # noqa: PTH208 - names
     assert (tmp_path / "stranger" / "tmp" / dead).exists()
 
 

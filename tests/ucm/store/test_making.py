@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.ucm.store.blocks import ODD, key, save
 from ucm.store import posix_keeper
 from ucm.store.factory import open_store
 from ucm.store.posix_layout import Layout, namespaces
+from ucm.store.posix_removals import log_removals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +66,25 @@ def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, monkeypat
         while not list(namespaces(config.directories[0])):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as its process lives, nobody else would delete it."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    layout = Layout(str(tmp_path), "n")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="No space"):
+            layout.make()
+        assert list(Path(layout.leases).iterdir()) == []
+    layout.make()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse)
+        log_removals(layout, [key(1)])
+    assert list(Path(layout.temporary).iterdir()) == []
 
 
 def test_a_namespace_that_is_not_there_is_not_made(tmp_path: Path) -> None:

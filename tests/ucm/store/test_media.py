@@ -17,7 +17,7 @@ from tests.ucm.store.blocks import ODD, content, fetch, files, filled, key, save
 from ucm.store import posix_directory, posix_space
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
-from ucm.store.errors import BlockMissingError, StoreFullError, StoreUnavailableError
+from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreFullError, StoreUnavailableError
 from ucm.store.factory import open_store
 from ucm.store.posix_layout import Layout
 
@@ -132,7 +132,8 @@ def test_what_the_medium_refuses_while_writing(
             result = store.wait(store.dump([memory.transfer() for memory in filled(KEYS[:2], ODD)]))
             assert {type(found) for found in result.failed.values()} == {error}
         committed = store.wait(store.commit(KEYS[:2]))
-        assert {type(found) for found in committed.failed.values()} == {error}
+        assert {type(found) for found in committed.failed.values()} == {IncompleteBlockError}
+        assert {type(found.__cause__) for found in committed.failed.values()} == {error}
         assert store.stats()["posix"].failures == {f"dump.{cause}": 2}
         assert save(store, KEYS, ODD).failed == {}
     assert len(files(config.directories[0])) == len(KEYS)

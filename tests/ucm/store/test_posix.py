@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.store.blocks import EVEN, ODD, Memory, content, fetch, files, filled, key, save
+from tests.ucm.store.conftest import Clock
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
-from ucm.store.errors import StoreFullError
+from ucm.store.errors import IncompleteBlockError, StoreFullError
 from ucm.store.factory import open_store
 from ucm.store.posix_layout import Layout
+from ucm.store.posix_tidy import tidy
 
 if TYPE_CHECKING:
-    from tests.ucm.store.conftest import Clock
     from ucm.store.base import KVStore
 
 NAMESPACE = "a/b"
@@ -65,12 +66,31 @@ def test_nothing_is_left_when_a_block_is_dropped(config: StoreConfig) -> None:
 
 
 def test_forgotten_blocks_are_dropped_in_time(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucm.store.tiered._SWEEP_SECONDS", 0.0)
-    with open_store(replace(config, stale_seconds=0.0), NAMESPACE, ODD) as store:
+    clock = Clock()
+    monkeypatch.setattr("ucm.store.tiered.time", clock)
+    with open_store(replace(config, stale_seconds=300.0), NAMESPACE, ODD) as store:
         dump(store, 1)
-        dump(store, 2)
-        store.wait(store.commit([key(1)]))
+        for number in range(2, 8):
+            clock.now += 60
+            dump(store, number)
+        committed = store.wait(store.commit([key(1), key(3)]))
+        assert set(committed.done) == {key(3)}
         assert store.lookup([key(1)]) == [False]
+
+
+def test_what_waits_while_an_engine_idles_is_not_forgotten(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("ucm.store.tiered.time", clock)
+    with open_store(config, NAMESPACE, ODD) as store:
+        dump(store, 1)
+        (temporary,) = files(config.directories[0])
+        os.utime(temporary, (1, 1))
+        assert tidy(config.directories[0], config.stale_seconds) == 0
+        clock.now += 10 * config.stale_seconds
+        dump(store, 2)
+        assert store.wait(store.commit([key(1), key(2)])).failed == {}
 
 
 def test_two_writers_leave_one_whole_block(config: StoreConfig) -> None:
@@ -112,9 +132,11 @@ def test_a_dump_too_many_is_refused_and_nothing_waits(config: StoreConfig, monke
         result = store.wait(store.dump([memory.transfer() for memory in memories]))
         assert set(result.done) == set(KEYS[:2])
         assert {type(error) for error in result.failed.values()} == {StoreFullError}
+        assert {error.fix.split(",")[0] for error in result.failed.values()} == {"raise dump_queue"}
         committed = store.wait(store.commit(KEYS[:4]))
         assert set(committed.done) == set(KEYS[:2])
-        assert {type(error) for error in committed.failed.values()} == {StoreFullError}
+        assert {type(error) for error in committed.failed.values()} == {IncompleteBlockError}
+        assert store.stats()["posix"].failures == {"dump.full": 2}
         # A block larger than the queue is taken when nothing else waits.
         with open_store(replace(small, dump_queue_bytes=1), "other", ODD) as narrow:
             assert save(narrow, KEYS[:1], ODD).failed == {}
