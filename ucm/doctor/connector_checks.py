@@ -45,7 +45,8 @@ def check_connector(vllm: Vllm | None) -> list[Finding]:
         return [Finding(CHECK, Status.WARNING, what, (str(vllm.directory / API),), ("use vLLM 0.9.1 or newer",))]
     recovers = "get_block_ids_with_load_errors" in methods
     failed = (
-        "vLLM computes the tokens of blocks that fail to load; with several KV-cache groups they are verified first"
+        "vLLM computes the tokens of blocks that fail to load; where it cannot (several KV-cache groups, layer-wise), "
+        "they are verified first"
         if recovers
         else "this release cannot compute the tokens of blocks that fail to load: they are verified and held first"
     )

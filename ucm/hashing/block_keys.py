@@ -77,11 +77,13 @@ class BlockKeys:
 
     def start_anew(self) -> None:
         """Name blocks from now on as nobody ever did: what was stored so far is never found again by this engine."""
-        reason = "the prefix cache was reset"
-        self._plan = HashPlan("", b"", reason)
+        self._plan = HashPlan("", b"", "the prefix cache was reset")
         self._hasher = RequestHasher(self._hasher.seed + os.urandom(DIGEST_BYTES))
         self._known.clear()
-        logger.info("[UCM.Hasher] UCM's own hashes are the keys, from a new seed: %s", reason)
+        logger.warning(
+            "[UCM.Hasher] the prefix cache was reset: this engine finds nothing any more that was stored until now, "
+            "and what it stores from now on is found by no other engine and not after a restart"
+        )
 
     def _look_at(self, request: Any) -> _Known:
         try:

@@ -1,4 +1,6 @@
-"""What can go wrong in a store. None of these ends a request: the connector recomputes what could not be loaded.
+"""What can go wrong in a store. By itself none of these ends a request: what could not be loaded is recomputed.
+
+Only where vLLM cannot do that does the connector stop the engine, rather than compute with what is not there.
 
 Every class has a ``cause``, a short word that is the label of the failure counters.
 """

@@ -217,3 +217,10 @@ def test_after_a_reset_no_block_is_found_again(vllm: FakeVllm) -> None:
         assert keys.of(other, 16) == generations[-1]
         keys.start_anew()
     assert len({key for found in generations for key in found}) == 18
+
+
+def test_the_operator_is_warned_of_what_a_reset_costs(log: pytest.LogCaptureFixture) -> None:
+    BlockKeys(CONFIG, SEED).start_anew()
+    assert [record.levelname for record in log.records] == ["INFO", "WARNING"]
+    assert "finds nothing any more that was stored until now" in log.messages[1]
+    assert "found by no other engine and not after a restart" in log.messages[1]

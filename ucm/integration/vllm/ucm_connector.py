@@ -135,7 +135,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         self._scheduler.block_pool = gpu_block_pool
 
     def reset_cache(self) -> bool:
-        """Use nothing any more that was stored until now, as after a change of the weights in place."""
+        """Use nothing any more that was stored until now, as after a change of the weights in place.
+
+        vLLM calls it as well when it sleeps, or pauses with ``clear_cache``, and does not say why it does.
+        """
         self._scheduler.start_anew()
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ucm.errors import SparseMethodError
@@ -40,12 +40,14 @@ class LoadPolicy:
         between_steps: A request waits for its load between steps, in vLLM's state for remote KV.
         background: A step may end before the loads that it started.
         reloads_preempted: A request that was preempted may load again.
+        gap: For the operator: why vLLM does not recover, and what helps.
     """
 
     recovers: bool
     between_steps: bool = False
     background: bool = False
     reloads_preempted: bool = True
+    gap: str = field(default="", compare=False)
 
 
 def load_policy(connector_base: type, vllm_config: Any, num_groups: int, kind: str) -> LoadPolicy:
@@ -62,16 +64,43 @@ def load_policy(connector_base: type, vllm_config: Any, num_groups: int, kind: s
         num_groups: KV-cache groups of the model.
         kind: How blocks are moved; ``layerwise`` needs loads within a step.
     """
-    has_recovery = num_groups == 1 and hasattr(connector_base, "get_block_ids_with_load_errors")
     reaches_pool = hasattr(connector_base, "bind_gpu_block_pool")
+    if not hasattr(connector_base, "get_block_ids_with_load_errors"):
+        return LoadPolicy(
+            recovers=False, gap="vLLM computes the tokens of failed blocks from 0.11.1 on; use such a one"
+        )
+    if num_groups > 1:
+        gap = f"vLLM computes the tokens of failed blocks with one KV-cache group, and this model has {num_groups}"
+        return LoadPolicy(recovers=False, gap=gap)
     if kind == "layerwise":
-        in_order = batches_in_flight(vllm_config) == 1 and not uses_v2_runner(vllm_config)
-        return LoadPolicy(has_recovery and in_order and reaches_pool)
-    if not has_recovery:
-        return LoadPolicy(recovers=False)
+        gap = _gap_within_a_step(vllm_config, reaches_pool=reaches_pool)
+        return LoadPolicy(recovers=not gap, gap=gap)
     # From 0.17.1 at the latest, the blocks of an aborted request are kept until its load has ended.
     background = hasattr(connector_base, "requires_piecewise_for_cudagraph")
     return LoadPolicy(recovers=True, between_steps=True, background=background, reloads_preempted=reaches_pool)
+
+
+def _gap_within_a_step(vllm_config: Any, *, reaches_pool: bool) -> str:
+    """What keeps vLLM from recovering loads within a step, and what helps; empty if nothing does."""
+    asynchronous = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+    pipeline = int(vllm_config.parallel_config.pipeline_parallel_size) > 1
+    v2_runner = uses_v2_runner(vllm_config)
+    causes = {
+        "asynchronous scheduling": asynchronous,
+        "several batches in flight": batches_in_flight(vllm_config) > 1 and (pipeline or not asynchronous),
+        "the V2 model runner": v2_runner,
+        "a release before 0.19.1": not reaches_pool,
+    }
+    met = [name for name, there in causes.items() if there]
+    if not met:
+        return ""
+    fix = "set connector: direct"
+    if set(met) <= {"asynchronous scheduling", "the V2 model runner"}:
+        switches = {"--no-async-scheduling": asynchronous, "VLLM_USE_V2_MODEL_RUNNER=0": v2_runner}
+        fix += ", or start vLLM with " + " and ".join(name for name, needed in switches.items() if needed)
+    return (
+        f"with connector: layerwise, vLLM cannot compute the tokens of failed blocks under {' and '.join(met)}; {fix}"
+    )
 
 
 def reserves_blocks() -> bool:
@@ -127,6 +156,14 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
             where="kv_cache_config.needs_kv_cache_zeroing",
             fix="run this model without a UCM connector",
         )
+    sleeps = getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
+    if sleeps and _device_type(vllm_config) != "cpu":
+        raise UnsupportedModelError(
+            "vLLM's sleep takes the KV cache's memory away without telling the workers' connectors, which may still be "
+            "saving from it",
+            where="model_config.enable_sleep_mode",
+            fix="leave out --enable-sleep-mode, or run without a UCM connector",
+        )
     draft = getattr(vllm_config, "speculative_config", None)
     if draft is not None and getattr(draft, "draft_model_config", None) is not None and not _saves_after_drafts():
         raise UnsupportedModelError(
@@ -134,6 +171,11 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
             where="speculative_config",
             fix="use vLLM 0.18.1 or newer, n-gram drafts, or no UCM connector",
         )
+
+
+def _device_type(vllm_config: Any) -> str:
+    device = getattr(vllm_config, "device_config", None)
+    return str(getattr(device, "device_type", None) or getattr(device, "device", None) or "")
 
 
 def refuse_method_without_hooks(vllm_config: Any) -> None:

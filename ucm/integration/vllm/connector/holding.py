@@ -1,8 +1,8 @@
 """Blocks that are read, verified and held before vLLM is promised them.
 
-Where vLLM cannot compute the tokens of a block that failed to load (until 0.11.0, and with several KV-cache groups), a
-promise must not be broken: each rank's copy of each block is read once and checked, and a lease keeps it from being
-evicted until it was loaded.
+Where vLLM cannot compute the tokens of a block that failed to load (``load_policy`` knows where), a promise must not be
+broken: each rank's copy of each block is read once and checked, and a lease keeps it from being evicted until it was
+loaded.
 """
 
 from __future__ import annotations

@@ -87,6 +87,10 @@ class SchedulerSide:
             self.counters.watch(store)
         self._keys = BlockKeys(vllm_config, identity.digest)
         self.policy = load_policy(connector_base, vllm_config, len(groups.groups), settings.connector)
+        if transfer.is_kv_consumer and not self.policy.recovers:
+            get_logger().warning(
+                "[UCM.Connector] a block that is lost between lookup and load will stop the engine: %s", self.policy.gap
+            )
         self.planner = PrefixCacheScheduler(
             PrefixLookup(groups, stores, self._keys, None if self.policy.recovers else BlockHolder(stores)),
             self.counters,

@@ -12,13 +12,15 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ucm.integration.vllm.connector.dump_room import DumpRoom
 from ucm.integration.vllm.connector.transfer import GroupTransfer, load_from
 from ucm.store.background import enter_background
 from ucm.store.base import BlockTransfer, Task, TaskResult
-from ucm.store.errors import StoreUnavailableError
+from ucm.store.config import StoreConfig
+from ucm.store.errors import IncompleteBlockError, StoreUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucm.integration.vllm.connector.device_memory import DeviceMemory
     from ucm.store.base import BlockKey, KVStore
@@ -29,13 +31,18 @@ STAGING_BYTES = 64 << 20
 
 
 class StagedTask(Task):
-    """A transfer that one of the threads works on."""
+    """A transfer that one of the threads works on.
 
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
+    Args:
+        keys: What it is to move.
+        failed: What it was asked for, and is not going to be tried.
+    """
+
+    def __init__(self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, StoreError] | None = None) -> None:
         self.keys = keys
         self.finished = threading.Event()
         self.done: dict[BlockKey, str] = {}
-        self.failed: dict[BlockKey, StoreError] = {}
+        self.failed: dict[BlockKey, StoreError] = dict(failed or {})
         self.nbytes = 0
         self.started = time.monotonic()
         self.seconds = 0.0
@@ -63,6 +70,7 @@ class Stream:
 
     module: Any = None
     stream: Any = None
+    device: Any = None
     _nothing: AbstractContextManager[None] = field(default_factory=nullcontext)
 
     @classmethod
@@ -73,7 +81,15 @@ class Stream:
         import torch  # noqa: PLC0415 - the room may be imported without torch
 
         module = getattr(torch, device.type)
-        return cls(module, module.Stream(device=device))
+        return cls(module, module.Stream(device=device), device)
+
+    def use_device(self) -> None:
+        """Make the stream's device that of the calling thread.
+
+        A new thread has the first device, and its first copy would leave a context there: on the GPU of another rank.
+        """
+        if self.module is not None:
+            self.module.set_device(self.device)
 
     def mark(self) -> Any:
         """An event after all that was asked of the device until now."""
@@ -99,9 +115,18 @@ class StagedTransfer(GroupTransfer):
         memory: Where the blocks are.
         store: Their store.
         staging_bytes: Page-locked host memory for each direction.
+        dump_queue_bytes: What may wait for being written. The store sees no more than two chunks of it at a time, so
+            its own limit never shows; until a block is written, the KV cache cannot be written there either.
     """
 
-    def __init__(self, memory: DeviceMemory, store: KVStore, staging_bytes: int = STAGING_BYTES) -> None:
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        store: KVStore,
+        staging_bytes: int = STAGING_BYTES,
+        *,
+        dump_queue_bytes: int = StoreConfig.dump_queue_bytes,
+    ) -> None:
         self._memory = memory
         self._store = store
         self.layer_names = [layout.name for layout in memory.layouts]
@@ -110,24 +135,51 @@ class StagedTransfer(GroupTransfer):
         self._chunk = max(1, staging_bytes // 2 // self.block_bytes)
         self._loader = _Lane(memory, self._chunk, "ucm-load")
         self._dumper = _Lane(memory, self._chunk, "ucm-dump")
+        self._room = DumpRoom(dump_queue_bytes)
 
     def load(
         self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, *, lease: str | None = None
     ) -> Task:
         """Bring some layers of blocks onto the device."""
-        return self._loader.submit(keys, lambda task, event: self._load(task, event, keys, block_ids, layers, lease))
+        task = StagedTask(keys)
+        return self._loader.submit(task, lambda event: self._load(task, event, keys, block_ids, layers, lease))
 
     def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
-        """Take some layers of blocks off the device."""
-        return self._dumper.submit(keys, lambda task, event: self._dump(task, event, keys, block_ids, layers))
+        """Take some layers of blocks off the device; blocks that there is no room for fail at once."""
+        nbytes = sum(self._memory.geometry.shard_sizes[layer] for layer in layers)
+        places = self._room.take(keys, nbytes)
+        taken, ids = [keys[place] for place in places], [block_ids[place] for place in places]
+        let_in, full = set(taken), self._room.error()
+        task = StagedTask(taken, {key: full for key in keys if key not in let_in})
+        if not taken:
+            task.finish()
+            return task
+
+        def work(event: Any) -> None:
+            try:
+                self._dump(task, event, taken, ids, layers)
+            finally:
+                self._room.give_back(nbytes * len(taken))
+
+        return self._dumper.submit(task, work)
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make blocks visible."""
-        return self._dumper.submit(keys, lambda task, _: task.take(self._store.wait(self._store.commit(keys))))
+        """Make blocks visible; those that something was refused of fail, and leave nothing."""
+        refused = self._room.forget(keys)
+        whole = [key for key in keys if key not in refused]
+        incomplete = {key: IncompleteBlockError(f"block {key.hex()} had no room among the dumps") for key in refused}
+        task = StagedTask(whole, incomplete)
+
+        def work(_: Any) -> None:
+            self._store.discard(list(refused))
+            task.take(self._store.wait(self._store.commit(whole)))
+
+        return self._dumper.submit(task, work)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Forget what was dumped of blocks."""
-        self._dumper.submit(keys, lambda *_: self._store.discard(keys))
+        self._room.forget(keys)
+        self._dumper.submit(StagedTask(keys), lambda _: self._store.discard(keys))
 
     def check(self, task: Task) -> bool:
         """Whether a task is finished."""
@@ -211,14 +263,11 @@ class _Lane:
     def __init__(self, memory: DeviceMemory, chunk: int, name: str) -> None:
         self.stream = Stream.on(memory.device)
         self.staging = [memory.staging(chunk), memory.staging(chunk)]
-        self._queue: queue.SimpleQueue[tuple[StagedTask, Callable[[StagedTask, Any], None], Any] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[tuple[StagedTask, Callable[[Any], None], Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, keys: Sequence[BlockKey], work: Callable[[StagedTask, Any], None]) -> StagedTask:
-        task = StagedTask(keys)
+    def submit(self, task: StagedTask, work: Callable[[Any], None]) -> StagedTask:
         self._queue.put((task, work, self.stream.mark()))
         return task
 
@@ -231,7 +280,8 @@ class _Lane:
         while (item := self._queue.get()) is not None:
             task, work, event = item
             try:
-                work(task, event)
+                self.stream.use_device()
+                work(event)
             except Exception as error:  # noqa: BLE001 - what the device says ends no thread; it is told per block
                 with suppress(Exception):
                     self.stream.synchronize()  # copies that were begun must not end later than the task

@@ -181,7 +181,8 @@ class TransferWorker:
             raise PromisedBlockLostError(
                 f"{len(result.failed)} blocks that were there when they were promised could not be loaded",
                 where=f"request {moves.request_id}: {first}",
-                fix="look after the store's medium; this vLLM cannot recompute their tokens, so it stops",
+                fix="look after the store's medium; vLLM cannot recompute their tokens here, so it stops: "
+                "the scheduler's log says at the start why, and what helps",
             )
         if not self._between_steps:
             self.gate.failed(step)

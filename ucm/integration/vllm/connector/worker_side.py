@@ -124,9 +124,12 @@ class WorkerSide:
     def _transfer(self, memory: HostMemory | DeviceMemory, namespace: str) -> GroupTransfer:
         """A group's way to its store: in place where the KV cache lies in host memory, else through staging memory."""
         tag = rank_tag(self._vllm_config, memory.group.index, spec=memory.group.spec)
-        store = open_store(self._settings.store.as_store_config(), f"{namespace}/{tag}", memory.geometry)
+        config = self._settings.store.as_store_config()
+        store = open_store(config, f"{namespace}/{tag}", memory.geometry)
         self.counters.watch(store)
-        return HostTransfer(memory, store) if isinstance(memory, HostMemory) else StagedTransfer(memory, store)
+        if isinstance(memory, HostMemory):
+            return HostTransfer(memory, store)
+        return StagedTransfer(memory, store, dump_queue_bytes=config.dump_queue_bytes)
 
     def take_stats(self) -> Any:
         """What was counted since the last call; None for nothing."""

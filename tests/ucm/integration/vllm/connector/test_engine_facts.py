@@ -114,6 +114,63 @@ def test_layer_by_layer_they_are_made_within_a_step_or_held(monkeypatch: pytest.
     assert load_policy(Reaches, config(), 1, "layerwise") == HELD
 
 
+SCHEDULER = {"async_scheduling": True}
+LAYERWISE = "with connector: layerwise, vLLM cannot compute the tokens of failed blocks under "
+
+
+@pytest.mark.parametrize(
+    ("base", "given_config", "groups", "kind", "gap"),
+    [
+        (Reaches, config(), 1, "layerwise", ""),
+        (Reaches, config(scheduler=SCHEDULER), 1, "direct", ""),
+        (Old, config(), 1, "direct", "vLLM computes the tokens of failed blocks from 0.11.1 on; use such a one"),
+        (
+            Reaches,
+            config(),
+            2,
+            "direct",
+            "vLLM computes the tokens of failed blocks with one KV-cache group, and this model has 2",
+        ),
+        (
+            Reaches,
+            config(scheduler=SCHEDULER, max_concurrent_batches=2),
+            1,
+            "layerwise",
+            LAYERWISE + "asynchronous scheduling; set connector: direct, or start vLLM with --no-async-scheduling",
+        ),
+        (
+            Reaches,
+            config(scheduler=SCHEDULER, use_v2_model_runner=True),
+            1,
+            "layerwise",
+            LAYERWISE + "asynchronous scheduling and the V2 model runner; set connector: direct, "
+            "or start vLLM with --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            Reaches,
+            config(use_v2_model_runner=True),
+            1,
+            "layerwise",
+            LAYERWISE + "the V2 model runner; set connector: direct, or start vLLM with VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            Reaches,
+            config(pipeline=2, scheduler=SCHEDULER),
+            1,
+            "layerwise",
+            LAYERWISE + "asynchronous scheduling and several batches in flight; set connector: direct",
+        ),
+        (Piecewise, config(), 1, "layerwise", LAYERWISE + "a release before 0.19.1; set connector: direct"),
+    ],
+)
+def test_the_operator_is_told_what_keeps_vllm_from_recovering(
+    monkeypatch: pytest.MonkeyPatch, base: type, given_config: Any, groups: int, kind: str, gap: str
+) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    policy = load_policy(base, given_config, groups, kind)
+    assert (policy.gap, policy.recovers) == (gap, not gap)
+
+
 def test_whether_vllm_reserves_blocks_is_read_from_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reserves_blocks()
     for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.kv_cache_manager"):
@@ -156,6 +213,22 @@ def test_a_cache_that_vllm_zeroes_is_refused() -> None:
     refuse_what_cannot_work(config(), SimpleNamespace(needs_kv_cache_zeroing=False))
     with pytest.raises(UnsupportedModelError, match="zeroes blocks"):
         refuse_what_cannot_work(config(), SimpleNamespace(needs_kv_cache_zeroing=True))
+
+
+@pytest.mark.parametrize("device", [{"device_type": "cuda"}, {"device_type": None, "device": "npu"}, {}])
+def test_sleep_mode_is_refused_where_it_takes_memory_away(device: dict[str, Any]) -> None:
+    def engine(enabled: object, device: dict[str, Any]) -> Any:
+        model = SimpleNamespace(enable_sleep_mode=enabled)
+        return config(model_config=model, device_config=SimpleNamespace(**device))
+
+    refuse_what_cannot_work(engine(False, device), None)
+    refuse_what_cannot_work(engine(True, {"device_type": "cpu"}), None)
+    refuse_what_cannot_work(config(model_config=None), None)
+    refuse_what_cannot_work(config(model_config=SimpleNamespace()), None)
+    with pytest.raises(UnsupportedModelError, match="sleep takes the KV cache's memory away") as refused:
+        refuse_what_cannot_work(engine(True, device), None)
+    assert refused.value.where == "model_config.enable_sleep_mode"
+    assert "leave out --enable-sleep-mode" in refused.value.fix
 
 
 def speculative(*, model: object, eagle: bool) -> Any:

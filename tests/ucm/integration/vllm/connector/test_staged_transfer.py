@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,11 +38,14 @@ class Watched:
     def __init__(self, inner: KVStore) -> None:
         self.inner = inner
         self.left: set[int] = set()
+        self.writes = threading.Event()  # a medium that does not answer, as long as it is not set
+        self.writes.set()
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         return self._begun(self.inner.load(blocks))
 
     def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
+        assert self.writes.wait(30)
         return self._begun(self.inner.dump(blocks))
 
     def wait(self, task: Task) -> TaskResult:
@@ -78,16 +82,16 @@ class Failing(DeviceMemory):
 
 
 class Setup:
-    """KV caches, the device, the store and what is between them; two blocks to a chunk."""
+    """KV caches, the device, the store and what is between them; two blocks to a chunk, some in the queue."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, room: int = BLOCKS) -> None:
         self.caches: dict[str, Tensor] = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in ALL}
         group = CacheGroup(0, 4, None, {}, tuple(self.caches))
         self.device = Failing(group, all_as_torch(self.caches), BLOCKS, {})
         config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0)
         self.store = Watched(open_store(config, "model/rank0", self.device.geometry))
-        chunk = 2 * self.device.geometry.nbytes
-        self.transfer = StagedTransfer(self.device, self.store, 2 * chunk)  # type: ignore[arg-type]
+        block = self.device.geometry.nbytes
+        self.transfer = StagedTransfer(self.device, self.store, 4 * block, dump_queue_bytes=room * block)  # type: ignore[arg-type]
 
     def content(self, block: int) -> list[bytes]:
         return [cache.view()[:, block].tobytes() for cache in self.caches.values()]
@@ -236,3 +240,62 @@ def test_loads_and_dumps_at_once(setup: Setup) -> None:
     setup.load(KEYS[6:], range(6, 12))
     assert setup.contents()[6:] == were[6:]
     assert np.all(setup.caches["layer 0"].view()[:, :6].view(np.uint8) == 0xEE)
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> Iterator[Setup]:
+    """Four blocks may wait, and they do: the medium does not answer."""
+    found = Setup(tmp_path, room=4)
+    found.store.writes.clear()
+    yield found
+    found.store.writes.set()
+    found.transfer.close()
+
+
+def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow: Setup) -> None:
+    partly = narrow.transfer.dump(KEYS[:6], range(6), ALL)
+    refused = narrow.transfer.dump(KEYS[6:8], range(6, 8), ALL)
+    assert not narrow.transfer.check(partly)
+    assert narrow.transfer.check(refused), "the next step waits for a medium that will not get these blocks"
+    result = narrow.transfer.wait(refused)
+    assert (result.done, set(result.failed), result.nbytes) == ({}, set(KEYS[6:8]), 0)
+    commit = narrow.transfer.commit(KEYS[:8])
+    narrow.store.writes.set()
+    result = narrow.transfer.wait(partly)
+    assert (set(result.done), set(result.failed)) == (set(KEYS[:4]), set(KEYS[4:6]))
+    assert {error.cause for error in result.failed.values()} == {"full"}
+    assert "raise dump_queue," in str(result.failed[KEYS[4]])
+    result = narrow.transfer.wait(commit)
+    assert set(result.done) == set(KEYS[:4])
+    assert {error.cause for error in result.failed.values()} == {"incomplete"}, "they are counted once, as dumps"
+    assert narrow.store.inner.lookup(KEYS[:8]) == [True] * 4 + [False] * 4
+    # There is room again.
+    assert set(narrow.save(KEYS[6:10], range(6, 10)).done) == set(KEYS[6:10])
+
+
+def test_a_block_that_is_refused_one_layer_is_refused_the_others_and_not_stored(narrow: Setup) -> None:
+    # Two thirds of the room for the first layer of eight blocks, a third for the second of four of them.
+    tasks = [narrow.transfer.dump(KEYS[:8], range(8), range(1))]
+    tasks.append(narrow.transfer.dump(KEYS[:8], range(8), range(1, 2)))
+    narrow.store.writes.set()
+    assert [len(narrow.transfer.wait(task).done) for task in tasks] == [8, 4]
+    tasks.append(narrow.transfer.dump(KEYS[:8], range(8), range(2, 3)))
+    result = narrow.transfer.wait(tasks[-1])
+    assert (set(result.done), set(result.failed)) == (set(KEYS[:4]), set(KEYS[4:8]))
+    assert set(narrow.transfer.wait(narrow.transfer.commit(KEYS[:8])).done) == set(KEYS[:4])
+    assert narrow.store.inner.lookup(KEYS[:8]) == [True] * 4 + [False] * 4
+    # Nothing of them is left that could be mixed with what comes later.
+    were = narrow.contents()
+    assert set(narrow.save(KEYS[4:8], range(8, 12)).done) == set(KEYS[4:8])
+    narrow.wipe()
+    narrow.load(KEYS[4:8], range(4))
+    assert narrow.contents()[:4] == were[8:12]
+
+
+def test_what_the_device_could_not_give_waits_no_longer(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, room=2)
+    setup.device.at = frozenset({0})
+    assert set(setup.transfer.wait(setup.transfer.dump(KEYS[:2], range(2), ALL)).failed) == set(KEYS[:2])
+    setup.transfer.discard(KEYS[:2])
+    assert set(setup.save(KEYS[:2], range(2)).done) == set(KEYS[:2])
+    setup.transfer.close()

@@ -1,0 +1,54 @@
+"""The threads of the staged transfer work on the device of their rank, shown with a stand-in for torch's module."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from ucm.integration.vllm.connector.staged_transfer import StagedTask, Stream, _Lane
+
+
+class Module:
+    """As ``torch.cuda``: each thread has a current device of its own, at first number 0."""
+
+    def __init__(self) -> None:
+        self.devices: dict[int, Any] = {}
+
+    def set_device(self, device: Any) -> None:
+        self.devices[threading.get_ident()] = device
+
+    def current_device(self) -> Any:
+        return self.devices.get(threading.get_ident(), 0)
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(record_event=lambda: "event")
+
+
+def lane() -> _Lane:
+    memory: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"), staging=lambda _: [])
+    return _Lane(memory, 1, "ucm-test")
+
+
+def run(lane: _Lane, work: Any) -> StagedTask:
+    task = lane.submit(StagedTask([]), work)
+    assert task.finished.wait(30)
+    return task
+
+
+def test_the_thread_has_the_device_of_its_stream() -> None:
+    module, seen = Module(), []
+    found = lane()
+    found.stream = Stream(module, stream=None, device=3)
+    run(found, lambda event: seen.append((module.current_device(), event)))
+    found.close()
+    assert seen == [(3, "event")]
+    assert module.current_device() == 0, "the caller's device is left alone"
+
+
+def test_on_the_host_there_is_no_device_to_set() -> None:
+    seen: list[Any] = []
+    found = lane()
+    run(found, seen.append)
+    found.close()
+    assert seen == [None]
