@@ -26,6 +26,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import SparseMethodError
+from ucm.sparse.in_flight import batches_in_flight
 
 if TYPE_CHECKING:
     from ucm.sparse.window import SinksAndWindow
@@ -156,14 +157,6 @@ class ReleasedBlocks:
         for name in CAPS:
             if hasattr(self._manager, name):
                 setattr(self._manager, name, most)
-
-
-def batches_in_flight(vllm_config: Any) -> int:
-    """How many steps may be scheduled before the outcome of the first of them is known."""
-    known = getattr(vllm_config, "max_concurrent_batches", None)
-    pipeline = int(vllm_config.parallel_config.pipeline_parallel_size)
-    asynchronous = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
-    return max(int(known or 1), pipeline + int(asynchronous))
 
 
 def _manager(scheduler: Any) -> Any:

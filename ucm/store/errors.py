@@ -48,6 +48,14 @@ class StoreFullError(StoreError):
     cause = "full"
 
 
+def too_far_behind(limit: int) -> StoreFullError:
+    """What a dump is told beyond ``StoreConfig.dump_queue_bytes``."""
+    return StoreFullError(
+        f"more than {limit} bytes wait for being written",
+        fix="raise dump_queue, or dump_threads if the medium is not busy",
+    )
+
+
 class StoreUnavailableError(StoreError):
     """The medium does not answer: a directory that vanished, a permission withdrawn, an input/output error."""
 

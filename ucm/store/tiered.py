@@ -8,7 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.assembly import Assembly
-from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, StoreFullError
+from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, too_far_behind
 from ucm.store.leases import Lease, LeasingStore
 from ucm.store.pace import Pace
 from ucm.store.pool import Pool
@@ -135,10 +135,7 @@ class TieredStore(LeasingStore):
                 self._queued_bytes += nbytes
                 jobs.append(partial(self._dump, task, assembly, block, nbytes))
         for assembly in refused:
-            full = StoreFullError(
-                f"more than {self._queue_limit} bytes wait for being written",
-                fix="raise dump_queue, or dump_threads if the medium is not busy",
-            )
+            full = too_far_behind(self._queue_limit)
             assembly.refuse(full)
             self._tiers[-1].counters.failed("dump", full)
             task.failed(assembly.key, full)

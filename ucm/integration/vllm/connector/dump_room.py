@@ -5,12 +5,13 @@ from __future__ import annotations
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from ucm.store.errors import StoreFullError
+from ucm.store.errors import too_far_behind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.store.base import BlockKey
+    from ucm.store.errors import StoreFullError
 
 
 class DumpRoom:
@@ -61,7 +62,4 @@ class DumpRoom:
 
     def error(self) -> StoreFullError:
         """Why there was no room."""
-        return StoreFullError(
-            f"more than {self._limit} bytes wait for being written",
-            fix="raise dump_queue, or dump_threads if the medium is not busy",
-        )
+        return too_far_behind(self._limit)

@@ -11,17 +11,10 @@ from typing import Any
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.sparse.in_flight import batches_in_flight
 
 #: The name under which rewritten modules import what they call.
 HOOKS = "_ucm_hooks"
-
-
-def batches_in_flight(vllm_config: Any) -> int:
-    """How many steps may be scheduled before the outcome of the first of them is known."""
-    known = getattr(vllm_config, "max_concurrent_batches", None)
-    pipeline = int(vllm_config.parallel_config.pipeline_parallel_size)
-    asynchronous = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
-    return max(int(known or 1), pipeline + int(asynchronous))
 
 
 def ranks(vllm_config: Any) -> int:

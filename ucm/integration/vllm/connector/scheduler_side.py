@@ -10,7 +10,6 @@ from ucm.hashing.rank_geometry import rank_tags
 from ucm.integration.vllm.config import KEY as SPARSE_KEY
 from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.engine_facts import (
-    batches_in_flight,
     drafts_look_ahead,
     load_policy,
     refuse_method_without_hooks,
@@ -24,6 +23,7 @@ from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCach
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
 from ucm.sparse.factory import method_class
+from ucm.sparse.in_flight import batches_in_flight
 from ucm.store.factory import open_store
 from ucm.store.identity_file import write_identity
 

@@ -8,7 +8,6 @@ from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
 from ucm.integration.vllm.connector.commit_gate import CommitGate
 from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.engine_facts import (
-    batches_in_flight,
     load_policy,
     ranks,
     runs_micro_batches,
@@ -21,6 +20,7 @@ from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
+from ucm.sparse.in_flight import batches_in_flight
 from ucm.store.factory import open_store
 
 if TYPE_CHECKING:

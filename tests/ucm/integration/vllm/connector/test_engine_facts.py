@@ -11,7 +11,6 @@ import pytest
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.engine_facts import (
     LoadPolicy,
-    batches_in_flight,
     drafts_look_ahead,
     load_policy,
     ranks,
@@ -21,6 +20,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     runs_micro_batches,
 )
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.sparse.in_flight import batches_in_flight
 
 
 def config(
