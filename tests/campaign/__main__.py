@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
     parser.add_argument("--count", type=int, default=DEFAULT_COUNT, help="kills; other parts have their share of it")
     parser.add_argument("--seed", type=int, help="of an earlier run, to try the same again")
-    parser.add_argument("--json", action="store_true", help="for a program")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     strange = [name for name in options.parts if name not in PARTS]
     if strange:

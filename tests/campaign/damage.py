@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.store.format import UNIT
-from ucm.store.posix_layout import buckets, key_of, namespaces
+from ucm.store.posix.layout import buckets, key_of, namespaces
 
 if TYPE_CHECKING:
     import random

@@ -52,6 +52,9 @@ def run(count: int, stage: Stage) -> Figures:
             stage.tick()
         stop.touch()
         figures.add(child.end())
+        for root in scene.roots:
+            for path in (Path(root), *below(root)):
+                _give(path, os.geteuid())  # a store that is another user's is refused
         figures.add(inspect(scene))
     figures.add(reopen(scenes))
     return figures

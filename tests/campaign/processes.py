@@ -139,7 +139,7 @@ def in_new_process(function: Callable[..., None], *arguments: Any) -> tuple[Chil
 
 
 class _Alarm(logging.Handler):
-    """A store logs an error only where one of its own threads failed in a way it must not."""
+    """A store logs an error only where one of its own threads failed unexpectedly."""
 
     def __init__(self, reporter: Reporter) -> None:
         super().__init__(logging.ERROR)

@@ -42,8 +42,7 @@ def run(count: int, stage: Stage) -> Figures:
 def _meet(rng: random.Random, scene: Scene, stop: Path) -> Figures:
     figures = Figures()
     writers = [
-        Child(use, scene, rng.getrandbits(32), str(stop), editions=_EDITIONS, leases_hold=True)
-        for _ in range(rng.randrange(2, 5))
+        Child(use, scene, rng.getrandbits(32), str(stop), editions=_EDITIONS) for _ in range(rng.randrange(2, 5))
     ]
     for writer in writers:
         writer.await_word("working")

@@ -19,7 +19,7 @@ from ucm.store.config import StoreConfig
 from ucm.store.dram import in_memory
 from ucm.store.factory import open_store
 from ucm.store.inventory import side_files
-from ucm.store.posix_layout import namespaces
+from ucm.store.posix.layout import namespaces
 
 if TYPE_CHECKING:
     import random
@@ -130,12 +130,11 @@ def below(root: str | Path) -> list[Path]:
 
 
 def temporaries(scene: Scene) -> int:
-    """How many temporary files lie in a store, and leases with them."""
+    """How many temporary files lie in a store."""
     count = 0
     for root in scene.roots:
         for layout in namespaces(root) if Path(root).is_dir() else []:
-            for directory in (layout.temporary, layout.leases):
-                count += len(side_files(directory))
+            count += len(side_files(layout.temporary))
     return count
 
 

@@ -12,9 +12,8 @@ from tests.campaign.figures import Figures
 from tests.campaign.kill import dump_in_pieces
 from tests.campaign.scene import NAMESPACE, Scene
 from ucm.errors import ConfigError
-from ucm.store import posix_index
 from ucm.store.factory import open_store
-from ucm.store.leases import LeasingStore
+from ucm.store.posix import index as posix_index
 
 if TYPE_CHECKING:
     from tests.campaign.processes import Reporter
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 #: How long a store may take to work again once a fault is over.
 _PATIENCE = 30.0
-#: The share of loads for which blocks are leased, and of leases that verify them.
-_LEASED = 0.3
 
 
 def use(
@@ -34,7 +31,6 @@ def use(
     *,
     user_id: int | None = None,
     editions: int = 1,
-    leases_hold: bool = False,
 ) -> None:
     """Dump random blocks, load random blocks, and compare; until a file appears, from when on all must work again.
 
@@ -45,14 +41,13 @@ def use(
         stop: The file.
         user_id: The user to become first; None: stay who we are.
         editions: How many editions of a block are right; which one is dumped is decided by the seed.
-        leases_hold: Whether nothing happens that a lease does not protect from.
     """
     if user_id is not None:
         os.setgroups([])
         os.setgid(user_id)
         os.setuid(user_id)
     rng = random.Random(seed)  # noqa: S311 - it decides what is tested
-    user = User(scene, rng, rng.randrange(editions), editions, leases_hold=leases_hold)
+    user = User(scene, rng, rng.randrange(editions), editions)
     while not Path(stop).exists():
         user.dump_some()
         user.load_some()
@@ -88,21 +83,14 @@ class User:
         rng: Decides what is done.
         edition: Which edition of the blocks it dumps.
         editions: How many editions are right.
-        leases_hold: Whether a leased block that cannot be loaded is lost.
     """
 
-    def __init__(
-        self, scene: Scene, rng: random.Random, edition: int, editions: int, *, leases_hold: bool = False
-    ) -> None:
+    def __init__(self, scene: Scene, rng: random.Random, edition: int, editions: int) -> None:
         self.figures = Figures()
         self._corpus = scene.corpus
         self._rng = rng
         self._edition, self._editions = edition, editions
-        self._leases_hold = leases_hold
-        store = open_store(scene.config, NAMESPACE, scene.corpus.geometry)
-        if not isinstance(store, LeasingStore):
-            raise TypeError(f"{scene.config.pipeline} gives no leases")
-        self.store = store
+        self.store = open_store(scene.config, NAMESPACE, scene.corpus.geometry)
         # Half of the processes list the names of blocks almost at once, and rely on them.
         posix_index.WORTH = rng.choice((1, posix_index.WORTH))
 
@@ -121,16 +109,9 @@ class User:
         """Whether all that was promised went well, and something was promised."""
         corpus, rng, store = self._corpus, self._rng, self.store
         batch = rng.sample(range(corpus.count), 4)
-        if rng.random() < _LEASED:
-            lease = store.lease([corpus.key(index) for index in batch], verify=rng.random() < _LEASED)
-            rooms = {index: corpus.room(index) for index in batch if corpus.key(index) in lease.keys}
-            result = store.wait(store.load(list(rooms.values()), lease.token))
-            store.release(lease)
-            self.figures.lost += len(result.failed) if self._leases_hold else 0
-        else:
-            promised = store.lookup([corpus.key(index) for index in batch])
-            rooms = {index: corpus.room(index) for index, there in zip(batch, promised, strict=True) if there}
-            result = store.wait(store.load(list(rooms.values())))
+        promised = store.lookup([corpus.key(index) for index in batch])
+        rooms = {index: corpus.room(index) for index, there in zip(batch, promised, strict=True) if there}
+        result = store.wait(store.load(list(rooms.values())))
         self._judge(rooms, result)
         return bool(rooms) and not result.failed
 

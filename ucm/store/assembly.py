@@ -1,4 +1,4 @@
-"""A block being put together from shards that arrive in any order, in all tiers at once."""
+"""A block being put together from shards that arrive in any order, in the first tier that takes it."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from ucm.store.errors import IncompleteBlockError, StoreError
 from ucm.store.format import sums_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ucm.store.base import BlockKey, BlockTransfer
     from ucm.store.format import HeaderCodec
+    from ucm.store.guard import Guard
     from ucm.store.tasks import TransferTask
-    from ucm.store.tier import BlockWriter, Tier
+    from ucm.store.tier import BlockWriter
 
 
 class Assembly:
     """One block, from its first shard to ``finish`` or ``abort``.
 
-    ``pending``, ``commit``, ``discarded`` and ``touched`` belong to the store and are guarded by its lock.
+    ``pending``, ``commit``, ``discarded``, ``touched`` and ``is_expected`` belong to the store and are guarded by its
+    lock.
 
     Args:
         key: The block.
-        codec: What its file looks like.
-        tiers: Where it goes.
+        codec: What it looks like when stored.
+        tiers: Where it may go, the first that takes it.
     """
 
-    def __init__(self, key: BlockKey, codec: HeaderCodec, tiers: Sequence[Tier]) -> None:
+    def __init__(self, key: BlockKey, codec: HeaderCodec, tiers: Sequence[Guard]) -> None:
         self.key = key
         self.pending = 0  #: transfers queued or under way
         self.commit: TransferTask | None = None  #: the task that waits for it
         self.discarded = False
         self.touched = 0.0  #: when the last transfer was queued, in the store's seconds of use
+        self.is_expected = False  #: whether the tiers know that it comes
         self._codec = codec
         self._tiers = tiers
         self._lock = Lock()
-        self._begun = False
         self._sums: list[int | None] = [None] * len(codec.geometry.shard_sizes)
-        self._writers: list[tuple[Tier, BlockWriter]] = []
-        self._present: list[Tier] = []  # those that had the block from the beginning
+        self._tier: Guard | None = None  # the one that has it, or takes it
+        self._writer: BlockWriter | None = None  # None if it was there
         self._error: StoreError | None = None
 
     def refuse(self, error: StoreError) -> None:
@@ -48,10 +50,10 @@ class Assembly:
         self._error = self._error or error
 
     def take(self, block: BlockTransfer) -> tuple[str, int]:
-        """Write shards into every tier that takes them.
+        """Write shards into the first tier that takes them; once one has some, only there.
 
         Returns:
-            The lowest tier that has them, and the bytes that were moved: none if the block was there.
+            The tier, and the bytes that were moved: none if the block was there.
 
         Raises:
             StoreError: No tier took them, now or before.
@@ -61,21 +63,30 @@ class Assembly:
                 raise self._error
             if self.discarded:
                 raise IncompleteBlockError(f"block {self.key.hex()} was discarded before it was written")
-            if not self._begun:
-                self._begin()
-            if self._writers:
-                self._write(block)
-            return self._lowest(), sum(shard.nbytes for shard in block.shards) if self._writers else 0
+            nbytes = sum(shard.nbytes for shard in block.shards)
+            if self._tier is not None:
+                if self._writer is None:
+                    return self._tier.name, 0
+                try:
+                    self._write(self._tier, self._writer, block)
+                except StoreError as error:
+                    self._tier.counters.failed("dump", error)
+                    self._abort()
+                    self._error = error
+                    raise
+                return self._tier.name, nbytes
+            self._begin(block)
+            return self._known_tier().name, 0 if self._writer is None else nbytes
 
     def finish(self) -> tuple[str, int]:
         """Make the block visible.
 
         Returns:
-            The lowest tier that has it, and its bytes: none if it was there.
+            The tier that has it, and its bytes: none if it was there.
 
         Raises:
             IncompleteBlockError: Some shards did not arrive, or no tier took them; what the dump reported is its cause.
-            StoreError: No tier has it.
+            StoreError: The tier does not have it.
         """
         with self._lock:
             error = self._error
@@ -84,17 +95,24 @@ class Assembly:
                 self._abort()
                 what = f"block {self.key.hex()} was not dumped and cannot be committed: {error.what}"
                 raise IncompleteBlockError(what, where=error.where, fix=error.fix) from error
-            if self._writers and None in self._sums:
+            tier, writer = self._known_tier(), self._writer
+            if writer is None:
+                return tier.name, 0
+            if None in self._sums:
                 missing = f"{self._sums.count(None)} of its {len(self._sums)} shards"
                 incomplete = IncompleteBlockError(f"block {self.key.hex()} was committed without {missing}")
-                self._writers[-1][0].counters.failed("commit", incomplete)
+                tier.counters.failed("commit", incomplete)
                 self._abort()
                 raise incomplete
-            self._everywhere("commit", lambda writer: writer.commit())
+            try:
+                tier.write(writer.commit)
+            except StoreError as failure:
+                tier.counters.failed("commit", failure)
+                self._abort()
+                raise
             nbytes = self._codec.geometry.nbytes
-            for tier, _ in self._writers:
-                tier.counters.dumped(nbytes)
-            return self._lowest(), nbytes if self._writers else 0
+            tier.counters.dumped(nbytes)
+            return tier.name, nbytes
 
     def abort(self) -> None:
         """Drop what was written."""
@@ -102,56 +120,51 @@ class Assembly:
             self._abort()
 
     def _abort(self) -> None:
-        for _, writer in self._writers:
-            writer.abort()
-        self._writers.clear()
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None
 
-    def _begin(self) -> None:
-        self._begun = True
+    def _begin(self, block: BlockTransfer) -> None:
+        """Write the first shards into the first tier that takes them."""
         for tier in self._tiers:
-            writer = tier.writer(self.key, self._codec.file_nbytes)
-            if writer is None:
-                self._present.append(tier)
+            writer = None
+            try:
+                writer = tier.writer(self.key, self._codec.file_nbytes)
+                if writer is not None:
+                    self._write(tier, writer, block)
+            except StoreError as error:
+                tier.counters.failed("dump", error)
+                if writer is not None:
+                    writer.abort()
+                self._error = error
             else:
-                self._writers.append((tier, writer))
+                self._tier, self._writer, self._error = tier, writer, None
+                return
+        if self._error is not None:
+            raise self._error
 
-    def _write(self, block: BlockTransfer) -> None:
+    def _write(self, tier: Guard, writer: BlockWriter, block: BlockTransfer) -> None:
         codec, first, shards = self._codec, block.first_shard, block.shards
         self._sums[first : first + len(shards)] = sums_of(shards)
         begin, end = codec.offsets[first], codec.offsets[first + len(shards)]
-        if len(shards) == len(self._sums):
-            header = codec.encode(self.key, self._known_sums())
-            self._everywhere("dump", lambda writer: writer.write([header, *shards], 0, end))
-        else:
-            self._everywhere("dump", lambda writer: writer.write(shards, begin, end - begin))
-            if None not in self._sums:
-                header = codec.encode(self.key, self._known_sums())
-                self._everywhere("dump", lambda writer: writer.write([header], 0, codec.nbytes))
-        for _, writer in self._writers:
+        whole = len(shards) == len(self._sums)
+        header = None if None in self._sums else codec.encode(self.key, self._known_sums())
+
+        def write() -> None:
+            if whole and header is not None:
+                writer.write([header, *shards], 0, end)
+            else:
+                writer.write(shards, begin, end - begin)
+                if header is not None:
+                    writer.write([header], 0, codec.nbytes)
             writer.pause()
 
-    def _lowest(self) -> str:
-        """The lowest tier that has what came so far."""
-        having = [*self._present, *(tier for tier, _ in self._writers)]
-        return max(having, key=self._tiers.index).name
+        tier.write(write)
+
+    def _known_tier(self) -> Guard:
+        if self._tier is None:
+            raise IncompleteBlockError(f"block {self.key.hex()} was committed without any of its shards")
+        return self._tier
 
     def _known_sums(self) -> list[int]:
         return [value for value in self._sums if value is not None]
-
-    def _everywhere(self, operation: str, action: Callable[[BlockWriter], None]) -> None:
-        """Do something in every tier that has not failed; a tier that fails is left out from then on."""
-        left = []
-        for tier, writer in self._writers:
-            try:
-                action(writer)
-            except StoreError as error:
-                tier.counters.failed(operation, error)
-                writer.abort()
-                self._error = error
-            else:
-                left.append((tier, writer))
-        self._writers = left
-        if left or self._present:
-            self._error = None
-        elif self._error is not None:
-            raise self._error

@@ -99,6 +99,13 @@ class TierStats:
     failures: dict[str, int] = field(default_factory=dict)  #: by ``<operation>.<cause>``, for instance ``load.corrupt``
     used_bytes: int | None = None  #: of the whole tier, as far as known; by all who use it
     capacity_bytes: int | None = None  #: None if there is no limit
+    lookup_calls: int = 0  #: batches of keys asked for
+    lookup_seconds: float = 0.0  #: what they took
+    load_seconds: float = 0.0  #: what reading took, of all threads together
+    dump_seconds: float = 0.0  #: what writing took, of all threads together
+    queued_blocks: int = 0  #: blocks that wait to be written behind
+    queued_bytes: int = 0  #: and their bytes
+    resting: float = 0.0  #: the share of it that is left alone after failures, 0 to 1
 
 
 class KVStore(ABC):
@@ -158,6 +165,18 @@ class KVStore(ABC):
     @abstractmethod
     def check(self, task: Task) -> bool:
         """Whether a task is finished, without blocking."""
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until what was committed is in every tier that takes it.
+
+        Args:
+            seconds: How long at most.
+
+        Returns:
+            Whether nothing waits any longer; what was dropped does not wait.
+        """
+        del seconds
+        return True
 
     @abstractmethod
     def stats(self) -> Mapping[str, TierStats]:

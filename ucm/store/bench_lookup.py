@@ -14,8 +14,9 @@ import numpy as np
 
 from ucm.store.base import BlockKey
 from ucm.store.factory import open_store
-from ucm.store.posix_index import INDEX_THREAD, WORTH
-from ucm.store.posix_layout import DIRECTORY_MODE, FILE_MODE, Layout
+from ucm.store.posix.index import INDEX_THREAD, WORTH
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.errors import ConfigError
-from ucm.store.posix_layout import DIRECTORY_MODE, make_directory
+from ucm.store.posix.paths import DIRECTORY_MODE, distrust, group_id, make_directory
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
@@ -28,8 +29,10 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
     """
     path = config.dram_directory
     where = f"store: dram_directory: {path}"
+    parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - a link in its place is refused below
     try:
-        make_directory(path)
+        with suppress(NotADirectoryError):  # what it is instead is told below
+            make_directory(f"{os.path.realpath(parent)}/{name}")
         status = Path(path).lstat()
         system = os.statvfs(path)
     except OSError as error:
@@ -38,13 +41,15 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
             where=where,
             fix="name a directory below an existing one in a tmpfs, for instance /dev/shm/ucm",
         ) from error
-    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    if not mine or stat.S_IMODE(status.st_mode) & 0o077:
+    group = group_id(config.trusted_group)
+    reason = distrust(status, group)
+    readers = stat.S_IRWXO if status.st_gid == group else stat.S_IRWXG | stat.S_IRWXO
+    if reason or status.st_mode & readers:
         raise ConfigError(
             f"the Dram tier's directory must be this user's own, with mode {DIRECTORY_MODE:o}: others could read the "
-            "KV cache, or put theirs in its place",
+            f"KV cache, or put theirs in its place{reason and f'; {reason}'}",
             where=where,
-            fix=f"delete it, or `chmod {DIRECTORY_MODE:o}` it if it is yours",
+            fix=f"delete it, or `chmod {DIRECTORY_MODE:o}` it if it is yours; trusted_group shares it",
         )
     if not in_memory(path):
         raise ConfigError(

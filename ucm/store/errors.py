@@ -36,6 +36,12 @@ class BlockForeignError(StoreError):
     cause = "foreign"
 
 
+class BlockUnreadableError(StoreError):
+    """The medium does not read this block, and lets it be taken out of the way, after an I/O error for instance."""
+
+    cause = "unreadable"
+
+
 class IncompleteBlockError(StoreError):
     """A block was committed whose shards did not all arrive, or could not all be written; nothing of it is kept."""
 
@@ -60,3 +66,9 @@ class StoreUnavailableError(StoreError):
     """The medium does not answer: a directory that vanished, a permission withdrawn, an input/output error."""
 
     cause = "unavailable"
+
+
+class StoreTimeoutError(StoreUnavailableError):
+    """The medium did not answer in time: a frozen server, a network that drops packets, a mount that hangs."""
+
+    cause = "timeout"

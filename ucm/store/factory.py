@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from ucm.errors import ConfigError
-from ucm.store.base import KVStore
-from ucm.store.dram import prepare_dram
+from ucm.store.base import BlockKey, KVStore
+from ucm.store.config import ENTRY_POINT_GROUP, OURS
 from ucm.store.empty import EmptyStore
-from ucm.store.format import HeaderCodec
-from ucm.store.posix import PosixTier
-from ucm.store.posix_layout import check_namespace
-from ucm.store.tier import Tier
+from ucm.store.errors import StoreUnavailableError
+from ucm.store.format import MIN_KEY_BYTES, HeaderCodec
+from ucm.store.posix.layout import check_namespace
+from ucm.store.posix.tier import PosixTier
+from ucm.store.redis_tier import RedisTier
+from ucm.store.tier import Tier, TierPlace
 from ucm.store.tiered import TieredStore
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ucm.store.base import BlockGeometry
     from ucm.store.config import StoreConfig
+    from ucm.store.tier import TierOptions
 
-ENTRY_POINT_GROUP = "ucm.stores"
-_OURS = ("Posix", "Dram", "Cache", "Empty")
+_CLASSES = {"Posix": PosixTier, "Dram": PosixTier, "Cache": PosixTier, "Redis": RedisTier, "Empty": EmptyStore}
 _WHERE = "store: pipeline"
 
 
 def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
     """Open one namespace of a store.
 
-    A back end of others is a class that is called with these three arguments: a ``KVStore``, or a ``Tier`` that can
-    also stand in a pipeline.
+    A whole store of others is a class that is called with these three arguments; a tier of others is a ``Tier``.
 
     Args:
         config: Its options.
@@ -40,43 +46,116 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
         ConfigError: An option is wrong, or names something that is not there; it says which.
     """
     check_namespace(namespace)
-    names = [name.strip() for name in config.pipeline.split("|")]
+    names = config.parts
     if len(set(names)) != len(names) or not all(names):
         raise ConfigError(
             f"the pipeline {config.pipeline!r} has an empty or repeated part", where=_WHERE, fix="for instance Posix"
         )
+    for name in config.tiers:
+        if name not in names:
+            raise ConfigError(
+                f"there are options for {name}, which is not part of {config.pipeline!r}",
+                where=f"store: tiers: {name}",
+                fix="remove them, or add the tier to the pipeline",
+            )
     try:
         codec = HeaderCodec(namespace, geometry) if geometry is not None else None
     except ValueError as error:
         raise ConfigError(str(error), where="store: geometry") from error
+    back_ends = {name: back_end_class(name) for name in names}
+    whole = [name for name, back_end in back_ends.items() if not is_tier(back_end)]
+    if not whole:
+        places = {name: TierPlace(name, namespace, geometry, codec, config) for name in names}
+        return TieredStore(_open_tiers(back_ends, places), codec, config)
+    if len(names) > 1:
+        raise ConfigError(f"{whole[0]} is a complete store and cannot be part of {config.pipeline!r}", where=_WHERE)
+    return _whole_store(whole[0], back_ends[whole[0]], config, namespace, geometry)
+
+
+def ask_tier(config: StoreConfig, name: str) -> str:
+    """Connect to a tier and look for a block that is not there.
+
+    Args:
+        config: The store's options.
+        name: The tier, as the pipeline calls it.
+
+    Returns:
+        What it answered, in words.
+
+    Raises:
+        ConfigError: It cannot be opened.
+        StoreError: It does not answer.
+    """
+    back_end = back_end_class(name)
+    if not is_tier(back_end):
+        return "a whole store, which an engine opens"
+    options = tier_options(back_end, name, config.tiers.get(name, {}))
+    tier: Tier = back_end.open(options, TierPlace(name, "doctor", None, None, config))
+    try:
+        began = time.monotonic()
+        tier.contains([BlockKey(bytes(MIN_KEY_BYTES))], began + tier.timeout)
+        seconds = time.monotonic() - began
+        failures = tier.stats().failures
+        if failures:
+            raise StoreUnavailableError(f"{name} does not answer correctly: {', '.join(failures)}; the log has more")
+        return f"answers, in {seconds * 1e3:.1f} ms with the time to connect"
+    finally:
+        tier.close()
+
+
+def is_tier(back_end: Any) -> bool:
+    """Whether a back end can be one of several parts of a pipeline."""
+    return isinstance(back_end, type) and issubclass(back_end, Tier)
+
+
+def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) -> TierOptions:
+    """The options of a tier, checked.
+
+    Raises:
+        ConfigError: One is wrong. What it was is not told: it may be a secret in the wrong place.
+    """
+    try:
+        return back_end.Options.model_validate(dict(written))
+    except ValidationError as error:
+        found = error.errors(include_input=False, include_url=False)[0]
+        option = ".".join(map(str, found["loc"]))
+        known = ", ".join(back_end.Options.model_fields) or "none"
+        raise ConfigError(
+            found["msg"], where=f"store: tiers: {name}: {option}", fix=f"the options of {name} are: {known}"
+        ) from None
+
+
+def _open_tiers(back_ends: Mapping[str, Any], places: Mapping[str, TierPlace]) -> list[Tier]:
+    """Every tier of a pipeline; none stays open if one cannot be opened."""
     tiers: list[Tier] = []
-    for name in names:
-        found = _open_part(name, config, namespace, geometry, codec)
-        if isinstance(found, Tier):
-            tiers.append(found)
-        elif len(names) == 1:
-            return found
-        else:
-            raise ConfigError(f"{name} is a whole store and cannot be a part of {config.pipeline!r}", where=_WHERE)
-    return TieredStore(tiers, codec, config)
+    try:
+        for name, back_end in back_ends.items():
+            options = tier_options(back_end, name, places[name].config.tiers.get(name, {}))
+            tiers.append(back_end.open(options, places[name]))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tiers
 
 
-def _open_part(
-    name: str, config: StoreConfig, namespace: str, geometry: BlockGeometry | None, codec: HeaderCodec | None
-) -> KVStore | Tier:
-    if name == "Posix":
-        return PosixTier("posix", config.directories, namespace, codec, config, config.posix_capacity_bytes)
-    if name in {"Dram", "Cache"}:
-        root, capacity = prepare_dram(config)
-        return PosixTier("dram", [root], namespace, codec, config, capacity, on_disk=False)
-    back_end: Any = EmptyStore if name == "Empty" else _class_of_others(name)
+def _whole_store(
+    name: str, back_end: Any, config: StoreConfig, namespace: str, geometry: BlockGeometry | None
+) -> KVStore:
     made = back_end(config, namespace, geometry)
-    if not isinstance(made, KVStore | Tier):
+    if not isinstance(made, KVStore):
         raise ConfigError(f"{name} is neither a KVStore nor a Tier", where=_WHERE)
     return made
 
 
-def _class_of_others(name: str) -> Any:
+def back_end_class(name: str) -> Any:
+    """The class of a part of a pipeline, imported now.
+
+    Raises:
+        ConfigError: There is none, or it cannot be imported.
+    """
+    if name in _CLASSES:
+        return _CLASSES[name]
     module_name, colon, class_name = name.partition(":")
     if colon:
         try:
@@ -92,7 +171,7 @@ def _class_of_others(name: str) -> Any:
         raise ConfigError(
             f"there is no back end {name!r}",
             where=_WHERE,
-            fix=f"use one of {', '.join([*_OURS, *sorted(installed)])}, or package.module:Class",
+            fix=f"use one of {', '.join([*OURS, *sorted(installed)])}, or package.module:Class",
         )
     try:
         return installed[name].load()

@@ -133,12 +133,21 @@ def verify(content: Buffer, key: BlockKey) -> BlockHeader:
         raise BlockForeignError(f"the block's key is {header.key.hex()}")
     if len(content) != header.file_nbytes:
         raise BlockCorruptError(f"the file has {len(content)} bytes, not {header.file_nbytes}")
+    check_shards(content, header)
+    return header
+
+
+def check_shards(content: Buffer, header: BlockHeader) -> None:
+    """Compare the checksums of a file's shards with those in its header.
+
+    Raises:
+        BlockCorruptError: One is wrong.
+    """
     at = header.nbytes
     for index, (size, expected) in enumerate(zip(header.shard_sizes, header.checksums, strict=True)):
         if checksum(content[at : at + size]) != expected:
             raise BlockCorruptError(f"the checksum of shard {index} is wrong")
         at += size
-    return header
 
 
 class HeaderCodec:
@@ -189,6 +198,32 @@ class HeaderCodec:
     def checksums(self, header: bytearray) -> tuple[int, ...]:
         """The shards' checksums that a header of this geometry holds; meaningless in any other."""
         return self._sums.unpack_from(header, self._sums_at)
+
+    def is_sound(self, header: bytearray, key: BlockKey, first: int, shards: Sequence[Buffer]) -> bool:
+        """Whether shards are as they were stored, and the header is theirs, a block's of this key and geometry."""
+        stored = self.checksums(header)
+        # One comparison of the whole header says that all its fields are as they should be, and that it is unchanged.
+        return tuple(sums_of(shards)) == stored[first : first + len(shards)] and header == self.encode(key, stored)
+
+    def refusal_of(self, header: bytearray, key: BlockKey) -> StoreError:
+        """What is wrong with a block of the right length, of which as much was read as such a header is long."""
+        try:
+            nbytes = header_nbytes(header)
+        except (BlockCorruptError, BlockForeignError) as error:
+            return error
+        return self.refusal(bytes(header[:nbytes]), key, self.file_nbytes)
+
+    def check(self, content: Buffer, key: BlockKey) -> StoreError | None:
+        """What is wrong with a whole stored block, header and shards; None if it is sound."""
+        if content.nbytes == self.file_nbytes:
+            shards = [content[begin:end] for begin, end in zip(self.offsets, self.offsets[1:], strict=False)]
+            if self.is_sound(bytearray(content[: self.nbytes]), key, 0, shards):
+                return None
+        try:
+            nbytes = header_nbytes(bytes(content[:UNIT]))
+        except (BlockCorruptError, BlockForeignError) as error:
+            return error
+        return self.refusal(bytes(content[:nbytes]), key, content.nbytes)
 
     def refusal(self, header: bytes, key: BlockKey, file_nbytes: int) -> StoreError:
         """What is wrong with a block: its header, whole as ``header_nbytes`` says, or else its length or its shards."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
-from ucm.store.posix_layout import IDENTITY, Layout
+from ucm.store.posix.layout import IDENTITY, Layout
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
@@ -33,4 +33,4 @@ def write_identity(config: StoreConfig, namespace: str, text: str) -> None:
             layout.identity = text.encode()
             layout.make()
         except OSError as error:
-            get_logger().warning("[UCM.Store] %s cannot be written below %s: %s", IDENTITY, root, error)
+            get_logger(__name__).warning("[UCM.Store] %s cannot be written below %s: %s", IDENTITY, root, error)

@@ -11,20 +11,24 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
 from ucm.store.inspection import stored_blocks
-from ucm.store.posix_layout import (
+from ucm.store.posix.layout import (
     IDENTITY,
     MAX_IDENTITY_BYTES,
+    TEMPORARY,
     Layout,
     buckets,
     check_namespace,
+    distrusted_namespaces,
+    is_owned,
+    is_quarantined,
     is_stale,
     namespaces,
 )
+from ucm.store.posix.paths import list_directory, names_in, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """What lies in a namespace beside its blocks: a file, or a lease, which is a directory of links without a size."""
+    """What lies in a namespace beside its blocks."""
 
     path: str
     nbytes: int
@@ -50,30 +54,31 @@ class NamespaceStock:
     oldest: float | None = None  #: the least recent use
     newest: float | None = None
     temporaries: int = 0  #: blocks being written
-    leases: int = 0  #: promises to readers
-    left_behind: int = 0  #: those of both whose owners are gone
+    left_behind: int = 0  #: those whose owners are gone
     aside: int = 0  #: damaged blocks that were moved out of the way
     side_nbytes: int = 0  #: of temporaries and damaged blocks
 
 
 def side_files(directory: str) -> list[SideFile]:
-    """What lies in one of a namespace's directories beside its blocks; nothing if that is not there.
+    """What we put into one of a namespace's directories beside its blocks; nothing if that is not there.
 
     Raises:
         OSError: It cannot be listed.
     """
-    found = []
-    with suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
-                found.append(SideFile(entry.path, nbytes, status.st_mtime))
-    return found
+    return [
+        SideFile(f"{directory}/{name}", status.st_size if stat.S_ISREG(status.st_mode) else 0, status.st_mtime)
+        for name, status in list_directory(directory)
+        if is_owned(name) or is_quarantined(name)
+    ]
+
+
+def damaged_files(layout: Layout) -> list[SideFile]:
+    """The blocks that were moved out of the way; raises as ``side_files``."""
+    return [file for file in side_files(layout.aside) if is_quarantined(file.path.rpartition("/")[2])]
 
 
 def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
-    """Temporary files and leases whose owners are gone.
+    """Unfinished files whose owners are gone.
 
     Args:
         layout: The namespace.
@@ -85,7 +90,7 @@ def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
     now = time.time()
     return [
         file
-        for directory in (layout.temporary, layout.leases)
+        for directory in (layout.temporary, layout.aside)
         for file in side_files(directory)
         if is_stale(file.path.rpartition("/")[2], now - file.written, stale_seconds)
     ]
@@ -94,8 +99,7 @@ def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
 def identity(layout: Layout) -> dict[str, Any] | None:
     """What was written beside the blocks of a namespace; None if there is nothing, or nothing that can be read."""
     try:
-        with Path(layout.base, IDENTITY).open("rb") as file:
-            found = json.loads(file.read(MAX_IDENTITY_BYTES))
+        found = json.loads(read_file(f"{layout.base}/{IDENTITY}", MAX_IDENTITY_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -119,10 +123,9 @@ def take_stock(layout: Layout, stale_seconds: float, step: Callable[[], object] 
         stock.oldest = block.used if stock.oldest is None else min(block.used, stock.oldest)
         stock.newest = block.used if stock.newest is None else max(block.used, stock.newest)
         step()
-    temporaries, aside = side_files(layout.temporary), side_files(layout.aside)
+    temporaries, aside = side_files(layout.temporary), damaged_files(layout)
     stock.temporaries, stock.aside = len(temporaries), len(aside)
     stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *aside))
-    stock.leases = len(side_files(layout.leases))
     stock.left_behind = len(left_behind(layout, stale_seconds))
     return stock
 
@@ -133,11 +136,13 @@ def unmarked(root: str) -> list[str]:
     Raises:
         OSError: The root cannot be listed.
     """
-    known = {layout.base for layout in namespaces(root)}
+    known = {layout.base for layout in namespaces(root)} | {path for path, _ in distrusted_namespaces(root)}
     found = []
-    for path in sorted(Path(root).iterdir()):
+    for name, status in sorted(list_directory(os.path.realpath(root))):
         with suppress(ConfigError):
-            layout = Layout(root, check_namespace(path.name.replace("+", "/")))
-            if layout.base not in known and path.is_dir() and buckets(layout) and Path(layout.temporary).is_dir():
-                found.append(str(path))
+            layout = Layout(root, check_namespace(name.replace("+", "/")))
+            if layout.base in known or not stat.S_ISDIR(status.st_mode):
+                continue
+            if buckets(layout) and TEMPORARY in names_in(layout.base):
+                found.append(layout.base)
     return found

@@ -1,37 +1,43 @@
-"""Copying blocks into the first tier in the background."""
+"""Copying blocks of lower tiers into the first one, in the background."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.errors import BlockMissingError, StoreError
+from ucm.store.format import sums_of
+from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucm.store.base import BlockKey
-    from ucm.store.pool import Pool
-    from ucm.store.tier import Tier
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer
+    from ucm.store.format import HeaderCodec
+    from ucm.store.guard import Guard
 
-#: How many copies may wait: more would be old news by the time they are made.
+#: How many blocks may wait to be read from a lower tier: more would be old news by the time they are there.
 _MOST_WAITING = 1024
 
 
 class Promoter:
-    """Copies whole files, so that it needs to know nothing of what is in them.
+    """Copies a block that was just loaded from the bytes that are in memory; others it reads.
 
     Args:
         tiers: The store's, fastest first.
-        pool: Whose threads copy.
+        codec: What a block looks like when stored; None in a store that does not load.
+        limit: How many bytes of loaded blocks may wait for being written; more are not copied.
     """
 
-    def __init__(self, tiers: Sequence[Tier], pool: Pool) -> None:
+    def __init__(self, tiers: Sequence[Guard], codec: HeaderCodec | None, limit: int) -> None:
         self._first, self._lower = tiers[0], tiers[1:]
-        self._pool = pool
+        self._codec = codec
+        self._limit = limit
         self._lock = Lock()
         self._waiting: set[BlockKey] = set()
+        self._nbytes = 0  # copied and not yet written
         self._closed = False
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
@@ -41,7 +47,8 @@ class Promoter:
             for key in missing:
                 self.promote(key)
         else:
-            self._pool.submit([partial(self._first.prefetch, key) for key in keys])
+            for key in keys:
+                self._first.dump_later(key, partial(self._first.tier.prefetch, key))
 
     def promote(self, key: BlockKey) -> None:
         """Copy a block from a lower tier, unless that is under way or too much is."""
@@ -49,35 +56,75 @@ class Promoter:
             if self._closed or key in self._waiting or len(self._waiting) >= _MOST_WAITING:
                 return
             self._waiting.add(key)
-        self._pool.submit([partial(self._copy, key)])
+        with suppress(ValueError):  # closed meanwhile
+            self._lower[0].dump_later(key, partial(self._fetch, 0, key), partial(self._forget, key))
+
+    def keep(self, block: BlockTransfer) -> None:
+        """Copy a block that was just loaded from a lower tier and is in memory; its memory is copied now."""
+        codec = self._codec
+        if codec is None or len(block.shards) < len(codec.geometry.shard_sizes):
+            self.promote(block.key)
+            return
+        with self._lock:
+            if self._closed or block.key in self._waiting or self._nbytes + codec.file_nbytes > self._limit:
+                return
+            self._waiting.add(block.key)
+            self._nbytes += codec.file_nbytes
+        try:
+            content = memoryview(bytearray(codec.file_nbytes))
+        except MemoryError as error:
+            self._first.counters.failed("promote", unexpected(error))
+            self._forget(block.key, codec.file_nbytes)
+            return
+        for number, shard in enumerate(block.shards):
+            content[codec.offsets[number] : codec.offsets[number + 1]] = shard.cast("B")
+        with suppress(ValueError):  # closed meanwhile
+            self._first.dump_later(
+                block.key,
+                partial(self._write_loaded, codec, block.key, content),
+                partial(self._forget, block.key, codec.file_nbytes),
+            )
 
     def close(self) -> None:
         """Skip what waits."""
         with self._lock:
             self._closed = True
 
-    def _copy(self, key: BlockKey) -> None:
+    def _fetch(self, number: int, key: BlockKey) -> None:
+        """Read a block from a lower tier, and have it written."""
+        following, job = None, partial(self._fetch, number + 1, key)
+        try:
+            content = self._lower[number].read_file(key)
+        except StoreError as error:
+            if number + 1 < len(self._lower):
+                following = self._lower[number + 1]
+            if not isinstance(error, BlockMissingError):
+                self._first.counters.failed("promote", error)
+        else:
+            following, job = self._first, partial(self._write, key, content)
+        if following is None or self._closed:
+            self._forget(key)
+        else:
+            with suppress(ValueError):  # closed meanwhile
+                following.dump_later(key, job, partial(self._forget, key))
+
+    def _write_loaded(self, codec: HeaderCodec, key: BlockKey, content: Buffer) -> None:
+        shards = [content[begin:end] for begin, end in zip(codec.offsets, codec.offsets[1:], strict=False)]
+        content[: codec.nbytes] = codec.encode(key, sums_of(shards))
+        self._write(key, content, codec.file_nbytes)
+
+    def _write(self, key: BlockKey, content: Buffer, counted: int = 0) -> None:
         try:
             if not self._closed:
-                self._copy_from_lower(key)
+                self._first.put(key, content)
         except StoreError as error:
             self._first.counters.failed("promote", error)
+        except Exception as error:  # noqa: BLE001 - the block must not wait for ever
+            self._first.counters.failed("promote", unexpected(error))
         finally:
-            with self._lock:
-                self._waiting.discard(key)
+            self._forget(key, counted)
 
-    def _copy_from_lower(self, key: BlockKey) -> None:
-        for tier in self._lower:
-            try:
-                content = tier.read_file(key)
-            except BlockMissingError:
-                continue
-            writer = self._first.writer(key, content.nbytes)
-            if writer is not None:
-                try:
-                    writer.write([content], 0, content.nbytes)
-                    writer.commit()
-                except StoreError:
-                    writer.abort()
-                    raise
-            return
+    def _forget(self, key: BlockKey, nbytes: int = 0) -> None:
+        with self._lock:
+            self._waiting.discard(key)
+            self._nbytes -= nbytes

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from ucm.store.base import Task, TaskResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ucm.store.base import BlockKey
     from ucm.store.errors import StoreError
 
@@ -29,6 +31,7 @@ class TransferTask(Task):
         self._nbytes = 0
         self._seconds = 0.0
         self._event = Event()
+        self._then: Callable[[], None] | None = None
         if not transfers:
             self._event.set()
 
@@ -53,6 +56,16 @@ class TransferTask(Task):
                 self._done.pop(key, None)
             self._seconds = time.perf_counter() - self._started
             self._event.set()
+            if self._then is not None:
+                self._then()
+
+    def when_finished(self, then: Callable[[], None]) -> None:
+        """Have something done when every transfer has ended; called before any has."""
+        self._then = then
+
+    def finished_within(self, seconds: float) -> bool:
+        """Wait for the end, so long at most; whether every transfer has ended."""
+        return self._event.wait(seconds)
 
     def is_finished(self) -> bool:
         """Whether every transfer has ended."""

@@ -1,21 +1,22 @@
-"""A store of one or several tiers: writes go to all of them, reads to the first that has the block."""
+"""A store of tiers: what is dumped goes to the first and from there to the others; what is loaded, the other way."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.assembly import Assembly
+from ucm.store.base import KVStore
 from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, too_far_behind
-from ucm.store.leases import Lease, LeasingStore
+from ucm.store.guard import Guard, unexpected
 from ucm.store.pace import Pace
-from ucm.store.pool import Pool
-from ucm.store.posix_layout import owner_name
 from ucm.store.promotion import Promoter
 from ucm.store.tasks import TransferTask
 from ucm.store.transfers import check_memory, check_transfer
+from ucm.store.write_behind import CLOSE_SECONDS, WriteBehind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,15 +24,16 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
-    from ucm.store.pool import Job
     from ucm.store.tier import Tier
 
 #: How often blocks that were dumped and never committed nor discarded are looked for, in seconds of use. Between two
 #: dumps no more than this counts as use: an engine that idles for hours has not forgotten what it will commit.
 _SWEEP_SECONDS = 60.0
+#: For how long a block that is written behind lets loads go first, and how often it looks.
+_LOADS_FIRST_SECONDS, _LOOK_SECONDS = 0.25, 0.005
 
 
-class TieredStore(LeasingStore):
+class TieredStore(KVStore):
     """Tiers as one store. An instance belongs to the process that opened it: a fork of that has none of its threads.
 
     Args:
@@ -51,16 +53,34 @@ class TieredStore(LeasingStore):
         self._dumped = time.monotonic()  # when it was used last
         self._used = self._swept = 0.0  # for how long it was in use by then, and as of the last sweep
         self._closed = False
-        self._loads = Pool("ucm-load", config.load_threads)
+        self._loading = 0  # transfers that somebody waits for
         self._pace = Pace()
-        self._dumps = Pool("ucm-dump", config.dump_threads, config.dump_nice, self._take_turn)
-        self._promoter = Promoter(self._tiers, self._dumps)
+        self._guards = tuple(Guard(tier, config, self._take_turn) for tier in self._tiers)
+        self._promoter = Promoter(self._guards, codec, config.write_behind_bytes)
+        self._behind = tuple(
+            tuple(
+                WriteBehind(
+                    self._guards[:number],
+                    guard,
+                    config.write_behind_bytes // guard.tier.lanes,
+                    codec.file_nbytes,
+                    config.dump_nice,
+                    self._take_turn_behind,
+                )
+                for _ in range(guard.tier.lanes)
+            )
+            for number, guard in enumerate(self._guards)
+            if number and codec is not None
+        )
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Asks each tier for what those above it do not have."""
+        """Asks each tier, in one call, for what those above it do not have."""
         self._check_open()
-        found = self._tiers[0].contains(keys)
-        for tier in self._tiers[1:]:
+        return self._lookup(keys)
+
+    def _lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        found = self._guards[0].contains(keys)
+        for tier in self._guards[1:]:
             missing = [index for index, there in enumerate(found) if not there]
             if missing:
                 for index, there in zip(missing, tier.contains([keys[index] for index in missing]), strict=True):
@@ -68,16 +88,16 @@ class TieredStore(LeasingStore):
         return found
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Goes on in the next tier where one has a gap."""
+        """Goes on in the next tier where one has a gap; no tier is asked more than twice."""
         self._check_open()
-        hits = self._tiers[0].prefix(keys)
-        gained = len(self._tiers) > 1
-        while gained and hits < len(keys):
-            before = hits
-            for tier in (*self._tiers[1:], self._tiers[0]):
-                if hits < len(keys):
-                    hits += tier.prefix(keys[hits:])
-            gained = hits > before
+        hits = 0
+        for tier in self._guards:
+            hits += tier.prefix(keys[hits:])
+            if hits == len(keys):
+                return hits
+        if hits and len(self._guards) > 1:  # a part from one tier, then some from another: who has the rest?
+            found = self._lookup(keys[hits:])
+            hits += found.index(False) if False in found else len(found)
         return hits
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
@@ -85,30 +105,19 @@ class TieredStore(LeasingStore):
         self._check_open()
         self._promoter.prefetch(keys)
 
-    def lease(self, keys: Sequence[BlockKey], *, verify: bool = False) -> Lease:
-        """In the first tier that has the block."""
-        self._check_open()
-        token = owner_name()
-        held: set[BlockKey] = set()
-        for tier in self._tiers:
-            held |= tier.lease(token, [key for key in keys if key not in held], verify=verify)
-        return Lease(token, frozenset(held))
-
-    def release(self, lease: Lease) -> None:
-        """In every tier."""
-        self._check_open()
-        for tier in self._tiers:
-            tier.release(lease.token)
-
-    def load(self, blocks: Sequence[BlockTransfer], lease: str | None = None) -> Task:
-        """One job per block."""
+    def load(self, blocks: Sequence[BlockTransfer]) -> Task:
+        """Some blocks per job, on the threads of each tier; what one tier does not have goes on to the next."""
         self._check_open()
         codec = self._known_codec()
         for block in blocks:
             check_transfer(block, codec)
             check_memory(block)
         task = TransferTask(len(blocks))
-        self._loads.submit(partial(self._load, task, block, lease) for block in blocks)
+        if blocks:
+            with self._lock:
+                self._loading += 1
+            task.when_finished(self._loaded)
+            self._load_from(0, task, blocks)
         return task
 
     def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
@@ -117,8 +126,9 @@ class TieredStore(LeasingStore):
         codec = self._known_codec()
         sizes = [check_transfer(block, codec) for block in blocks]
         task = TransferTask(len(blocks))
-        jobs: list[Job] = []
+        accepted: list[tuple[Assembly, BlockTransfer, int]] = []
         refused = []
+        new = []
         with self._lock:
             now = time.monotonic()
             self._used += min(now - self._dumped, _SWEEP_SECONDS)
@@ -126,20 +136,31 @@ class TieredStore(LeasingStore):
             for block, nbytes in zip(blocks, sizes, strict=True):
                 assembly = self._assemblies.get(block.key)
                 if assembly is None:
-                    assembly = self._assemblies[block.key] = Assembly(block.key, codec, self._tiers)
+                    assembly = self._assemblies[block.key] = Assembly(block.key, codec, self._guards)
                 assembly.touched = used
                 if self._queued_bytes and self._queued_bytes + nbytes > self._queue_limit:
                     refused.append(assembly)
                     continue
+                if not assembly.is_expected:
+                    assembly.is_expected = True
+                    new.append(block.key)
                 assembly.pending += 1
                 self._queued_bytes += nbytes
-                jobs.append(partial(self._dump, task, assembly, block, nbytes))
+                accepted.append((assembly, block, nbytes))
+        first = self._guards[0]
         for assembly in refused:
             full = too_far_behind(self._queue_limit)
             assembly.refuse(full)
-            self._tiers[-1].counters.failed("dump", full)
+            first.counters.failed("dump", full)
             task.failed(assembly.key, full)
-        self._dumps.submit(jobs)
+        if new:
+            first.tier.expect(new, codec.file_nbytes)
+        for assembly, block, nbytes in accepted:
+            first.dump_later(
+                block.key,
+                partial(self._dump, task, assembly, block, nbytes),
+                partial(self._dump, task, assembly, block, nbytes, first.stuck()),
+            )
         self._sweep(used)
         return task
 
@@ -148,31 +169,31 @@ class TieredStore(LeasingStore):
         self._check_open()
         distinct = dict.fromkeys(keys)
         task = TransferTask(len(distinct))
-        jobs: list[Job] = []
+        ready: list[tuple[BlockKey, Assembly | None]] = []
         with self._lock:
             for key in distinct:
                 assembly = self._assemblies.pop(key, None)
-                if assembly is None:
-                    jobs.append(partial(self._commit_unknown, task, key))
-                else:
+                if assembly is not None:
                     assembly.commit = task
-                    if not assembly.pending:
-                        jobs.append(partial(self._finish, assembly, task))
-        self._dumps.submit(jobs)
+                if assembly is None or not assembly.pending:
+                    ready.append((key, assembly))
+        for key, assembly in ready:
+            self._finish_later(task, key, assembly)
         return task
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """What is being written is dropped by the thread that writes it."""
         self._check_open()
-        jobs: list[Job] = []
+        idle = []
         with self._lock:
             for key in keys:
                 assembly = self._assemblies.pop(key, None)
                 if assembly is not None:
                     assembly.discarded = True
                     if not assembly.pending:
-                        jobs.append(assembly.abort)
-        self._dumps.submit(jobs)
+                        idle.append(assembly)
+        for assembly in idle:
+            self._guards[0].dump_later(assembly.key, assembly.abort)
 
     def stand_back(self, *, active: bool) -> None:
         """Holds dumps, commits and promotions back, as long as little waits and nobody waits for them."""
@@ -183,15 +204,32 @@ class TieredStore(LeasingStore):
         known = _known(task)
         if not known.is_finished():
             self._pace.hurry()
+            while not known.finished_within(1.0):
+                self._relieve()
         return known.result()
 
     def check(self, task: Task) -> bool:
         """Also after ``close``."""
-        return _known(task).is_finished()
+        known = _known(task)
+        if not known.is_finished():
+            self._relieve()
+        return known.is_finished()
+
+    def flush(self, seconds: float) -> bool:
+        """Waits for what is written behind."""
+        until = time.monotonic() + seconds
+        self._pace.hurry()
+        return all(lane.flush(max(0.0, until - time.monotonic())) for lanes in self._behind for lane in lanes)
 
     def stats(self) -> Mapping[str, TierStats]:
         """Every tier's snapshot."""
-        return {tier.name: tier.stats() for tier in self._tiers}
+        found = {guard.name: guard.stats() for guard in self._guards}
+        for guard, lanes in zip(self._guards[1:], self._behind, strict=False):
+            for lane in lanes:
+                blocks, nbytes = lane.queued
+                found[guard.name].queued_blocks += blocks
+                found[guard.name].queued_bytes += nbytes
+        return found
 
     def close(self) -> None:
         """May be called again."""
@@ -205,81 +243,153 @@ class TieredStore(LeasingStore):
             self._assemblies.clear()
         self._pace.hurry()
         self._promoter.close()
-        self._loads.close()
-        self._dumps.close()
         for assembly in idle:
             assembly.abort()
-        for tier in self._tiers:
-            tier.close()
+        self._guards[0].finish_dumps()
+        until = time.monotonic() + CLOSE_SECONDS
+        for lanes in self._behind:
+            for lane in lanes:
+                lane.close(until)
+        for guard in self._guards:
+            guard.close()
 
     def _take_turn(self) -> None:
         self._pace.take_turn(self._queued_bytes)
 
-    def _load(self, task: TransferTask, block: BlockTransfer, lease: str | None) -> None:
-        failure: StoreError | None = None
-        for number, tier in enumerate(self._tiers):
-            try:
-                old = tier.read(block, lease)
-            except StoreError as error:
-                failure = error
-                if tier is self._tiers[-1] or not isinstance(error, BlockMissingError):
-                    tier.counters.failed("load", error)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
-                failure = _unexpected(error)
-                tier.counters.failed("load", failure)
-            else:
+    def _take_turn_behind(self) -> None:
+        """Let loads go first, for a moment, and whoever computes."""
+        until = time.monotonic() + _LOADS_FIRST_SECONDS
+        while self._loading and not self._closed and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        self._take_turn()
+
+    def _relieve(self) -> None:
+        for guard in self._guards:
+            guard.relieve()
+
+    def _loaded(self) -> None:
+        with self._lock:
+            self._loading -= 1
+
+    def _load_from(self, number: int, task: TransferTask, blocks: Sequence[BlockTransfer]) -> None:
+        def refuse(some: Sequence[BlockTransfer], error: StoreError) -> None:
+            self._not_loaded(number, task, [(block, error) for block in some])
+
+        run = partial(self._load, number, task)
+        try:
+            self._guards[number].load_later(blocks, run, refuse)
+        except ValueError as error:  # closed meanwhile
+            if not number:
+                raise
+            for block in blocks:
+                task.failed(block.key, StoreError(str(error)))
+
+    def _load(self, number: int, task: TransferTask, blocks: Sequence[BlockTransfer]) -> None:
+        guard = self._guards[number]
+        left: list[tuple[BlockTransfer, StoreError]] = []
+        untold = deque(blocks)
+        try:
+            for block, outcome in zip(blocks, guard.read_many(blocks), strict=True):
+                if isinstance(outcome, StoreError):
+                    left.append((untold.popleft(), outcome))
+                    continue
                 nbytes = sum(shard.nbytes for shard in block.shards)
-                tier.counters.loaded(nbytes)
-                task.succeeded(block.key, tier.name, nbytes)
                 if number:
-                    self._promoter.promote(block.key)
-                if old:
+                    self._promoter.keep(block)
+                guard.counters.loaded(nbytes)
+                untold.popleft()
+                task.succeeded(block.key, guard.name, nbytes)
+                if outcome:
                     for lower in self._tiers[number + 1 :]:
                         lower.touch(block.key)
-                return
-        task.failed(block.key, failure or StoreError("the store has no tier"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
+            failure = unexpected(error)
+            left += [(block, failure) for block in untold]
+        self._not_loaded(number, task, left)
 
-    def _dump(self, task: TransferTask, assembly: Assembly, block: BlockTransfer, nbytes: int) -> None:
+    def _not_loaded(self, number: int, task: TransferTask, failed: Sequence[tuple[BlockTransfer, StoreError]]) -> None:
+        """Go on in the next tier with what one did not have."""
+        last = number + 1 == len(self._guards)
+        for block, error in failed:
+            if last or not isinstance(error, BlockMissingError):
+                self._guards[number].counters.failed("load", error)
+            if last:
+                task.failed(block.key, error)
+        if failed and not last:
+            self._load_from(number + 1, task, [block for block, _ in failed])
+
+    def _dump(
+        self,
+        task: TransferTask,
+        assembly: Assembly,
+        block: BlockTransfer,
+        nbytes: int,
+        refusal: StoreError | None = None,
+    ) -> None:
         try:
-            tier, moved = assembly.take(block)
+            if refusal is None:
+                tier, moved = assembly.take(block)
+                task.succeeded(assembly.key, tier, moved)
+            else:  # another shard's thread may be stuck within the assembly: it is not entered
+                assembly.refuse(refusal)
+                self._guards[0].counters.failed("dump", refusal)
+                task.failed(assembly.key, refusal)
         except StoreError as error:
             task.failed(assembly.key, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
-            failure = _unexpected(error)
+            failure = unexpected(error)
             assembly.refuse(failure)
-            self._tiers[-1].counters.failed("dump", failure)
+            self._guards[0].counters.failed("dump", failure)
             task.failed(assembly.key, failure)
-        else:
-            task.succeeded(assembly.key, tier, moved)
         with self._lock:
             self._queued_bytes -= nbytes
             assembly.pending -= 1
+            # Read here: a commit or discard that comes after this finds nothing pending, and sees to the block itself.
+            commit, discarded = assembly.commit, assembly.discarded
             idle = not assembly.pending
-        if idle and assembly.commit is not None:
-            self._finish(assembly, assembly.commit)
-        elif idle and assembly.discarded:
+        if idle and commit is not None:
+            self._finish(assembly, commit)
+        elif idle and discarded:
             assembly.abort()
 
-    def _finish(self, assembly: Assembly, task: TransferTask) -> None:
+    def _finish_later(self, task: TransferTask, key: BlockKey, assembly: Assembly | None) -> None:
+        if assembly is None:
+            job, refuse = partial(self._commit_unknown, task, key), partial(task.failed, key, self._guards[0].stuck())
+        else:
+            job, refuse = partial(self._finish, assembly, task), partial(self._finish, assembly, task, refused=True)
+        self._guards[0].dump_later(key, job, refuse)
+
+    def _finish(self, assembly: Assembly, task: TransferTask, *, refused: bool = False) -> None:
+        if refused:
+            assembly.refuse(self._guards[0].stuck())
         try:
             tier, nbytes = assembly.finish()
         except StoreError as error:
             task.failed(assembly.key, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
-            failure = _unexpected(error)
-            self._tiers[-1].counters.failed("commit", failure)
+            failure = unexpected(error)
+            self._guards[0].counters.failed("commit", failure)
             assembly.abort()
             task.failed(assembly.key, failure)
         else:
+            self._feed(assembly.key, tier)
             task.succeeded(assembly.key, tier, nbytes)
 
+    def _feed(self, key: BlockKey, above: str) -> None:
+        """Have a block that a tier has written to those below it."""
+        below = False
+        for guard, lanes in zip(self._guards, ((), *self._behind), strict=True):
+            if below:
+                lanes[guard.tier.lane(key)].add(key)
+            below = below or guard.name == above
+
     def _commit_unknown(self, task: TransferTask, key: BlockKey) -> None:
-        for tier in reversed(self._tiers):
+        for tier in self._guards:
             if tier.contains([key])[0]:
                 task.succeeded(key, tier.name, 0)
                 return
         error = IncompleteBlockError(f"block {key.hex()} was committed without any of its shards")
-        self._tiers[-1].counters.failed("commit", error)
+        self._guards[0].counters.failed("commit", error)
         task.failed(key, error)
 
     def _sweep(self, used: float) -> None:
@@ -307,7 +417,3 @@ def _known(task: Task) -> TransferTask:
     if not isinstance(task, TransferTask):
         raise TypeError(f"{task!r} is not a task of this store")
     return task
-
-
-def _unexpected(error: Exception) -> StoreError:
-    return StoreError(f"{type(error).__name__}: {error}")

@@ -6,8 +6,9 @@ With ``--json`` each subcommand prints one object. Sizes are bytes, times are IS
 ``stat``: ``directories``, each with ``directory``, ``tier``, ``problem`` (null where it can be read), ``blocks``,
 ``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``bare`` (whether nothing of a store
 is in it), ``unmarked`` (paths), ``namespaces``;
-``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``. A namespace has ``namespace``, ``identity``, ``blocks``,
-``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``leases``, ``left_behind``, ``set_aside``, ``side_bytes``.
+``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``; ``servers``, tiers that are no directories, each with
+``tier``, ``answers``, ``said``. A namespace has ``namespace``, ``identity``, ``blocks``,
+``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``left_behind``, ``set_aside``, ``side_bytes``.
 
 ``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null where
 the file system does not tell), ``used``; ``matching`` and ``matching_bytes`` count also those beyond the limit.

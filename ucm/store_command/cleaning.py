@@ -5,21 +5,20 @@ A block is deleted only if it is still as old as it was when it was chosen, and 
 
 from __future__ import annotations
 
-import os
-import shutil
+import stat
 import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ucm.store.inspection import stored_blocks
-from ucm.store.inventory import left_behind, side_files
-from ucm.store.posix_layout import IDENTITY, MARKER, buckets
-from ucm.store.posix_removals import log_removals, removals_path
+from ucm.store.inventory import damaged_files, left_behind, side_files
+from ucm.store.posix.index import log_removals, removals_path
+from ucm.store.posix.layout import IDENTITY, MARKER, buckets
+from ucm.store.posix.paths import remove_directory, status_of, unlink
 
 if TYPE_CHECKING:
     import argparse
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from ucm.store.base import BlockKey
     from ucm.store.inspection import StoredBlock
-    from ucm.store.posix_layout import Layout
+    from ucm.store.posix.layout import Layout
     from ucm.store_command.places import Directory, Places
 
 _LOGGED_AT_ONCE = 1_000
@@ -49,7 +48,7 @@ class Tally:
 
 @dataclass
 class Plan:
-    """What is to be deleted.
+    """A list of what ``gc`` will delete.
 
     Args:
         chosen: The namespaces, each in its directory.
@@ -69,10 +68,10 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What was deleted, and what was not."""
+    """The result of deleting."""
 
     tallies: dict[tuple[Directory, str, str], Tally]
-    spared: int = 0  #: blocks that are promised to a reader, or were used meanwhile
+    spared: int = 0  #: blocks of a running engine's requests, or used meanwhile
     failed: list[tuple[str, str]] = field(default_factory=list)  #: paths and reasons
 
 
@@ -153,16 +152,17 @@ def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, li
         abandoned = side_files(layout.temporary)
     return {
         LEFT_BEHIND: [(file.path, file.nbytes) for file in abandoned],
-        DAMAGED: [(file.path, file.nbytes) for file in side_files(layout.aside)],
+        DAMAGED: [(file.path, file.nbytes) for file in damaged_files(layout)],
     }
 
 
 def _delete(path: str, outcome: Outcome) -> bool:
+    """Delete a file, or an empty directory that was in a block's place."""
     try:
-        if Path(path).is_dir():
-            shutil.rmtree(path)
+        if stat.S_ISDIR(status_of(path).st_mode):
+            remove_directory(path)
         else:
-            Path(path).unlink()
+            unlink(path)
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -174,10 +174,13 @@ def _delete(path: str, outcome: Outcome) -> bool:
 def _deleted(layout: Layout, until: float, outcome: Outcome, step: Callable[[], object]) -> Iterator[StoredBlock]:
     """Delete old blocks, and tell the engines that remember them."""
     gone: list[BlockKey] = []
+    in_use = layout.is_private
     try:
         for block in stored_blocks(layout.root, layout.namespace):
             step()
-            if block.used < until and _delete_block(block, until, outcome):
+            if block.used < until and in_use:
+                outcome.spared += 1
+            elif block.used < until and _delete_block(block, until, outcome):
                 gone.append(block.key)
                 yield block
             if len(gone) >= _LOGGED_AT_ONCE:
@@ -190,8 +193,8 @@ def _deleted(layout: Layout, until: float, outcome: Outcome, step: Callable[[], 
 
 def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
     with suppress(FileNotFoundError):
-        status = os.stat(block.path, follow_symlinks=False)  # noqa: PTH116 - a Path costs as much as the call
-        if status.st_nlink == 1 and status.st_mtime < until:
+        status = status_of(block.path)
+        if status.st_mtime < until:
             return _delete(block.path, outcome)
         outcome.spared += 1
     return False
@@ -200,8 +203,9 @@ def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
 def _remove_directories(layout: Layout) -> None:
     """Remove what is empty of a namespace; where something is left, an engine uses it, and its marker stays."""
     with suppress(OSError):
-        for path in (*buckets(layout), layout.temporary, layout.aside, layout.leases):
-            Path(path).rmdir()
+        for path in (*buckets(layout), layout.temporary, layout.aside):
+            remove_directory(path)
         for path in (f"{layout.base}/{IDENTITY}", removals_path(layout), f"{layout.base}/{MARKER}"):
-            Path(path).unlink(missing_ok=True)
-        Path(layout.base).rmdir()
+            with suppress(FileNotFoundError):
+                unlink(path)
+        remove_directory(layout.base)

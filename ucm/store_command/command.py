@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ucm.errors import UcmError
-from ucm.store_command.arguments import count, duration, key_prefix, size
 
-if TYPE_CHECKING:
-    import argparse
-
-_EXIT_CODES = "Exit code: 0 all good, 1 a problem was found, 2 an error of use."
+_EXIT_CODES = "Exit code: 0 no problem, 1 a problem was found, 2 wrong usage."
 _STOPPED = 130
 
 
@@ -25,8 +23,10 @@ def add_parser(commands: Any) -> None:
     Args:
         commands: What ``ArgumentParser.add_subparsers`` returned.
     """
-    description = "Look after the directories of a store, also while engines use them."
-    parser = commands.add_parser("store", help="look after a store of KV blocks", description=description)
+    description = "Inspect, verify and clean the directories of a store. Engines may use them meanwhile."
+    parser = commands.add_parser(
+        "store", help="inspect, verify and clean a store of KV blocks", description=description
+    )
     inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_stat(inner)
     _add_ls(inner)
@@ -39,86 +39,101 @@ def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=_EXIT_CODES
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object; its keys: pydoc ucm.store_command")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; `pydoc ucm.store_command` describes its keys"
+    )
     parser.set_defaults(handle=partial(_handle, name))
     return parser
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--config", type=Path, metavar="FILE", help="the configuration file that engines use")
-    where.add_argument("--directory", type=Path, action="append", metavar="DIR", help="a store's directory; repeatable")
+    where.add_argument("--config", type=Path, metavar="FILE", help="the engines' configuration file")
+    where.add_argument(
+        "--directory", type=Path, action="append", metavar="DIR", help="a directory of the store; may be repeated"
+    )
 
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
     _add_where(parser)
-    parser.add_argument("--tier", choices=("posix", "dram"), help="only this tier of the configuration's")
+    parser.add_argument("--tier", choices=("posix", "dram"), help="only this tier of the configuration")
     parser.add_argument(
-        "--namespace", action="append", metavar="PATTERN", help="only namespaces like this (with * and ?); repeatable"
+        "--namespace",
+        action="append",
+        metavar="PATTERN",
+        help="only namespaces that match (* and ? are wildcards); may be repeated",
     )
 
 
 def _add_stat(commands: Any) -> None:
-    _add_places(_add(commands, "stat", "how much a store holds, and whose blocks they are"))
+    _add_places(_add(commands, "stat", "show how much a store holds, by namespace"))
 
 
 def _add_ls(commands: Any) -> None:
-    parser = _add(commands, "ls", "list blocks, the most recently used first")
+    parser = _add(commands, "ls", "list blocks, most recently used first")
     _add_places(parser)
-    parser.add_argument("--key", type=key_prefix, metavar="HEX", help="only keys that begin so")
-    parser.add_argument("--older-than", type=duration, metavar="AGE", help="only blocks not used for so long, as in 2d")
-    parser.add_argument("--newer-than", type=duration, metavar="AGE", help="only blocks used since then")
-    parser.add_argument("--larger-than", type=size, metavar="SIZE", help="only larger blocks, as in 4MiB")
+    parser.add_argument("--key", type=key_prefix, metavar="HEX", help="only keys that start with HEX")
+    parser.add_argument(
+        "--older-than", type=duration, metavar="AGE", help="only blocks not used for AGE, for instance 2d"
+    )
+    parser.add_argument("--newer-than", type=duration, metavar="AGE", help="only blocks used within AGE")
+    parser.add_argument(
+        "--larger-than", type=size, metavar="SIZE", help="only blocks larger than SIZE, for instance 4MiB"
+    )
     parser.add_argument("--sort", choices=("used", "size", "key"), default="used", help="default: used")
-    parser.add_argument("--reverse", action="store_true", help="the other way round")
-    parser.add_argument("--limit", type=count, default=50, metavar="N", help="at most so many; 0: all (default: 50)")
+    parser.add_argument("--reverse", action="store_true", help="reverse the order")
+    parser.add_argument(
+        "--limit", type=count, default=50, metavar="N", help="list at most N blocks; 0: all (default: 50)"
+    )
 
 
 def _add_verify(commands: Any) -> None:
     parser = _add(commands, "verify", "read every block and compare every checksum")
     _add_places(parser)
     parser.add_argument(
-        "--set-aside", action="store_true", help="take what is damaged out of the way, as an engine that meets it does"
+        "--set-aside", action="store_true", help="quarantine damaged blocks, as an engine that reads them does"
     )
-    parser.add_argument("--threads", type=count, default=4, metavar="N", help="that read (default: 4)")
+    parser.add_argument("--threads", type=count, default=4, metavar="N", help="read with N threads (default: 4)")
 
 
 def _add_gc(commands: Any) -> None:
-    parser = _add(commands, "gc", "delete what dead processes left and damaged blocks; with options also old blocks")
+    parser = _add(commands, "gc", "delete leftovers of dead processes and damaged blocks; with options, old blocks too")
     _add_places(parser)
     parser.add_argument(
-        "--older-than", type=duration, metavar="AGE", help="also blocks not used for so long, as in 30d"
+        "--older-than", type=duration, metavar="AGE", help="also delete blocks not used for AGE, for instance 30d"
     )
     parser.add_argument(
-        "--to", type=size, metavar="SIZE", help="also the least recently used blocks, until they take no more than this"
+        "--to", type=size, metavar="SIZE", help="also delete the least recently used blocks until at most SIZE is used"
     )
-    parser.add_argument("--all", action="store_true", help="the chosen namespaces altogether; needs --namespace")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    parser.add_argument("--all", action="store_true", help="delete the chosen namespaces completely; needs --namespace")
+    parser.add_argument("--dry-run", action="store_true", help="only report what would be deleted")
     parser.add_argument(
-        "--yes", action="store_true", help="do not ask; nothing is asked without a terminal either, nor with --json"
+        "--yes", action="store_true", help="delete without asking (as --json does, or without a terminal)"
     )
 
 
 def _add_bench(commands: Any) -> None:
-    parser = _add(commands, "bench", "how fast a store on this machine is, beside plain copies and files")
-    parser.epilog = "It writes into a namespace of its own and deletes that. Exit code: 0, however fast; 2 for misuse."
+    parser = _add(commands, "bench", "measure a store on this machine, compared with plain copies and files")
+    parser.epilog = "It writes to its own namespace, which it deletes at the end. Exit code: 0 measured, 2 wrong usage."
     _add_where(parser)
-    parser.add_argument("--blocks", type=count, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--block", type=size, default=4 << 20, metavar="SIZE", help="of one block (default: 4MiB)")
-    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="default: 9")
+    parser.add_argument("--blocks", type=count, default=64, metavar="N", help="number of blocks (default: 64)")
+    parser.add_argument("--block", type=size, default=4 << 20, metavar="SIZE", help="size of a block (default: 4MiB)")
     parser.add_argument(
-        "--lookup", type=count, default=0, metavar="N", help="also measure lookups with so many blocks stored"
+        "--rounds", type=count, default=9, metavar="N", help="rounds; the best and the median are reported (default: 9)"
+    )
+    parser.add_argument(
+        "--lookup", type=count, default=0, metavar="N", help="also measure lookups with N blocks stored"
     )
 
 
 def _handle(name: str, options: argparse.Namespace) -> int:
-    """Run a subcommand; what it needs is imported only now."""
+    """Run a subcommand; import its module only now, because most need none of the others."""
     run = import_module(f"ucm.store_command.{name}").run
     try:
         code: int = run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has read enough, for instance `head`; nothing more is to be written at exit.
+        # The reader has closed the pipe, for instance `head`: nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -131,3 +146,55 @@ def _handle(name: str, options: argparse.Namespace) -> int:
             fix="run this as the user who runs the engines",
         ) from error
     return code
+
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d|w)")
+
+
+def duration(text: str) -> float:
+    """The seconds that a text such as ``30d`` stands for.
+
+    Raises:
+        argparse.ArgumentTypeError: It stands for none.
+    """
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 90s, 15min, 12h, 30d or 4w")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def size(text: str) -> int:
+    """The bytes that a text such as ``100GiB`` stands for; 0 is one.
+
+    Raises:
+        argparse.ArgumentTypeError: It stands for none.
+    """
+    from ucm.config.units import SIZE_HELP, parse_size  # noqa: PLC0415 - see above
+
+    try:
+        return 0 if text == "0" else parse_size(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}; {SIZE_HELP}") from error
+
+
+def key_prefix(text: str) -> str:
+    """The beginning of a key, in hexadecimal digits.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    if not re.fullmatch(r"[0-9a-f]{1,128}", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: a key is written in the digits 0-9 and a-f")
+    return text
+
+
+def count(text: str) -> int:
+    """A whole number from 0 on.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)

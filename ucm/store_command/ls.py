@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import heapq
+import os
+import struct
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.config.units import format_size
 from ucm.errors import UcmError
 from ucm.store.inspection import StoredBlock, stored_blocks
-from ucm.store_command.birth import made
 from ucm.store_command.places import Directory, find_places
 from ucm.store_command.text import ago, blocks_and_bytes, iso, progress, say, say_json, table
 
@@ -113,3 +116,31 @@ def _data(listed: Listed) -> dict[str, Any]:
         "made": iso(made(block.path)),
         "used": iso(block.used),
     }
+
+
+_AT_FDCWD = -100
+_AT_SYMLINK_NOFOLLOW = 0x100
+_STATX_BTIME = 0x800
+_STATX_NBYTES = 256
+#: ``stx_mask`` and, 80 bytes on, ``stx_btime`` of ``struct statx``; see statx(2).
+_MASK, _BTIME = struct.Struct("=I"), struct.Struct("=qI")
+_BTIME_AT = 80
+
+
+@cache
+def _statx() -> Any:
+    return getattr(ctypes.CDLL(None), "statx", None)
+
+
+def made(path: str) -> float | None:
+    """The time in seconds since the epoch; None if the system or the file system does not know."""
+    statx = _statx()
+    if statx is None:
+        return None
+    found = ctypes.create_string_buffer(_STATX_NBYTES)
+    if statx(_AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, _STATX_BTIME, found):
+        return None
+    if not _MASK.unpack_from(found)[0] & _STATX_BTIME:
+        return None
+    seconds, nanoseconds = _BTIME.unpack_from(found, _BTIME_AT)
+    return float(seconds + nanoseconds / 1e9)

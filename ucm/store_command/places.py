@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucm.config.document import FILE_KEY, expand, read_document
+from ucm.config.load import check_tier_options
 from ucm.config.problems import Place as Setting
 from ucm.config.problems import raise_for
 from ucm.config.settings import ConnectorConfig
-from ucm.config.store_settings import WITH_DRAM, WITH_POSIX, StoreSettings
+from ucm.config.store_settings import DRAM, POSIX, StoreSettings
 from ucm.config.upstream import translate
 from ucm.config.validation import problems_of
 from ucm.errors import ConfigError, UcmError
 from ucm.store.config import StoreConfig
 from ucm.store.inventory import unmarked
-from ucm.store.posix_layout import namespaces
+from ucm.store.posix.layout import distrusted_namespaces, namespaces
+from ucm.store.posix.tier import check_root
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-    from ucm.store.posix_layout import Layout
+    from ucm.store.posix.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Directory:
 
 @dataclass(frozen=True)
 class Places:
-    """What a command is about.
+    """The directories and namespaces that a command works on.
 
     Args:
         directories: All of them.
@@ -107,9 +109,12 @@ class Places:
         """Every namespace that is meant, in every directory.
 
         Raises:
-            UcmError: Namespaces were named, and there are none like that.
+            UcmError: Namespaces were named, and there are none like that; or others may write to a namespace.
         """
         found = [(directory, layout) for directory in self.readable for layout in namespaces(directory.path)]
+        for directory in self.readable:
+            for path, reason in distrusted_namespaces(directory.path):
+                raise UcmError(f"the namespace is not to be trusted: {reason}", where=path, fix="delete it by hand")
         if not self.patterns:
             return found
         meant = [
@@ -131,7 +136,7 @@ def find_places(options: argparse.Namespace) -> Places:
     """The directories that a command line means.
 
     Raises:
-        ConfigError: The configuration cannot be used.
+        ConfigError: The configuration cannot be used, or others may write to a directory.
         UcmError: A directory was named that is none.
     """
     patterns = tuple(options.namespace or ())
@@ -148,6 +153,8 @@ def find_places(options: argparse.Namespace) -> Places:
                 where=f"--directory {directory.path}",
                 fix="name a directory of the store, as in the engines' configuration",
             )
+    for directory in found.readable:
+        check_root(directory.path, found.config.trusted_group)
     if options.tier is None:
         return found
     directories = tuple(directory for directory in found.directories if directory.tier == options.tier)
@@ -172,6 +179,7 @@ def read_store_settings(file: Path) -> StoreSettings:
     except ValidationError as error:
         raise_for([*out.problems, *problems_of(error, StoreSettings, ("store",), out, top)])
         raise
+    check_tier_options(store, out, top)
     raise_for(out.problems)
     paths = {
         name: [str(Path.cwd() / expand(path, out.origin(("store", name), top)[0])) for path in written]
@@ -182,7 +190,7 @@ def read_store_settings(file: Path) -> StoreSettings:
 
 
 def _of_config(settings: StoreSettings, patterns: tuple[str, ...]) -> Places:
-    if settings.pipeline not in {*WITH_POSIX, *WITH_DRAM}:
+    if not settings.parts & (POSIX | DRAM):
         raise ConfigError(
             f"the store {settings.pipeline!r} has no directories of ours to look at",
             where="store: pipeline",
@@ -191,7 +199,7 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...]) -> Places:
     config = settings.as_store_config()
     directories: list[Directory] = []
     capacities: dict[str, int] = {}
-    if settings.pipeline in WITH_DRAM:
+    if settings.parts & DRAM:
         path = config.dram_directory
         directories.append(_engines_directory("dram", path))
         if config.dram_capacity_bytes is not None:
@@ -199,7 +207,7 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...]) -> Places:
         elif not directories[0].missing:
             system = os.statvfs(path)
             capacities["dram"] = int(system.f_blocks * system.f_frsize * config.dram_capacity_fraction)
-    if settings.pipeline in WITH_POSIX:
+    if settings.parts & POSIX:
         directories += [_engines_directory("posix", path) for path in config.directories]
         if config.posix_capacity_bytes is not None:
             capacities["posix"] = config.posix_capacity_bytes

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucm.config.units import format_size
+from ucm.errors import ConfigError
+from ucm.store.errors import StoreError
+from ucm.store.factory import ask_tier
 from ucm.store.inventory import NamespaceStock, take_stock, unmarked
 from ucm.store_command.places import Directory, Places, find_places
 from ucm.store_command.text import (
@@ -21,6 +24,9 @@ from ucm.store_command.text import (
     say_json,
     table,
 )
+
+#: The tiers that are directories.
+DIRECTORY_TIERS = frozenset({"Posix", "Dram", "Cache"})
 
 if TYPE_CHECKING:
     import argparse
@@ -62,11 +68,29 @@ def run(options: argparse.Namespace) -> int:
     """
     places = find_places(options)
     stocks = _count(places)
+    servers = _ask_servers(places) if options.tier is None else []
     if options.json:
-        say_json({"directories": [_directory_data(stock) for stock in stocks], "tiers": _tier_data(places, stocks)})
+        directories = [_directory_data(stock) for stock in stocks]
+        say_json({"directories": directories, "tiers": _tier_data(places, stocks), "servers": servers})
     else:
-        say("\n\n".join("\n".join(lines) for lines in _text(places, stocks)).splitlines())
-    return int(bool(places.broken) or any(stock.unmarked for stock in stocks))
+        paragraphs = [*_text(places, stocks), *([f"{one['tier']}: {one['said']}"] for one in servers)]
+        say("\n\n".join("\n".join(lines) for lines in paragraphs).splitlines())
+    failed = not all(one["answers"] for one in servers)
+    return int(bool(places.broken) or any(stock.unmarked for stock in stocks) or failed)
+
+
+def _ask_servers(places: Places) -> list[dict[str, Any]]:
+    """Whether the tiers that are no directories answer; only they know what they hold."""
+    found = []
+    for name in places.config.parts:
+        if name in DIRECTORY_TIERS:
+            continue
+        try:
+            said, answers = ask_tier(places.config, name), True
+        except (ConfigError, StoreError) as error:
+            said, answers = str(error).splitlines()[0], False
+        found.append({"tier": name, "answers": answers, "said": said})
+    return found
 
 
 def _count(places: Places) -> list[DirectoryStock]:
@@ -114,11 +138,9 @@ def _directory_text(stock: DirectoryStock) -> list[str]:
 
 def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
     rows: list[tuple[str, ...]] = []
-    rows.append(
-        ("namespace", "blocks", "bytes", "last used", "first to go", "writing", "leased", "left behind", "damaged")
-    )
+    rows.append(("namespace", "blocks", "bytes", "last used", "first to go", "writing", "left behind", "damaged"))
     for stock in stocks:
-        counts = (stock.temporaries, stock.leases, stock.left_behind, stock.aside)
+        counts = (stock.temporaries, stock.left_behind, stock.aside)
         rows.append(
             (
                 stock.namespace,
@@ -129,7 +151,7 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
                 *(f"{number:,}" for number in counts),
             )
         )
-    lines = table(rows, right=(1, 2, 5, 6, 7, 8))
+    lines = table(rows, right=(1, 2, 5, 6, 7))
     told: dict[str, str] = {}
     for stock in stocks:
         if stock.identity is not None:
@@ -171,7 +193,6 @@ def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
                 "oldest_use": iso(one.oldest),
                 "newest_use": iso(one.newest),
                 "temporaries": one.temporaries,
-                "leases": one.leases,
                 "left_behind": one.left_behind,
                 "set_aside": one.aside,
                 "side_bytes": one.side_nbytes,

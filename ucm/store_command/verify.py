@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.config.units import format_size
 from ucm.errors import UcmError
-from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError
+from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError, BlockUnreadableError
 from ucm.store.inspection import StoredBlock, check_block, put_aside, stored_blocks
 from ucm.store_command.places import Directory, Places, find_places
 from ucm.store_command.text import NO_STORE, about_unmarked, blocks_and_bytes, many, progress, say, say_json
@@ -164,7 +164,7 @@ class _Reader:
                 self._note(directory, block, error, aside)
 
     def _put_aside(self, block: StoredBlock, error: StoreError | None) -> bool:
-        if self._keep is None or not isinstance(error, BlockCorruptError | BlockForeignError):
+        if self._keep is None or not isinstance(error, BlockCorruptError | BlockForeignError | BlockUnreadableError):
             return False
         return put_aside(block, error, self._keep)
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ucm.store.servers import RedisServer, cluster, wait_until_whole
 from ucm.logger import get_logger
-from ucm.store import health, recent
+from ucm.store import health, pool, recent
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def memory() -> Iterator[str]:
 def config(tmp_path: Path) -> StoreConfig:
     root = tmp_path / "root"
     root.mkdir()
-    return StoreConfig(directories=(str(root),), lookup_cache_keys=0)
+    # Without the low priority, with which a thread hardly ever runs on a busy machine.
+    return StoreConfig(directories=(str(root),), lookup_cache_keys=0, dump_nice=0)
 
 
 class Clock:
@@ -67,8 +69,46 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What tells when a rest is over, and what was seen is old."""
+    """What tells when a rest is over, a thread counts as stuck, and what was seen is old."""
     found = Clock()
     monkeypatch.setattr(health, "time", found)
+    monkeypatch.setattr(pool, "time", found)
     monkeypatch.setattr(recent, "time", found)
     return found
+
+
+@pytest.fixture(scope="session")
+def redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis_server(redis_of_session: RedisServer) -> RedisServer:
+    """A server that runs and is empty."""
+    if redis_of_session.process is None:
+        redis_of_session.start()
+    redis_of_session.thaw()
+    with redis_of_session.client() as client:
+        client.flushall()
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", "128mb")
+    return redis_of_session
+
+
+@pytest.fixture(scope="session")
+def cluster_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    with cluster(tmp_path_factory.mktemp("cluster")) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def redis_cluster(cluster_of_session: list[RedisServer]) -> list[RedisServer]:
+    """The three masters of a cluster that runs and is empty, and three that stand by."""
+    wait_until_whole(cluster_of_session)
+    for node in cluster_of_session:
+        with node.client() as client:
+            if client.role()[0] == b"master":
+                client.flushall()
+    return cluster_of_session

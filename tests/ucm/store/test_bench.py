@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store.bench import BESIDE, Figures, Workload, bench, for_bench
+from ucm.store.bench import Figures, Workload, bench, beside, for_bench
 from ucm.store.bench_lookup import LookupFigures, bench_lookup
+from ucm.testing.blocks import files
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
@@ -22,18 +23,21 @@ def test_every_operation_is_measured_in_every_round(config: StoreConfig, memory:
     chosen = replace(config, pipeline=pipeline, dram_directory=memory, dram_capacity_bytes=1 << 24, load_threads=3)
     heard: list[str] = []
     figures = bench(for_bench(chosen), SMALL, heard.append)
-    expected = ["memcpy", "write", "write x2", "dump", "read hot", "read hot x3", "load hot"]
+    expected = ["memcpy", "staged", "write", "write x2", "dump", "read hot", "read hot x3", "load hot"]
     if pipeline == "Posix":
         expected += ["read cold", "read cold x3", "load cold"]
     assert sorted(figures.seconds) == sorted(expected)
     assert all(len(seconds) == SMALL.rounds for seconds in figures.seconds.values())
     assert sorted(heard) == sorted(SMALL.rounds * expected)
-    for operation, beside in BESIDE.items():
+    compared = beside(chosen)
+    assert set(compared) >= {"dump", "load hot", "staged"}
+    for operation, (plain, share) in compared.items():
+        assert 0 < share < 1
         if operation in figures.seconds:
             assert min(figures.rate(operation)) > 0
-            assert min(figures.ratio(operation, beside)) > 0
+            assert min(figures.ratio(operation, plain)) > 0
     for root in (config.directories[0], memory):
-        assert not Path(root).exists() or list(Path(root).iterdir()) == []
+        assert not Path(root).exists() or files(root) == []
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -48,4 +52,4 @@ def test_lookups_are_measured(config: StoreConfig) -> None:
     every = (figures.opening, figures.first, figures.known, figures.prefix, figures.missing)
     assert [len(seconds) for seconds in every] == [10] * 5
     assert LookupFigures.quantile([1.0, 2.0, 3.0], 0.5) == 2.0
-    assert list(Path(config.directories[0]).iterdir()) == []
+    assert files(config.directories[0]) == []

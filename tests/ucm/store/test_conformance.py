@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.conformance import StoreConformance
 from ucm.store.config import StoreConfig
+from ucm.testing import StoreConformance
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.ucm.store.servers import RedisServer
+
 MIB = 1 << 20
+#: Seconds in which a server answers that is well, on a busy machine.
+PATIENT = {"timeout": 60.0, "transfer_timeout": 60.0}
 
 
 class TestPosix(StoreConformance):
     @pytest.fixture
     def config(self, tmp_path: Path) -> StoreConfig:
-        return StoreConfig(directories=(str(tmp_path),))
+        return StoreConfig(directories=(str(tmp_path),), dump_nice=0)
 
 
 class TestPosixSeveralDirectories(StoreConformance):
@@ -27,13 +31,13 @@ class TestPosixSeveralDirectories(StoreConformance):
         directories = [tmp_path / name for name in ("a", "b", "c")]
         for directory in directories:
             directory.mkdir()
-        return StoreConfig(directories=tuple(map(str, directories)))
+        return StoreConfig(directories=tuple(map(str, directories)), dump_nice=0)
 
 
 class TestPosixDirectWithSync(StoreConformance):
     @pytest.fixture
     def config(self, tmp_path: Path) -> StoreConfig:
-        return StoreConfig(directories=(str(tmp_path),), direct_io=True, fsync=True)
+        return StoreConfig(directories=(str(tmp_path),), direct_io=True, fsync=True, dump_nice=0)
 
 
 class TestPosixWithCapacityAndOneThread(StoreConformance):
@@ -52,7 +56,7 @@ class TestPosixWithCapacityAndOneThread(StoreConformance):
 class TestDram(StoreConformance):
     @pytest.fixture
     def config(self, memory: str) -> StoreConfig:
-        return StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=64 * MIB)
+        return StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=64 * MIB, dump_nice=0)
 
 
 class TestCachePosix(StoreConformance):
@@ -63,4 +67,27 @@ class TestCachePosix(StoreConformance):
             directories=(str(tmp_path),),
             dram_directory=memory,
             dram_capacity_bytes=64 * MIB,
+            dump_nice=0,
+        )
+
+
+class TestRedis(StoreConformance):
+    @pytest.fixture
+    def config(self, redis_server: RedisServer) -> StoreConfig:
+        return StoreConfig(pipeline="Redis", tiers={"Redis": {"address": redis_server.address, **PATIENT}}, dump_nice=0)
+
+
+class TestPosixRedis(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path, redis_server: RedisServer) -> StoreConfig:
+        tiers = {"Redis": {"address": redis_server.address, "ttl_seconds": 600, **PATIENT}}
+        return StoreConfig(pipeline="Posix|Redis", directories=(str(tmp_path),), tiers=tiers, dump_nice=0)
+
+
+class TestRedisCluster(StoreConformance):
+    @pytest.fixture
+    def config(self, redis_cluster: list[RedisServer]) -> StoreConfig:
+        addresses = [node.address for node in redis_cluster[:2]]
+        return StoreConfig(
+            pipeline="Redis", tiers={"Redis": {"address": addresses, "mode": "cluster", **PATIENT}}, dump_nice=0
         )

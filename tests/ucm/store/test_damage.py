@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.ucm.store.blocks import ODD, Memory, content, fetch, key, save
 from ucm.store.errors import BlockCorruptError, BlockForeignError
 from ucm.store.factory import open_store
-from ucm.store.posix_layout import Layout
+from ucm.store.posix.layout import Layout
+from ucm.testing.blocks import ODD, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

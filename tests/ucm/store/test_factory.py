@@ -10,108 +10,134 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.store.blocks import EVEN, ODD, content, fetch, filled, key, save
 from ucm.errors import ConfigError
 from ucm.store import factory
-from ucm.store.base import BlockGeometry, TierStats
-from ucm.store.config import StoreConfig
+from ucm.store.base import BlockGeometry
+from ucm.store.config import ENTRY_POINT_GROUP, StoreConfig
 from ucm.store.dram import in_memory
 from ucm.store.empty import EmptyStore
 from ucm.store.errors import BlockMissingError
 from ucm.store.factory import open_store
-from ucm.store.tier import BlockWriter, Tier
+from ucm.store.tier import TierOptions, TierPlace, ValueTier
+from ucm.testing.blocks import EVEN, ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from ucm.store.base import BlockKey, BlockTransfer, Buffer
+    from ucm.store.base import BlockKey, Buffer
 
 KEYS = [key(number) for number in range(3)]
 HERE = "tests.ucm.store.test_factory"
 
 
-class ListTier(Tier):
-    """A tier of somebody else's: blocks in a dictionary."""
+SHELVES: dict[str, dict[BlockKey, bytes]] = {}
 
-    def __init__(self, config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> None:
-        super().__init__("list")
-        self.blocks: dict[BlockKey, bytes] = config.options["blocks"]
-        self.where = namespace, geometry
 
-    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+class ShelfTier(ValueTier):
+    """A tier of somebody else's: values in a dictionary."""
+
+    class Options(TierOptions):
+        shelf: str
+
+    def __init__(self, options: Options, place: TierPlace) -> None:
+        super().__init__("shelf", place)
+        self.blocks = SHELVES.setdefault(options.shelf, {})
+
+    def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
         return [block in self.blocks for block in keys]
 
-    def prefix(self, keys: Sequence[BlockKey]) -> int:
-        return (*self.contains(keys), False).index(False)
-
-    def read(self, block: BlockTransfer, lease: str | None) -> bool:
-        del lease
-        raise BlockMissingError(f"{block.key.hex()} is not read by this test")
-
-    def read_file(self, key: BlockKey) -> Buffer:
+    def fetch(self, key: BlockKey, deadline: float) -> Buffer:
         if key not in self.blocks:
             raise BlockMissingError("no")
         return memoryview(self.blocks[key])
 
-    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        return None if key in self.blocks else ListWriter(self.blocks, key, file_nbytes)
+    def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+        self.blocks[key] = b"".join(buffers)
 
-    def prefetch(self, key: BlockKey) -> None:
-        del key
-
-    def stats(self) -> TierStats:
-        return self.counters.snapshot(None, None)
-
-    def close(self) -> None:
-        self.blocks.clear()
-
-
-class ListWriter(BlockWriter):
-    def __init__(self, blocks: dict[BlockKey, bytes], block: BlockKey, nbytes: int) -> None:
-        self.blocks, self.key, self.file = blocks, block, bytearray(nbytes)
-
-    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-        self.file[offset : offset + nbytes] = b"".join(buffers)
-
-    def pause(self) -> None:
-        pass
-
-    def commit(self) -> None:
-        self.blocks[self.key] = bytes(self.file)
-
-    def abort(self) -> None:
-        pass
+    def remove(self, key: BlockKey, deadline: float) -> None:
+        self.blocks.pop(key, None)
 
 
 def not_a_store(*_: Any) -> object:
     return object()
 
 
-def test_another_s_tier_stands_in_a_pipeline(config: StoreConfig) -> None:
-    blocks: dict[BlockKey, bytes] = {}
-    mixed = replace(config, pipeline=f"{HERE}:ListTier|Posix", options={"blocks": blocks})
+@pytest.fixture
+def shelf() -> Iterator[dict[BlockKey, bytes]]:
+    yield SHELVES.setdefault("a", {})
+    SHELVES.clear()
+
+
+@pytest.mark.parametrize("pipeline", [f"{HERE}:ShelfTier|Posix", f"Posix|{HERE}:ShelfTier"])
+def test_another_s_tier_stands_in_a_pipeline(config: StoreConfig, shelf: dict[BlockKey, bytes], pipeline: str) -> None:
+    mixed = replace(config, pipeline=pipeline, tiers={f"{HERE}:ShelfTier": {"shelf": "a"}})
     with open_store(mixed, "n", ODD) as store:
         assert save(store, KEYS, ODD).failed == {}
-        assert set(blocks) == set(KEYS)
+        assert store.flush(60)
+        assert set(shelf) == set(KEYS)
+        for path in files(config.directories[0]):
+            path.unlink()
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
-        assert list(store.stats()) == ["list", "posix"]
+        assert set(store.stats()) == {"shelf", "posix"}
+
+
+def test_another_s_tier_by_its_entry_point(
+    config: StoreConfig, shelf: dict[BlockKey, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = EntryPoint("Shelf", f"{HERE}:ShelfTier", ENTRY_POINT_GROUP)
+    monkeypatch.setattr(factory, "entry_points", lambda **_: [found])
+    mixed = replace(config, pipeline="Posix|Shelf", tiers={"Shelf": {"shelf": "a"}})
+    with open_store(mixed, "n", ODD) as store:
+        assert save(store, KEYS, ODD).failed == {}
+        assert store.flush(60)
+    assert set(shelf) == set(KEYS)
+
+
+def test_a_damaged_value_is_removed_and_is_a_miss(config: StoreConfig, shelf: dict[BlockKey, bytes]) -> None:
+    alone = replace(config, pipeline=f"{HERE}:ShelfTier", tiers={f"{HERE}:ShelfTier": {"shelf": "a"}})
+    with open_store(alone, "n", ODD) as store:
+        assert save(store, KEYS, ODD).failed == {}
+        whole = shelf[KEYS[0]]
+        shelf[KEYS[0]] = whole[:-1] + bytes([whole[-1] ^ 1])
+        shelf[KEYS[1]] = whole
+        assert {error.cause for error in fetch(store, KEYS[:2], ODD)[1].values()} == {"corrupt", "foreign"}
+        assert set(shelf) == {KEYS[2]}
+        assert store.stats()["shelf"].set_aside_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("tiers", "where"),
+    [
+        ({"Redis": {}}, "store: tiers: Redis"),
+        ({f"{HERE}:ShelfTier": {"shelf": "a", "password": "hunter2"}}, f"{HERE}:ShelfTier: password"),
+        ({f"{HERE}:ShelfTier": {"shelf": 1}}, f"{HERE}:ShelfTier: shelf"),
+        ({f"{HERE}:ShelfTier": {}}, f"{HERE}:ShelfTier: shelf"),
+    ],
+)
+def test_a_wrong_option_of_a_tier_is_named_and_not_shown(
+    config: StoreConfig, tiers: dict[str, dict[str, object]], where: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(replace(config, pipeline=f"Posix|{HERE}:ShelfTier", tiers=tiers), "n", ODD)
+    assert caught.value.where.endswith(where)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_another_s_store_stands_alone(config: StoreConfig) -> None:
     with open_store(replace(config, pipeline="ucm.store.empty:EmptyStore"), "n", ODD) as store:
         assert isinstance(store, EmptyStore)
-    with pytest.raises(ConfigError, match="whole store"):
+    with pytest.raises(ConfigError, match="complete store"):
         open_store(replace(config, pipeline="ucm.store.empty:EmptyStore|Posix"), "n", ODD)
 
 
 def test_a_back_end_by_its_entry_point(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoint("Mine", "ucm.store.empty:EmptyStore", factory.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(factory, "entry_points", lambda *, group: [found] if group == "ucm.stores" else [])
+    found = EntryPoint("Mine", "ucm.store.empty:EmptyStore", ENTRY_POINT_GROUP)
+    monkeypatch.setattr(factory, "entry_points", lambda **of: [found] if of == {"group": "ucm.stores"} else [])
     with open_store(replace(config, pipeline="Mine"), "n", ODD) as store:
         assert isinstance(store, EmptyStore)
     with pytest.raises(ConfigError) as caught:
         open_store(replace(config, pipeline="Theirs"), "n", ODD)
-    assert "Posix, Dram, Cache, Empty, Mine" in caught.value.fix
+    assert "Posix, Dram, Cache, Redis, Empty, Mine" in caught.value.fix
 
 
 def test_the_empty_store_takes_everything_and_has_nothing() -> None:

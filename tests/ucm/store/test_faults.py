@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.ucm.store.blocks import EVEN, content, fetch, key, save
 from tests.ucm.store.workers import dump_for_ever, live_with_limits, live_without_privileges
 from ucm.store.config import StoreConfig
 from ucm.store.errors import StoreFullError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.posix_layout import Layout
-from ucm.store.posix_tidy import tidy
+from ucm.store.posix.index import clean_up
+from ucm.store.posix.layout import Layout
+from ucm.testing.blocks import EVEN, content, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_blocks(config: StoreConfig) 
             assert loaded == {block: content(block, EVEN) for block in there}
         for bucket in root.glob("??"):
             shutil.rmtree(bucket)
-        tidy(config.directories[0], 3600)
+        clean_up(config.directories[0], 3600)
         assert list((root / "tmp").iterdir()) == []
 
 
@@ -116,13 +116,16 @@ def test_a_file_that_may_not_grow(config: StoreConfig) -> None:
 def test_permissions_that_are_missing() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become the other user that this test needs")
-    root = tempfile.mkdtemp()
+    parent = Path(tempfile.mkdtemp())
+    root = str(parent / "root")
     try:
+        parent.chmod(0o711)  # which lets others through without letting them look
+        Path(root).mkdir(mode=0o700)
         os.chown(root, NOBODY, NOBODY)
         with SPAWN.Pool(1) as pool:
             seen = pool.apply(live_without_privileges, (root, NOBODY))
     finally:
-        shutil.rmtree(root)
+        shutil.rmtree(parent)
     assert seen == {
         "read only: save": ["unavailable"],
         "read only: load": 1,

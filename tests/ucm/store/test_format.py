@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ucm.store.blocks import EVEN, MANY, ODD, Memory, content, key
 from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.errors import BlockCorruptError, BlockForeignError
 from ucm.store.format import MAX_UNITS, UNIT, HeaderCodec, checksum, decode, header_nbytes, sums_of, verify
+from ucm.testing.blocks import EVEN, MANY, ODD, Memory, content, key
 
 NAMESPACE = "some/name.space-1"
 KEY = key(1)

@@ -24,14 +24,17 @@ def resting(clock: Clock) -> Breaker:
     breaker = Breaker("it", 3, 30.0)
     for _ in range(3):
         assert breaker.allows()
-        breaker.failed("broken")
+        breaker.failed(StoreUnavailableError("broken"))
     assert not breaker.allows()
     clock.now += 30
     return breaker
 
 
 @pytest.mark.parametrize("goes_well", [True, False])
-def test_who_comes_during_the_probe_hears_how_it_went(resting: Breaker, goes_well: bool) -> None:
+def test_who_comes_during_the_probe_hears_how_it_went(
+    resting: Breaker, goes_well: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_PATIENCE", 60.0)
     assert resting.allows()
     with ThreadPoolExecutor(8) as pool:
         others = [pool.submit(resting.allows) for _ in range(8)]
@@ -40,8 +43,8 @@ def test_who_comes_during_the_probe_hears_how_it_went(resting: Breaker, goes_wel
         if goes_well:
             resting.succeeded()
         else:
-            resting.failed("broken")
-        assert [other.result(timeout=10) for other in others] == [goes_well] * 8
+            resting.failed(StoreUnavailableError("broken"))
+        assert [other.result(timeout=60) for other in others] == [goes_well] * 8
 
 
 def test_a_probe_that_hangs_keeps_the_others_for_a_moment(resting: Breaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +52,7 @@ def test_a_probe_that_hangs_keeps_the_others_for_a_moment(resting: Breaker, monk
     assert resting.allows()
     waiting = threading.Thread(target=resting.allows)
     waiting.start()
-    waiting.join(timeout=10)
+    waiting.join(timeout=60)
     assert not waiting.is_alive()
     assert not resting.allows()
 
@@ -58,8 +61,8 @@ def test_the_reason_is_said_at_each_rest(resting: Breaker, said: list[str], cloc
     said.clear()
     for reason in ("still broken", "no permission"):
         assert resting.allows()
-        resting.failed(reason)
-        resting.failed("of a call that was under way")
+        resting.failed(StoreUnavailableError(reason))
+        resting.failed(StoreUnavailableError("of a call that was under way"))
         clock.now += 30
     assert said == [
         "[UCM.Store] it rests for 30 s after 4 failures in a row: still broken",

@@ -8,12 +8,12 @@ import shutil
 import stat
 from typing import TYPE_CHECKING
 
-from tests.ucm.store.blocks import ODD, key, save
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.identity_file import write_identity
 from ucm.store.inventory import identity
-from ucm.store.posix_layout import Layout, namespaces
+from ucm.store.posix.layout import Layout, namespaces
+from ucm.testing.blocks import ODD, key, save
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,28 +8,28 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ucm.store.blocks import ODD, fetch, key, save
-from ucm.store import posix_index, posix_removals
+from ucm.store.errors import StoreUnavailableError
 from ucm.store.factory import open_store
-from ucm.store.posix import PosixTier
-from ucm.store.posix_layout import Layout
-from ucm.store.posix_removals import Position, log_removals, read_removals
-from ucm.store.posix_survey import evict, survey
+from ucm.store.posix import index as posix_index
+from ucm.store.posix.index import Position, evict, log_removals, read_removals, scan
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
+from ucm.testing.blocks import ODD, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.config import StoreConfig
-    from ucm.store.posix_index import NameIndex
+    from ucm.store.posix.index import NameIndex
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(40)]
@@ -50,24 +50,31 @@ def store(config: StoreConfig) -> Iterator[KVStore]:
         yield opened
 
 
-def index_of(store: KVStore) -> NameIndex:
+def indexes_of(store: KVStore) -> list[NameIndex]:
     assert isinstance(store, TieredStore)
     tier = store._tiers[0]
     assert isinstance(tier, PosixTier)
-    return tier._index
+    return [directory.index for directory in tier._directories]
+
+
+def index_of(store: KVStore) -> NameIndex:
+    [found] = indexes_of(store)
+    return found
 
 
 def learn(store: KVStore) -> None:
     """Let the store list the names."""
-    index_of(store).tested(posix_index.WORTH)
+    for index in indexes_of(store):
+        index.tested(posix_index.WORTH)
     wait_until_listed(store)
 
 
 def wait_until_listed(store: KVStore) -> None:
     deadline = time.monotonic() + 60
-    while index_of(store)._names is None or index_of(store)._thread is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    for index in indexes_of(store):
+        while index._names is None or index._thread is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
 
 def watch_tests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -75,9 +82,9 @@ def watch_tests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     access = os.access
     made: list[str] = []
 
-    def counted(path: str, mode: int) -> bool:
+    def counted(path: str, mode: int, **options: Any) -> bool:
         made.append(path)
-        return access(path, mode)
+        return access(path, mode, **options)
 
     monkeypatch.setattr(os, "access", counted)
     return made
@@ -121,8 +128,8 @@ def test_others_blocks_are_found_and_then_known(
 def test_what_another_evicts_is_forgotten(store: KVStore, layout: Layout) -> None:
     for age, block in enumerate(KEYS[:30]):
         os.utime(layout.block(block), (1000 + age, 1000 + age))
-    nbytes = survey(layout.root).nbytes
-    evict(layout.root, survey(layout.root), nbytes / 3, lambda _: None)
+    nbytes = scan(layout.root).nbytes
+    evict(layout.root, scan(layout.root), nbytes / 3, lambda _: None)
     assert store.lookup(KEYS) == [False] * 10 + [True] * 20 + [False] * 10
     assert store.lookup_on_prefix(KEYS) == 0
     save(store, KEYS[:5], ODD)
@@ -165,11 +172,11 @@ def test_a_directory_that_vanished_is_forgotten(store: KVStore, layout: Layout) 
 def test_a_deleted_or_new_log_begins_anew(store: KVStore, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     log_removals(layout, [KEYS[0]])
     store.lookup(KEYS)
-    Path(posix_removals.removals_path(layout)).unlink()
+    Path(posix_index.removals_path(layout)).unlink()
     assert store.lookup(KEYS) == [True] * 30 + [False] * 10  # by asking, as the next line shows
     assert index_of(store)._names is None
     learn(store)
-    monkeypatch.setattr(posix_removals, "_LONGEST", 10)
+    monkeypatch.setattr(posix_index, "_LONGEST", 10)
     log_removals(layout, [KEYS[1], KEYS[2]])
     assert store.lookup(KEYS) == [True] * 30 + [False] * 10
     assert index_of(store)._names is None
@@ -180,7 +187,7 @@ def test_a_resting_directory_has_nothing(store: KVStore, config: StoreConfig) ->
     tier = store._tiers[0]
     assert isinstance(tier, PosixTier)
     for _ in range(config.failures_until_rest):
-        tier._directories[0].reads.failed("made up")
+        tier._directories[0].reads.failed(StoreUnavailableError("made up"))
     assert store.lookup(KEYS) == [False] * 40
 
 
@@ -196,7 +203,7 @@ def test_much_that_is_new_is_merged(store: KVStore, layout: Layout, monkeypatch:
     fetch(store, KEYS[:10], ODD)
     assert len(index._dropped) <= 3
     assert store.lookup(KEYS) == [False] * 10 + [True] * 30
-    evict(layout.root, survey(layout.root), 1e12, lambda _: None)
+    evict(layout.root, scan(layout.root), 1e12, lambda _: None)
     assert store.lookup(KEYS) == [False] * 40
 
 
@@ -216,8 +223,9 @@ def test_several_directories(tmp_path: Path, config: StoreConfig) -> None:
     with open_store(several, NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
         learn(store)
-        assert index_of(store).known(KEYS) == [True] * 40
-        evict(str(roots[0]), survey(str(roots[0])), 1e12, lambda _: None)
+        known = [index.known(KEYS) or [] for index in indexes_of(store)]
+        assert [sum(of_key) for of_key in zip(*known, strict=True)] == [1] * 40
+        evict(str(roots[0]), scan(str(roots[0])), 1e12, lambda _: None)
         expected = [Path(Layout(str(roots[1]), NAMESPACE).block(block)).exists() for block in KEYS]
         assert store.lookup(KEYS) == expected
         assert 0 < sum(expected) < 40
@@ -270,12 +278,12 @@ def test_a_log_that_cannot_be_written_harms_nobody(layout: Layout) -> None:
 def test_half_a_record_waits_for_its_other_half(layout: Layout) -> None:
     log_removals(layout, KEYS[:1])
     position, _ = read_removals(layout, None)
-    with Path(posix_removals.removals_path(layout)).open("ab") as log:
+    with Path(posix_index.removals_path(layout)).open("ab") as log:
         log.write(KEYS[1][:5])
     position, removed = read_removals(layout, position)
     assert removed is not None
     assert removed.size == 0
-    with Path(posix_removals.removals_path(layout)).open("ab") as log:
+    with Path(posix_index.removals_path(layout)).open("ab") as log:
         log.write(KEYS[1][5:8])
     _, removed = read_removals(layout, position)
     assert removed is not None

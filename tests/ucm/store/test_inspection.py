@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.blocks import ODD, key, save
 from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.inspection import check_block, clean, put_aside, stored_blocks
-from ucm.store.posix_layout import Layout, owner_name
+from ucm.store.inspection import check_block, put_aside, stored_blocks
+from ucm.store.posix.layout import Layout
+from ucm.testing.blocks import ODD, key, save
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
@@ -56,15 +55,3 @@ def test_what_is_wrong_with_a_block(root: str) -> None:
     assert put_aside(blocks[KEYS[0]], found[0], keep=1)
     assert not paths[0].exists()
     assert len(list((Path(root) / "c" / "aside").iterdir())) == 1
-
-
-def test_cleaning(root: str) -> None:
-    layout = Layout(root, "a/b")
-    Path(layout.temporary, owner_name().replace(f"-{os.getpid()}-", "-999999999-")).write_bytes(b"x")
-    for age, block in enumerate(KEYS):
-        os.utime(layout.block(block), (1000 + age, 1000 + age))
-    assert clean(root, None, 3600).left_over == 1
-    cleaned = clean(root, 15 * FILE, 3600)
-    assert (cleaned.left_over, cleaned.blocks, cleaned.nbytes) == (0, 5, 5 * FILE)
-    assert sorted(block.key for block in stored_blocks(root, "a/b")) == sorted(KEYS[5:])
-    assert len(list(stored_blocks(root, "c"))) == 10

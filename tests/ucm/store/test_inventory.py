@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.blocks import ODD, key, save
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.inventory import identity, left_behind, side_files, take_stock, unmarked
-from ucm.store.posix_layout import IDENTITY, Layout, owner_name
+from ucm.store.posix.layout import IDENTITY, Layout, owner_name
+from ucm.testing.blocks import ODD, key, save
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
@@ -34,7 +34,7 @@ def test_a_namespace_s_stock(layout: Layout) -> None:
     stock = take_stock(layout, 3600, lambda: steps.append(None))
     assert (stock.namespace, stock.blocks, stock.nbytes, len(steps)) == ("a/b", 3, 3 * FILE, 3)
     assert (stock.oldest, stock.newest) == (1000, 1002)
-    assert (stock.temporaries, stock.leases, stock.left_behind, stock.aside, stock.side_nbytes) == (0, 0, 0, 0, 0)
+    assert (stock.temporaries, stock.left_behind, stock.aside, stock.side_nbytes) == (0, 0, 0, 0)
 
 
 def test_a_block_used_in_1970(layout: Layout) -> None:
@@ -56,15 +56,15 @@ def test_what_the_dead_left(layout: Layout) -> None:
     dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
     for name in (mine, dead):
         Path(layout.temporary, name).write_bytes(b"x" * 7)
-        Path(layout.leases, name).mkdir()
+        Path(layout.aside, name).write_bytes(b"x")
     Path(layout.aside, "1-ab-corrupt").write_bytes(b"x" * 3)
     left = left_behind(layout, 3600)
     assert {(file.path, file.nbytes) for file in left} == {
         (f"{layout.temporary}/{dead}", 7),
-        (f"{layout.leases}/{dead}", 0),
+        (f"{layout.aside}/{dead}", 1),
     }
     stock = take_stock(layout, 3600)
-    assert (stock.temporaries, stock.leases, stock.left_behind, stock.aside, stock.side_nbytes) == (2, 2, 2, 1, 17)
+    assert (stock.temporaries, stock.left_behind, stock.aside, stock.side_nbytes) == (2, 2, 1, 17)
     Path(layout.temporary, mine).rename(Path(layout.temporary, f"{'0' * 16}-1-1-0-0"))  # of another host
     assert len(left_behind(layout, 3600)) == 2
     assert len(left_behind(layout, -1)) == 3
@@ -84,10 +84,10 @@ def test_namespaces_without_a_marker(layout: Layout) -> None:
     root = Path(layout.root)
     for name in ("stranger", "UPPER", "empty"):
         (root / name / "tmp").mkdir(parents=True)
-    (root / "stranger" / "ab").write_text("x", encoding="utf-8")
+    (root / "stranger" / "ab").mkdir()
     (root / "file").write_text("x", encoding="utf-8")
     assert unmarked(layout.root) == [str(root / "stranger")]
-    (root / "stranger" / "ab").unlink()
+    (root / "stranger" / "ab").rmdir()
     assert unmarked(layout.root) == []
     Path(layout.base, "NAMESPACE").unlink()
     assert unmarked(layout.root) == [layout.base]

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ucm.store.blocks import ODD, filled, key, save
 from tests.ucm.store.workers import owner_name_of_this_process
 from ucm.errors import ConfigError
-from ucm.store import posix_keeper, posix_layout
 from ucm.store.base import BlockKey
 from ucm.store.factory import open_store
-from ucm.store.posix_layout import Layout, buckets, check_namespace, is_stale, key_of, namespaces, owner_name
-from ucm.store.posix_tidy import tidy
+from ucm.store.posix import layout as posix_layout
+from ucm.store.posix import space as posix_space
+from ucm.store.posix.index import clean_up
+from ucm.store.posix.layout import Layout, buckets, check_namespace, is_stale, key_of, namespaces, owner_name
+from ucm.testing.blocks import ODD, filled, key, save
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
@@ -85,10 +86,15 @@ def test_a_dead_owner_is_known_to_be_dead() -> None:
     assert is_stale(f"{host}-{os.getpid()}-{started}-{rest}", age=0, stale_seconds=3600)
 
 
-@pytest.mark.parametrize("name", ["0123456789abcdef-999999999-1-x", "junk", ""])
-def test_of_another_host_s_owner_only_the_age_tells(name: str) -> None:
+def test_of_another_host_s_owner_only_the_age_tells() -> None:
+    name = "0123456789abcdef-999999999-1-x"
     assert not is_stale(name, age=10, stale_seconds=3600)
     assert is_stale(name, age=3601, stale_seconds=3600)
+
+
+@pytest.mark.parametrize("name", ["junk", "", "notes.txt", "0123456789abcdef-x-1-x"])
+def test_what_none_of_us_made_is_never_stale(name: str) -> None:
+    assert not is_stale(name, age=1e9, stale_seconds=0)
 
 
 def test_hosts_that_cannot_be_told_apart_are_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +108,8 @@ def test_hosts_that_cannot_be_told_apart_are_taken_for_others(monkeypatch: pytes
     assert is_stale(name.replace(str(os.getpid()), "999999999"), age=10, stale_seconds=3600)
 
 
-def _refuse(path: Path) -> Path:
-    raise PermissionError(path)
+def _refuse(self: Path) -> Path:
+    raise PermissionError(self)
 
 
 def test_only_what_is_stale_is_deleted(tmp_path: Path) -> None:
@@ -119,13 +125,13 @@ def test_only_what_is_stale_is_deleted(tmp_path: Path) -> None:
         os.utime(Path(layout.temporary, name), (1, 1))
     (tmp_path / "stranger" / "tmp").mkdir(parents=True)
     (tmp_path / "stranger" / "tmp" / dead).write_bytes(b"x")
-    assert tidy(str(tmp_path), 3600) == 2
+    assert clean_up(str(tmp_path), 3600) == 2
     assert sorted(os.listdir(layout.temporary)) == sorted([mine, old, foreign])  # noqa: PTH208 - names
     assert (tmp_path / "stranger" / "tmp" / dead).exists()
 
 
 def test_a_store_in_use_deletes_what_is_stale(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix_keeper, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(posix_space, "_FIRST_SECONDS", 0.0)
     layout = Layout(config.directories[0], "n")
     layout.make()
     left = Path(layout.temporary, owner_name().replace(f"-{os.getpid()}-", "-999999999-"))

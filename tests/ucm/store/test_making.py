@@ -10,25 +10,26 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.blocks import ODD, key, save
-from ucm.store import posix_keeper
 from ucm.store.factory import open_store
-from ucm.store.posix_layout import Layout, namespaces
-from ucm.store.posix_removals import log_removals
+from ucm.store.posix import paths as posix_paths
+from ucm.store.posix import space as posix_space
+from ucm.store.posix.index import log_removals
+from ucm.store.posix.layout import Layout, namespaces
+from ucm.testing.blocks import ODD, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ucm.store.config import StoreConfig
 
-CALLS = ("mkdir", "open", "fsync", "rename")
+CALLS = ("mkdir", "fsync", "rename")
 
 
 class DiedError(BaseException):
     """Stands for the end of the process."""
 
 
-@pytest.mark.parametrize("calls", range(10))
+@pytest.mark.parametrize("calls", range(18))
 def test_whoever_comes_next_makes_the_rest(config: StoreConfig, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     left = [calls]
     layout = Layout(config.directories[0], "n")
@@ -46,6 +47,8 @@ def test_whoever_comes_next_makes_the_rest(config: StoreConfig, monkeypatch: pyt
     with monkeypatch.context() as patch:
         for name in CALLS:
             patch.setattr(os, name, deadly(getattr(os, name)))
+        opening = deadly(posix_paths._open())
+        patch.setattr(posix_paths, "_open", lambda: opening)
         with pytest.raises(DiedError):
             layout.make()
     with open_store(config, "n", ODD) as store:
@@ -55,7 +58,7 @@ def test_whoever_comes_next_makes_the_rest(config: StoreConfig, monkeypatch: pyt
 
 def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """``rm -r`` beside a writer may take the marker and leave the rest."""
-    monkeypatch.setattr(posix_keeper, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(posix_space, "_FIRST_SECONDS", 0.0)
     layout = Layout(config.directories[0], "n")
     with open_store(config, "n", ODD) as store:
         save(store, [key(1)], ODD)
@@ -71,7 +74,7 @@ def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, monkeypat
 def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as its process lives, nobody else would delete it."""
 
-    def refuse(*_: object) -> int:
+    def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     layout = Layout(str(tmp_path), "n")
@@ -79,7 +82,7 @@ def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatc
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(OSError, match="No space"):
             layout.make()
-        assert list(Path(layout.leases).iterdir()) == []
+        assert list(Path(layout.aside).iterdir()) == []
     layout.make()
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse)

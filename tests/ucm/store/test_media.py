@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.blocks import ODD, content, fetch, files, filled, key, save
-from ucm.store import posix_directory, posix_space
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreFullError, StoreUnavailableError
 from ucm.store.factory import open_store
-from ucm.store.posix_layout import Layout
+from ucm.store.posix import files as posix_files
+from ucm.store.posix import paths as posix_paths
+from ucm.store.posix import tier as posix_tier
+from ucm.store.posix.layout import Layout
+from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
     from tests.ucm.store.conftest import Clock
@@ -31,6 +33,7 @@ KEYS = [key(number) for number in range(12)]
 def test_an_emptied_directory_is_filled_again_at_once(config: StoreConfig) -> None:
     with open_store(config, NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
+        Path(config.directories[0], "USED").unlink()
         for child in Path(config.directories[0]).iterdir():
             shutil.rmtree(child)
         assert store.lookup(KEYS) == [False] * len(KEYS)
@@ -59,7 +62,7 @@ def test_a_directory_whose_file_system_went_comes_back_after_a_rest(
     with open_store(config, NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
         shutil.rmtree(root)
-        monkeypatch.setattr(posix_directory, "_device", lambda _: 0)
+        monkeypatch.setattr(posix_tier, "_device", lambda path: 0)
         assert fetch(store, KEYS, ODD)[0] == {}
         for block in KEYS[:5]:
             assert isinstance(save(store, [block], ODD).failed[block], StoreUnavailableError)
@@ -139,8 +142,29 @@ def test_what_the_medium_refuses_while_writing(
     assert len(files(config.directories[0])) == len(KEYS)
 
 
+def test_the_first_cause_is_kept_through_a_rest(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """What a full disk refuses is counted as full, also while the directory rests; and so on."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with open_store(replace(config, dump_threads=1), NAMESPACE, ODD) as store:
+        number = errno.ENOSPC
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", refuse)
+            assert {type(error) for error in save(store, KEYS[:8], ODD).failed.values()} == {StoreFullError}
+            assert store.stats()["posix"].failures == {"dump.full": 8}
+            clock.now += config.rest_seconds
+            number = errno.ESTALE
+            assert {type(error) for error in save(store, KEYS[:8], ODD).failed.values()} == {StoreUnavailableError}
+        clock.now += config.rest_seconds
+        assert save(store, KEYS, ODD).failed == {}
+
+
 def test_a_medium_that_fails_while_publishing(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "made up")
 
     with open_store(config, NAMESPACE, ODD) as store:
@@ -160,7 +184,7 @@ def test_a_medium_that_fails_while_reading_rests(
     def refuse(*_: object) -> int:
         nonlocal calls
         calls += 1
-        raise OSError(errno.EIO, "made up")
+        raise OSError(errno.ETIMEDOUT, "made up")
 
     with open_store(replace(config, load_threads=1), NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
@@ -182,7 +206,7 @@ def test_a_medium_that_says_that_a_block_is_gone_works_again(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     def refuse(*_: object) -> int:
-        raise OSError(errno.EIO, "made up")
+        raise OSError(errno.ETIMEDOUT, "made up")
 
     with open_store(config, NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
@@ -199,11 +223,11 @@ def test_short_transfers_are_continued(config: StoreConfig, monkeypatch: pytest.
     """As a signal, or a network file system, may cause them."""
     pwritev, preadv = os.pwritev, os.preadv
 
-    def some_written(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        return pwritev(descriptor, [memoryview(buffers[0]).cast("B")[:1000]], offset)
+    def some_written(descriptor: int, buffers: list[memoryview], *rest: int) -> int:
+        return pwritev(descriptor, [memoryview(buffers[0]).cast("B")[:1000]], *rest)
 
-    def some_read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        return preadv(descriptor, [memoryview(buffers[0]).cast("B")[:1000]], offset)
+    def some_read(descriptor: int, buffers: list[memoryview], *rest: int) -> int:
+        return preadv(descriptor, [memoryview(buffers[0]).cast("B")[:1000]], *rest)
 
     monkeypatch.setattr(os, "pwritev", some_written)
     monkeypatch.setattr(os, "preadv", some_read)
@@ -215,14 +239,20 @@ def test_short_transfers_are_continued(config: StoreConfig, monkeypatch: pytest.
 def test_direct_io_gives_way_where_it_is_refused(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    plain = os.open
+    plain, plain_in = posix_paths._open(), os.open
 
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+    def refuse(path: str, flags: int, mode: int) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return plain(path, flags, mode)
 
-    monkeypatch.setattr(os, "open", refuse)
+    def refuse_in(path: str, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain_in(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(posix_paths, "_open", lambda: refuse)
+    monkeypatch.setattr(os, "open", refuse_in)
     direct = replace(config, direct_io=True)
     with open_store(direct, NAMESPACE, ODD) as store, open_store(direct, NAMESPACE, ODD) as reader:
         save(store, KEYS, ODD)
@@ -242,8 +272,8 @@ def test_claiming_space_is_left_where_it_cannot_be(
         ctypes.set_errno(number or 0)
         return -1
 
-    monkeypatch.setattr(posix_space, "_fallocate", lambda: refuse if number else None)
-    large = BlockGeometry((posix_space.CLAIM_FROM,), bytes(16))
+    monkeypatch.setattr(posix_files, "_fallocate", lambda: refuse if number else None)
+    large = BlockGeometry((posix_files.CLAIM_FROM,), bytes(16))
     with open_store(replace(config, dump_threads=1), NAMESPACE, large) as store:
         assert save(store, KEYS[:3], large).failed == {}
         assert fetch(store, KEYS[:3], large)[0] == {block: content(block, large) for block in KEYS[:3]}
@@ -255,8 +285,8 @@ def test_a_block_for_which_no_space_can_be_claimed(config: StoreConfig, monkeypa
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
-    monkeypatch.setattr(posix_space, "_fallocate", lambda: refuse)
-    large = BlockGeometry((posix_space.CLAIM_FROM,), bytes(16))
+    monkeypatch.setattr(posix_files, "_fallocate", lambda: refuse)
+    large = BlockGeometry((posix_files.CLAIM_FROM,), bytes(16))
     with open_store(config, NAMESPACE, large) as store:
         assert isinstance(save(store, KEYS[:1], large).failed[KEYS[0]], StoreFullError)
         assert files(config.directories[0]) == []

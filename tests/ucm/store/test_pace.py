@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.blocks import EVEN, filled, key, save
 from ucm.store import pace
 from ucm.store.factory import open_store
 from ucm.store.pace import Pace
+from ucm.testing.blocks import EVEN, filled, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
 
 KEYS = [key(number) for number in range(4)]
-#: Seconds in which what must not happen would have happened; and far more than what must happen takes.
-MOMENT, LONG = 0.2, 60.0
+#: Seconds in which what must not happen would have happened; far more than what must happen takes; and what nobody
+#: waits for.
+MOMENT, LONG, NEVER = 0.2, 60.0, 3600.0
 
 
 @pytest.fixture
 def store(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[KVStore]:
-    monkeypatch.setattr(pace, "PATIENCE", LONG)
+    monkeypatch.setattr(pace, "PATIENCE", NEVER)
     with open_store(replace(config, dump_threads=1), "n", EVEN) as opened:
         yield opened
 
@@ -54,7 +55,7 @@ def test_nothing_is_written_while_the_caller_computes(store: KVStore) -> None:
 
 
 def test_nothing_is_written_right_after_it_computed(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "GRACE", LONG)
+    monkeypatch.setattr(pace, "GRACE", NEVER)
     task = dumped_in_the_background(store)
     store.stand_back(active=False)
     assert not is_finished_after(store, task, MOMENT)
@@ -83,14 +84,14 @@ def test_what_is_too_much_is_written_at_once(store: KVStore, monkeypatch: pytest
 
 
 def test_the_more_waits_the_less_patient_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PATIENCE", LONG)
+    monkeypatch.setattr(pace, "PATIENCE", NEVER)
     monkeypatch.setattr(pace, "MOST_WAITING", 10_000)
     held = Pace()
     held.stand_back(active=True)
     turns = [threading.Thread(target=held.take_turn, args=(waiting,), daemon=True) for waiting in (9_999, 5_000)]
     for turn in turns:
         turn.start()
-    turns[0].join(LONG / 4)
+    turns[0].join(LONG)
     assert [turn.is_alive() for turn in turns] == [False, True]
     held.hurry()
     turns[1].join(LONG)

@@ -11,16 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.ucm.store.blocks import Memory, content, fetch, key
 from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.errors import BlockMissingError
 from ucm.store.factory import open_store
-from ucm.store.posix import PosixTier
-from ucm.store.posix_index import WORTH
-from ucm.store.posix_layout import Layout
-from ucm.store.posix_survey import evict, survey
+from ucm.store.posix.index import WORTH, evict, scan
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.tier import PosixTier
 from ucm.store.tiered import TieredStore
+from ucm.testing.blocks import Memory, content, fetch, key
 
 GEOMETRY = BlockGeometry((5, 4096, 1, 700), b"stateful 16bytes")
 SHARDS = len(GEOMETRY.shard_sizes)
@@ -120,11 +119,12 @@ class Storing(RuleBasedStateMachine):
         assert isinstance(store, TieredStore)
         tier = store._tiers[0]
         assert isinstance(tier, PosixTier)
-        tier._index.tested(WORTH)
         deadline = time.monotonic() + 60
-        while tier._index._thread is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        for directory in tier._directories:
+            directory.index.tested(WORTH)
+            while directory.index._thread is not None:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
 
     @precondition(lambda self: self.visible)
     @rule()
@@ -135,7 +135,7 @@ class Storing(RuleBasedStateMachine):
             mine = [block for block in before if str(self.path(block)).startswith(f"{root}/")]
             expected = [str(self.path(block)) for block in mine[:1]]
             gone: list[str] = []
-            evict(root, survey(root), 1, gone.append)
+            evict(root, scan(root), 1, gone.append)
             assert gone == expected
             for block in mine[:1]:
                 del self.visible[block]

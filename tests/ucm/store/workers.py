@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ucm.store.blocks import content, fetch, filled, key, pick, save
 from ucm.errors import ConfigError
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.posix_layout import owner_name
-
-if TYPE_CHECKING:
-    from ucm.store.base import BlockKey
-
-
-def save_and_fetch(
-    config: StoreConfig, namespace: str, geometry: BlockGeometry, keys: list[BlockKey], seed: int
-) -> int:
-    """Save and load blocks in an order of our own: how many could be loaded in the end, none of them wrong."""
-    chance = np.random.default_rng(seed)
-    with open_store(config, namespace, geometry) as store:
-        for block in pick(chance, keys):
-            assert save(store, [block], geometry).failed == {}
-            for found, data in fetch(store, pick(chance, keys, 4), geometry)[0].items():
-                assert data == content(found, geometry)
-        return len(fetch(store, keys, geometry)[0])
+from ucm.store.posix.layout import owner_name
+from ucm.testing.blocks import content, fetch, filled, key, save
 
 
 def owner_name_of_this_process() -> str:
@@ -91,3 +75,17 @@ def live_without_privileges(root: str, user: int) -> dict[str, object]:
     except ConfigError as error:
         seen["at opening"] = error.where
     return seen
+
+
+def fill(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int) -> None:
+    """Write blocks of our own, half as many as may be there, as fast as possible."""
+    with open_store(config, namespace, geometry) as store:
+        for first in range(0, 100, 10):
+            save(store, [key(1000 * seed + first + number) for number in range(10)], geometry)
+
+
+def evict_until_killed(config: StoreConfig, namespace: str, geometry: BlockGeometry) -> None:
+    """Be the one that evicts."""
+    with open_store(config, namespace, geometry) as store:
+        save(store, [key(1)], geometry)
+        threading.Event().wait()

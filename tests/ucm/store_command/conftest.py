@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.store.blocks import EVEN, key, save
 from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
 from ucm import cli
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.posix_layout import Layout
+from ucm.store.posix.layout import Layout
+from ucm.testing.blocks import EVEN, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,13 +16,14 @@ import pytest
 
 from tests.ucm.store_command.conftest import BIG, SMALL
 from ucm.store_command import verify
-from ucm.store_command.arguments import count, duration, key_prefix, size
+from ucm.store_command.command import count, duration, key_prefix, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from tests.ucm.store_command.conftest import Answer, Kept
+    from ucm.store.inspection import StoredBlock
 
 UCM = [sys.executable, "-m", "ucm.cli", "store"]
 COMMANDS = ("stat", "ls", "verify", "gc")
@@ -128,7 +129,7 @@ def test_a_reader_that_has_enough(kept: Kept) -> None:
 
 
 def test_an_interrupt_is_no_traceback(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(block: StoredBlock) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "check_block", interrupt)

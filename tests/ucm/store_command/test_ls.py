@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.store_command.conftest import BIG, FILE, SMALL
-from ucm.store_command import birth
+from ucm.store_command import ls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,15 +78,15 @@ def test_the_text(kept: Kept, ask: Callable[..., Answer]) -> None:
 
 def test_when_a_block_was_made(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     path = kept.path(BIG, 0)
-    made = birth.made(str(path))
+    made = ls.made(str(path))
     if made is None:
         pytest.skip("this file system does not tell when files were made")
     os.utime(path, (0, 0))
-    assert birth.made(str(path)) == made
+    assert ls.made(str(path)) == made
     assert abs(made - path.stat().st_ctime) < 600
-    assert birth.made(f"{path}-nowhere") is None
-    monkeypatch.setattr(birth, "_statx", lambda: None)
-    assert birth.made(str(path)) is None
+    assert ls.made(f"{path}-nowhere") is None
+    monkeypatch.setattr(ls, "_statx", lambda: None)
+    assert ls.made(str(path)) is None
     assert ask("ls", "--json", "--directory", kept.root).data["blocks"][0]["made"] is None
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ucm.store.servers import free_port
 from tests.ucm.store_command.conftest import BIG, DAY, FILE, SMALL
-from ucm.store.posix_layout import owner_name
+from ucm.store.posix.layout import owner_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,12 +53,12 @@ def test_what_lies_beside_the_blocks(kept: Kept, ask: Callable[..., Answer]) -> 
     dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
     for name in (mine, dead):
         kept.side(BIG, f"tmp/{name}").write_bytes(b"x" * 100)
-        kept.side(BIG, f"leases/{name}").mkdir()
+        kept.side(BIG, f"aside/{name}").write_bytes(b"x")
     kept.side(BIG, "aside/1-ab-corrupt").write_bytes(b"x" * 50)
     (directory,) = ask("stat", "--json", "--directory", kept.root, "--namespace", "llama*").data["directories"]
     (big,) = directory["namespaces"]
-    found = {name: big[name] for name in ("temporaries", "leases", "left_behind", "set_aside", "side_bytes")}
-    assert found == {"temporaries": 2, "leases": 2, "left_behind": 2, "set_aside": 1, "side_bytes": 250}
+    found = {name: big[name] for name in ("temporaries", "left_behind", "set_aside", "side_bytes")}
+    assert found == {"temporaries": 2, "left_behind": 2, "set_aside": 1, "side_bytes": 250}
 
 
 def test_whose_blocks_they_are(kept: Kept, ask: Callable[..., Answer]) -> None:
@@ -144,3 +145,17 @@ def test_a_configured_directory_that_is_gone_is_a_problem(
     kept.root.write_text("", encoding="utf-8")
     out = ask("stat", "--config", file).out
     assert f"{kept.root} (posix) cannot be read: Not a directory\n" in out
+
+
+def test_a_tier_on_a_server_that_does_not_answer_is_a_problem(
+    kept: Kept, ask: Callable[..., Answer], tmp_path: Path
+) -> None:
+    file = tmp_path / "ucm_config.yaml"
+    redis = f"tiers: {{Redis: {{address: '127.0.0.1:{free_port()}'}}}}"
+    file.write_text(f"store: {{pipeline: Posix|Redis, directories: '{kept.root}', {redis}}}", encoding="utf-8")
+    answer = ask("stat", "--config", file)
+    assert answer.code == 1
+    assert "Redis: Redis: Error 111" in answer.out
+    (server,) = ask("stat", "--json", "--config", file).data["servers"]
+    assert (server["tier"], server["answers"]) == ("Redis", False)
+    assert ask("stat", "--tier", "posix", "--config", file).code == 0

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.campaign.damage import DAMAGES, damage_store
-from tests.ucm.store.blocks import EVEN, fetch, key, save
 from tests.ucm.store_command.conftest import BIG, FILE, SMALL
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.inspection import check_block
 from ucm.store_command import verify as module
+from ucm.testing.blocks import EVEN, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,15 +70,17 @@ def test_damage_is_set_aside_on_demand(kept: Kept, ask: Callable[..., Answer]) -
     assert ask("verify", "--directory", kept.root).code == 0
 
 
-def test_what_cannot_be_read_is_no_damage(kept: Kept, ask: Callable[..., Answer]) -> None:
+def test_what_cannot_be_read_goes_out_of_the_way(kept: Kept, ask: Callable[..., Answer]) -> None:
     path = kept.path(BIG, 0)
     path.unlink()
     path.mkdir()
-    answer = ask("verify", "--set-aside", "--json", "--directory", kept.root)
-    assert answer.code == 1
-    (problem,) = answer.data["problems"]
-    assert (problem["cause"], problem["set_aside"]) == ("unavailable", False)
-    assert path.is_dir()
+    for options, done in ((), False), (("--set-aside",), True):
+        answer = ask("verify", *options, "--json", "--directory", kept.root)
+        assert answer.code == 1
+        (problem,) = answer.data["problems"]
+        assert (problem["cause"], problem["set_aside"]) == ("unreadable", done)
+    assert not path.exists()
+    assert ask("verify", "--directory", kept.root).code == 0
 
 
 def test_engines_may_be_at_work(kept: Kept, ask: Callable[..., Answer]) -> None:
@@ -123,7 +125,7 @@ def test_a_block_that_vanishes_is_counted_as_such(
 def test_a_failure_of_a_thread_ends_all(
     kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: StoredBlock) -> StoreError | None:
+    def fail(block: StoredBlock) -> StoreError | None:
         raise OSError(5, "Input/output error", "somewhere")
 
     monkeypatch.setattr(module, "check_block", fail)

@@ -2,16 +2,17 @@
 
 ::
 
+    <root>/USED                          how much the root holds; see ``space``
     <root>/<namespace>/NAMESPACE         says that this is ours, and the namespace
     <root>/<namespace>/identity.json     what its blocks depend on; see ``identity_file``
-    <root>/<namespace>/REMOVED           which blocks were taken out; see ``posix_removals``
+    <root>/<namespace>/REMOVED           which blocks were taken out; see ``index``
     <root>/<namespace>/<2 hex>/<hex>     a block; the two parts are its key
     <root>/<namespace>/tmp/              blocks being written, named by their writers
     <root>/<namespace>/aside/            damaged blocks
-    <root>/<namespace>/leases/<reader>/  hard links to blocks that a reader was promised
 
 A ``/`` in a namespace is a ``+`` in its directory's name, so that no namespace lies within another. Every name is
-relative to a root that the operator made; nothing outside these patterns is ever touched.
+relative to a root that the operator made; nothing outside these patterns is ever touched, and no symbolic link below
+the root is followed; see ``paths``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import hashlib
 import os
 import re
 import socket
+import stat
 import time
 from contextlib import suppress
 from functools import cache
@@ -30,21 +32,38 @@ from typing import TYPE_CHECKING
 from ucm.errors import ConfigError
 from ucm.store.base import BlockKey
 from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES
+from ucm.store.posix.paths import (
+    FILE_MODE,
+    SHARED_FILE_MODE,
+    distrust,
+    list_directory,
+    make_directory,
+    open_file,
+    read_file,
+    rename,
+    shared_group,
+    status_of,
+    unlink,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
 MARKER = "NAMESPACE"
 #: The file in which an engine tells what the blocks depend on, and as much as is read of one.
 IDENTITY, MAX_IDENTITY_BYTES = "identity.json", 1 << 22
-TEMPORARY, ASIDE, LEASES = "tmp", "aside", "leases"
-FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+TEMPORARY, ASIDE = "tmp", "aside"
+#: The first part of the namespaces whose blocks are one process's own: a request's, as long as it runs.
+PRIVATE = "middle"
 MAX_NAMESPACE = 200
+_MAX_MARKER_BYTES = 4096
 
 _NAMESPACE = re.compile(r"[a-z0-9_-][a-z0-9._-]*(/[a-z0-9_-][a-z0-9._-]*)*")
 _BUCKET = re.compile(r"[0-9a-f]{2}")
 _REST = re.compile(rf"[0-9a-f]{{{2 * MIN_KEY_BYTES - 2},{2 * MAX_KEY_BYTES - 2}}}")
 _OWNER = re.compile(r"(?P<host>[0-9a-f]{16})-(?P<process>\d+)-(?P<started>\d+)-\S+")
+_QUARANTINED = re.compile(r"\d+-[0-9a-f]+-[a-z]+")
 _numbers = count()
 
 
@@ -72,14 +91,37 @@ class Layout:
     """
 
     def __init__(self, root: str, namespace: str) -> None:
-        self.root = root
+        self.root = os.path.realpath(root)
         self.namespace = namespace
-        self.base = f"{root}/{namespace.replace('/', '+')}"
+        self.base = f"{self.root}/{namespace.replace('/', '+')}"
         self.temporary = f"{self.base}/{TEMPORARY}"
         self.aside = f"{self.base}/{ASIDE}"
-        self.leases = f"{self.base}/{LEASES}"
         self.identity: bytes | None = None  #: what to write into that file where it is missing
         self._prefix = f"{self.base}/"
+        self._group: tuple[int | None] | None = None
+
+    @property
+    def group(self) -> int | None:
+        """The group that shares the root, so that what is made is for it as well; None for none.
+
+        Raises:
+            OSError: The root cannot be reached.
+        """
+        if self._group is None:
+            self._group = (shared_group(self.root),)
+        return self._group[0]
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the blocks are those of one process that lives, or may: nobody else deletes them."""
+        first, _, rest = self.namespace.partition("/")
+        owner = rest.rpartition("/")[0]
+        return first == PRIVATE and bool(owner) and not is_stale(owner, 0.0, float("inf"))
+
+    @property
+    def file_mode(self) -> int:
+        """What may be done with a new file; raises as ``group``."""
+        return FILE_MODE if self.group is None else SHARED_FILE_MODE
 
     def block(self, key: BlockKey) -> str:
         """The path of a block."""
@@ -95,17 +137,17 @@ class Layout:
         Raises:
             OSError: It cannot be done.
         """
-        for path in (self.base, self.aside, self.leases):
-            make_directory(path)
+        for path in (self.base, self.aside):
+            make_directory(path, self.group)
         self._write(MARKER, f"{self.namespace}\n".encode())
         if self.identity is not None:
             self._write(IDENTITY, self.identity)
-        make_directory(self.temporary)
+        make_directory(self.temporary, self.group)
 
     def keep_identity(self) -> None:
         """Remember what lies there about the blocks, if anything does, so that ``make`` writes it again."""
-        with suppress(OSError), Path(self.base, IDENTITY).open("rb") as file:
-            self.identity = file.read(MAX_IDENTITY_BYTES)
+        with suppress(OSError):
+            self.identity = read_file(f"{self.base}/{IDENTITY}", MAX_IDENTITY_BYTES)
 
     def mend(self) -> None:
         """Make again what a namespace has lost that is there: somebody may have deleted it beside a running engine.
@@ -113,63 +155,88 @@ class Layout:
         Raises:
             OSError: It cannot be done.
         """
-        if Path(self.base).is_dir():
-            self.make()
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(status_of(self.base).st_mode):
+                self.make()
+
+    def new_file(self, path: str, flags: int = os.O_WRONLY) -> int:
+        """Make a file that nobody else has; the descriptor.
+
+        Raises:
+            OSError: It cannot be made, or is there.
+        """
+        return open_file(path, flags | os.O_CREAT | os.O_EXCL, self.file_mode, self.group)[0]
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write one of the namespace's own files, whole at once, unless it is there."""
+        """Write one of the namespace's own files, whole at once, unless it is there; what else is there is replaced."""
         path = f"{self.base}/{name}"
-        if Path(path).exists():
-            return
-        private = f"{self.leases}/{owner_name()}"
-        descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+        with suppress(FileNotFoundError):
+            if stat.S_ISREG(status_of(path).st_mode):
+                return
+        private = f"{self.aside}/{owner_name()}"
+        descriptor = self.new_file(private)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(descriptor)
-            Path(private).rename(path)
+            rename(private, path)
         except OSError:
             unlink_private(private)
-            raise
-
-
-def make_directory(path: str) -> None:
-    """Make one directory, for its owner only, unless it is there."""
-    try:
-        Path(path).mkdir(mode=DIRECTORY_MODE)
-    except FileExistsError:
-        if not Path(path).is_dir():
             raise
 
 
 def unlink_private(path: str) -> None:
     """Delete a file of this process's own that came to nothing: nobody else will, as long as the process lives."""
     with suppress(OSError):
-        Path(path).unlink()
+        unlink(path)
 
 
 def namespaces(root: str) -> Iterator[Layout]:
-    """Every namespace of a root, known by its marker."""
+    """Every namespace of a root, known by its marker, and no more open to others than the root is.
+
+    Raises:
+        OSError: The root cannot be listed.
+    """
+    for layout, reason in _marked(root):
+        if not reason:
+            yield layout
+
+
+def distrusted_namespaces(root: str) -> list[tuple[str, str]]:
+    """The paths of a root's other namespaces, and what is wrong with each.
+
+    Raises:
+        OSError: The root cannot be listed.
+    """
+    return [(layout.base, reason) for layout, reason in _marked(root) if reason]
+
+
+def _marked(root: str) -> Iterator[tuple[Layout, str]]:
+    root = os.path.realpath(root)
+    group = shared_group(root)
     with os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries)
     for name in names:
         try:
-            namespace = Path(root, name, MARKER).read_text(encoding="utf-8").strip()
-            layout = Layout(root, check_namespace(namespace))
+            status = os.lstat(f"{root}/{name}")
+            if not stat.S_ISDIR(status.st_mode):
+                continue
+            marker = read_file(f"{root}/{name}/{MARKER}", _MAX_MARKER_BYTES)
+            layout = Layout(root, check_namespace(marker.decode().strip()))
         except (OSError, ConfigError, UnicodeDecodeError):
             continue
         if layout.base == f"{root}/{name}":
-            yield layout
+            yield layout, distrust(status, group)
 
 
 def buckets(layout: Layout) -> list[str]:
     """The paths of a namespace's directories of blocks that are there."""
-    try:
-        with os.scandir(layout.base) as entries:
-            return sorted(entry.path for entry in entries if _BUCKET.fullmatch(entry.name))
-    except FileNotFoundError:
-        return []
+    return sorted(
+        f"{layout.base}/{name}"
+        for name, status in list_directory(layout.base)
+        if stat.S_ISDIR(status.st_mode) and _BUCKET.fullmatch(name)
+    )
 
 
 def key_of(bucket: str, name: str) -> BlockKey | None:
@@ -177,6 +244,16 @@ def key_of(bucket: str, name: str) -> BlockKey | None:
     if len(name) % 2 or not _REST.fullmatch(name):
         return None
     return BlockKey(bytes.fromhex(bucket[-2:] + name))
+
+
+def is_owned(name: str) -> bool:
+    """Whether a name is one that ``owner_name`` makes."""
+    return _OWNER.fullmatch(name) is not None
+
+
+def is_quarantined(name: str) -> bool:
+    """Whether a file of this name in ``aside`` is one that we put there."""
+    return _QUARANTINED.fullmatch(name) is not None
 
 
 def owner_name() -> str:
@@ -190,7 +267,7 @@ def _owner(process: int) -> str:
 
 
 def is_stale(name: str, age: float, stale_seconds: float) -> bool:
-    """Whether a file's owner is gone.
+    """Whether a file's owner is gone; never of a file that none of us made.
 
     A process of this host can be seen: what it began stays as long as it lives, however old, for an engine that idles
     over night has blocks that wait for their commit.
@@ -198,10 +275,12 @@ def is_stale(name: str, age: float, stale_seconds: float) -> bool:
     Args:
         name: As ``owner_name`` made it, here or elsewhere.
         age: The seconds since it was last written.
-        stale_seconds: The age from which on it is stale if its owner cannot be seen: on another host, or not known.
+        stale_seconds: The age from which on it is stale if its owner cannot be seen, being on another host.
     """
     owner = _OWNER.fullmatch(name)
-    if owner is None or owner["host"] != _host():
+    if owner is None:
+        return False
+    if owner["host"] != _host():
         return age > stale_seconds
     return _started(int(owner["process"])) != int(owner["started"])
 

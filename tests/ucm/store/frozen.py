@@ -1,0 +1,44 @@
+"""A directory whose server is gone: every call of the operating system that concerns it hangs until it is thawed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
+
+from ucm.store.posix import paths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+
+class FrozenDirectory:
+    """What the tests see of it.
+
+    Args:
+        monkeypatch: The test's; the calls are replaced as long as it lasts.
+        root: The directory.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+        self._root = root
+        self._count = threading.Lock()
+        self.calls = 0  #: that have hung, or do
+        self.held, self.thawed = threading.Event(), threading.Event()
+        for name in ("access", "stat", "lstat", "mkdir", "open"):
+            real = getattr(os, name)
+            monkeypatch.setattr(os, name, create_autospec(real, side_effect=partial(self._call, real)))
+        open_safely = paths._open()
+        monkeypatch.setattr(paths, "_open", lambda: partial(self._call, open_safely))
+
+    def _call(self, real: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self._root):
+            with self._count:
+                self.calls += not self.thawed.is_set()
+            self.held.set()
+            self.thawed.wait()
+        return real(path, *args, **options)

@@ -1,0 +1,183 @@
+"""A store whose medium does not let it be opened holds up nobody, and costs what is asked of it meanwhile at most."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+from unittest.mock import create_autospec
+
+import pytest
+
+from tests.ucm.store.frozen import FrozenDirectory
+from ucm.errors import ConfigError
+from ucm.store.base import BlockTransfer, KVStore
+from ucm.store.factory import open_store
+from ucm.store.opening import OpeningStore
+from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.ucm.store.conftest import Clock
+    from ucm.store.config import StoreConfig
+
+KEYS = [key(number) for number in range(8)]
+LONG = 60.0
+
+
+class Frozen:
+    """A store under a directory that does not answer."""
+
+    def __init__(self, config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.config = config
+        self.directory = FrozenDirectory(monkeypatch, config.directories[0])
+        self.store = OpeningStore(partial(open_store, config, "n", EVEN), config.stuck_seconds)
+        assert self.directory.held.wait(LONG)
+
+    def thaw(self) -> None:
+        self.directory.thawed.set()
+        wait_until(lambda: bool(self.store.stats()))
+        assert self.store.flush(LONG)
+
+    def stored(self) -> list[bytes]:
+        with open_store(self.config, "n", EVEN) as other:
+            return list(fetch(other, KEYS, EVEN)[0].values())
+
+
+@pytest.fixture
+def frozen(config: StoreConfig, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frozen]:
+    del clock  # nothing is stuck until the test says so
+    found = Frozen(config, monkeypatch)
+    yield found
+    found.directory.thawed.set()
+    found.store.close()
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_until_it_is_open_nothing_is_there_and_what_is_saved_waits(frozen: Frozen) -> None:
+    store = frozen.store
+    assert (store.lookup(KEYS), store.lookup_on_prefix(KEYS), store.stats()) == ([False] * 8, 0, {})
+    store.prefetch(KEYS)
+    store.stand_back(active=True)
+    assert not store.flush(0)
+    memories = filled(KEYS, EVEN)
+    tasks = [store.dump([memory.transfer() for memory in memories]), store.commit(KEYS)]
+    into = filled(KEYS, EVEN, version=1)
+    assert not any(store.check(task) for task in tasks)
+    frozen.thaw()
+    assert [dict(store.wait(task).done) for task in tasks] == [dict.fromkeys(KEYS, "posix")] * 2
+    tasks.append(store.load([memory.transfer() for memory in into]))
+    assert set(store.wait(tasks[2]).done) == set(KEYS)
+    assert all(store.check(task) for task in tasks)
+    assert [bytes(memory.data) for memory in into] == [content(block, EVEN) for block in KEYS]
+    assert store.lookup(KEYS) == [True] * 8
+
+
+def test_what_was_discarded_meanwhile_is_not_stored(frozen: Frozen) -> None:
+    dumped = frozen.store.dump([memory.transfer() for memory in filled(KEYS, EVEN)])
+    frozen.store.discard(KEYS[:4])
+    committed = frozen.store.commit(KEYS)
+    frozen.thaw()
+    frozen.store.wait(dumped)
+    assert set(frozen.store.wait(committed).done) == set(KEYS[4:])
+    assert frozen.store.lookup(KEYS) == [False] * 4 + [True] * 4
+
+
+def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(frozen: Frozen, clock: Clock) -> None:
+    store, memories = frozen.store, filled(KEYS, EVEN)
+    tasks = [store.dump([memory.transfer() for memory in memories]), store.commit(KEYS)]
+    clock.now += frozen.config.stuck_seconds
+    tasks.append(store.load([memory.transfer() for memory in filled(KEYS, EVEN)]))
+    assert all(store.check(task) for task in tasks)
+    failed = [store.wait(task).failed for task in tasks]
+    assert [{error.cause for error in of_task.values()} for of_task in failed] == [{"timeout"}] * 3
+    assert [set(of_task) for of_task in failed] == [set(KEYS)] * 3
+    for memory in memories:
+        memory.data[:] = bytes(len(memory.data))
+    frozen.thaw()
+    assert frozen.stored() == []
+    save(store, KEYS, EVEN)
+    assert frozen.stored() == [content(block, EVEN) for block in KEYS]
+
+
+def test_whoever_waits_for_a_task_waits_no_longer_than_the_patience(frozen: Frozen, clock: Clock) -> None:
+    task = frozen.store.dump([memory.transfer() for memory in filled(KEYS, EVEN)])
+    failed: list[set[object]] = []
+    waiting = threading.Thread(target=lambda: failed.append(set(frozen.store.wait(task).failed)), daemon=True)
+    waiting.start()
+    clock.now += frozen.config.stuck_seconds
+    waiting.join(LONG)
+    assert failed == [set(KEYS)]
+
+
+def test_closing_leaves_the_opening_to_itself(frozen: Frozen, clock: Clock) -> None:
+    clock.now += frozen.config.stuck_seconds
+    closing = threading.Thread(target=frozen.store.close, daemon=True)
+    closing.start()
+    closing.join(LONG)
+    assert not closing.is_alive()
+    with pytest.raises(ValueError, match="closed"):
+        frozen.store.commit(KEYS)
+
+
+def test_what_is_opened_after_the_end_is_closed(clock: Clock) -> None:
+    begun, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
+    inner = create_autospec(KVStore, instance=True)
+    inner.close.side_effect = closed.set
+
+    def make() -> KVStore:
+        begun.set()
+        goes_on.wait()
+        return inner  # type: ignore[no-any-return] # a mock is Any
+
+    store = OpeningStore(make, 10.0)
+    assert begun.wait(LONG)
+    clock.now += 10.0
+    store.close()
+    goes_on.set()
+    assert closed.wait(LONG)
+
+
+def test_a_store_that_cannot_be_opened_is_told_and_costs_its_blocks(
+    config: StoreConfig, tmp_path: Path, said: list[str]
+) -> None:
+    def fail() -> KVStore:
+        raise ConfigError("it is not there", where=str(tmp_path))
+
+    store = OpeningStore(fail, config.stuck_seconds)
+    result = store.wait(store.dump([memory.transfer() for memory in filled(KEYS, EVEN)]))
+    assert {error.cause for error in result.failed.values()} == {"unavailable"}
+    assert store.lookup(KEYS) == [False] * 8
+    assert sum("nothing is loaded or saved here: the store could not be opened" in line for line in said) == 1
+    store.close()
+
+
+def test_misuse_of_one_that_is_not_open_is_told_with_the_task(frozen: Frozen) -> None:
+    memory = filled(KEYS[:1], EVEN)[0]
+    task = frozen.store.dump([memory.transfer(1)])
+    wrong = frozen.store.dump([BlockTransfer(KEYS[1], [memoryview(b"short")])])
+    frozen.thaw()
+    assert frozen.store.wait(task).failed == {}
+    assert "shard" in str(frozen.store.wait(wrong).failed[KEYS[1]])
+
+
+def test_an_open_store_is_the_store_itself(config: StoreConfig) -> None:
+    store = OpeningStore(partial(open_store, config, "n", EVEN), config.stuck_seconds)
+    assert store.flush(LONG)
+    assert set(save(store, KEYS, EVEN).done.values()) == {"posix"}
+    assert store.lookup_on_prefix(KEYS) == 8
+    store.prefetch(KEYS)
+    store.stand_back(active=False)
+    store.discard(KEYS)
+    assert fetch(store, KEYS, EVEN) == ({block: content(block, EVEN) for block in KEYS}, {})
+    assert store.stats()["posix"].dumped_blocks == 8
+    store.close()

@@ -1,0 +1,570 @@
+"""The Redis tier beside real servers: what it keeps there, and what becomes of a store when servers fail or lie."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import tracemalloc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ucm.store.servers import NODE_TIMEOUT, Proxy, RedisServer, certificates, free_port, take_over_after
+from ucm.doctor.config_checks import check_config
+from ucm.doctor.findings import Status
+from ucm.errors import ConfigError
+from ucm.store.base import BlockGeometry
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.format import namespace_digest
+from ucm.store.health import Breaker
+from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.ucm.store.conftest import Clock
+    from ucm.doctor.findings import Finding
+    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.errors import StoreError
+
+KEYS = [key(number) for number in range(12)]
+ALL = {block: content(block, EVEN) for block in KEYS}
+NAMESPACE = "model/rank-0"
+PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
+#: What an account of the tier's must be allowed.
+ALLOWED = ["+get", "+set", "+exists", "+del", "+getrange"]
+#: Seconds of a deadline that is to pass; what a busy machine may take for what is done at once; what nobody waits for.
+SHORT, LONG, NEVER = 0.5, 60.0, 3600.0
+#: Options where an answer is not to arrive in time.
+HURRIED = {"timeout": SHORT, "transfer_timeout": 4 * SHORT}
+
+
+def config(address: str | list[str], **options: Any) -> StoreConfig:
+    tiers = {"Redis": {"address": address, "timeout": LONG, "transfer_timeout": LONG, **options}}
+    return StoreConfig(pipeline="Redis", tiers=tiers, rest_seconds=0.5, lookup_cache_keys=0)
+
+
+def name(block: BlockKey) -> str:
+    return PREFIX + block.hex()
+
+
+@pytest.fixture
+def store(redis_server: RedisServer) -> Iterator[KVStore]:
+    with open_store(config(redis_server.address), NAMESPACE, EVEN) as opened:
+        recover(opened)
+        yield opened
+
+
+@pytest.fixture
+def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
+    found = Proxy(redis_server.port)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def through(proxy: Proxy) -> Iterator[KVStore]:
+    """A store with all blocks, which reaches its server through the proxy."""
+    with open_store(config(proxy.address), NAMESPACE, EVEN) as opened:
+        recover(opened)
+        yield opened
+
+
+@pytest.fixture
+def hurried(proxy: Proxy) -> Iterator[KVStore]:
+    """As ``through``, with short deadlines."""
+    with open_store(config(proxy.address, **HURRIED), NAMESPACE, EVEN) as opened:
+        recover(opened)
+        yield opened
+
+
+def causes(store: KVStore, keys: list[BlockKey] = KEYS) -> set[str]:
+    return {error.cause for error in fetch(store, keys, EVEN)[1].values()}
+
+
+def recover(store: KVStore) -> None:
+    """Save and load until both go well."""
+    deadline = time.monotonic() + LONG
+    while save(store, KEYS, EVEN).failed or fetch(store, KEYS, EVEN)[0] != ALL:
+        assert time.monotonic() < deadline, store.stats()
+        time.sleep(0.05)
+
+
+# What is there.
+
+
+def test_a_block_is_one_value_under_its_format_namespace_and_key(store: KVStore, redis_server: RedisServer) -> None:
+    with redis_server.client() as client:
+        assert {found.decode() for found in client.keys("*")} == {name(block) for block in KEYS}
+        stored = client.get(name(KEYS[0]))
+        assert isinstance(stored, bytes)
+        assert stored.endswith(ALL[KEYS[0]])
+        assert client.ttl(name(KEYS[0])) == -1
+    assert store.stats()["redis"].dumped_blocks == len(KEYS)
+
+
+def test_a_block_may_expire(redis_server: RedisServer) -> None:
+    with open_store(config(redis_server.address, ttl_seconds=100), NAMESPACE, EVEN) as store:
+        save(store, KEYS, EVEN)
+    with redis_server.client() as client:
+        assert 0 < client.ttl(name(KEYS[0])) <= 100
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_keys_are_looked_up_in_one_round_trip(store: KVStore, redis_server: RedisServer, count: int) -> None:
+    with redis_server.client() as client:
+        before = client.info("stats")["total_reads_processed"]
+        assert sum(store.lookup([*KEYS[:1], *(key(number) for number in range(100, 99 + count))])) == 1
+        assert store.lookup_on_prefix([*KEYS, *(key(number) for number in range(100, 100 + count))]) == len(KEYS)
+        reads = client.info("stats")["total_reads_processed"] - before
+    # A request of 1,000 keys is some 90 kB, which a server reads in parts of 16 kB.
+    assert reads <= 3 if count == 1 else reads < 100
+
+
+def test_what_was_found_is_believed_for_a_moment_only(redis_server: RedisServer, clock: Clock) -> None:
+    configured = config(redis_server.address)
+    remembering = StoreConfig(pipeline="Redis", tiers=configured.tiers, lookup_cache_keys=100, lookup_cache_seconds=3.0)
+    with open_store(remembering, NAMESPACE, EVEN) as store, redis_server.client() as client:
+        save(store, KEYS, EVEN)
+        client.flushall()
+        assert store.lookup(KEYS[:1]) == [True]
+        assert causes(store, KEYS[:1]) == {"missing"}
+        assert store.lookup(KEYS[:1]) == [False], "a load that failed is remembered at once"
+        assert store.lookup(KEYS) == [False, *[True] * (len(KEYS) - 1)]
+        clock.now += 6
+        assert store.lookup(KEYS) == [False] * len(KEYS)
+
+
+def test_values_are_received_in_place(redis_server: RedisServer) -> None:
+    """Nothing as large as a value is allocated on the way."""
+    big = BlockGeometry((1 << 20,) * 8, b"a block of 8 MiB")
+    with open_store(config(redis_server.address), NAMESPACE, big) as store:
+        save(store, KEYS[:1], big)
+        memory = Memory(KEYS[0], big)
+        tracemalloc.start()
+        try:
+            assert store.wait(store.load([memory.transfer()])).failed == {}
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert bytes(memory.data) == content(KEYS[0], big)
+        assert peak < 1 << 20
+
+
+def test_parts_of_blocks(store: KVStore) -> None:
+    memories = [Memory(block, EVEN) for block in KEYS]
+    result = store.wait(store.load([memory.transfer(2, 3) for memory in memories]))
+    assert result.failed == {}
+    begin, end = sum(EVEN.shard_sizes[:2]), sum(EVEN.shard_sizes[:5])
+    for memory in memories:
+        assert memory.data[begin:end] == ALL[memory.key][begin:end]
+
+
+# Values that are not what they should be.
+
+
+@pytest.mark.parametrize(
+    "damage", ["flip", "flip-header", "short", "empty", "long", "huge", "other", "version", "kind"]
+)
+def test_a_damaged_value_is_a_miss_and_is_removed(store: KVStore, redis_server: RedisServer, damage: str) -> None:
+    with redis_server.client() as client:
+        value = bytearray(client.get(name(KEYS[0])))
+        changed: Any = value
+        if damage == "flip":
+            value[-5] ^= 1
+        elif damage == "flip-header":
+            value[200] ^= 1
+        elif damage == "version":
+            value[8] ^= 8
+        elif damage == "other":
+            changed = client.get(name(KEYS[1]))
+        else:
+            changed = {
+                "short": value[:-1],
+                "empty": b"",
+                "long": value + b"?",
+                "huge": bytes(1 << 22),
+                "kind": b"",
+            }[damage]
+        client.set(name(KEYS[0]), bytes(changed))
+        if damage == "kind":
+            client.delete(name(KEYS[0]))
+            client.rpush(name(KEYS[0]), "a", "b")
+        loaded, failed = fetch(store, KEYS, EVEN)
+        assert set(failed) == {KEYS[0]}
+        assert failed[KEYS[0]].cause in {"corrupt", "foreign"}
+        assert loaded == {block: ALL[block] for block in KEYS[1:]}, "the others, which came behind it, are loaded"
+        assert not client.exists(name(KEYS[0]))
+    assert store.stats()["redis"].set_aside_blocks == 1
+    part = Memory(KEYS[1], EVEN)
+    assert store.wait(store.load([part.transfer(1, 2)])).failed == {}
+
+
+def test_a_value_evicted_between_lookup_and_load_is_a_miss(store: KVStore, redis_server: RedisServer) -> None:
+    assert store.lookup(KEYS) == [True] * len(KEYS)
+    with redis_server.client() as client:
+        client.flushall()
+    assert causes(store) == {"missing"}
+    assert store.stats()["redis"].set_aside_blocks == 0
+    recover(store)
+
+
+# Servers that fail.
+
+
+@pytest.mark.usefixtures("store")
+def test_a_frozen_server_costs_one_deadline_per_rest(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = config(redis_server.address, **HURRIED).tiers
+    resting = StoreConfig(pipeline="Redis", tiers=tiers, rest_seconds=NEVER, load_threads=1)
+    failed, failures = Breaker.failed, []
+
+    def counted(self: Breaker, error: StoreError) -> None:
+        failures.append(error.cause)
+        failed(self, error)
+
+    with (
+        open_store(resting, NAMESPACE, EVEN) as one,
+        open_store(resting, "model/rank-1", EVEN) as two,
+    ):
+        monkeypatch.setattr(Breaker, "failed", counted)
+        redis_server.freeze()
+        for _ in range(10):
+            for store in (one, two):
+                assert store.lookup_on_prefix([key(99)]) == 0
+                assert set(fetch(store, KEYS, EVEN)[1]) == set(KEYS)
+                assert set(save(store, [key(99)], EVEN).failed) == {key(99)}
+        assert failures == ["timeout"], "the server was asked once"
+        assert one.stats()["redis"].resting == two.stats()["redis"].resting == 1
+        redis_server.thaw()
+
+
+def test_a_server_that_thaws_is_used_again(hurried: KVStore, redis_server: RedisServer) -> None:
+    redis_server.freeze()
+    assert "timeout" in causes(hurried)
+    redis_server.thaw()
+    recover(hurried)
+
+
+def test_a_server_that_is_killed_and_comes_back(store: KVStore, redis_server: RedisServer) -> None:
+    redis_server.kill()
+    assert causes(store) == {"unavailable"}
+    assert store.lookup(KEYS) == [False] * len(KEYS)
+    redis_server.start()
+    recover(store)
+
+
+def test_a_server_that_is_not_there() -> None:
+    with open_store(config(f"127.0.0.1:{free_port()}"), NAMESPACE, EVEN) as store:
+        assert set(save(store, KEYS, EVEN).failed) == set(KEYS)
+        assert causes(store) == {"unavailable"}
+
+
+def test_a_port_that_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with open_store(config(address, **HURRIED), NAMESPACE, EVEN) as store:
+            assert store.lookup(KEYS) == [False] * len(KEYS)
+            assert causes(store) == {"timeout"}
+
+
+def test_a_server_that_is_full_is_read_all_the_same(store: KVStore, redis_server: RedisServer) -> None:
+    with redis_server.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "1mb")
+        failed = save(store, [key(99)], EVEN).failed
+        assert {error.cause for error in failed.values()} == {"full"}
+        for number in range(100, 106):
+            save(store, [key(number)], EVEN)
+        assert store.stats()["redis"].failures.get("commit.full", 0) >= 3
+        assert fetch(store, KEYS, EVEN)[0] == ALL
+        client.config_set("maxmemory", "128mb")
+    recover(store)
+
+
+@pytest.mark.parametrize("bit", [0, 4])
+def test_flipped_bytes_are_noticed(hurried: KVStore, proxy: Proxy, bit: int) -> None:
+    """In a length they make an answer longer than it is, which nothing but a deadline ends."""
+
+    def flip(data: bytes, passed: int) -> bytes:
+        changed = bytearray(data)
+        changed[(passed * 7) % len(changed)] ^= 1 << bit
+        return bytes(changed)
+
+    proxy.spoil = flip
+    for _ in range(5):
+        loaded, failed = fetch(hurried, KEYS, EVEN)
+        assert all(ALL[block] == data for block, data in loaded.items())
+        assert failed
+        hurried.lookup(KEYS)
+    proxy.spoil = lambda data, _: data
+    recover(hurried)
+
+
+def test_an_answer_that_cannot_be_read_costs_no_block(
+    through: KVStore, proxy: Proxy, redis_server: RedisServer
+) -> None:
+    proxy.spoil = lambda data, _: b"!" + data[1:]
+    assert causes(through) == {"unavailable"}
+    proxy.spoil = lambda data, _: data
+    with redis_server.client() as client:
+        assert client.exists(*map(name, KEYS)) == len(KEYS)
+    recover(through)
+
+
+@pytest.mark.parametrize("after", [0, 3, 5000, 300_000])
+def test_a_connection_that_is_cut(through: KVStore, proxy: Proxy, after: int) -> None:
+    proxy.spoil = lambda data, passed: data if passed + len(data) < after else None
+    for _ in range(4):
+        loaded, _ = fetch(through, KEYS, EVEN)
+        assert all(ALL[block] == data for block, data in loaded.items())
+        through.lookup(KEYS)
+    proxy.spoil = lambda data, _: data
+    recover(through)
+
+
+def test_an_answer_that_trickles_is_given_up_in_time(hurried: KVStore, proxy: Proxy) -> None:
+    """Else every block would arrive in the end."""
+
+    def trickle(data: bytes, passed: int) -> bytes:
+        time.sleep(0.9 * SHORT)
+        return data
+
+    proxy.spoil = trickle
+    assert "timeout" in causes(hurried)
+    proxy.spoil = lambda data, _: data
+    recover(hurried)
+
+
+def test_memory_is_not_written_after_a_load_failed(hurried: KVStore, proxy: Proxy) -> None:
+    held = threading.Event()
+
+    def hold(data: bytes, passed: int) -> bytes:
+        if passed > 50_000:
+            held.wait(LONG)
+        return data
+
+    proxy.spoil = hold
+    memories = [Memory(block, EVEN) for block in KEYS]
+    result = hurried.wait(hurried.load([memory.transfer() for memory in memories]))
+    assert result.failed
+    for memory in memories:
+        memory.data[:] = bytes(len(memory.data))
+    held.set()
+    time.sleep(SHORT)
+    assert not any(any(memory.data) for memory in memories)
+
+
+# Who may.
+
+
+def test_an_account_of_ones_own(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    password = tmp_path / "password"
+    password.write_text("right\n")
+    password.chmod(0o600)
+    monkeypatch.setenv("UCM_TEST_PASSWORD", "right")
+    with redis_server.client() as client:
+        client.acl_setuser("ucm", enabled=True, passwords=["+right"], keys=["ucm1:*"], commands=ALLOWED)
+        try:
+            for secret in ({"password_file": str(password)}, {"password_env": "UCM_TEST_PASSWORD"}):
+                allowed = config(redis_server.address, username="ucm", **secret)
+                assert "right" not in repr(allowed)
+                with open_store(allowed, NAMESPACE, EVEN) as store:
+                    recover(store)
+            client.execute_command(*["ACL", "SETUSER", "ucm", "resetpass", ">another"])
+            client.client_kill_filter(_type="normal", skipme=True)
+            with open_store(allowed, NAMESPACE, EVEN) as store:
+                assert store.lookup(KEYS) == [False] * len(KEYS)
+                errors = fetch(store, KEYS, EVEN)[1].values()
+                assert {error.cause for error in errors} == {"unavailable"}
+                assert all("right" not in str(error) for error in errors)
+        finally:
+            client.acl_deluser("ucm")
+
+
+@pytest.mark.parametrize("days", [2, -1])
+def test_tls_with_an_authority_of_ones_own(tmp_path: Path, days: int) -> None:
+    files = certificates(tmp_path, days=days)
+    port = free_port()
+    server = RedisServer(
+        tmp_path / "server",
+        *("--tls-port", str(port), "--tls-cert-file", files["server.crt"], "--tls-key-file", files["server.key"]),
+        *("--tls-ca-cert-file", files["ca.crt"], "--tls-auth-clients", "no"),
+    )
+    try:
+        secure = config(f"127.0.0.1:{port}", tls=True, tls_ca=files["ca.crt"])
+        with open_store(secure, NAMESPACE, EVEN) as store:
+            if days > 0:
+                recover(store)
+                return
+            (error, *_) = fetch(store, KEYS, EVEN)[1].values()
+            assert error.cause == "unavailable"
+            assert "certificate has expired" in str(error)
+        with open_store(config(f"127.0.0.1:{port}", tls=True), NAMESPACE, EVEN) as store:
+            assert causes(store) == {"unavailable"}, "an authority that nobody named is not trusted"
+    finally:
+        server.kill()
+
+
+# Many servers.
+
+
+def test_a_cluster_whose_master_dies(redis_cluster: list[RedisServer]) -> None:
+    with open_store(config([redis_cluster[0].address], mode="cluster"), NAMESPACE, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+        assert fetch(store, KEYS, EVEN)[0] == ALL
+        take_over_after(redis_cluster, 1000)
+        redis_cluster[1].kill()
+        try:
+            loaded, failed = fetch(store, KEYS, EVEN)
+            assert loaded, "what the others have"
+            assert failed
+            assert all(ALL[block] == data for block, data in loaded.items())
+            recover(store)
+        finally:
+            redis_cluster[1].start()
+            take_over_after(redis_cluster, NODE_TIMEOUT)
+
+
+def test_slots_that_move_under_load(redis_cluster: list[RedisServer]) -> None:
+    masters = [node for node in redis_cluster if node.process and node.client().role()[0] == b"master"]
+    with open_store(config([masters[0].address], mode="cluster"), NAMESPACE, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+        source, target = masters[0].client(), masters[1].client()
+        ids = [str(one.execute_command("CLUSTER MYID").decode()) for one in (source, target)]
+        moving = [block for block in KEYS if source.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(block))]
+        assert moving
+        for block in moving:
+            number = slot_of(block)
+            target.execute_command("CLUSTER SETSLOT", number, "IMPORTING", ids[0])
+            source.execute_command("CLUSTER SETSLOT", number, "MIGRATING", ids[1])
+            source.execute_command("MIGRATE", "127.0.0.1", masters[1].port, name(block), 0, 60_000)
+        assert store.lookup(KEYS) == [True] * len(KEYS), "the server asks to ask another one"
+        assert fetch(store, KEYS, EVEN)[0] == ALL
+        for block in moving:
+            for one in masters:
+                one.client().execute_command("CLUSTER SETSLOT", slot_of(block), "NODE", ids[1])
+        assert fetch(store, KEYS, EVEN)[0] == ALL, "the slot has moved"
+        assert store.stats()["redis"].failures == {}
+
+
+def slot_of(block: BlockKey) -> int:
+    from ucm.store.redis_wire import slot  # noqa: PLC0415 - what only this test needs
+
+    return slot(name(block).encode())
+
+
+def test_the_master_that_sentinels_name(tmp_path: Path, redis_server: RedisServer) -> None:
+    sentinel = RedisServer(tmp_path, sentinel=f"kv 127.0.0.1 {redis_server.port}")
+    try:
+        found = config(sentinel.address, mode="sentinel", master="kv")
+        with open_store(found, NAMESPACE, EVEN) as store:
+            recover(store)
+        with redis_server.client() as client:
+            assert client.exists(name(KEYS[0]))
+    finally:
+        sentinel.kill()
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"address": "localhost"}, "host:port"),
+        ({"address": "redis://user:hunter2@localhost:6379"}, "options of their own"),
+        ({"address": []}, "no address"),
+        ({"address": ["a:1", "b:2"]}, "one address"),
+        ({"address": "a:1", "mode": "sentinel"}, "master"),
+        ({"address": "a:1", "mode": "cluster", "database": 1}, "database"),
+        ({"address": "a:1", "tls_ca": "/ca"}, "tls: true"),
+        ({"address": "a:1", "password": "hunter2"}, "password"),
+        ({"address": "a:1", "password_file": "/a", "password_env": "B"}, "not in both"),
+        ({"address": "a:1", "password_env": "UCM_NOT_SET"}, "UCM_NOT_SET is not set"),
+        ({"address": "a:1", "password_file": "/not/there"}, "cannot be read"),
+        ({"address": "a:1", "timeout": 0}, "timeout"),
+        ({"address": "a:1", "ttl_seconds": 0}, "ttl_seconds"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(StoreConfig(pipeline="Redis", tiers={"Redis": options}), NAMESPACE, EVEN)
+    found = f"{caught.value} {caught.value.where}"
+    assert says in found
+    assert "hunter2" not in found
+
+
+def test_a_password_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("hunter2")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="contains a secret, but other users") as caught:
+        open_store(config("127.0.0.1:1", password_file=str(file)), NAMESPACE, EVEN)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_missing_redis_py_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ucm.store.redis_wire", raising=False)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match="redis-py") as caught:
+        open_store(config("127.0.0.1:1"), NAMESPACE, EVEN)
+    assert "ucm-runtime[redis]" in caught.value.fix
+
+
+def test_a_block_that_no_server_takes(redis_server: RedisServer) -> None:
+    with pytest.raises(ConfigError, match="a server takes"):
+        open_store(config(redis_server.address), NAMESPACE, BlockGeometry((600 << 20,), bytes(16)))
+
+
+def test_stores_of_one_process_share_their_connections(redis_server: RedisServer) -> None:
+    one = open_store(config(redis_server.address), "n/1", EVEN)
+    two = open_store(config(redis_server.address), "n/2", EVEN)
+    recover(one)
+    recover(two)
+    with redis_server.client() as client:
+        shared = len(client.client_list())
+    one.close()
+    assert fetch(two, KEYS, EVEN)[0] == ALL
+    two.close()
+    deadline = time.monotonic() + LONG
+    with redis_server.client() as client:
+        while len(client.client_list()) >= shared:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_the_doctor_connects(redis_server: RedisServer, tmp_path: Path) -> None:
+    def ask(port: int) -> Finding:
+        file = tmp_path / "ucm_config.yaml"
+        tier = f"Redis: {{address: '127.0.0.1:{port}', password_env: UCM_TEST_PASSWORD, timeout: 60.0}}"
+        file.write_text(f"store:\n  pipeline: Posix|Redis\n  directories: {tmp_path}/kv\n  tiers:\n    {tier}\n")
+        (found,) = [one for one in check_config(file) if one.check == "tier Redis"]
+        return found
+
+    assert ask(redis_server.port).status is Status.ERROR, "the password's variable is not set"
+    word = "hunter2"
+    os.environ["UCM_TEST_PASSWORD"] = word
+    try:
+        refused = ask(redis_server.port)
+        assert refused.status is Status.ERROR
+        assert "AUTH" in refused.what, refused
+        assert word not in repr(refused)
+        nobody = ask(free_port())
+        assert nobody.status is Status.ERROR
+        assert "refused" in nobody.what
+        with redis_server.client() as client:
+            client.config_set("requirepass", word)
+        try:
+            assert (ask(redis_server.port).status, ask(redis_server.port).what[:8]) == (Status.OK, "answers,")
+        finally:
+            with redis_server.client(password=word) as client:
+                client.config_set("requirepass", "")
+    finally:
+        del os.environ["UCM_TEST_PASSWORD"]

@@ -1,0 +1,270 @@
+"""Memory that an engine's processes share: attached to by its address, handed out by the row, bounded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.store import slab as slabs
+from ucm.store.base import BlockTransfer
+from ucm.store.slab import PAGE, Slab, SlabAddress, SlabReader, State
+from ucm.testing.blocks import key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucm.store.slab import Row
+
+ROWS = 4
+SIZES = (10, 20, 5)
+KEYS = [key(number) for number in range(8)]
+
+#: Another process: makes a slab, fills a row, tells its address, and waits to be killed.
+OWNER = f"""
+import sys
+from ucm.testing.blocks import key
+from ucm.store.slab import PAGE, Slab
+slab = Slab({ROWS} * PAGE, 2)
+slab.lay_out({sum(SIZES)})
+row, _ = slab.claim(0, key(0))
+for number, shard in enumerate(slab.memory(row, 0, {SIZES})):
+    shard[:] = bytes([number + 1]) * shard.nbytes
+address = slab.address
+print(address.boot, address.pid, address.descriptor, address.inode, address.token.hex(), slab.offset(row), flush=True)
+while sys.stdin.readline():
+    print(slab.records(), flush=True)
+"""
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    made = Slab(ROWS * PAGE, 2)
+    made.lay_out(sum(SIZES))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[SlabReader]:
+    made = SlabReader()
+    yield made
+    made.close()
+
+
+def claim(slab: Slab, number: int, group: int = 0) -> tuple[Row, bool]:
+    claimed = slab.claim(group, KEYS[number])
+    assert claimed is not None
+    return claimed
+
+
+def stage(slab: Slab, number: int) -> Row:
+    """Fill a row, hold it."""
+    row, mine = claim(slab, number)
+    assert mine
+    slab.filled(row, "posix")
+    return row
+
+
+def copied(reader: SlabReader, place: int, first: int = 0) -> list[bytes]:
+    memories = [bytearray(size) for size in SIZES[first:]]
+    block = BlockTransfer(KEYS[0], [memoryview(memory) for memory in memories], first)
+    result = reader.wait(reader.load([block], [place], ["posix"]))
+    assert not result.failed
+    assert result.done == {KEYS[0]: "posix"}
+    return [bytes(memory) for memory in memories]
+
+
+def test_another_process_attaches_answers_and_outlives_the_owner(reader: SlabReader) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        boot, pid, descriptor, inode, token, place = owner.stdout.readline().split()
+        address = SlabAddress(boot, int(pid), int(descriptor), int(inode), bytes.fromhex(token))
+        assert reader.attach(address, 1, {"hello": [1, 2]})
+        owner.stdin.write("\n")
+        owner.stdin.flush()
+        assert owner.stdout.readline().strip() == "{1: {'hello': [1, 2]}}"
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    assert copied(reader, int(place)) == [b"\x01" * 10, b"\x02" * 20, b"\x03" * 5]
+    assert copied(reader, int(place) + 10, first=1) == [b"\x02" * 20, b"\x03" * 5]
+    assert not SlabReader().attach(address, 1, {})  # it is gone with its owner
+
+
+def test_nothing_but_the_slab_is_taken_for_it(slab: Slab) -> None:
+    address = slab.address
+    for wrong in (
+        replace(address, boot="another host"),
+        replace(address, inode=address.inode + 1),
+        replace(address, token=b"x" * 16),
+        replace(address, descriptor=9999),
+        replace(address, pid=2**22 + 1),
+    ):
+        assert not SlabReader().attach(wrong, 0, {})
+    read, write = os.pipe()
+    try:
+        assert not SlabReader().attach(replace(address, descriptor=read, inode=os.fstat(read).st_ino), 0, {})
+    finally:
+        os.close(read)
+        os.close(write)
+    assert slab.records() == {}
+
+
+def test_a_record_that_is_too_long_is_no_answer(slab: Slab) -> None:
+    assert not SlabReader().attach(slab.address, 0, {"x": "y" * slabs.RECORD_BYTES})
+
+
+@pytest.mark.parametrize("size", [1, PAGE, slabs._LARGE_BYTES - 1, slabs._LARGE_BYTES, 5 * slabs._LARGE_BYTES + 3])
+def test_shards_of_every_size_are_copied_whole_and_nothing_beside_them(reader: SlabReader, size: int) -> None:
+    slab = Slab(8 * size + PAGE, 1)
+    slab.lay_out(2 * size)
+    assert reader.attach(slab.address, 0, {})
+    for number in range(2):  # a row is used again with another block in it, as mapped by its first use
+        row, _ = claim(slab, number)
+        for place, shard in enumerate(slab.memory(row, 0, [size, size])):
+            shard[:] = bytes([1 + number + place]) * size
+        slab.filled(row, "posix")
+        target = bytearray(b"z" * (2 * size + 2))
+        shards = [memoryview(target)[1 : 1 + size], memoryview(target)[1 + size : -1].cast("B", [size])]
+        result = reader.wait(reader.load([BlockTransfer(KEYS[number], shards)], [slab.offset(row)], ["posix"]))
+        assert (result.failed, result.nbytes) == ({}, 2 * size)
+        assert target == b"z" + bytes([1 + number]) * size + bytes([2 + number]) * size + b"z"
+        slab.failed(row)
+        slab.release([row])
+    slab.close()
+
+
+def test_what_cannot_be_copied_is_told(slab: Slab, reader: SlabReader) -> None:
+    block = BlockTransfer(KEYS[0], [memoryview(bytearray(PAGE))])
+    assert "not there" in str(reader.wait(reader.load([block], [0], ["posix"])).failed[KEYS[0]])
+    assert reader.attach(slab.address, 0, {})
+    end = os.fstat(slab.address.descriptor).st_size
+    assert not reader.wait(reader.load([block], [end - PAGE], ["posix"])).failed
+    assert "ends before" in str(reader.wait(reader.load([block], [end - PAGE + 1], ["posix"])).failed[KEYS[0]])
+    frozen = BlockTransfer(KEYS[0], [memoryview(bytes(slabs._LARGE_BYTES))])
+    assert KEYS[0] in reader.wait(reader.load([frozen], [0], ["posix"])).failed
+
+
+def test_memory_is_taken_only_where_it_is_written() -> None:
+    large = Slab(1 << 40, 1)
+    large.lay_out(PAGE)
+    assert os.fstat(large.address.descriptor).st_blocks * 512 < 1 << 20
+    large.close()
+
+
+def test_a_block_is_shared_by_all_who_want_it(slab: Slab) -> None:
+    row, mine = claim(slab, 1)
+    assert mine
+    assert slab.holds(0, KEYS[1:2]) == 0
+    assert slab.hold(0, KEYS[1:2]) is None
+    again, mine = claim(slab, 1)
+    assert (again is row, mine) == (True, False)
+    slab.filled(row, "posix")
+    assert slab.holds(0, KEYS[1:3]) == 1
+    assert slab.holds(1, KEYS[1:2]) == 0  # another group's
+    assert slab.hold(0, KEYS[1:2]) == [row]
+    assert row.users == 3  # who wanted it first, again, and now; not who filled it any more
+
+
+def test_no_more_is_staged_than_there_is_room_for(slab: Slab) -> None:
+    rows = [stage(slab, number) for number in range(ROWS)]
+    assert len({slab.offset(row) for row in rows}) == ROWS
+    assert slab.claim(0, KEYS[4]) is None
+    slab.release([rows[2]])
+    assert stage(slab, 4).number == rows[2].number
+    assert slab.claim(0, KEYS[5]) is None
+
+
+def test_what_was_not_used_for_longest_goes_first(slab: Slab) -> None:
+    rows = [stage(slab, number) for number in range(ROWS)]
+    slab.release(rows)
+    assert slab.hold(0, KEYS[:1]) == rows[:1]
+    slab.release(rows[:1])
+    stage(slab, 5)
+    assert [slab.holds(0, [one]) for one in KEYS[:ROWS]] == [1, 0, 1, 1]
+
+
+def test_a_row_that_is_being_filled_is_given_to_nobody(slab: Slab) -> None:
+    """A read that is stuck may write at any time, however long nobody has wanted it."""
+    stuck, _ = claim(slab, 0)
+    for number in range(1, 8):
+        slab.release([stage(slab, number)])
+    assert stuck.state is State.READING
+    assert slab.offset(stuck) not in {slab.offset(claim(slab, number)[0]) for number in (5, 6, 7)}
+    slab.failed(stuck)
+    assert slab.claim(0, KEYS[1]) is None
+    slab.release([stuck])
+    assert claim(slab, 1)[0].number == stuck.number
+
+
+def test_a_block_that_failed_is_found_by_nobody(slab: Slab) -> None:
+    row, _ = claim(slab, 0)
+    slab.failed(row)
+    assert slab.holds(0, KEYS[:1]) == 0
+    other, mine = claim(slab, 0)
+    assert mine
+    assert other is not row
+
+
+def test_memory_that_nobody_wants_is_given_back(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, row = stage(slab, 0), stage(slab, 1)
+    for one in (kept, row):
+        for shard in slab.memory(one, 0, [PAGE]):
+            shard[:] = b"x" * PAGE
+    before = os.fstat(slab.address.descriptor).st_blocks
+    slab.release([row])
+    slab.trim()
+    assert slab.holds(0, KEYS[:2]) == 2
+    monkeypatch.setattr(slabs, "IDLE_SECONDS", -1.0)
+    slab.trim()
+    assert slab.holds(0, KEYS[:2]) == 1
+    assert os.fstat(slab.address.descriptor).st_blocks == before - PAGE // 512
+    assert claim(slab, 2)[0].number == row.number
+
+
+def test_memory_is_taken_ahead_of_its_use_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "AHEAD_BYTES", 3 * PAGE)
+    made = Slab(8 * PAGE, 1)
+    made.lay_out(PAGE)
+
+    def taken() -> int:
+        return os.fstat(made.address.descriptor).st_blocks * 512 // PAGE
+
+    before = taken()
+    for _ in range(2):
+        made.populate()
+        assert taken() == before + 3
+    made.claim(0, KEYS[0])
+    made.populate()
+    assert taken() == before + 4
+    made.close()
+
+
+def test_a_block_in_use_for_long_is_read_again_once_it_is_free(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its tiers see that it is wanted."""
+    row = stage(slab, 0)
+    monkeypatch.setattr(slabs, "STALE_SECONDS", 0.0)
+    time.sleep(0.01)
+    assert claim(slab, 0) == (row, False)
+    slab.release([row, row])
+    assert slab.holds(0, KEYS[:1]) == 0
+    assert claim(slab, 0)[1]
+
+
+def test_after_a_new_start_nothing_of_before_is_found(slab: Slab) -> None:
+    used, unused, reading = stage(slab, 0), stage(slab, 1), claim(slab, 2)[0]
+    slab.release([unused])
+    slab.clear()
+    slab.filled(reading, "posix")
+    assert slab.holds(0, KEYS[:1]) == slab.holds(0, KEYS[1:2]) == slab.holds(0, KEYS[2:3]) == 0
+    slab.release([used, reading])
+    assert [claim(slab, number)[1] for number in range(4)] == [True] * 4

@@ -1,0 +1,287 @@
+"""How much a root holds, who evicts, and what becomes of writes beyond the capacity."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from tests.ucm.store.workers import evict_until_killed, fill
+from ucm.store.errors import StoreFullError
+from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec
+from ucm.store.posix import space as posix_space
+from ucm.store.posix import tier as posix_tier
+from ucm.store.posix.index import SAMPLE_BLOCKS, Scan, scan
+from ucm.store.posix.space import UNIT, State, Usage
+from ucm.store.posix.tier import PosixTier
+from ucm.store.tiered import TieredStore
+from ucm.testing.blocks import EVEN, key, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.context import SpawnProcess
+
+    import pytest
+
+    from ucm.store.base import KVStore
+    from ucm.store.config import StoreConfig
+    from ucm.store.posix.space import Evictor
+
+NAMESPACE = "n"
+FILE = HeaderCodec(NAMESPACE, EVEN).file_nbytes
+KEYS = [key(number) for number in range(40)]
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def used(store: KVStore) -> int | None:
+    return store.stats()["posix"].used_bytes
+
+
+def evictor_of(store: KVStore) -> Evictor:
+    assert isinstance(store, TieredStore)
+    tier = store._tiers[0]
+    assert isinstance(tier, PosixTier)
+    return tier._evictor
+
+
+def test_all_writers_count_together(tmp_path: Path) -> None:
+    one, two = Usage(str(tmp_path)), Usage(str(tmp_path))
+    assert one.read() is None
+    assert one.add(2 * UNIT, None) == State(2 * UNIT, None, 2)
+    assert two.add(1, None) == State(3 * UNIT, None, 3)
+    assert two.add(1, 3 * UNIT) is None
+    assert one.read() == State(3 * UNIT, 2 * UNIT, 3)  # the evictor is asked to make room for the one refused
+    assert one.add(UNIT, 4 * UNIT) == State(4 * UNIT, 2 * UNIT, 4)
+
+
+def test_the_evictor_sets_the_figure_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = Usage(str(tmp_path))
+    assert not usage.elect()
+    before = usage.add(5 * UNIT, None)
+    assert before is not None
+    assert usage.elect()
+    usage.add(UNIT, None)  # while it scans
+    usage.ask(7)
+    usage.reset(100 * UNIT, before, None)
+    assert usage.read() == State(101 * UNIT, None, 6, is_scanned=True)
+    usage.subtract(UNIT)
+    assert usage.read() == State(100 * UNIT, None, 6, is_scanned=True)
+    monkeypatch.setattr("ucm.store.posix.space._LONGEST", 5)
+    usage.subtract(0)
+    assert usage.read() == State(100 * UNIT, None, 0, is_scanned=True)
+    usage.close()
+
+
+def test_one_is_elected(tmp_path: Path) -> None:
+    usages = [Usage(str(tmp_path)) for _ in range(3)]
+    usages[0].add(1, None)
+    assert [usage.elect() for usage in usages] == [True, False, False]
+    assert [usage.elect() for usage in usages] == [True, False, False]
+    usages[0].close()
+    assert [usage.elect() for usage in usages[1:]] == [True, False]
+    # Somebody deletes the file, and it is made again: there is one evictor of the new one.
+    Path(tmp_path, "USED").unlink()
+    assert not usages[1].elect()
+    usages[2].add(1, None)
+    assert [usage.elect() for usage in usages] == [True, False, False]
+
+
+def test_another_takes_over_from_a_process_that_is_killed(config: StoreConfig) -> None:
+    usage = Usage(config.directories[0])
+    process = SPAWN.Process(target=evict_until_killed, args=(config, NAMESPACE, EVEN))
+    process.start()
+
+    def is_elected() -> bool:
+        mine = usage.elect()
+        usage.close()
+        return usage.read() is not None and not mine
+
+    eventually(is_elected)
+    process.kill()
+    process.join()
+    assert usage.elect()
+    usage.close()
+
+
+def test_a_file_system_without_locks(config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    limited = replace(config, posix_capacity_bytes=10 * FILE)
+    with open_store(limited, NAMESPACE, EVEN) as one, open_store(limited, NAMESPACE, EVEN) as two:
+        for number in range(30):
+            save((one, two)[number % 2], KEYS[number : number + 1], EVEN)
+        eventually(lambda: bool(one.stats()["posix"].evicted_blocks + two.stats()["posix"].evicted_blocks))
+        eventually(lambda: scan(config.directories[0]).nbytes <= 10 * FILE)
+    assert len([line for line in said if "has no locks" in line]) == 2
+
+
+def test_a_write_beyond_the_capacity_is_dropped_and_counted(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far behind the evictor is."""
+    monkeypatch.setattr(Usage, "elect", lambda self: False)
+    with open_store(replace(config, posix_capacity_bytes=10 * FILE, failures_until_rest=1), NAMESPACE, EVEN) as store:
+        result = save(store, KEYS, EVEN)
+        assert len(result.done) == 10
+        assert {type(error) for error in result.failed.values()} == {StoreFullError}
+        assert store.stats()["posix"].failures == {"dump.full": 30}
+        assert used(store) == 10 * FILE == scan(config.directories[0]).nbytes
+        # It is no failure of the medium: nothing rests, and what is there is found.
+        assert store.lookup(KEYS).count(True) == 10
+        shutil.rmtree(Path(config.directories[0], NAMESPACE))
+        Path(config.directories[0], "USED").unlink()
+        assert save(store, KEYS[:3], EVEN).failed == {}
+
+
+def test_a_write_waits_for_the_evictor(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst of four times the capacity is written whole, and few scans serve to make room for it."""
+    scans = []
+
+    def scanning(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
+        scans.append(scan(root, sample_blocks))
+        return scans[-1]
+
+    monkeypatch.setattr(posix_tier, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(posix_space, "scan", scanning)
+    with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN) as store:
+        assert save(store, [key(number) for number in range(80)], EVEN).failed == {}
+        assert store.stats()["posix"].evicted_blocks >= 60
+        assert scan(config.directories[0]).nbytes <= 20 * FILE
+    assert len(scans) <= 8
+
+
+def test_an_evictor_that_does_not_come_is_waited_for_once(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(Usage, "elect", lambda self: False)
+    monkeypatch.setattr(posix_tier, "_PATIENCE_SECONDS", 0.02)
+    clock = SimpleNamespace(sleep=waits.append, monotonic=lambda: 0.01 * len(waits))
+    monkeypatch.setattr(posix_tier, "time", clock)
+    one_thread = replace(config, posix_capacity_bytes=10 * FILE, dump_threads=1)
+    with open_store(one_thread, NAMESPACE, EVEN) as store:
+        assert len(save(store, KEYS, EVEN).failed) == 30
+    assert len(waits) == 2
+
+
+def test_the_tally_is_written_for_several_blocks_at_once(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = []
+    add = Usage.add
+
+    def adding(self: Usage, nbytes: int, limit: float | None) -> State | None:
+        added.append(nbytes)
+        return add(self, nbytes, limit)
+
+    monkeypatch.setattr(Usage, "add", adding)
+    with open_store(config, NAMESPACE, EVEN) as store:
+        save(store, KEYS, EVEN)
+        assert sum(added) == used(store) == len(KEYS) * FILE
+        assert max(added) <= 1 << 20
+        assert len(added) <= len(KEYS) / 5
+        save(store, [*KEYS, key(100)], EVEN)
+        assert used(store) == (len(KEYS) + 1) * FILE
+
+
+def test_what_was_not_written_counts_for_nothing(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Usage, "elect", lambda self: False)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, "made up")
+
+    with open_store(replace(config, rest_seconds=0.0), NAMESPACE, EVEN) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", refuse)
+            assert len(save(store, KEYS[:4], EVEN).failed) == 4
+        save(store, KEYS, EVEN)
+        assert used(store) == len(KEYS) * FILE
+
+
+def test_what_is_used_is_known_without_a_capacity(config: StoreConfig) -> None:
+    with open_store(config, NAMESPACE, EVEN) as one, open_store(config, "other", EVEN) as two:
+        save(one, KEYS[:10], EVEN)
+        save(two, KEYS[:5], EVEN)
+        assert used(two) == 15 * FILE
+    with open_store(config, NAMESPACE, EVEN) as store:
+        save(store, KEYS[:11], EVEN)
+        assert used(store) == 16 * FILE
+
+
+def test_what_people_delete_is_noticed(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix_space, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(posix_space, "_SCAN_SECONDS", 0.0)
+    monkeypatch.setattr(posix_space, "_IDLE_SECONDS", 0.0)
+    with open_store(config, NAMESPACE, EVEN) as store:
+        save(store, KEYS, EVEN)
+        for path in list(Path(config.directories[0]).rglob("??/*"))[:10]:
+            path.unlink()
+        eventually(lambda: used(store) == 30 * FILE)
+
+
+def test_a_store_of_before_is_counted(config: StoreConfig) -> None:
+    """Where there is no tally yet, the first thing that an evictor does is to scan."""
+    with open_store(config, NAMESPACE, EVEN) as store:
+        save(store, KEYS, EVEN)
+    Path(config.directories[0], "USED").unlink()
+    with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN) as store:
+        save(store, [key(100)], EVEN)
+        eventually(lambda: scan(config.directories[0]).nbytes <= 20 * FILE)
+
+
+def test_the_smallest_capacity_wins_whoever_evicts(config: StoreConfig) -> None:
+    with open_store(config, NAMESPACE, EVEN) as one:
+        save(one, KEYS, EVEN)
+        eventually(lambda: evictor_of(one)._roots[0]._elected)
+        with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN) as two:
+            eventually(lambda: not save(two, [key(100)], EVEN).failed)
+            eventually(lambda: one.stats()["posix"].evicted_blocks >= 20)
+
+
+@contextmanager
+def stopped(processes: list[SpawnProcess]) -> Iterator[None]:
+    """Let none of them do anything meanwhile: else what is deleted during a scan counts together with what comes."""
+    living = [process.pid for process in processes if process.is_alive() and process.pid]
+    for pid in living:
+        os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(state(pid) in "TZ" for pid in living))
+    yield
+    for pid in living:
+        os.kill(pid, signal.SIGCONT)
+
+
+def state(pid: int) -> str:
+    """What the system calls the state of a process."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+
+
+def test_many_writers_keep_to_the_capacity(config: StoreConfig) -> None:
+    """Four engines of two ranks each, however busy the machine is."""
+    capacity = 200 * FILE
+    limited = replace(config, posix_capacity_bytes=capacity)
+    writers = [SPAWN.Process(target=fill, args=(limited, f"rank{number % 2}", EVEN, number)) for number in range(8)]
+    for writer in writers:
+        writer.start()
+    most = 0.0
+    while any(writer.is_alive() for writer in writers):
+        with stopped(writers):
+            most = max(most, scan(config.directories[0]).nbytes)
+        time.sleep(0.03)
+    most = max(most, scan(config.directories[0]).nbytes)
+    assert [writer.exitcode for writer in writers] == [0] * 8
+    assert 0.9 * capacity < most <= 1.05 * capacity

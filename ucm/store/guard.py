@@ -1,0 +1,243 @@
+"""A tier as its store sees it: asked only while it answers, timed, counted, and on threads of its own."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ucm.store.errors import StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
+from ucm.store.format import UNIT, header_nbytes
+from ucm.store.health import Breaker
+from ucm.store.pool import Pool, RefusableJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
+    from ucm.store.config import StoreConfig
+    from ucm.store.pool import Job
+    from ucm.store.tier import BlockWriter, Outcome, Tier
+
+
+class Guard:
+    """Keeps one tier's failures from everybody else.
+
+    Lookups and reads report what failed instead of raising it; what else can fail raises StoreError and nothing else.
+
+    Args:
+        tier: The tier.
+        config: The store's options.
+        before_dump: See ``Pool``, for the threads that write.
+    """
+
+    def __init__(self, tier: Tier, config: StoreConfig, before_dump: Job | None = None) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.counters = tier.counters
+        failures, rest = config.failures_until_rest, config.rest_seconds
+        self._breaker = tier.breaker or Breaker(f"the tier {tier.name}", failures, rest)
+        self._writes = Breaker(f"writing to the tier {tier.name}", failures, rest)  # a full server still reads
+        patience = max(config.stuck_seconds, 2 * tier.transfer_timeout if not tier.rests_by_itself else 0.0)
+        self._loads = [Pool("ucm-load", config.load_threads, patience=patience, rest=rest) for _ in range(tier.lanes)]
+        self._dumps = [
+            Pool("ucm-dump", config.dump_threads, config.dump_nice, before_dump, patience=patience, rest=rest)
+            for _ in range(tier.lanes)
+        ]
+        self._load_threads = config.load_threads
+
+    # Threads.
+
+    def load_later(
+        self,
+        blocks: Sequence[BlockTransfer],
+        run: Callable[[Sequence[BlockTransfer]], None],
+        refuse: Callable[[Sequence[BlockTransfer], StoreError], None],
+    ) -> None:
+        """Have the loading threads do something with blocks, some at a time.
+
+        Args:
+            blocks: The blocks.
+            run: Called with some of them.
+            refuse: Called instead with what would wait for stuck threads, and why.
+        """
+        for lane, some in self._by_lane(blocks).items():
+            nbytes = sum(shard.nbytes for shard in some[0].shards) or 1
+            step = max(1, min(-(-len(some) // self._load_threads), self.tier.batch_nbytes // nbytes))
+            parts = [some[at : at + step] for at in range(0, len(some), step)]
+            stuck = self.stuck()
+            self._loads[lane].submit([RefusableJob(partial(run, part), partial(refuse, part, stuck)) for part in parts])
+
+    def dump_later(self, key: BlockKey, run: Job, refuse: Job | None = None) -> None:
+        """Have a writing thread do something with a block.
+
+        Args:
+            key: The block.
+            run: What to do.
+            refuse: What to do instead where it would wait for stuck threads; None: let it wait.
+        """
+        self._dumps[self.tier.lane(key)].submit([run if refuse is None else RefusableJob(run, refuse)])
+
+    def relieve(self) -> None:
+        """See ``Pool.relieve``."""
+        for pool in (*self._loads, *self._dumps):
+            pool.relieve()
+
+    def finish_dumps(self) -> None:
+        """Finish what is queued to be written; no more is taken."""
+        for pool in self._dumps:
+            pool.close()
+
+    def close(self) -> None:
+        """Finish what is queued, then close the tier."""
+        for pool in (*self._loads, *self._dumps):
+            pool.close()
+        self.tier.close()
+
+    # The tier.
+
+    def allows(self, *, wait: bool = False) -> bool:
+        """Whether the tier is to be asked."""
+        return self.tier.rests_by_itself or self._breaker.allows(wait=wait)
+
+    @property
+    def takes(self) -> bool:
+        """Whether it is of use to write to it; unlike ``allows`` without becoming the probe."""
+        return self.tier.resting < 1 if self.tier.rests_by_itself else not (self._breaker.rests or self._writes.rests)
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each block is there; nothing is in a tier that does not answer."""
+        found: list[bool] = []
+        if keys and self.allows():
+            with self._noting("lookup"):
+                found = self.tier.contains(keys, time.monotonic() + self.tier.timeout)
+        self.counters.looked_up(len(keys), found.count(True))
+        return found or [False] * len(keys)
+
+    def prefix(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the first blocks are there without a gap; none in a tier that does not answer."""
+        hits = 0
+        if keys and self.allows():
+            with self._noting("lookup"):
+                hits = self.tier.prefix(keys, time.monotonic() + self.tier.timeout)
+        self.counters.looked_up(min(hits + 1, len(keys)), hits)
+        return hits
+
+    def read_many(self, blocks: Sequence[BlockTransfer]) -> list[Outcome]:
+        """Fill memory with shards; an outcome for each block."""
+        if not self.allows(wait=True):
+            return [self._breaker.refusal(self.name)] * len(blocks)
+        outcomes: list[Outcome] = []
+        try:
+            with self._noting("load", counted=False):
+                outcomes = self.tier.read_many(blocks, time.monotonic() + self.tier.transfer_timeout)
+                worst = next((found for found in outcomes if isinstance(found, StoreUnavailableError)), None)
+                if worst is not None:
+                    raise worst
+        except StoreError as error:
+            return outcomes or [error] * len(blocks)
+        return outcomes
+
+    def read_file(self, key: BlockKey) -> Buffer:
+        """A whole block as it is stored; see ``Tier.read_file``."""
+        with self._asking("load"):
+            return self.tier.read_file(key, time.monotonic() + self.tier.transfer_timeout)
+
+    def put(self, key: BlockKey, content: Buffer) -> None:
+        """Store a whole block and count it; see ``Tier.put``."""
+        with self._asking("dump"):
+            self.tier.put(key, content, time.monotonic() + self.tier.transfer_timeout)
+        self.counters.dumped(content.nbytes - header_nbytes(bytes(content[:UNIT])))
+
+    def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
+        """Begin a block; see ``Tier.writer``."""
+        with self._asking("dump"):
+            return self.tier.writer(key, file_nbytes)
+
+    def write(self, action: Callable[[], None]) -> None:
+        """Have a writer of this tier's do something."""
+        with self._asking("dump"):
+            action()
+
+    def stats(self) -> TierStats:
+        """The tier's snapshot, with its state."""
+        found = self.tier.stats()
+        pools = (*self._loads, *self._dumps)
+        stuck = sum(pool.is_stuck for pool in pools) / len(pools)
+        found.resting = max(self.tier.resting if self.tier.rests_by_itself else float(self._breaker.rests), stuck)
+        return found
+
+    # Inside.
+
+    @contextmanager
+    def _asking(self, operation: str) -> Iterator[None]:
+        """Something that raises StoreError and nothing else; refused while the tier rests."""
+        if not self.allows(wait=True):
+            raise self._breaker.refusal(self.name)
+        if operation == "dump" and not self._writes.allows():
+            raise self._writes.refusal(self.name)
+        with self._timing(operation):
+            yield
+
+    @contextmanager
+    def _noting(self, operation: str, *, counted: bool = True) -> Iterator[None]:
+        """Something of which a failure is noted, and raised only if it is not counted here."""
+        try:
+            with self._timing(operation):
+                yield
+        except StoreError as error:
+            if not counted:
+                raise
+            self.counters.failed(operation, error)
+
+    @contextmanager
+    def _timing(self, operation: str) -> Iterator[None]:
+        """Time something, and tell the breaker how it went."""
+        began = time.monotonic()
+        try:
+            yield
+        except StoreUnavailableError as error:
+            self._tell(error)
+            raise
+        except StoreError as error:
+            self._tell(None)  # it has answered
+            if isinstance(error, StoreFullError) and not self.tier.rests_by_itself:
+                self._writes.failed(error)
+            raise
+        except Exception as error:
+            failure = unexpected(error)
+            self._tell(failure)
+            raise failure from error
+        else:
+            self._tell(None)
+            if operation == "dump":
+                self._writes.succeeded()
+        finally:
+            self.counters.took(operation, time.monotonic() - began)
+
+    def _tell(self, error: StoreError | None) -> None:
+        if self.tier.rests_by_itself:
+            return
+        if error is None:
+            self._breaker.succeeded()
+        else:
+            self._breaker.failed(error)
+
+    def _by_lane(self, blocks: Sequence[BlockTransfer]) -> dict[int, Sequence[BlockTransfer]]:
+        if self.tier.lanes == 1 or not blocks:
+            return {0: blocks} if blocks else {}
+        found: dict[int, list[BlockTransfer]] = defaultdict(list)
+        for block in blocks:
+            found[self.tier.lane(block.key)].append(block)
+        return dict(found)
+
+    def stuck(self) -> StoreError:
+        """What is told of a job that would wait for stuck threads."""
+        return StoreTimeoutError(f"the threads of the tier {self.name} are stuck: it does not answer")
+
+
+def unexpected(error: Exception) -> StoreError:
+    """What is told of an exception that nobody expects; whoever waits must hear of it."""
+    return StoreError(f"{type(error).__name__}: {error}")

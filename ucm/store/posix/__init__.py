@@ -1,0 +1,1 @@
+"""The tier of files."""

@@ -1,0 +1,560 @@
+"""Block files: read and write them, through the page cache or past it; quarantine those that cannot be used.
+
+A block is read with one call for its header and shards, then every checksum is compared. It is written to a temporary
+file of its own and becomes visible by one atomic rename. A block that cannot be used is moved out of the way, so that
+it is a miss; a few are kept for inspection.
+
+On ext4, claiming a file's space first makes buffered writing about a quarter faster, since blocks are then not reserved
+page by page, and keeps a file in one piece for later cold reads. ``os.posix_fallocate`` would do, but where the file
+system cannot, glibc writes to every page instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+import threading
+import time
+from contextlib import suppress
+from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import xxhash
+
+from ucm.store.errors import (
+    BlockCorruptError,
+    BlockForeignError,
+    BlockMissingError,
+    BlockUnreadableError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
+from ucm.store.format import UNIT, check_shards, decode, header_nbytes
+from ucm.store.posix.index import log_removals
+from ucm.store.posix.layout import is_quarantined, owner_name
+from ucm.store.posix.paths import (
+    NotAFileError,
+    list_directory,
+    make_directory,
+    open_file,
+    remove_directory,
+    rename,
+    status_of,
+    unlink,
+)
+from ucm.store.tier import BlockWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeVar
+
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer
+    from ucm.store.format import BlockHeader, HeaderCodec
+    from ucm.store.posix.layout import Layout
+    from ucm.store.posix.paths import NewFile
+    from ucm.store.posix.tier import Directory
+
+    T = TypeVar("T")
+
+#: What O_DIRECT wants of places, lengths and memory; enough for every common device.
+ALIGNMENT = 4096
+_MOST_BUFFERS = 1024
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_local = threading.local()
+
+
+def store_error(error: OSError, where: str) -> StoreError:
+    """What the operating system refused, in our terms."""
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        return StoreFullError(f"no room: {reason}", where=where, fix="free some, or give the store a smaller capacity")
+    return StoreUnavailableError(f"the medium does not answer: {reason}", where=where)
+
+
+def read_into(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> int:
+    """Fill buffers from one place on.
+
+    Args:
+        descriptor: An open file.
+        buffers: Contiguous and writable.
+        offset: Where to begin.
+        nbytes: Of all buffers together.
+
+    Returns:
+        The bytes read; fewer than asked for only at the end of the file.
+    """
+    if len(buffers) <= _MOST_BUFFERS:
+        done = os.preadv(descriptor, buffers, offset)
+        if done in (nbytes, 0):
+            return done
+    else:
+        done = 0
+    while done < nbytes:
+        step = os.preadv(descriptor, _beyond(buffers, done), offset + done)
+        if step == 0:
+            break
+        done += step
+    return done
+
+
+def write_from(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
+    """Write all of these contiguous buffers from one place on; see ``read_into``."""
+    done = os.pwritev(descriptor, buffers, offset) if len(buffers) <= _MOST_BUFFERS else 0
+    while done < nbytes:
+        done += os.pwritev(descriptor, _beyond(buffers, done), offset + done)
+
+
+def read_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> int:
+    """Like ``read_into``, for a file opened with O_DIRECT."""
+    lead = offset % ALIGNMENT
+    bounce = _bounce(lead + nbytes)
+    done = 0
+    while done < len(bounce):
+        step = os.preadv(descriptor, [bounce[done:]], offset - lead + done)
+        done += step
+        if step == 0 or done % ALIGNMENT:  # the end of the file
+            break
+    at = lead
+    for buffer in buffers:
+        target = np.frombuffer(buffer, dtype=np.uint8)
+        np.copyto(target, np.frombuffer(bounce, dtype=np.uint8, count=target.size, offset=at))
+        at += target.size
+    return max(0, min(done - lead, nbytes))
+
+
+def write_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], nbytes: int) -> None:
+    """Write a whole file opened with O_DIRECT."""
+    bounce = _bounce(nbytes)
+    at = 0
+    for buffer in buffers:
+        source = np.frombuffer(buffer, dtype=np.uint8)
+        np.copyto(np.frombuffer(bounce, dtype=np.uint8, count=source.size, offset=at), source)
+        at += source.size
+    write_from(descriptor, [bounce], 0, len(bounce))
+    os.ftruncate(descriptor, nbytes)
+
+
+def _beyond(buffers: Sequence[Buffer | bytearray], skip: int) -> list[Buffer]:
+    """What is left of the buffers after so many bytes, as far as one call takes it."""
+    rest: list[Buffer] = []
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        if skip < len(view):
+            rest.append(view[skip:])
+        skip = max(0, skip - len(view))
+        if len(rest) == _MOST_BUFFERS:
+            break
+    return rest
+
+
+def _bounce(nbytes: int) -> Buffer:
+    """This thread's own aligned memory, rounded up to the alignment."""
+    nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    memory: mmap.mmap | None = getattr(_local, "memory", None)
+    if memory is None or len(memory) < nbytes:
+        memory = _local.memory = mmap.mmap(-1, nbytes)
+    return memoryview(memory)[:nbytes]
+
+
+#: What a system says of one file rather than of a medium, if the file can be taken out of the way.
+_OF_ONE_FILE = frozenset(
+    {
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EUCLEAN,
+        errno.EBADMSG,
+        errno.ENODATA,
+        errno.EOVERFLOW,
+        errno.EREMOTEIO,
+    }
+)
+_CHUNK = 1 << 20
+
+
+def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, path: str) -> bool:
+    """Fill memory with a block's shards and verify them.
+
+    Args:
+        directory: Where the block is.
+        codec: What it must look like.
+        block: Which shards, and their memory.
+        path: The block's file.
+
+    Returns:
+        Whether its time of last use is old.
+
+    Raises:
+        BlockMissingError: It is not there.
+        BlockCorruptError: It is damaged; the caller sets it aside.
+        BlockForeignError: It is not what it should be; the caller sets it aside.
+        BlockUnreadableError: The medium does not read it; the caller sets it aside, or takes the medium for broken.
+        StoreError: The directory rests, or cannot be read.
+    """
+    if not directory.reads.allows():
+        raise directory.reads.refusal(directory.layout.root)
+
+    def read() -> tuple[float, StoreError | None]:
+        try:
+            return _read(path, codec, block, direct=directory.direct_io)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not directory.direct_io or isinstance(error, NotAFileError):
+                raise
+            directory.no_direct_io(error)
+            return _read(path, codec, block, direct=False)
+
+    used, refusal = _attempt(directory, block.key, path, read)
+    directory.reads.succeeded()
+    if refusal is not None:
+        refusal.where = path
+        raise refusal
+    return time.time() - used > directory.touch_seconds
+
+
+def read_file(directory: Directory, codec: HeaderCodec | None, key: BlockKey, path: str) -> Buffer:
+    """A block's whole file, verified by what its own header says, and by the codec if there is one.
+
+    Raises:
+        StoreError: As ``read_block``.
+    """
+
+    def read(descriptor: int, header: BlockHeader) -> Buffer:
+        if codec is not None and header.shard_sizes != codec.geometry.shard_sizes:
+            raise BlockForeignError("the block has shards of other sizes")
+        content = memoryview(bytearray(header.file_nbytes))
+        check_shards(content[: read_into(descriptor, [content], 0, len(content))], header)
+        return content
+
+    return _attempt(directory, key, path, lambda: _with_header(path, key, read))
+
+
+def check_file(path: str, key: BlockKey) -> BlockHeader:
+    """Check a block's whole file against its own header, without holding it in memory.
+
+    Raises:
+        BlockCorruptError: Any byte of it was changed, or some are missing or too many.
+        BlockForeignError: It is another block, or of another format version.
+        OSError: It cannot be read.
+    """
+
+    def check(descriptor: int, header: BlockHeader) -> BlockHeader:
+        at, chunk = header.nbytes, memoryview(bytearray(min(_CHUNK, max(header.shard_sizes, default=0))))
+        for index, (size, expected) in enumerate(zip(header.shard_sizes, header.checksums, strict=True)):
+            end, found = at + size, xxhash.xxh3_64()
+            while at < end and (step := os.preadv(descriptor, [chunk[: end - at]], at)):
+                found.update(chunk[:step])
+                at += step
+            if at < end or found.intdigest() != expected:
+                raise BlockCorruptError(f"the checksum of shard {index} is wrong")
+        return header
+
+    return _with_header(path, key, check)
+
+
+def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], T]) -> T:
+    """Read, and tell failures of the medium from those of one block."""
+    try:
+        return read()
+    except FileNotFoundError:
+        if directory.reads.probing:
+            directory.reads.succeeded()  # the medium answers
+        raise BlockMissingError(f"block {key.hex()} is not in the store", where=path) from None
+    except NotAFileError as error:
+        raise BlockUnreadableError("there is something else in the block's place", where=path) from error
+    except OSError as error:
+        if error.errno in _OF_ONE_FILE:
+            raise BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=path) from error
+        raise directory.read_failed(error, path) from error
+    except StoreError as error:
+        error.where = path
+        raise
+
+
+def _with_header(path: str, key: BlockKey, use: Callable[[int, BlockHeader], T]) -> T:
+    """Do something with an open file whose header is sound, is the key's, and tells its length."""
+    descriptor, status = open_file(path, os.O_RDONLY)
+    try:
+        header = decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))))
+        if header.key != key:
+            raise BlockForeignError(f"the block's key is {header.key.hex()}")
+        if status.st_size != header.file_nbytes:
+            raise BlockCorruptError(f"the file has {status.st_size} bytes, not {header.file_nbytes}")
+        return use(descriptor, header)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> tuple[float, StoreError | None]:
+    """Read and verify: the time of last use, and what is wrong."""
+    descriptor, status = open_file(path, os.O_RDONLY | os.O_DIRECT if direct else os.O_RDONLY)
+    try:
+        if status.st_size == codec.file_nbytes and _is_sound(descriptor, codec, block, direct=direct):
+            return status.st_mtime, None
+        return status.st_mtime, _refusal(descriptor, codec, block, status.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> bool:
+    """Read a file of the right length; False if anything in it is not as it was stored."""
+    read = read_direct if direct else read_into
+    shards, first = block.shards, block.first_shard
+    begin, end = codec.offsets[first], codec.offsets[first + len(shards)]
+    header = bytearray(codec.nbytes)
+    if first == 0:
+        if read(descriptor, [header, *shards], 0, end) != end:
+            return False
+    elif (
+        read(descriptor, [header], 0, codec.nbytes) != codec.nbytes
+        or read(descriptor, shards, begin, end - begin) != end - begin
+    ):
+        return False
+    return codec.is_sound(header, block.key, first, shards)
+
+
+def _refusal(descriptor: int, codec: HeaderCodec, block: BlockTransfer, file_nbytes: int) -> StoreError:
+    """What is wrong with a block, read again as far as needed."""
+    header = _pread(descriptor, UNIT)
+    try:
+        header = _pread(descriptor, header_nbytes(header))
+    except StoreError as error:
+        return error
+    return codec.refusal(header, block.key, file_nbytes)
+
+
+def _pread(descriptor: int, nbytes: int) -> bytes:
+    """The file's first bytes, whatever way it was opened."""
+    memory = bytearray(nbytes)
+    return bytes(memory[: read_direct(descriptor, [memory], 0, nbytes)])
+
+
+class WriterListener(Protocol):
+    """What a writer's tier hears."""
+
+    def committed(self, directory: Directory, key: BlockKey) -> None:
+        """The block is visible."""
+
+    def refused(self, directory: Directory, error: StoreError) -> None:
+        """The medium did not take it."""
+
+    def behind(self) -> None:
+        """There is no room for it within the capacity."""
+
+
+class BlockFileWriter(BlockWriter):
+    """Writes one block's file.
+
+    Args:
+        directory: Where.
+        key: The block.
+        file_nbytes: How long the file will be.
+        listener: Hears how it ends.
+    """
+
+    def __init__(self, directory: Directory, key: BlockKey, file_nbytes: int, listener: WriterListener) -> None:
+        self._directory = directory
+        self._key = key
+        self._file_nbytes = file_nbytes
+        self._listener = listener
+        self._path = directory.layout.block(key)
+        self._file: NewFile | None = None
+        self._reserved = False
+        self._descriptor = -1
+
+    def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
+        """Write at once."""
+        directory = self._directory
+        if not directory.writes.allows():
+            raise directory.writes.refusal(directory.layout.root)
+        try:
+            if directory.direct_io and self._file is None and nbytes == self._file_nbytes:
+                if self._write_direct(buffers, nbytes):
+                    return
+            elif self._descriptor < 0:
+                self._open(0)
+            write_from(self._descriptor, buffers, offset, nbytes)
+        except StoreFullError:  # the evictor is behind: that is no failure of the medium
+            directory.writes.succeeded()
+            raise
+        except OSError as error:
+            raise self._failure(error, directory.layout.temporary) from error
+        directory.writes.succeeded()
+
+    def pause(self) -> None:
+        """Close the file."""
+        self._close()
+
+    def commit(self) -> None:
+        """Rename it into its place; the file before it, if there is one, is replaced."""
+        directory = self._directory
+        try:
+            file = self._file
+            if file is None or (directory.fsync and self._descriptor < 0):
+                file = self._open(0)
+            if directory.fsync:
+                os.fsync(self._descriptor)
+            self._close()
+            directory.publish(file, self._key)
+        except OSError as error:
+            raise self._failure(error, self._path) from error
+        self._file, self._reserved = None, False
+        self._listener.committed(directory, self._key)
+
+    def abort(self) -> None:
+        """Delete the temporary file."""
+        self._close()
+        if self._file is not None:
+            self._file.unlink()
+            self._file = None
+        if self._reserved:
+            self._reserved = False
+            self._directory.unreserve(self._file_nbytes)
+        else:
+            self._directory.expect(self._file_nbytes, -1)
+
+    def _failure(self, error: OSError, path: str) -> StoreError:
+        failure = self._directory.write_failed(error, path)
+        self._listener.refused(self._directory, failure)
+        return failure
+
+    def _write_direct(self, buffers: Sequence[Buffer | bytearray], nbytes: int) -> bool:
+        """Try to write the whole file past the page cache; if the file system refuses, leave it open and empty."""
+        try:
+            self._open(os.O_DIRECT)
+            write_direct(self._descriptor, buffers, nbytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._directory.no_direct_io(error)
+            self._close()
+            self._open(0)
+            return False
+        self._directory.writes.succeeded()
+        return True
+
+    def _open(self, flags: int) -> NewFile:
+        directory, file = self._directory, self._file
+        if file is not None:
+            self._descriptor = file.open(os.O_WRONLY | flags)
+            return file
+        self._descriptor, file = directory.with_directories(partial(self._create, flags))
+        self._file = file
+        if directory.claims_space and self._file_nbytes >= CLAIM_FROM:
+            directory.claims_space = claim_space(self._descriptor, self._file_nbytes)
+        return file
+
+    def _create(self, flags: int) -> tuple[int, NewFile]:
+        if not self._reserved:
+            self._reserve()
+        return self._directory.new_file(owner_name(), os.O_WRONLY | flags)
+
+    def _reserve(self) -> None:
+        try:
+            self._directory.reserve(self._file_nbytes)
+        except StoreFullError:
+            self._listener.behind()
+            self._directory.wait_for_room(self._file_nbytes)
+        self._reserved = True
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+
+#: Smaller files are written faster without.
+CLAIM_FROM = 256 * 1024
+_CANNOT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM})
+
+
+def claim_space(descriptor: int, nbytes: int) -> bool:
+    """Claim the space of a file that was just made.
+
+    Returns:
+        False if the system cannot, and need not be asked again.
+
+    Raises:
+        OSError: There is no room.
+    """
+    fallocate = _fallocate()
+    if fallocate is None:
+        return False
+    if fallocate(descriptor, 0, 0, nbytes) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT:
+        return False
+    if number == errno.EINTR:
+        return True
+    raise OSError(number, os.strerror(number))
+
+
+@cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if function is None:
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    found: Callable[[int, int, int, int], int] = function
+    return found
+
+
+def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> bool:
+    """Move whatever is in a block's place into the namespace's ``aside``, or delete it if that is impossible.
+
+    Args:
+        layout: Where.
+        key: The block.
+        error: What is wrong with it; its cause becomes part of the name.
+        keep: How many such files stay; the oldest are deleted.
+
+    Returns:
+        Whether the block is out of the way. A file that is gone already is.
+    """
+    path = layout.block(key)
+    try:
+        make_directory(layout.aside, layout.group)
+        rename(path, f"{layout.aside}/{time.time_ns()}-{key.hex()}-{error.cause}")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        if not _delete(path):
+            return False
+    with suppress(OSError):  # what is too many now is deleted when the next one comes
+        _delete_oldest(layout, keep)
+    log_removals(layout, [key])
+    return True
+
+
+def _delete(path: str) -> bool:
+    """Delete a block, or what is in the place of the directory in which it should be."""
+    try:
+        unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        bucket = path.rpartition("/")[0]
+        try:
+            if stat.S_ISDIR(status_of(bucket).st_mode):
+                return False
+            unlink(bucket)
+        except OSError:
+            return False
+    return True
+
+
+def _delete_oldest(layout: Layout, keep: int) -> None:
+    # The names sort by time.
+    found = sorted(entry for entry in list_directory(layout.aside) if is_quarantined(entry[0]))
+    for name, status in found[: max(0, len(found) - keep)]:
+        path = f"{layout.aside}/{name}"
+        with suppress(OSError):  # a directory that is not empty stays: nothing in it is ours
+            if stat.S_ISDIR(status.st_mode):
+                remove_directory(path)
+            else:
+                unlink(path)

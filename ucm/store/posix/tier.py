@@ -1,0 +1,646 @@
+"""The tier of files: one file per block, in one or several directories, each with a state of its own."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Event, Lock
+from typing import TYPE_CHECKING, NoReturn
+
+from ucm.errors import ConfigError
+from ucm.logger import get_logger
+from ucm.store.dram import prepare_dram
+from ucm.store.errors import (
+    BlockCorruptError,
+    BlockForeignError,
+    BlockUnreadableError,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+)
+from ucm.store.health import Breaker
+from ucm.store.pool import Pool, RefusableJob
+from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
+from ucm.store.posix.index import REMOVALS, NameIndex
+from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
+from ucm.store.posix.paths import KeptDirectory, distrust, group_id, make_directory, open_file, shared_group
+from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage
+from ucm.store.recent import RecentKeys
+from ucm.store.tier import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeVar
+
+    from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
+    from ucm.store.config import StoreConfig
+    from ucm.store.format import HeaderCodec
+    from ucm.store.posix.paths import NewFile
+    from ucm.store.tier import Outcome, TierOptions, TierPlace
+
+    T = TypeVar("T")
+
+#: So much of the tally is taken at once for blocks that wait to be written, but no more than this part of the limit:
+#: a scan takes what was taken for room.
+_AHEAD_NBYTES, _AHEAD_SHARE = 1 << 20, 0.002
+#: How long a write waits for the evictor at most, and how often it looks.
+_PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
+#: How often directories that are missing are made for one file.
+_TRIES = 2
+#: How many lookups of one directory may be under way.
+_LOOKUP_THREADS = 2
+
+
+class Directory:
+    """A configured directory, opened for one namespace.
+
+    Args:
+        root: Its path.
+        namespace: The namespace.
+        config: The store's options.
+        share: What it may hold in bytes; None: no limit.
+        on_disk: Whether it is, or else in memory: then direct I/O, syncing and claiming space mean nothing.
+
+    Raises:
+        ConfigError: It is not there, cannot be used by us, or others may write to it.
+    """
+
+    def __init__(self, root: str, namespace: str, config: StoreConfig, share: float | None, *, on_disk: bool) -> None:
+        self.layout = Layout(root, namespace)
+        self.share = share
+        self.usage = Usage(self.layout.root)
+        self.tallied_bytes: int | None = None  #: what it holds by the tally, as last seen
+        self.direct_io = config.direct_io and on_disk
+        self.fsync = config.fsync and on_disk
+        self.claims_space = on_disk
+        self.aside_keep = config.aside_keep
+        self.touch_seconds = config.touch_seconds
+        self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds)
+        self.writes = Breaker(f"writing to {root}", config.failures_until_rest, config.rest_seconds)
+        stuck, rest = config.stuck_seconds, config.rest_seconds
+        self.lookups = Pool("ucm-lookup", _LOOKUP_THREADS, patience=stuck, rest=rest)
+        check_root(root, config.trusted_group)
+        _check_namespace(self.layout)
+        self.layout.keep_identity()
+        self.index = NameIndex(self.layout)
+        self._base, self._temporary = KeptDirectory(self.layout.base), KeptDirectory(self.layout.temporary)
+        self._lock, self._taking = Lock(), Lock()
+        self._credit = 0  # what is in the tally, and not yet used by a block
+        self._expected = 0  # what is going to be written; the credit is for some of it
+        self._is_patient = True
+        self._ahead = _AHEAD_NBYTES if share is None else min(_AHEAD_NBYTES, int(share * _AHEAD_SHARE))
+        self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - as the root, a text
+        self._parent_device = _device(self._parent)
+
+    @property
+    def used_bytes(self) -> int | None:
+        """What it holds, of all namespaces and by all who write, as last seen; None if that is not known."""
+        tallied = self.tallied_bytes
+        return None if tallied is None else max(0, tallied - self._credit)
+
+    def holds(self, key: BlockKey) -> bool:
+        """Whether a block is there, as far as its name tells."""
+        return os.access(self.layout.block(key), os.F_OK, follow_symlinks=False)
+
+    def expect(self, nbytes: int, blocks: int) -> None:
+        """Note that ``reserve`` is going to be called for so many blocks, or, if negative, is not."""
+        with self._lock:
+            self._expected = max(0, self._expected + _in_tally(nbytes) * blocks)
+
+    def reserve(self, nbytes: int) -> None:
+        """Account for a block that is going to be written, and for some of those that are expected after it.
+
+        Raises:
+            StoreFullError: There would be more than the directory may hold: the evictor is behind.
+            OSError: The directory is not there, or cannot be written.
+        """
+        nbytes = _in_tally(nbytes)
+        if self._use_credit(nbytes):
+            return
+        with self._taking:
+            if self._use_credit(nbytes):  # another thread has just taken some
+                return
+            with self._lock:
+                batch = max(nbytes, min(self._expected - self._credit, self._ahead) // nbytes * nbytes)
+            state = self.usage.add(batch, self.share)
+            if state is not None:
+                with self._lock:
+                    self._credit += batch - nbytes
+                    self._expected = max(0, self._expected - nbytes)
+        if state is None:
+            raise StoreFullError(
+                f"the {self.share:.0f} bytes that the directory may hold are in use",
+                where=self.layout.root,
+                fix="none is needed if this is seldom: the evictor is behind; else raise the capacity",
+            )
+        self.tallied_bytes = state.nbytes
+
+    def wait_for_room(self, nbytes: int) -> None:
+        """As ``reserve``, but wait a little for the evictor; not again until there was room, lest writes queue up.
+
+        Raises:
+            StoreFullError: There is still no room.
+            OSError: As ``reserve``.
+        """
+        deadline = time.monotonic() + (_PATIENCE_SECONDS if self._is_patient else 0.0)
+        while True:
+            try:
+                self.reserve(nbytes)
+            except StoreFullError:
+                if time.monotonic() >= deadline:
+                    self._is_patient = False
+                    raise
+                time.sleep(_RETRY_SECONDS)
+            else:
+                self._is_patient = True
+                return
+
+    def _use_credit(self, nbytes: int) -> bool:
+        with self._lock:
+            enough = self._credit >= nbytes
+            if enough:
+                self._credit -= nbytes
+                self._expected = max(0, self._expected - nbytes)
+        return enough
+
+    def unreserve(self, nbytes: int) -> None:
+        """A block for which ``reserve`` was called was not written: the next one takes its place.
+
+        No more than a few are remembered: what others have found out by a scan since then includes no credit.
+        """
+        nbytes = _in_tally(nbytes)
+        with self._lock:
+            self._credit = max(self._credit, min(self._credit + nbytes, max(self._ahead, nbytes)))
+
+    def new_file(self, name: str, flags: int) -> tuple[int, NewFile]:
+        """Make a temporary file; its descriptor, and the file.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        return self._temporary.new_file(name, flags, self.layout.file_mode, self.layout.group)
+
+    def publish(self, file: NewFile, key: BlockKey) -> None:
+        """Give a temporary file its block's name; the file before it, if there is one, is replaced.
+
+        Should its directory have been renamed meanwhile, the file goes where a reader looks for it now.
+
+        Raises:
+            OSError: It cannot be done.
+        """
+        block = key.hex()
+        self.with_directories(partial(self._publish, file, block[:2], block[2:]))
+
+    def with_directories(self, call: Callable[[], T]) -> T:
+        """Do what needs the namespace's directories, and make those that are missing.
+
+        More than once, for somebody may rename or delete them at any moment, again while they are made.
+
+        Raises:
+            OSError: They cannot be made, or what the call raises.
+        """
+        for _ in range(_TRIES):
+            try:
+                return call()
+            except FileNotFoundError:
+                with suppress(FileNotFoundError):  # then the call says what is missing
+                    self._make()
+        return call()
+
+    def _publish(self, file: NewFile, bucket: str, name: str) -> None:
+        try:
+            there = self._base.receive(file, bucket, name)
+        except OSError as error:
+            # The bucket is not there, or what is kept open is not where the path leads.
+            if error.errno not in {errno.ENOENT, errno.EXDEV}:
+                raise
+            make_directory(f"{self.layout.base}/{bucket}", self.layout.group)
+            there = self._base.receive(file, bucket, name)
+        if not there:
+            raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted", self.layout.base)
+
+    def let_go(self, *, old: bool = False) -> None:
+        """Close what stays open for writing; with ``old``, only if it has been long."""
+        for directory in (self._base, self._temporary):
+            directory.let_go(old=old)
+
+    def read_failed(self, error: OSError, path: str) -> StoreError:
+        """Note that a file could not be read, and say why."""
+        found = store_error(error, path)
+        self.reads.failed(found)
+        return found
+
+    def write_failed(self, error: OSError, path: str) -> StoreError:
+        """Note that a file could not be written, and say why."""
+        found = store_error(error, path)
+        self.writes.failed(found)
+        return found
+
+    def no_direct_io(self, error: OSError) -> None:
+        """Go on through the page cache."""
+        if self.direct_io:
+            self.direct_io = False
+            get_logger(__name__).warning(
+                "[UCM.Store] %s refuses direct I/O (%s); the page cache is used", self.layout.root, error.strerror
+            )
+
+    def _make(self) -> None:
+        """Make the namespace's directories, where they are missing.
+
+        A root that somebody deleted is made anew at once. Where the directory above it is another one, or on another
+        file system than before, the root may be about to be mounted again: then only the call that tries it after a
+        rest makes it.
+
+        Raises:
+            OSError: They cannot be made.
+        """
+        if self.writes.probing or self._parent_device == _device(self._parent):
+            make_directory(self.layout.root)
+        self.layout.make()
+
+
+def _in_tally(nbytes: int) -> int:
+    """What a file takes in the tally."""
+    return -(-nbytes // UNIT) * UNIT
+
+
+def _device(path: str) -> int:
+    """The file system that a directory is on; -1 if it is not there."""
+    try:
+        return Path(path).stat().st_dev
+    except OSError:
+        return -1
+
+
+def check_root(root: str, trusted_group: str | int | None) -> None:
+    """Refuse a directory that cannot hold a store, or that others could put blocks into.
+
+    Args:
+        root: Its path; it may itself be a symbolic link.
+        trusted_group: As in ``StoreConfig``.
+
+    Raises:
+        ConfigError: It is not there, is not ours to write, or lets others write.
+    """
+    where = f"store: directories: {root}"
+    fix = "make it with `mkdir -m 700`, owned by the user who runs the engine"
+    try:
+        status = Path(root).stat()
+    except OSError as error:
+        raise ConfigError(
+            f"a directory of the store cannot be opened: {error.strerror}", where=where, fix=fix
+        ) from error
+    reason = distrust(status, group_id(trusted_group))
+    if reason:
+        share = "name the group in trusted_group if all of its members may read prompts and forge answers"
+        raise ConfigError(reason, where=where, fix=f"{fix} (`chown`, `chmod go-w`), or {share}")
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError("it cannot be written by this user", where=where, fix=fix)
+
+
+def _check_namespace(layout: Layout) -> None:
+    """Refuse a namespace that others may write to, and symbolic links where our own files and directories are.
+
+    Raises:
+        ConfigError: It is one, or there are some.
+    """
+    try:
+        reason = distrust(Path(layout.base).lstat(), shared_group(layout.root))
+    except FileNotFoundError:
+        reason = ""
+    except OSError as error:
+        reason = f"it cannot be reached: {error.strerror}"
+    if reason:
+        raise _refused(layout.base, reason)
+    for path in (
+        *(layout.temporary, layout.aside),
+        *(f"{layout.base}/{name}" for name in (MARKER, IDENTITY, REMOVALS)),
+        f"{layout.root}/{USAGE_FILE}",
+    ):
+        if os.path.islink(path):  # noqa: PTH114 - unlike a Path it raises nothing
+            raise _refused(path, "it is a symbolic link")
+
+
+def _refused(path: str, reason: str) -> ConfigError:
+    return ConfigError(reason, where=f"store: directories: {path}", fix="delete it: engines make it again")
+
+
+#: Keys are spread over the directories by their last two bytes.
+_SLOTS = 4096
+#: What is wrong with one block, and not with the medium.
+_OF_THE_BLOCK = (BlockCorruptError, BlockForeignError, BlockUnreadableError)
+#: How many keys of a prefix are looked up at once in the beginning.
+_FIRST_STEP = 64
+
+
+class PosixTier(Tier):
+    """Blocks as files.
+
+    Args:
+        name: The tier's name.
+        roots: Its directories.
+        namespace: What the sharers of blocks have in common.
+        codec: What a block's file looks like; None in an instance that only looks up and prefetches.
+        config: The store's options.
+        capacity_bytes: What it may use.
+        on_disk: Whether the directories are, or else in memory.
+
+    Raises:
+        ConfigError: A directory is missing or unusable, or the namespace cannot be one.
+    """
+
+    rests_by_itself = True
+    batch_nbytes = 2 << 20
+
+    def __init__(
+        self,
+        name: str,
+        roots: Sequence[str],
+        namespace: str,
+        codec: HeaderCodec | None,
+        config: StoreConfig,
+        capacity_bytes: int | None,
+        *,
+        on_disk: bool = True,
+    ) -> None:
+        super().__init__(name, timeout=config.stuck_seconds)
+        self.lanes = len(roots)
+        if not roots or len(set(roots)) != len(roots):
+            raise ConfigError(
+                "the Posix tier needs one or more directories, each named once",
+                where="store: directories",
+                fix="name directories that exist and are this user's own",
+            )
+        check_namespace(namespace)
+        share = None if capacity_bytes is None else capacity_bytes / len(roots)
+        self._directories = [Directory(root, namespace, config, share, on_disk=on_disk) for root in roots]
+        self._slots = _slots(roots)
+        self._codec = codec
+        self._capacity_bytes = capacity_bytes
+        self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
+        self._evictor = Evictor(self._directories, config.stale_seconds, self._note_eviction)
+
+    @classmethod
+    def open(cls, options: TierOptions, place: TierPlace) -> Tier:
+        """The Posix tier; or the Dram tier, by either of its names."""
+        del options
+        config = place.config
+        if place.name == "Posix":
+            roots, capacity = config.directories, config.posix_capacity_bytes
+            return cls("posix", roots, place.namespace, place.codec, config, capacity)
+        root, capacity = prepare_dram(config)
+        return cls("dram", [root], place.namespace, place.codec, config, capacity, on_disk=False)
+
+    def lane(self, key: BlockKey) -> int:
+        """The directory."""
+        return 0 if self.lanes == 1 else self._slots[(key[-2] << 8 | key[-1]) % _SLOTS]
+
+    @property
+    def resting(self) -> float:
+        """The share of the directories that cannot be read, or not be written."""
+        resting = [directory.reads.rests or directory.writes.rests for directory in self._directories]
+        return resting.count(True) / len(resting)
+
+    def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
+        """One test of a directory entry per key that is not known to be there, by threads of each directory."""
+        return self._ask(keys, deadline, gaps=True)
+
+    def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
+        """Each directory's thread stops at its first key that is not there."""
+        hits, step = 0, _FIRST_STEP
+        while hits < len(keys):
+            # What is known is looked up for some keys at once, but not for all: the first gap may be near.
+            found = self._ask(keys[hits : hits + step], deadline, gaps=False)
+            if False in found:
+                return hits + found.index(False)
+            hits += len(found)
+            step *= 4
+        return hits
+
+    def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
+        """One file after the other."""
+        del deadline
+        outcomes: list[Outcome] = []
+        for block in blocks:
+            try:
+                outcomes.append(self.read(block))
+            except StoreError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def read(self, block: BlockTransfer) -> bool:
+        """Fill memory with one call to the operating system for a whole block.
+
+        Returns:
+            Whether the block's time of last use is old.
+        """
+        self._evictor.start()
+        directory = self._directory(block.key)
+        path = directory.layout.block(block.key)
+        try:
+            old = read_block(directory, self._known_codec(), block, path)
+        except StoreError as error:
+            self._fail(directory, block.key, error)
+        if old:
+            self._evictor.touch(path)
+        return old
+
+    def touch(self, key: BlockKey) -> None:
+        """In the background."""
+        self._evictor.start()
+        self._evictor.touch(self._directory(key).layout.block(key))
+
+    def read_file(self, key: BlockKey, deadline: float) -> Buffer:
+        """The file as it is, verified by its own header."""
+        del deadline
+        directory = self._directory(key)
+        try:
+            return read_file(directory, self._codec, key, directory.layout.block(key))
+        except StoreError as error:
+            self._fail(directory, key, error)
+
+    def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
+        """Account for several of them at once."""
+        if len(self._directories) == 1:
+            self._directories[0].expect(file_nbytes, len(keys))
+        else:
+            for key in keys:
+                self._directory(key).expect(file_nbytes, 1)
+
+    def writer(self, key: BlockKey, file_nbytes: int) -> BlockFileWriter | None:
+        """A writer of a temporary file; None if the block is there."""
+        directory = self._directory(key)
+        if directory.holds(key):
+            directory.expect(file_nbytes, -1)
+            return None
+        self._evictor.start()
+        return BlockFileWriter(directory, key, file_nbytes, self)
+
+    def prefetch(self, key: BlockKey) -> None:
+        """Have the kernel read the file into the page cache."""
+        directory = self._directory(key)
+        if directory.direct_io or directory.reads.rests:
+            return
+        with suppress(OSError):
+            descriptor, _ = open_file(directory.layout.block(key), os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+
+    def stats(self) -> TierStats:
+        """The counters, and what the tier uses."""
+        used = [directory.used_bytes for directory in self._directories]
+        known = [nbytes for nbytes in used if nbytes is not None]
+        return self.counters.snapshot(sum(known) if known else None, self._capacity_bytes)
+
+    def close(self) -> None:
+        """End the threads; those that a directory keeps are left to it."""
+        for directory in self._directories:
+            directory.lookups.close()
+        self._evictor.close()
+        for directory in self._directories:
+            directory.index.close()
+
+    def committed(self, directory: Directory, key: BlockKey) -> None:
+        """A writer made a block visible."""
+        self._recent.generations()[0].add(key)
+        directory.index.add([key])
+        self._evictor.wrote(directory)
+
+    def refused(self, directory: Directory, error: StoreError) -> None:
+        """A writer could not go on."""
+        if isinstance(error, StoreFullError):
+            self._evictor.full(directory)
+
+    def behind(self) -> None:
+        """A writer found no room within the capacity."""
+        self._evictor.behind()
+
+    def _directory(self, key: BlockKey) -> Directory:
+        return self._directories[self.lane(key)]
+
+    def _ask(self, keys: Sequence[BlockKey], deadline: float, *, gaps: bool) -> list[bool]:
+        """Which blocks are there; without ``gaps``, of each directory only those before the first that is not."""
+        by_lane: dict[int, list[int]] = {}
+        for place, key in enumerate(keys):
+            by_lane.setdefault(self.lane(key), []).append(place)
+        asked = [
+            (places, _Question(self._directories[lane], self._recent, [keys[place] for place in places], gaps=gaps))
+            for lane, places in by_lane.items()
+        ]
+        found = [False] * len(keys)
+        for places, question in asked:
+            for place, there in zip(places, question.answers(deadline), strict=False):
+                found[place] = there
+            if question.error is not None:
+                self.counters.failed("lookup", question.error)
+        return found
+
+    def _known_codec(self) -> HeaderCodec:
+        if self._codec is None:
+            raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
+        return self._codec
+
+    def _note_eviction(self, path: str) -> None:
+        self.counters.evicted(1)
+        key = key_of(*path.rsplit("/", 2)[-2:])
+        if key is not None:
+            self._drop(key)
+
+    def _drop(self, key: BlockKey) -> None:
+        """Forget that a block was there."""
+        self._recent.drop(key)
+        self._directory(key).index.drop(key)
+
+    def _fail(self, directory: Directory, key: BlockKey, error: StoreError) -> NoReturn:
+        """Take a block that cannot be used out of the way, and raise what its reader is told.
+
+        A medium that neither reads a file nor lets it be moved is taken for broken.
+        """
+        self._drop(key)
+        if isinstance(error, _OF_THE_BLOCK):
+            if quarantine(directory.layout, key, error, directory.aside_keep):
+                self.counters.set_aside()
+                directory.reads.succeeded()
+            elif isinstance(error.__cause__, OSError):
+                raise directory.read_failed(error.__cause__, error.where)
+        raise error
+
+
+class _Question:
+    """Which blocks one directory has; asked by a thread of its, which the operating system may keep for ever.
+
+    Args:
+        directory: The directory; one that rests is not asked.
+        recent: Blocks that were seen a moment ago.
+        keys: The blocks.
+        gaps: Whether to go on behind one that is not there.
+    """
+
+    def __init__(self, directory: Directory, recent: RecentKeys, keys: Sequence[BlockKey], *, gaps: bool) -> None:
+        self._directory, self._recent, self._keys, self._gaps = directory, recent, keys, gaps
+        self._found: list[bool] = []
+        self._tested = 0
+        self._ended = Event()
+        self._given_up = False
+        self.error: StoreTimeoutError | None = None
+        if directory.reads.rests:
+            self._found = self._seen()
+            self._ended.set()
+        else:
+            directory.lookups.submit([RefusableJob(self._run, self._ended.set)])
+
+    def answers(self, deadline: float) -> list[bool]:
+        """What was found out by the deadline, in the order of the keys; the rest is not there."""
+        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
+            self._given_up = True
+            if not self._tested:
+                self.error = StoreTimeoutError("it does not answer", where=self._directory.layout.root)
+                self._directory.reads.failed(self.error)
+        return list(self._found)
+
+    def _seen(self) -> list[bool]:
+        young, old = self._recent.generations()
+        return [key in young or key in old for key in self._keys]
+
+    def _run(self) -> None:
+        try:
+            self._look()
+        finally:
+            self._ended.set()
+
+    def _look(self) -> None:
+        directory, there = self._directory, []
+        for key, known in zip(self._keys, directory.index.known(self._keys) or self._seen(), strict=True):
+            found = known
+            if not known:
+                found = directory.holds(key)
+                self._tested += 1
+                if found:
+                    there.append(key)
+            self._found.append(found)
+            if self._given_up or not (found or self._gaps):
+                break
+        self._recent.generations()[0].update(there)
+        directory.index.add(there)
+        directory.index.tested(self._tested)
+
+
+def _slots(roots: Sequence[str]) -> list[int]:
+    """Which directory has which keys, by rendezvous: another directory takes its share from all, the rest stays."""
+    if len(roots) == 1:
+        return []
+    weights = [hashlib.blake2b(root.encode(), digest_size=8).digest() for root in roots]
+    return [
+        max(
+            range(len(roots)),
+            key=lambda i: hashlib.blake2b(slot.to_bytes(2, "little"), key=weights[i], digest_size=8).digest(),
+        )
+        for slot in range(_SLOTS)
+    ]

@@ -1,0 +1,589 @@
+"""Talking to Redis or Valkey servers without copying values: one server, the master that sentinels name, or a cluster.
+
+redis-py makes the connections (TLS, authentication, sentinels) and reads replies through a parser of ours, which
+receives a value straight into the memory that wants it. Commands are written as they are on the wire. So a batch of
+commands costs one round trip to each server, an answer of a thousand keys is parsed at once, and no byte of a value is
+copied on either way.
+
+Nothing is tried twice but where a cluster redirects: the time of every call is bounded.
+"""
+
+from __future__ import annotations
+
+import binascii
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import redis
+from redis import exceptions
+from redis._parsers.resp2 import _RESP2Parser
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.utils import SENTINEL as NO_TIMEOUT
+
+from ucm.store.errors import (
+    BlockForeignError,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from ucm.store.health import Breaker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ucm.store.base import Buffer
+    from ucm.store.redis_tier import RedisOptions
+
+SLOTS = 16384
+#: Values are sent and received in parts no longer than this; one must pass within the time of one answer.
+_PART = 1 << 20
+_TIMEVAL = struct.Struct("ll")
+#: How many bytes of values may be on their way while those before them are received; the server holds them meanwhile.
+_WINDOW = 8 << 20
+#: A value of the wrong length up to this is read and dropped; a longer one costs the connection.
+_MOST_DROPPED = 1 << 16
+_READ_SIZE = 1 << 14
+#: How often a command follows a cluster's redirections.
+_ROUNDS = 4
+#: How many seconds lie between two looks at a cluster's layout, at least.
+_LAYOUT_SECONDS = 0.5
+
+
+class Into:
+    """A value that is to be received into memory.
+
+    Args:
+        memory: Where, in order.
+        deadline: By when.
+    """
+
+    def __init__(self, memory: Sequence[Buffer], deadline: float) -> None:
+        self._memory = [view.cast("B") for view in memory]
+        self._deadline = deadline
+        self.nbytes = sum(view.nbytes for view in self._memory)
+
+    def read(self, parser: IntoParser) -> int | None:
+        """Receive it: its length, or None if there is none; of another length it is not received."""
+        buffer, sock = parser.buffer, parser.sock
+        line = buffer.readline()
+        if not line.startswith(b"$"):
+            buffer.rewind(buffer.get_pos() - len(line) - 2)
+            found: int | None = parser.read_plain()
+            return found
+        nbytes = int(line[1:])
+        if nbytes < 0:
+            return None
+        if nbytes != self.nbytes:
+            if nbytes > _MOST_DROPPED:
+                raise WrongLengthError(nbytes)
+            buffer.read(nbytes)
+            return nbytes
+        timeout = sock.gettimeout()
+        receive = self._receive_checked if isinstance(sock, ssl.SSLSocket) else self._receive_all
+        if receive == self._receive_all:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6)))
+            sock.settimeout(None)
+        try:
+            for view in self._memory:
+                ahead = parser.read_ahead(view.nbytes)
+                view[: len(ahead)] = ahead
+                receive(view[len(ahead) :], sock, timeout)
+        finally:
+            sock.settimeout(timeout)
+        buffer.read(0)  # the end of the line
+        return nbytes
+
+    def _receive_all(self, view: Buffer, sock: Any, timeout: float) -> None:
+        """One call to the system for each part, which comes back with all of it, or with what there is in time."""
+        del timeout
+        at = 0
+        while at < view.nbytes:
+            if time.monotonic() > self._deadline:
+                raise exceptions.TimeoutError("the value did not arrive in time")
+            try:
+                got = sock.recv_into(view[at : at + _PART], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise exceptions.TimeoutError("nothing of the value arrived in time") from None
+            if not got:
+                raise exceptions.ConnectionError("the server closed the connection within a value")
+            at += got
+
+    def _receive_checked(self, view: Buffer, sock: Any, timeout: float) -> None:
+        """As much as there is at a time: what TLS can do."""
+        at = 0
+        while at < view.nbytes:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise exceptions.TimeoutError("the value did not arrive in time")
+            if left < timeout:
+                sock.settimeout(left)
+            got = sock.recv_into(view[at:])
+            if not got:
+                raise exceptions.ConnectionError("the server closed the connection within a value")
+            at += got
+
+
+class Lines:
+    """So many short replies, each of one line.
+
+    Args:
+        count: How many.
+        deadline: By when.
+    """
+
+    def __init__(self, count: int, deadline: float) -> None:
+        self._count = count
+        self._deadline = deadline
+
+    def read(self, parser: IntoParser) -> list[bytes]:
+        """Receive them."""
+        data = bytearray(parser.read_ahead(1 << 30))
+        while data.count(b"\r\n") < self._count:
+            if time.monotonic() > self._deadline:
+                raise exceptions.TimeoutError("the answer did not arrive in time")
+            got = parser.sock.recv(_READ_SIZE)
+            if not got:
+                raise exceptions.ConnectionError("the server closed the connection")
+            data += got
+        return bytes(data).split(b"\r\n")[: self._count]
+
+
+class WrongLengthError(exceptions.InvalidResponse):
+    """A value is not as long as a block; it is left unread, and its connection closed."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"the value has {nbytes} bytes")
+        self.nbytes = nbytes
+
+
+_WANTED = threading.local()
+
+
+class IntoParser(_RESP2Parser):
+    """redis-py's parser, which receives the next reply in the way that its thread wants it."""
+
+    def _read_response(self, disable_decoding: bool = False, timeout: float | object = NO_TIMEOUT) -> Any:
+        wanted = getattr(_WANTED, "reply", None)
+        if wanted is None:
+            return super()._read_response(disable_decoding=disable_decoding, timeout=timeout)
+        _WANTED.reply = None
+        return wanted.read(self)
+
+    @property
+    def buffer(self) -> Any:
+        """What has been received and not yet read."""
+        return self._buffer
+
+    @property
+    def sock(self) -> Any:
+        """The connection's socket."""
+        return self._sock
+
+    def read_plain(self) -> Any:
+        """The next reply, as redis-py reads it."""
+        return super()._read_response(disable_decoding=True)
+
+    def read_ahead(self, nbytes: int) -> bytes:
+        """What has been received already, so much at most."""
+        buffer: Any = self._buffer
+        found: bytes = buffer._buffer.read(nbytes)  # noqa: SLF001 - redis-py has no other name for it
+        return found
+
+
+def pack(*words: bytes) -> bytes:
+    """A command as it is on the wire."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+def pack_set(key: bytes, buffers: Sequence[Buffer | bytearray], ttl_seconds: int | None) -> list[Buffer | bytes]:
+    """A SET of a value in pieces."""
+    pieces: list[Buffer | bytes] = []
+    nbytes = 0
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        nbytes += view.nbytes
+        pieces += [view[at : at + _PART] for at in range(0, view.nbytes, _PART)]
+    words = 3 if ttl_seconds is None else 5
+    expiry = b"" if ttl_seconds is None else b"$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_seconds)), ttl_seconds)
+    begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, nbytes)
+    return [begin, *pieces, b"\r\n" + expiry]
+
+
+def slot(key: bytes) -> int:
+    """The hash slot of a key without braces."""
+    return binascii.crc_hqx(key, 0) % SLOTS
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a batch.
+
+    Args:
+        sent: What is sent.
+        wanted: How the reply is received; None: as redis-py does.
+    """
+
+    sent: Sequence[Buffer | bytes]
+    wanted: Into | None = None
+
+
+class Node:
+    """One server, or the master that sentinels name.
+
+    Args:
+        name: For messages.
+        pool: Its connections.
+        failures: See ``Breaker``.
+        rest: See ``Breaker``.
+    """
+
+    def __init__(self, name: str, pool: redis.ConnectionPool, failures: int, rest: float) -> None:
+        self.name = name
+        self._pool = pool
+        self.calls = Breaker(f"the Redis server {name}", failures, rest)
+        self.writes = Breaker(f"writing to the Redis server {name}", failures, rest)  # a full server still reads
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is of no use to ask it."""
+        return self.calls.rests or self.writes.rests
+
+    def exchange(self, commands: Sequence[Command], deadline: float) -> list[Any]:
+        """Send commands, one ahead of the other, and receive their replies.
+
+        Returns:
+            The replies; an error that a server answers is one. What came after a value of the wrong length is missing.
+
+        Raises:
+            StoreError: The server does not answer, or only errors.
+        """
+        replies: list[Any] = []
+        with self._connection() as connection:
+            sent, ahead = 0, 0
+            while len(replies) < len(commands):
+                while sent < len(commands) and (sent == len(replies) or ahead < _WINDOW):
+                    connection.send_packed_command(_until(commands[sent].sent, deadline), check_health=False)
+                    ahead += _expected(commands[sent])
+                    sent += 1
+                command = commands[len(replies)]
+                try:
+                    replies.append(self._receive(connection, command.wanted))
+                except WrongLengthError as error:
+                    replies.append(error.nbytes)
+                    break
+                except exceptions.ResponseError as error:
+                    replies.append(error)
+                ahead -= _expected(command)
+        return replies
+
+    def ask(self, keys: Sequence[bytes], deadline: float, *, asking: bool = False) -> list[bytes]:
+        """Whether keys are there, in one round trip: one line of the answer for each."""
+        prefix = pack(b"ASKING") if asking else b""
+        sent = b"".join(prefix + b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys)
+        with self._connection() as connection:
+            connection.send_packed_command([sent], check_health=False)
+            lines: list[bytes] = self._receive(connection, Lines(len(keys) * (2 if asking else 1), deadline))
+        return lines[1::2] if asking else lines
+
+    def plain(self, *words: bytes) -> Any:
+        """One command with a short reply."""
+        with self._connection() as connection:
+            connection.send_packed_command([pack(*words)], check_health=False)
+            return connection.read_response(disable_decoding=True)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.disconnect()
+
+    def _receive(self, connection: Any, wanted: Into | Lines | None) -> Any:
+        _WANTED.reply = wanted
+        try:
+            return connection.read_response(disable_decoding=True)
+        finally:
+            _WANTED.reply = None
+
+    @contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """A connection of the pool; what goes wrong with it is told in our words, and to the breaker."""
+        if not self.calls.allows(wait=False):
+            raise self.calls.refusal(self.name)
+        try:
+            connection: Any = self._pool.get_connection()
+            try:
+                yield connection
+            finally:
+                self._pool.release(connection)
+        except (exceptions.RedisError, OSError) as error:
+            failure = failure_of(error, self.name)
+            if isinstance(failure, StoreUnavailableError):
+                self.calls.failed(failure)
+            raise failure from error
+        self.calls.succeeded()
+
+
+def failure_of(error: BaseException, where: str) -> StoreError:
+    """What a store is told of an error of redis-py's."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, exceptions.TimeoutError):
+        return StoreTimeoutError(f"Redis does not answer in time: {said}", where=where)
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return StoreFullError(
+            f"Redis has no memory left: {said}",
+            where=where,
+            fix="raise maxmemory, or set a maxmemory-policy that evicts",
+        )
+    if isinstance(error, exceptions.ResponseError) and said.startswith("WRONGTYPE"):
+        return BlockForeignError(f"another kind of value has the block's key: {said}", where=where)
+    if isinstance(error, exceptions.InvalidResponse):  # it says nothing of any block: all of a batch would be deleted
+        return StoreUnavailableError(f"Redis answered what cannot be read: {said}", where=where)
+    return StoreUnavailableError(f"Redis: {said}", where=where)
+
+
+def _until(pieces: Iterable[Buffer | bytes], deadline: float) -> Iterator[Buffer | bytes]:
+    """Pieces to send, as long as there is time."""
+    for piece in pieces:
+        if time.monotonic() > deadline:
+            raise exceptions.TimeoutError("the server did not take the value in time")
+        yield piece
+
+
+def _expected(command: Command) -> int:
+    return command.wanted.nbytes if command.wanted is not None else 1
+
+
+class Servers:
+    """The server, or servers, that options name.
+
+    Args:
+        options: Where they are, and how to talk to them.
+        password: The password; empty: none.
+        failures: After how many failures in a row a server rests.
+        rest: For how many seconds.
+    """
+
+    def __init__(self, options: RedisOptions, password: str, failures: int, rest: float) -> None:
+        self._options = options
+        self._limits = failures, rest
+        self._lock = threading.Lock()
+        self._slots: list[Node] = []  # of a cluster
+        self._looked = 0.0
+        self._stale = True
+        self._settings: dict[str, Any] = {
+            "db": options.database,
+            "username": options.username,
+            "password": password or None,
+            "socket_timeout": options.timeout,
+            "socket_connect_timeout": options.timeout,
+            "socket_read_size": _READ_SIZE,
+            "parser_class": IntoParser,
+            "protocol": 2,
+            "driver_info": None,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        if options.tls:
+            self._settings |= {
+                "ssl_ca_certs": options.tls_ca,
+                "ssl_certfile": options.tls_certificate,
+                "ssl_keyfile": options.tls_key,
+                "ssl_check_hostname": options.tls_check_hostname,
+                "ssl_cert_reqs": "required",
+                "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+            }
+        self._nodes = {}
+        if options.mode == "sentinel":
+            self._nodes[options.master or "", 0] = self._of_sentinels()
+        else:
+            for host, port in options.addresses:
+                self._node(host, port)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All servers that are known."""
+        return list(self._nodes.values())
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool | StoreError]:
+        """Whether each key is there, in one round trip to each server."""
+
+        def ask(node: Node, indexes: list[int], asking: bool) -> list[Any]:
+            return node.ask([keys[index] for index in indexes], deadline, asking=asking)
+
+        def meaning(line: Any) -> Any:
+            if line.startswith(b":"):
+                return line != b":0"
+            kind, _, rest = line[1:].decode(errors="replace").partition(" ")
+            return (
+                exceptions.MovedError(rest)
+                if kind == "MOVED"
+                else exceptions.AskError(rest)
+                if kind == "ASK"
+                else (exceptions.ResponseError(line[1:].decode(errors="replace")))
+            )
+
+        return self._each(keys, ask, meaning)
+
+    def run(
+        self,
+        keys: Sequence[bytes],
+        commands: Callable[[int], Sequence[Command]],
+        deadline: float,
+        *,
+        writing: bool = False,
+    ) -> list[Any]:
+        """Some commands for each key: a list of replies, or an error."""
+
+        def exchange(node: Node, indexes: list[int], asking: bool) -> list[Any]:
+            found: list[Any] = []
+            while len(found) < len(indexes):
+                batch: list[Command] = []
+                counts = []
+                for index in indexes[len(found) :]:
+                    mine = [part for one in commands(index) for part in ([_ASKING, one] if asking else [one])]
+                    counts.append(len(mine))
+                    batch += mine
+                replies = node.exchange(batch, deadline)
+                for count in counts:
+                    some, replies = replies[:count], replies[count:]
+                    if not some:
+                        break  # a value of the wrong length has cost the connection: go on with another one
+                    some = some[1::2] if asking else some
+                    bad = next((one for one in some if isinstance(one, Exception)), None)
+                    found.append(some if bad is None else bad)
+            return found
+
+        return self._each(keys, exchange, lambda reply: reply, writing=writing)
+
+    def plain(self, key: bytes, *words: bytes) -> Any:
+        """One command about a key.
+
+        Raises:
+            StoreError: It could not be done.
+        """
+        found = self.run([key], lambda _: [Command([pack(*words)])], 0.0 + time.monotonic() + self._options.timeout)[0]
+        if isinstance(found, StoreError):
+            raise found
+        return found[0]
+
+    def close(self) -> None:
+        """Close all connections."""
+        for node in self.nodes:
+            node.close()
+
+    def _each(  # noqa: C901 - one loop, of which every branch is short
+        self,
+        keys: Sequence[bytes],
+        ask: Callable[[Node, list[int], bool], list[Any]],
+        meaning: Callable[[Any], Any],
+        *,
+        writing: bool = False,
+    ) -> list[Any]:
+        """Ask the servers of keys, and follow where a cluster redirects."""
+        found: list[Any] = [None] * len(keys)
+        asked: dict[tuple[Node, bool], list[int]] = defaultdict(list)
+        for index, key in enumerate(keys):
+            try:
+                asked[self._server_of(key), False].append(index)
+            except StoreError as error:
+                found[index] = error
+        for _ in range(_ROUNDS):
+            redirected: dict[tuple[Node, bool], list[int]] = defaultdict(list)
+            for (node, asking), indexes in asked.items():
+                try:
+                    if writing and not node.writes.allows():
+                        raise node.writes.refusal(node.name)
+                    answers = ask(node, indexes, asking)
+                except StoreError as error:
+                    self._stale = True
+                    for index in indexes:
+                        found[index] = error
+                    continue
+                for index, answer in zip(indexes, answers, strict=True):
+                    one = meaning(answer)
+                    if isinstance(one, exceptions.AskError) and self._slots:
+                        once = not isinstance(one, exceptions.MovedError)
+                        redirected[self._redirection(one, node), once].append(index)
+                    found[index] = self._outcome(one, node, writing=writing)
+            if not redirected:
+                break
+            asked = redirected
+        return found
+
+    def _outcome(self, answer: Any, node: Node, *, writing: bool) -> Any:
+        """An answer, or what a store is told of an error; a server that is full is not written to for a while."""
+        found = failure_of(answer, node.name) if isinstance(answer, Exception) else answer
+        if isinstance(found, StoreFullError):
+            node.writes.failed(found)
+        elif writing and not isinstance(found, StoreError):
+            node.writes.succeeded()
+        return found
+
+    def _redirection(self, error: exceptions.AskError, node: Node) -> Node:
+        """The server that another one names; MovedError is an AskError."""
+        target = self._node(error.host or node.name.rpartition(":")[0], error.port)
+        if isinstance(error, exceptions.MovedError):
+            self._stale = True
+            self._slots[error.slot_id] = target
+        return target
+
+    def _server_of(self, key: bytes) -> Node:
+        if self._options.mode != "cluster":
+            return next(iter(self._nodes.values()))
+        if self._stale and (time.monotonic() - self._looked >= _LAYOUT_SECONDS or not self._slots):
+            self._look()
+        return self._slots[slot(key)]
+
+    def _look(self) -> None:
+        """Learn a cluster's layout from the first server that tells it."""
+        with self._lock:
+            if not self._stale or (self._slots and time.monotonic() - self._looked < _LAYOUT_SECONDS):
+                return
+            self._looked = time.monotonic()
+            failure: StoreError = StoreUnavailableError("no server of the cluster can be asked for its layout")
+            for node in sorted(self.nodes, key=lambda one: one.calls.rests):
+                try:
+                    layout = node.plain(b"CLUSTER", b"SLOTS")
+                except StoreError as error:
+                    failure = error
+                    continue
+                slots: list[Node | None] = [None] * SLOTS
+                for first, last, (host, port, *_), *_ in layout:
+                    name = host.decode() if host else node.name.rpartition(":")[0]
+                    slots[first : last + 1] = [self._node(name, port)] * (last + 1 - first)
+                known = [one for one in slots if one is not None]
+                if len(known) == SLOTS:
+                    self._slots, self._stale = known, False
+                    return
+                failure = StoreUnavailableError("the cluster does not cover all slots", where=node.name)
+            if not self._slots:
+                raise failure
+
+    def _node(self, host: str, port: int) -> Node:
+        if (host, port) not in self._nodes:
+            kind = redis.SSLConnection if self._options.tls else redis.Connection
+            pool = redis.ConnectionPool(connection_class=kind, host=host, port=port, **self._settings)
+            self._nodes[host, port] = Node(f"{host}:{port}", pool, *self._limits)
+        return self._nodes[host, port]
+
+    def _of_sentinels(self) -> Node:
+        options = self._options
+        settings = {**self._settings, "db": 0}
+        del settings["parser_class"]
+        if not options.sentinel_auth:
+            del settings["username"], settings["password"]
+        sentinels: Any = Sentinel  # redis-py has no types for these two
+        connections: Any = SentinelConnectionPool
+        manager = sentinels(list(options.addresses), sentinel_kwargs={**settings, "ssl": options.tls})
+        pool = connections(options.master, manager, **self._settings, ssl=options.tls)
+        return Node(f"{options.master} of the sentinels", pool, *self._limits)
+
+
+_ASKING = Command([pack(b"ASKING")])

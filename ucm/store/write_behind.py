@@ -1,0 +1,172 @@
+"""Writing blocks into the lower tiers, from the tier that took them, while nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ucm.background import enter_background
+from ucm.logger import get_logger
+from ucm.store.errors import BlockMissingError, StoreError, StoreFullError, StoreUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ucm.store.base import BlockKey
+    from ucm.store.guard import Guard
+
+#: How many blocks a tier is asked for at once, whether it has them.
+_BATCH = 64
+#: How often a block is tried that the medium did not take: it may be what the medium fails at. More often than failures
+#: lead to a rest, so that a rest costs no block.
+_TRIES = 5
+#: How often a resting tier is looked at.
+_LOOK_SECONDS = 0.1
+#: For how long the close of a store goes on writing.
+CLOSE_SECONDS = 10.0
+
+
+class WriteBehind:
+    """Feeds one lower tier, with one thread and a bounded queue.
+
+    Only keys are queued: the bytes stay in the tier that took the block, and are read from there when it is their turn.
+    A block that this tier has evicted meanwhile is dropped.
+
+    Args:
+        above: The tiers that may have taken a block, fastest first.
+        tier: The one that is fed.
+        limit: How many bytes may wait; more are dropped and counted.
+        nbytes: Of one block.
+        nice: How much the thread gives way to others.
+        turn: Called before each block; it returns when the block may be written.
+    """
+
+    def __init__(
+        self, above: Sequence[Guard], tier: Guard, limit: int, nbytes: int, nice: int, turn: Callable[[], None]
+    ) -> None:
+        self._above = tuple(above)
+        self._tier = tier
+        self._most = max(1, limit // max(1, nbytes))
+        self._nbytes = nbytes
+        self._nice = nice
+        self._turn = turn
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[BlockKey, int]] = deque()  # with the number of tries
+        self._in_hand = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """How many blocks wait, and their bytes."""
+        with self._changed:
+            blocks = len(self._waiting) + self._in_hand
+        return blocks, blocks * self._nbytes
+
+    def add(self, key: BlockKey) -> None:
+        """Queue a block; drop it if too much waits."""
+        with self._changed:
+            full = len(self._waiting) + self._in_hand >= self._most
+            if not full and not self._closed:
+                self._waiting.append((key, 0))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="ucm-behind", daemon=True)
+                    self._thread.start()
+                self._changed.notify_all()
+        if full:
+            self._tier.counters.failed(
+                "dump",
+                StoreFullError(
+                    f"{self._most * self._nbytes} bytes wait for being written to the tier {self._tier.name}",
+                    fix="none is needed if this is seldom: the tier is slower than what fills it; else raise "
+                    "write_behind",
+                ),
+            )
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until nothing waits, so long at most; whether nothing does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._waiting or self._in_hand), seconds)
+
+    def close(self, until: float) -> None:
+        """Write what waits as far as there is time, and drop and count the rest.
+
+        Args:
+            until: Of ``time.monotonic()``.
+        """
+        while self._tier.takes and (left := until - time.monotonic()) > 0:
+            if self.flush(min(left, _LOOK_SECONDS)):
+                break
+        with self._changed:
+            self._closed = True
+            dropped = len(self._waiting) + self._in_hand
+            self._waiting.clear()
+            self._changed.notify_all()
+        closed = StoreUnavailableError(f"the store was closed before the block was written to {self._tier.name}")
+        for _ in range(dropped):
+            self._tier.counters.failed("dump", closed)
+
+    def _run(self) -> None:
+        enter_background(self._nice)
+        while batch := self._next():
+            try:
+                self._feed(batch)
+            except Exception:  # noqa: BLE001 - a thread that ends would leave its queue waiting for ever
+                get_logger(__name__).exception("[UCM.Store] writing to %s failed unexpectedly", self._tier.name)
+            with self._changed:
+                self._in_hand = 0
+                self._changed.notify_all()
+
+    def _next(self) -> list[tuple[BlockKey, int]]:
+        """Some of what waits, once the tier takes something; nothing when the store is closed."""
+        with self._changed:
+            while not self._closed:
+                if self._waiting and self._tier.takes:
+                    batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+                    self._in_hand = len(batch)
+                    return batch
+                self._changed.wait(_LOOK_SECONDS if self._waiting else None)
+            return []
+
+    def _feed(self, batch: list[tuple[BlockKey, int]]) -> None:
+        there = self._tier.contains([key for key, _ in batch])
+        for number, ((key, tries), has) in enumerate(zip(batch, there, strict=True)):
+            if self._closed:
+                return
+            if not self._tier.takes:
+                self._again(batch[number:])
+                return
+            if not has and not self._write(key) and tries + 1 < _TRIES:
+                self._again([(key, tries + 1), *batch[number + 1 :]])
+                return
+            with self._changed:
+                self._in_hand -= 1
+
+    def _again(self, batch: list[tuple[BlockKey, int]]) -> None:
+        with self._changed:
+            self._waiting.extendleft(reversed(batch))
+            self._in_hand -= len(batch)
+
+    def _write(self, key: BlockKey) -> bool:
+        """Copy one block; False if it is to be tried again, for the medium does not answer."""
+        self._turn()
+        for source in self._above:
+            try:
+                content = source.read_file(key)
+            except BlockMissingError:
+                continue
+            except StoreError as error:
+                source.counters.failed("load", error)
+                continue
+            try:
+                self._tier.put(key, content)
+            except StoreError as error:
+                self._tier.counters.failed("dump", error)
+                return not isinstance(error, StoreUnavailableError)
+            return True
+        self._tier.counters.failed(
+            "dump", BlockMissingError(f"block {key.hex()} was evicted before it was written to {self._tier.name}")
+        )
+        return True
