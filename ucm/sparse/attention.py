@@ -1,11 +1,12 @@
-"""What a sparse method sees of vLLM's attention, whatever the release, the runner and the backend.
+"""What a sparse method sees of vLLM's attention, independent of release, model runner and backend.
 
-`ucm.integration.vllm.sparse` implements it; a method gets its `AttentionView` before its first step.
+`ucm.integration.vllm.sparse` implements it. A method gets its `AttentionView` before its first step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -15,20 +16,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+#: The key in ``SamplingParams.extra_args`` under which a client asks something of the method for its own request.
+KEY = "ucm_sparse"
+
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
     """The requests of one step, in the order of the rows of every per-request tensor.
 
-    All counts are known on the host: nothing is read back from the device for them.
+    All counts are on the host; reading them does not synchronise with the device.
 
     Attributes:
-        request_ids: Of each row.
+        request_ids: The request of each row.
         num_new_tokens: ``[num_reqs]``, int64: tokens that the step computes.
-        num_computed_tokens: ``[num_reqs]``, int64: tokens whose KV was there before the step.
-        num_prompt_tokens: ``[num_reqs]``, int64; of a resumed request, the prompt as the operator gave it.
-        admitted: ``[num_reqs]``: whether the request is new in this step, or back after a preemption: its row holds
-            other blocks than before.
+        num_computed_tokens: ``[num_reqs]``, int64: tokens whose KV existed before the step.
+        num_prompt_tokens: ``[num_reqs]``, int64: the length of the prompt; for a resumed request, of the original one.
+        admitted: ``[num_reqs]``, bool: whether the request is new in this step or resumed after a preemption, so that
+            its row holds other blocks than before.
+        asked: Of requests that vLLM sends whole with this step, what their clients ask of the method, as they wrote it:
+            ``ucm_sparse`` in ``SamplingParams.extra_args``. Those that ask nothing are left out.
     """
 
     request_ids: Sequence[str]
@@ -36,6 +42,7 @@ class StepBatch:
     num_computed_tokens: NDArray[np.int64]
     num_prompt_tokens: NDArray[np.int64]
     admitted: NDArray[np.bool_]
+    asked: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def seq_lens(self) -> NDArray[np.int64]:
@@ -49,64 +56,108 @@ class StepBatch:
         return found
 
 
+def asked_of(sampling_params: Any) -> object:
+    """What stands under `KEY` in a request's ``extra_args``; None if nothing does.
+
+    Args:
+        sampling_params: vLLM's ``SamplingParams``; None for a request that is pooled.
+    """
+    extra = getattr(sampling_params, "extra_args", None)
+    return extra.get(KEY) if isinstance(extra, Mapping) else None
+
+
+@dataclass(frozen=True, eq=False)
+class QuerySplit:
+    """The division of a step's queries into rows that are not the step's requests.
+
+    Attributes:
+        starts: ``[num_rows + 1]``, int32, on the attention's device: the index among the step's tokens at which each
+            row's queries begin, and at which the last row's end.
+        longest: The largest number of queries in a row.
+    """
+
+    starts: Tensor
+    longest: int
+
+
 class AttentionView(Protocol):
     """The attention layers of one worker."""
 
     def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
-        """What `SparseMethod.execute_begin` was called for; for V1 and V2 runners."""
+        """The requests of the step, from the arguments of `SparseMethod.execute_begin`; for V1 and V2 runners."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """The number of workers that share the heads of a layer: the tensor-parallel size."""
+        ...
+
+    def sum_over_ranks(self, counts: Tensor) -> Tensor:
+        """Sum over the workers that share the heads of a layer. All of them must call it.
+
+        Args:
+            counts: Integers, on the attention's device. The call may change them.
+        """
         ...
 
     def require_engine(self) -> None:
-        """Check that this engine can be served by a sparse method at all; known before its model is loaded.
+        """Check that a sparse method can serve this engine; possible before the model is loaded.
 
         Raises:
-            SparseMethodError: If it cannot: latent attention, an encoder, speculative decoding, whole CUDA graphs, a
-                sliding window of the model's own, …. The message says what to do.
+            SparseMethodError: With latent attention, an encoder, speculative decoding, full CUDA graphs, a model with
+                sliding windows, and others. The message says what to do.
         """
         ...
 
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
-        """Check that a layer can be served by a sparse method.
+        """Check that a sparse method can serve a layer.
 
         Args:
             layer_name: The layer's prefix in the model.
             reads_keys: Whether the method needs `read_keys`.
 
         Raises:
-            SparseMethodError: If it cannot: latent attention, an encoder, a sliding window of the layer's own, position
-                biases, a backend without a block table per request. The message names the layer and what to do.
+            SparseMethodError: With latent attention, an encoder, a sliding window, position biases, or a backend
+                without a block table per request. The message names the layer and says what to do.
         """
         ...
 
     def block_size(self, layer_name: str, kv_cache: Tensor) -> int:
-        """Tokens in a block, as the metadata's block table and ``kv_cache`` count blocks."""
+        """The number of tokens in a block of the metadata's block table and of ``kv_cache``."""
         ...
 
     def block_table(self, attn_metadata: Any) -> Tensor:
-        """``[num_reqs or more, max_blocks]``, int32: the block of each request's tokens."""
+        """``[num_reqs or more, max_blocks]``, int32: the blocks of each request, in the order of its tokens."""
         ...
 
     def restricted(
-        self, layer_name: str, attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+        self,
+        layer_name: str,
+        attn_metadata: Any,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        split: QuerySplit | None = None,
     ) -> Any:
-        """The metadata of the same step with other blocks to read; what is written, and where, stays as it is.
+        """Return metadata for the same step that reads other blocks. Writes are not affected.
 
         Args:
             layer_name: The layer's prefix in the model.
-            attn_metadata: The backend's metadata; it is not changed.
-            block_table: ``[num_reqs, max_blocks]``, int32, on the attention's device: the blocks to read, in the order
-                of their positions, with the block of the newest token last.
-            seq_lens: ``[num_reqs]``, int32, on the same device: tokens in these blocks, those of this step included.
-                What a backend derives from them is kept for the next layer that comes with the same tensor.
-            max_seq_len: The greatest of them.
+            attn_metadata: The backend's metadata. The call does not change it.
+            block_table: ``[num_rows, max_blocks]``, int32, on the attention's device: the blocks to read, ordered by
+                position; the last one contains the row's newest token.
+            seq_lens: ``[num_rows]``, int32, on the same device: the number of tokens in these blocks, up to the row's
+                newest token. Pass the same tensor for several layers: a backend reuses what it derived from it.
+            max_seq_len: The largest of ``seq_lens``.
+            split: The queries of each row; None if the rows are the step's requests.
 
         Raises:
-            SparseMethodError: If the metadata holds what cannot be restricted. The message says what to do.
+            SparseMethodError: If this metadata cannot be restricted. The message says what to do.
         """
         ...
 
     def read_keys(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """The keys in some blocks, as the backend wrote them.
+        """Return the keys in some blocks, as the backend wrote them.
 
         Args:
             layer_name: The layer's prefix in the model.

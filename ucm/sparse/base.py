@@ -1,22 +1,22 @@
 """The interface of a sparse-attention method.
 
-vLLM runs a request in two kinds of processes, and a method has one instance in each: one beside the scheduler
-(EngineCore), one beside each model runner (worker). The two share nothing but what the scheduler side returns from
-`SparseMethod.build_metadata`, which travels with the step as ``scheduler_output.ucm_sparse_metadata``.
+vLLM runs a request in two kinds of processes, and a sparse method has one instance in each: one beside the scheduler
+(EngineCore) and one beside each model runner (worker). The instances share no memory. What the scheduler side returns
+from `SparseMethod.build_metadata` travels to the workers with the step, as ``scheduler_output.ucm_sparse_meta``.
 
-The division of a step into paired ``begin`` and ``finished`` calls follows the UCM sparse framework (ModelEngine,
-unified-cache-management pull request 79); slots, block tables and positions are vLLM's own.
+The paired ``begin`` and ``finished`` calls of a step follow the UCM sparse framework (ModelEngine,
+unified-cache-management pull request 79). Slots, block tables and positions are vLLM's own.
 
-Every method of the base class does nothing and changes nothing, so a method implements what it needs. An exception
-raised in one ends the step, as one in vLLM's own code would.
+The calls of the base class change nothing, so a subclass implements only what it needs. An exception in a call ends the
+step, like an exception in vLLM's own code.
 """
 
 from __future__ import annotations
 
 import enum
+import sys
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from ucm.errors import SparseMethodError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from ucm.sparse.attention import AttentionView
     from ucm.sparse.options import MethodOptions
-
-#: The slot count that means: this request is dense, allocate as vLLM does.
-INVALID_SLOT = -1
+    from ucm.sparse.steering import Complaints
+    from ucm.vllm_types import Request, SchedulerOutput, VllmConfig
 
 
 class Role(enum.Enum):
@@ -38,7 +37,7 @@ class Role(enum.Enum):
 
 
 class SparseMethod:
-    """A sparse-attention method; all its methods have neutral defaults.
+    """A sparse-attention method. All calls have neutral defaults.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -46,116 +45,192 @@ class SparseMethod:
         options: The method's own settings, as the operator wrote them.
 
     Attributes:
-        attention: The worker's attention layers; set before any other call on the worker's side.
-        options_type: What declares its settings, so that they can be checked without an engine; None if nothing does.
-        needed_hooks: The groups of rewritten modules that it cannot do without, as their switches name them.
+        attention: The worker's attention layers; set before any other call on the worker side.
+        asked: Maintained by the hooks: the layers of this worker whose attention has called the method, until all
+            layers with a KV cache have; None from then on, and for a method that needs no attention hooks.
+        awaits_begin: Maintained by the hooks: whether a step has arrived in this worker and its `execute_begin` has not
+            been called. No layer may run then.
+        options_type: The class that declares the settings, so that they can be checked without an engine; None if the
+            method checks them itself.
+        needed_hooks: The groups of rewritten modules that the method requires, as their switches name them.
+        revision: Raise it when the same options produce different KV than before.
+        optional_hooks: Whether the method also runs under an overlay without some of the hooks that it implements.
+            Otherwise such an overlay refuses it.
     """
 
     attention: AttentionView
+    asked: set[str] | None = None
+    awaits_begin: bool = False
     options_type: ClassVar[type[MethodOptions] | None] = None
     needed_hooks: ClassVar[tuple[str, ...]] = ()
+    revision: ClassVar[int] = 1
+    optional_hooks: ClassVar[bool] = False
 
-    def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: Role, options: Mapping[str, Any]) -> None:
         self.vllm_config = vllm_config
         self.role = role
         self.options = options
 
-    # The scheduler's side: one call per event, in EngineCore.
+    def figures(self) -> Mapping[str, float]:
+        """What the worker's side has counted since it started: ``ucm:sparse_<name>_total`` by ``<name>``.
 
-    def scheduler_started(self, scheduler: Any) -> None:
-        """The scheduler exists, vLLM's ``Scheduler``, with its KV-cache manager; called once, before any request."""
-
-    def request_added(self, request: Any) -> None:
-        """A new request has entered the queue; not called for further chunks of a streaming one.
-
-        Args:
-            request: vLLM's ``Request``.
+        UCM's connector exports them (docs/metrics.md). The value of a label, if the series has one, stands behind a
+        point: ``requests.failed``.
         """
+        return {}
 
-    def num_slots(self, request: Any, num_new_tokens: int, num_external_computed_tokens: int) -> int:
-        """How many slots (tokens' worth of KV) the request shall hold after this step.
+    @cached_property
+    def complaints(self) -> Complaints:
+        """Where the worker's side says what requests ask for and do not get; see `StepBatch.asked`."""
+        from ucm.sparse.steering import Complaints  # noqa: PLC0415 - most processes have no method
 
-        Called right before its allocation, and again in the same step if another request had to be preempted for it,
-        so it must not count its calls.
+        return Complaints(type(self).__name__, int(self.vllm_config.parallel_config.rank))
 
-        Args:
-            request: vLLM's ``Request``.
-            num_new_tokens: Tokens that the step will compute for it.
-            num_external_computed_tokens: Tokens whose KV a connector will load; 0 for a running request.
+    # What its KV depends on, known from its settings.
 
-        Returns:
-            The slots, or `INVALID_SLOT` for a dense request.
-        """
-        del request, num_new_tokens, num_external_computed_tokens
-        return INVALID_SLOT
+    @classmethod
+    def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What shapes the KV of tokens computed under the method, beside the model, as plain values.
 
-    def allocate_slots(
-        self, kv_cache_manager: Any, request: Any, num_new_tokens: int, num_slots: int, new_computed_blocks: Any
-    ) -> Any:
-        """Allocate for a request for which `num_slots` gave a count.
+        By default: the class, its `revision`, and the parsed options except those in `MethodOptions.beside_kv`.
 
         Args:
-            kv_cache_manager: vLLM's ``KVCacheManager``.
-            request: vLLM's ``Request``.
-            num_new_tokens: Tokens that the step will compute for it.
-            num_slots: What `num_slots` returned.
-            new_computed_blocks: vLLM's ``KVCacheBlocks`` of a prefix hit, or None.
-
-        Returns:
-            vLLM's ``KVCacheBlocks`` that are new in this step, or None if they cannot be had; vLLM then preempts.
+            options: As the operator wrote them.
 
         Raises:
-            SparseMethodError: If the method gives slot counts but does not allocate.
+            ConfigError: If an option is wrong.
         """
-        del kv_cache_manager, num_new_tokens, new_computed_blocks
-        raise SparseMethodError(
-            f"{type(self).__name__} asked for {num_slots} slots but does not allocate them",
-            where=f"request {request.request_id}",
-            fix="implement allocate_slots, or return INVALID_SLOT from num_slots",
-        )
+        from ucm.sparse.options import plain_options  # noqa: PLC0415 - most processes have no method
 
-    def build_metadata(self, scheduler_output: Any) -> object:
-        """What the workers need to know of this step; it must pickle. None sends nothing.
+        plain = plain_options(cls.options_type, cls.__name__, options) if cls.options_type else dict(options)
+        return {"method": f"{cls.__module__}:{cls.__qualname__}", "revision": cls.revision, "options": plain}
+
+    @classmethod
+    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
+        """Whether the KV of a prompt is the KV that an engine without the method computes."""
+        del options
+        return False
+
+    @classmethod
+    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        """How many tokens of a request, from its start, have KV that depends on these tokens alone.
+
+        The KV of later tokens depends on where the prompt ends, so another request with the same tokens must not use
+        it. A method that returns fewer than all calls `keep_apart`, which keeps later blocks out of other requests'
+        hits in vLLM's own prefix cache.
 
         Args:
-            scheduler_output: vLLM's ``SchedulerOutput``, complete but for the connector's metadata.
+            options: As the operator wrote them.
+            num_prompt_tokens: The length of the request's prompt.
+        """
+        del options, num_prompt_tokens
+        return sys.maxsize
+
+    # The scheduler side: one call per event, in EngineCore.
+
+    def scheduler_started(self, scheduler: Any) -> None:
+        """The scheduler, vLLM's ``Scheduler``, and its KV-cache manager exist. Called once, before any request."""
+
+    def asks_workers(self) -> object:
+        """Return what each worker must confirm with `confirms` before the first request; None asks nothing.
+
+        Called once, after the workers have loaded the model. The question must pickle.
+        """
+        return None
+
+    def request_added(self, request: Request) -> None:
+        """A new request has entered the queue. Not called for further chunks of a streaming request.
+
+        Args:
+            request: vLLM's ``Request``.
+        """
+
+    def limit_new_tokens(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """How many tokens of a request the next step may compute; called once per step, for running and waiting ones.
+
+        Args:
+            request: vLLM's ``Request``, running or waiting.
+            num_computed_tokens: Its computed tokens; of a waiting request, those found in caches included.
+            num_new_tokens: The known tokens behind them; may be 0.
+
+        Returns:
+            ``num_new_tokens`` or fewer, but at least 1 if there are any. vLLM limits them further.
+        """
+        del request, num_computed_tokens
+        return num_new_tokens
+
+    def before_allocation(self, request: Request) -> bool:
+        """Blocks are about to be allocated for a request: the place to free blocks of it.
+
+        Called before each allocation, and again in the same step if vLLM had to preempt another request for this one.
+        Do not count calls.
+
+        Args:
+            request: vLLM's ``Request``, running or waiting.
+
+        Returns:
+            Whether to continue. If False, the allocation fails as if there were no memory: vLLM preempts until the
+            request itself is preempted, and computes it again. Only a running request may be refused.
+        """
+        del request
+        return True
+
+    def build_metadata(self, scheduler_output: SchedulerOutput) -> object:
+        """Return what the workers need to know about this step; None sends nothing. The result must pickle.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput``, complete except for the connector's metadata.
         """
         del scheduler_output
         return None
 
-    def request_preempted(self, request: Any) -> None:
-        """A running request has lost its blocks; it will be computed again from its prompt."""
+    def request_preempted(self, request: Request) -> None:
+        """A running request has lost its blocks. vLLM will compute it again from its prompt."""
 
-    def request_freed(self, request: Any) -> None:
-        """A request has ended, for whatever reason; its blocks are about to be freed."""
+    def request_freed(self, request: Request) -> None:
+        """A request has ended, for any reason. Its blocks are about to be freed."""
 
-    # The worker's side: in every worker, in this order within a step.
+    # The worker side: in every worker, in this order within a step.
 
     def worker_started(self) -> None:
-        """`attention` is there, the model not yet; called once: the place to refuse an engine."""
+        """`attention` is set, and the model is not loaded yet: the place to refuse an engine. Called once."""
+
+    def confirms(self, question: Any) -> str:
+        """Return why this worker cannot confirm the question of `asks_workers`; an empty text confirms it."""
+        del question
+        return ""
 
     def layer_seen(self, layer_name: str) -> None:
-        """A layer's attention ran without a request, while vLLM measured its memory: the place to refuse a layer."""
+        """A layer with a KV cache exists, and no request has run yet: the place to refuse the layer.
 
-    def update_states(self, runner: Any, scheduler_output: Any) -> None:
-        """A step has arrived; the runner's batch is still that of the step before."""
+        Called when the layer's attention runs in vLLM's memory profiling, and for each layer when the scheduler's side
+        asks the workers, before the first request.
+        """
+
+    def update_states(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
+        """A step has arrived. The runner's batch is still that of the previous step."""
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
-        """These requests have ended; a preempted one is not among them."""
+        """Requests have ended. Preempted requests are not among them."""
 
-    def requests_added(self, runner: Any, scheduler_output: Any) -> None:
-        """V2 runner: the step's new requests, among them resumed ones, are about to be added to its batch."""
+    def requests_added(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
+        """V2 runner: new and resumed requests of the step are about to be added to the batch."""
 
-    def blocks_updated(self, runner: Any, request_id: str, request_index: int, scheduler_output: Any) -> None:
-        """V1 runner: a running request's new blocks are in its row of the block table; they may be replaced now."""
+    def blocks_updated(
+        self, runner: Any, request_id: str, request_index: int, scheduler_output: SchedulerOutput
+    ) -> None:
+        """V1 runner: the new blocks of a running request are in its row of the block table and may be replaced.
 
-    def requests_updated(self, runner: Any, scheduler_output: Any) -> None:
-        """V2 runner: the running requests' new blocks are in the block tables."""
+        Not called for a request that the previous step left out: vLLM adds it to the batch again, with all its blocks.
+        """
+
+    def requests_updated(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
+        """V2 runner: the new blocks of running requests are in the block tables."""
 
     def append_block_ids(
         self, block_tables: Any, request_index: int, block_ids: tuple[list[int], ...], overwrite: bool
     ) -> tuple[tuple[list[int], ...], bool]:
-        """V2 runner: blocks are about to be written to a row.
+        """V2 runner: vLLM is about to write blocks to a row.
 
         Returns:
             The block ids to write, one list per KV-cache group, and whether they replace the row.
@@ -163,10 +238,10 @@ class SparseMethod:
         del block_tables, request_index
         return block_ids, overwrite
 
-    def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
-        """The batch is built and the model is about to run: the place to build the step's metadata.
+    def execute_begin(self, runner: Any, scheduler_output: SchedulerOutput, input_batch: Any) -> None:
+        """The batch is built, and the model is about to run: the place to build the step's metadata.
 
-        Inside the forward context on the V1 runner; before it on the V2 runner, which may replay a whole graph.
+        The V1 runner calls it inside the forward context, the V2 runner before it, because V2 may replay a whole graph.
         """
 
     def kv_write_begin(
@@ -174,7 +249,7 @@ class SparseMethod:
     ) -> Tensor:
         """A layer's new keys and values are about to be written.
 
-        Only where the write is an operator of its own (per backend, from 0.16.0); elsewhere the attention operator
+        Called only where the write is a separate operator (per backend, from 0.16.0). Elsewhere the attention operator
         writes, after `attention_begin`.
 
         Args:
@@ -204,11 +279,11 @@ class SparseMethod:
             key: ``[num_tokens, num_kv_heads, head_size]``; for MLA the normed latent.
             value: As ``key``; for MLA the rotary part of the key.
             kv_cache: The layer's cache, in its backend's layout.
-            attn_metadata: The backend's metadata of this layer; shared by the layers of a group, so it is to be
-                replaced, not changed.
+            attn_metadata: The backend's metadata of this layer. Layers of a group share it: replace it, never change
+                it.
 
         Returns:
-            The query, key, value and metadata to use. The arguments themselves must not be written to.
+            The query, key, value and metadata to use. Do not write to the arguments.
         """
         del layer_name, kv_cache
         return query, key, value, attn_metadata
@@ -223,17 +298,17 @@ class SparseMethod:
             query: The query that was used.
             kv_cache: The layer's cache.
             attn_metadata: The metadata that was used.
-            output: ``[num_tokens, num_heads * head_size]``, or with the heads as a dimension; may be written to.
+            output: ``[num_tokens, num_heads * head_size]``, or with the heads as a dimension. You may write to it.
         """
 
     def mla_begin(self, layer: Any, phase: str, query: Any, kv_cache: Tensor, attn_metadata: Any) -> Any:
-        """One half of an MLA layer's attention is about to run.
+        """One phase of an MLA layer's attention is about to run.
 
         Args:
             layer: The attention layer.
             phase: ``prefill`` or ``decode``.
-            query: The half's query; for ``decode`` a tensor or a pair (latent, rotary), as the release has it.
-            kv_cache: The layer's cache, ``[num_blocks, block_size, latent_size]`` up to the release's layout.
+            query: The query of the phase; for ``decode`` a tensor or a pair (latent, rotary), depending on the release.
+            kv_cache: The layer's cache, ``[num_blocks, block_size, latent_size]``, in the release's layout.
             attn_metadata: vLLM's MLA metadata.
 
         Returns:
@@ -243,12 +318,12 @@ class SparseMethod:
         return attn_metadata
 
     def mla_finished(self, layer: Any, phase: str, output: Tensor) -> None:
-        """One half of an MLA layer's attention has run; for ``decode``, ``output`` is not yet projected up."""
+        """One phase of an MLA layer's attention has run. In ``decode``, ``output`` is not yet projected up."""
 
     def layer_begin(
         self, layer: Any, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """A decoder layer is about to run. Traced once under torch.compile, as the other layer and FFN calls are.
+        """A decoder layer is about to run. torch.compile traces this call and the other layer and FFN calls once.
 
         Args:
             layer: The layer's module.
@@ -257,7 +332,7 @@ class SparseMethod:
             residual: As ``hidden_states``, or None before the first layer.
 
         Returns:
-            The hidden states and residual to go on with.
+            The hidden states and residual to continue with.
         """
         del layer, positions
         return hidden_states, residual
@@ -279,5 +354,5 @@ class SparseMethod:
         del layer
         return hidden_states, residual
 
-    def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
-        """The model has run; on the V2 runner ``model_output`` is None (the runner keeps it)."""
+    def execute_finished(self, runner: Any, scheduler_output: SchedulerOutput, model_output: Any) -> None:
+        """The model has run. On the V2 runner ``model_output`` is None, because the runner keeps it."""

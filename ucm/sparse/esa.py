@@ -21,24 +21,29 @@ so nothing more is lost.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
-from ucm.sparse.base import INVALID_SLOT, Role
 from ucm.sparse.esa_options import ESAOptions
 from ucm.sparse.esa_worker import MiddleReader
+from ucm.sparse.losses import out_of_reach
 from ucm.sparse.middle_release import MiddleReleases
 from ucm.sparse.needed_hooks import require_hooks
 from ucm.sparse.options import parse_options
-from ucm.sparse.releasing import LOST, ReleasingMethod, require_own_connector
+from ucm.sparse.own_blocks import keep_apart, rename_own
+from ucm.sparse.releasing import ReleasingMethod, require_own_connector
+from ucm.sparse.steering import refuse_asked
+from ucm.sparse.window import TILE
 from ucm.store.factory import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
+    from ucm.sparse.base import Role
     from ucm.sparse.block_copies import CopyingView
     from ucm.sparse.middle import MiddleNews
 
@@ -49,6 +54,7 @@ class ESA(ReleasingMethod[MiddleReleases]):
     """Store-backed retrieval of essential blocks; see the module and `ESAOptions`.
 
     Attributes:
+        tile: Tokens whose windows begin at the same block.
         at_once: Whether blocks are released before a middle is longer than the budget.
 
     Raises:
@@ -58,6 +64,7 @@ class ESA(ReleasingMethod[MiddleReleases]):
     attention: CopyingView
     options_type = ESAOptions
     at_once = False
+    tile: ClassVar[int] = TILE
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
@@ -65,6 +72,17 @@ class ESA(ReleasingMethod[MiddleReleases]):
         self._reader: MiddleReader | None = None
         #: Requests that are computed anew in this step.
         self._anew: set[str] = set()
+
+    @classmethod
+    def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """With the size of a tile."""
+        return {**super().identity(options), "tile": cls.tile}
+
+    @classmethod
+    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        """From the prompt's last token on, each chooses; those before it do not."""
+        del options
+        return num_prompt_tokens - 1
 
     # The scheduler's side
 
@@ -74,23 +92,44 @@ class ESA(ReleasingMethod[MiddleReleases]):
         require_own_connector(scheduler.connector, NAME)
         block_size = int(self.vllm_config.cache_config.block_size)
         self.releases = MiddleReleases(
-            scheduler, self._options.window(), self._budget(block_size), at_once=self.at_once
+            scheduler, self._options.window(self.tile), self._budget(block_size), at_once=self.at_once
         )
 
-    def num_slots(self, request: Any, num_new_tokens: int, num_external_computed_tokens: int) -> int:
-        """Release blocks, and leave the allocation to vLLM."""
-        del num_new_tokens, num_external_computed_tokens
-        if self._blocks.release(request):
-            return INVALID_SLOT
-        if request.request_id not in self._anew:  # asked for again as others are preempted for it
+    def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Has a request that was preempted while it answered go through its answer token by token again.
+
+        Each of these tokens brings back other blocks, and there is room for what one of them wants.
+        """
+        last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
+        if num_new_tokens <= 1 or last < prompt or self._blocks.reads_all(last, prompt):
+            return num_new_tokens
+        return max(1, prompt - num_computed_tokens)
+
+    def before_allocation(self, request: Any) -> bool:
+        """Keeps what was answered apart from prompts, and releases blocks."""
+        keep_apart(request, request.num_prompt_tokens - 1, self.vllm_config.cache_config)
+        return super().before_allocation(request)
+
+    def request_preempted(self, request: Any) -> None:
+        """What it has answered is computed anew where each token reads what the one before it wanted."""
+        super().request_preempted(request)
+        if self._options.retrieval == "ahead":
+            rename_own(request)
+
+    def tell_lost(self, request: Any) -> None:
+        """Log once per step; vLLM asks again as it preempts others."""
+        if request.request_id not in self._anew:
             self._anew.add(request.request_id)
-            get_logger().warning(
+            get_logger(__name__).warning(
                 "[UCM.Sparse] request %s is computed anew: blocks of it are lost, or it was taken back to where they "
                 "are released (token %d)",
                 request.request_id,
                 request.num_computed_tokens,
             )
-        return LOST
+
+    def asks_workers(self) -> str:
+        """Whether they can say what they lose."""
+        return self._blocks.losses
 
     def build_metadata(self, scheduler_output: Any) -> MiddleNews | None:
         """What the workers have to copy out, and what they may forget."""
@@ -114,8 +153,13 @@ class ESA(ReleasingMethod[MiddleReleases]):
             self.vllm_config.cache_config,
             config,
             int(self.vllm_config.parallel_config.rank),
-            ahead=self._options.retrieval == "ahead",
+            self._options,
+            self.tile,
         )
+
+    def confirms(self, question: str) -> str:
+        """Whether what this worker loses reaches the scheduler."""
+        return out_of_reach(question)
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse a layer that cannot be served."""
@@ -124,12 +168,18 @@ class ESA(ReleasingMethod[MiddleReleases]):
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
         """Copy out what is released with this step, before anything of it is done."""
         del runner
-        self.reader.step_arrived(getattr(scheduler_output, "ucm_sparse_metadata", None))
+        self.reader.step_arrived(getattr(scheduler_output, "ucm_sparse_meta", None))
+
+    def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
+        """Forget them."""
+        del runner
+        self.reader.forget(request_ids)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Note the rows with a middle."""
-        if self.reader.has_middles:
-            self.reader.begin(self.attention.batch(runner, scheduler_output, input_batch))
+        batch = self.attention.batch(runner, scheduler_output, input_batch)
+        refuse_asked(batch.asked, self)
+        self.reader.begin(batch)
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
@@ -138,7 +188,9 @@ class ESA(ReleasingMethod[MiddleReleases]):
         reader = self.reader
         reader.caches[layer_name] = kv_cache
         if reader.restricts:
+            began = perf_counter()
             attn_metadata = reader.restrict(layer_name, query, key, kv_cache, attn_metadata)
+            reader.select_seconds += perf_counter() - began
         return query, key, value, attn_metadata
 
     def attention_finished(
@@ -154,6 +206,10 @@ class ESA(ReleasingMethod[MiddleReleases]):
         del runner, scheduler_output, model_output
         if self.reader.restricts:
             self.reader.finish()
+
+    def figures(self) -> dict[str, float]:
+        """See `MiddleReader.figures`."""
+        return {} if self._reader is None else self._reader.figures()
 
     @property
     def reader(self) -> MiddleReader:

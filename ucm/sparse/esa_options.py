@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from ucm.config.store_settings import StoreSettings
 from ucm.sparse.options import MethodOptions
-from ucm.sparse.window import SinksAndWindow
+from ucm.sparse.window import TILE, SinksAndWindow
 from ucm.store.config import default_dram_directory
 
 
@@ -42,6 +42,6 @@ class ESAOptions(MethodOptions):
     def _section(cls, value: object) -> object:
         return StoreSettings.model_validate(value) if isinstance(value, dict) else value
 
-    def window(self) -> SinksAndWindow:
+    def window(self, tile: int = TILE) -> SinksAndWindow:
         """What is always read."""
-        return SinksAndWindow(self.sink_tokens, self.window_tokens)
+        return SinksAndWindow(self.sink_tokens, self.window_tokens, tile=tile)

@@ -6,23 +6,60 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
-from ucm.sparse.esa_tables import MiddleRow, MiddleTables
+from ucm.sparse.esa_tables import Listed, MiddleTables, Reading, reading
 from ucm.sparse.losses import tell_loss
 from ucm.sparse.middle_store import MiddleStore
-from ucm.sparse.resident import Middle, MiddleBounds, ResidentLayer
+from ucm.sparse.representatives import ranked
+from ucm.sparse.resident import Middle
+from ucm.sparse.selection import FreshBlocks, with_new_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
     from ucm.sparse.block_copies import BlockCopies, CopyingView
+    from ucm.sparse.esa_options import ESAOptions
     from ucm.sparse.middle import MiddleNews, Released
     from ucm.sparse.middle_store import Fetch
+    from ucm.sparse.resident import ResidentLayer
     from ucm.store.config import StoreConfig
+
+
+class _Row:
+    """A row of a step whose request has a middle.
+
+    Args:
+        row: Its place in the batch.
+        token: The place of its last token among the step's.
+        computed: The position of its first token.
+        middle: Of its request.
+        listed: Of each piece that reads blocks by name, the blocks behind the sinks of which these are.
+        choosing: The blocks from which its last token chooses; 0 if it does not.
+        is_first: Whether that token is the first to choose: its prompt's last.
+    """
+
+    def __init__(
+        self,
+        row: int,
+        token: int,
+        computed: int,
+        middle: Middle,
+        listed: dict[int, int],
+        choosing: int,
+        *,
+        is_first: bool,
+    ) -> None:
+        self.row, self.token, self.computed = row, token, computed
+        self.middle = middle
+        self.listed = listed
+        self.choosing = choosing
+        self.is_first = is_first
 
 
 class MiddleReader:
@@ -33,22 +70,27 @@ class MiddleReader:
         cache_config: vLLM's ``CacheConfig``, whose block size is final once there is a cache.
         config: The store's options.
         rank: The worker's.
-        ahead: Whether a step reads what the query of the step before wanted.
+        options: The method's.
+        tile: Tokens of a tile.
 
     Attributes:
         counts: ``steps`` and ``rows`` with a middle, ``blocks_read`` and ``blocks_stored`` of these rows in all layers,
             ``fetched`` into resident blocks, ``copied_out``.
+        select_seconds: What the worker's thread has spent on choosing, and on waiting for what it brings back.
     """
 
     def __init__(
-        self, attention: CopyingView, cache_config: Any, config: StoreConfig, rank: int, *, ahead: bool
+        self, attention: CopyingView, cache_config: Any, config: StoreConfig, rank: int, options: ESAOptions, tile: int
     ) -> None:
         self.attention = attention
         self.counts: Counter[str] = Counter()
+        self.select_seconds = 0.0
         self._cache_config = cache_config
         self._config = config
         self._rank = rank
-        self._ahead = ahead
+        self._options = options
+        self._window = options.window(tile)
+        self._ahead = options.retrieval == "ahead"
         #: Of each layer, as its attention has last seen it.
         self.caches: dict[str, Tensor] = {}
         self._copies: BlockCopies | None = None
@@ -58,10 +100,10 @@ class MiddleReader:
         self._key: Tensor
         self._store: MiddleStore | None = None
         self._middles: dict[str, Middle] = {}
-        self._batch: StepBatch | None = None
-        self._rows: list[tuple[int, slice, Middle]] = []
-        #: The metadata that the step's tables were made from, with the counts of read blocks that they are for.
-        self._tables: tuple[Any, list[int], MiddleTables] | None = None
+        self._reading: Reading | None = None
+        self._rows: list[_Row] = []
+        #: The metadata that the step's tables were made from, with the counts of named blocks that they are for.
+        self._tables: tuple[Any, list[Listed], MiddleTables] | None = None
 
     def step_arrived(self, news: MiddleNews | None) -> None:
         """Copy out what is released with a step, before anything of it is done."""
@@ -76,51 +118,94 @@ class MiddleReader:
             self._copy_out(news.engine, released)
 
     def begin(self, batch: StepBatch) -> None:
-        """Note the rows with a middle."""
-        self._tables, self._batch = None, batch
+        """Note what the step reads."""
+        size, budget = self._size, self._options.token_budget // self._size
+        self._tables = self._reading = None
         self._rows.clear()
-        ends = batch.num_new_tokens.cumsum()
-        for row, request_id in enumerate(batch.request_ids):
-            middle = self._middles.get(request_id)
-            if middle is not None:
-                end = int(ends[row])
-                self._rows.append((row, slice(end - int(batch.num_new_tokens[row]), end), middle))
-        if self._rows:
+        for request_id in (batch.request_ids[row] for row in np.flatnonzero(batch.admitted).tolist()):
+            if request_id in self._middles and self._middles[request_id].admission is None:
+                del self._middles[request_id]
+        found = reading(batch, self._window, budget, size)
+        rows = [] if not self._middles and not found.choosing else self._rows_of(batch, found)
+        if rows or found.skipped.any():
+            self._reading, self._rows = found, rows
             self.counts["steps"] += 1
-            self.counts["rows"] += len(self._rows)
+            self.counts["rows"] += len(np.unique([*found.pieces.rows[found.skipped > 0], *(row.row for row in rows)]))
+
+    def _rows_of(self, batch: StepBatch, found: Reading) -> list[_Row]:
+        """The rows that read blocks of a middle by name."""
+        rows = []
+        lasts, ends = found.pieces.lasts, batch.num_new_tokens.cumsum()
+        for row, request_id in enumerate(batch.request_ids):
+            choosing = found.choosing.get(int(lasts[row]), 0)
+            middle = self._middles.get(request_id)
+            if middle is None and choosing:
+                middle = self._middles[request_id] = Middle(None, self._window.sink_blocks(self._size))
+            if middle is None:
+                continue
+            # What reads everything reads what is released by name, and the rest where it is.
+            pieces = np.flatnonzero(found.pieces.rows == row).tolist()
+            listed = {piece: middle.stored for piece in pieces if middle.stored and not found.skipped[piece]}
+            if choosing:
+                listed[int(lasts[row])] = choosing
+            if listed:
+                computed = int(batch.num_computed_tokens[row])
+                is_first = bool(batch.seq_lens[row] <= batch.num_prompt_tokens[row])
+                token = int(ends[row]) - 1
+                rows.append(_Row(row, token, computed, middle, listed, choosing, is_first=is_first))
+        return rows
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests have ended; of those of which something was released, the scheduler's side tells."""
+        for request_id in request_ids:
+            if request_id in self._middles and self._middles[request_id].admission is None:
+                del self._middles[request_id]
 
     @property
     def restricts(self) -> bool:
-        """Whether any row of the step has a middle."""
-        return bool(self._rows)
+        """Whether any row of the step does not read everything where it is."""
+        return self._reading is not None
 
     def look_ahead(self, layer_name: str, query: Tensor) -> None:
         """Begin to bring what a layer is expected to want in the next step."""
         if not self._ahead:
             return
-        for _, tokens, middle in self._rows:
-            layer = middle.layers[layer_name]
-            chosen = self._choose(layer_name, query[tokens], self._key[tokens], middle)
-            missing = layer.missing(chosen)
+        rows = [row for row in self._rows if row.choosing]
+        for row, ranks in zip(rows, self._ranked(layer_name, query, rows), strict=True):
+            middle, layer = row.middle, row.middle.layers[layer_name]
+            chosen = self._best(row, ranks)
+            missing = layer.missing([place for place in chosen if place < middle.first + middle.stored])
             fetch = None
             if missing:
-                fetch = self._opened.fetch(self._places[layer_name], [(middle.admission, place) for place in missing])
+                fetch = self._opened.fetch(self._places[layer_name], [(_admitted(middle), place) for place in missing])
             layer.ahead = chosen, fetch
 
     def finish(self) -> None:
         """The step is over; one that no layer has asked about was not restricted, and that must not go unnoticed."""
-        if self._rows and self._tables is None:
+        if self._reading is not None and self._tables is None:
             raise SparseMethodError(
                 "ESA was not asked by any layer of this step: released blocks were read",
                 where="the attention hooks of this worker",
                 fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
             )
-        self._tables = self._batch = None
-        self._rows.clear()
+        self._tables = self._reading = None
+        self._rows = []
         steps = self.counts["steps"]
         if steps and steps.bit_count() == 1 and self.counts["told"] < steps:  # at 1, 2, 4, …
             self.counts["told"] = steps
-            get_logger().info("[UCM.Sparse] %s", self.summary())
+            get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
+
+    def figures(self) -> dict[str, float]:
+        """See `SparseMethod.figures`; of the tokens between sinks and window, and of rows that read them by name."""
+        size = self._size
+        return {
+            "rows": self.counts["rows"],
+            "read_tokens": self.counts["blocks_read"] * size,
+            "held_tokens": self.counts["blocks_stored"] * size,
+            "select_seconds": self.select_seconds,
+            "fetched_blocks": self.counts["fetched"],
+            "lost_blocks": self._store.counts["lost"] if self._store is not None else 0,
+        }
 
     def summary(self) -> str:
         """What was done until now, in one line."""
@@ -133,72 +218,135 @@ class MiddleReader:
         )
 
     def restrict(self, layer_name: str, query: Tensor, key: Tensor, kv_cache: Tensor, attn_metadata: Any) -> Any:
-        """Bring what is wanted into the resident blocks, and have the layer read them."""
+        """Bring what is wanted into the resident blocks, and have the layer read what the step says."""
         self._key = key
-        wanted = [self._wanted(layer_name, query[tokens], key[tokens], middle) for _, tokens, middle in self._rows]
-        while not self._bring(layer_name, wanted):
-            # Something was lost: choose again from what is left.
-            wanted = [self._choose(layer_name, query[tokens], key[tokens], middle) for _, tokens, middle in self._rows]
-        tables = self._tables_for(layer_name, kv_cache, attn_metadata, [len(chosen) for chosen in wanted])
-        resident = []
-        for (_, _, middle), chosen in zip(self._rows, wanted, strict=True):
-            resident.append([middle.resident[slot] for slot in middle.layers[layer_name].slots(chosen)])
-            self.counts["blocks_read"] += len(chosen)
-            self.counts["blocks_stored"] += middle.stored
-        table = tables.with_resident(resident)
-        return self.attention.restricted(layer_name, attn_metadata, table, tables.seq_lens, tables.max_seq_len)
-
-    def _tables_for(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, reads: list[int]) -> MiddleTables:
-        """The step's tables: one set for all layers, unless a loss leaves a layer less to read."""
-        if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != reads:
-            if self._batch is None:
-                raise RuntimeError(f"{layer_name} ran outside a step")
-            rows = [
-                MiddleRow(row, middle.stored, read) for (row, _, middle), read in zip(self._rows, reads, strict=True)
+        table = self.attention.block_table(attn_metadata)
+        for row in self._rows:
+            self._bound(row, layer_name, table, kv_cache)
+            if row.is_first:  # what the last turn of a session wanted
+                self._abandon(row.middle.layers[layer_name])
+        fresh = [row for row in self._rows if row.choosing and row.middle.layers[layer_name].ahead is None]
+        # Asked for once: all ranks ask alike, whatever one of them has lost.
+        ranks = {row.row: of for row, of in zip(fresh, self._ranked(layer_name, query, fresh), strict=True)}
+        ahead = {row.row: of[0] for row in self._rows if (of := row.middle.layers[layer_name].ahead) is not None}
+        while True:
+            chosen = [
+                self._best(row, ranks[row.row]) if row.row in ranks else self._expected(row, ahead.get(row.row))
+                for row in self._rows
             ]
-            size = self.attention.block_size(layer_name, kv_cache)
-            table = self.attention.block_table(attn_metadata)
-            tables = MiddleTables(self._batch, rows, table, self._rows[0][2].first, size)
-            self._tables = attn_metadata, reads, tables
+            if self._bring(layer_name, [self._released(row, of) for row, of in zip(self._rows, chosen, strict=True)]):
+                break  # else something was lost: choose again from what is left
+        return self._restricted(layer_name, kv_cache, attn_metadata, chosen)
+
+    def _restricted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, chosen: list[list[int]]) -> Any:
+        listed, places, blocks = [], [], []
+        for row, of_row in zip(self._rows, chosen, strict=True):
+            middle = row.middle
+            last = max(row.listed)
+            for piece, extent in row.listed.items():
+                named = of_row if row.choosing and piece == last else self._released(row, None)
+                released = [place for place in named if place < middle.first + middle.stored]
+                held = [middle.resident[slot] for slot in middle.layers[layer_name].slots(released)]
+                listed.append(Listed(piece, extent, len(named)))
+                places += named
+                blocks += [*held, *[-1] * (len(named) - len(held))]
+                self.counts["blocks_read"] += len(named)
+                self.counts["blocks_stored"] += extent
+        tables = self._tables_for(layer_name, kv_cache, attn_metadata, listed)
+        table = tables.naming(places, blocks)
+        return self.attention.restricted(
+            layer_name, attn_metadata, table, tables.seq_lens, tables.max_seq_len, tables.split
+        )
+
+    def _tables_for(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, listed: list[Listed]) -> MiddleTables:
+        """The step's tables: one set for all layers, unless a loss leaves a layer less to read."""
+        if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != listed:
+            if self._reading is None:
+                raise RuntimeError(f"{layer_name} ran outside a step")
+            self._require_size(layer_name, kv_cache)
+            table, sinks = self.attention.block_table(attn_metadata), self._window.sink_blocks(self._size)
+            self._tables = attn_metadata, listed, MiddleTables(self._reading, listed, table, sinks, self._size)
         return self._tables[2]
 
-    def _wanted(self, layer_name: str, query: Tensor, key: Tensor, middle: Middle) -> list[int]:
-        """The places that a row reads in this step, in order."""
-        layer = middle.layers[layer_name]
-        if layer.ahead is None:
-            return self._choose(layer_name, query, key, middle)
-        chosen = [place for place in layer.ahead[0] if place - middle.first not in middle.lost]
-        # What has been released since then is the latest: it fills up what is free.
-        known = set(chosen)
-        place = middle.first + middle.stored
-        while len(chosen) < middle.reads:
-            place -= 1
-            if place not in known and place - middle.first not in middle.lost:
-                chosen.append(place)
-        return sorted(chosen)
+    def _bound(self, row: _Row, layer_name: str, table: Tensor, kv_cache: Tensor) -> None:
+        """Make the bounds that are missing of what the row chooses from: of blocks that are in their place."""
+        middle, bounds = row.middle, row.middle.bounds[layer_name]
+        if bounds.size >= row.choosing:
+            return
+        begin, end = middle.first + bounds.size, middle.first + row.choosing
+        ids = table[row.row, begin:end].long()
+        known = min(max(row.computed // self._size, begin), end)
+        bounds.append(ids[: known - begin], partial(self.attention.read_keys, layer_name, kv_cache))
+        if known < end:
+            start = row.token + 1 - self._new_tokens(row)
+            fresh = FreshBlocks(0, known, end, row.computed, start)
+            keys = self.attention.read_keys(layer_name, kv_cache, ids[known - begin :])
+            bounds.append_keys(with_new_keys(keys, self._key, fresh))
 
-    def _choose(self, layer_name: str, query: Tensor, key: Tensor, middle: Middle) -> list[int]:
-        """The places that a query wants, in order."""
-        reads = middle.reads
-        if reads == middle.stored - len(middle.lost):
-            found = [place for place in range(middle.stored) if place not in middle.lost]
-        else:
-            found = middle.bounds[layer_name].choose(query, key, sorted(middle.lost), reads)
-        return [middle.first + place for place in found]
+    def _new_tokens(self, row: _Row) -> int:
+        if self._reading is None:
+            raise RuntimeError("asked outside a step")
+        pieces = self._reading.pieces
+        return int(pieces.ends[pieces.lasts[row.row]]) - row.computed
+
+    def _ranked(self, layer_name: str, query: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
+        """Of rows that choose, the order in which the heads of all ranks want the blocks; see `ranked`."""
+        if not rows:
+            return []
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        wanted = [
+            row.middle.bounds[layer_name].wanted(query[row.token], self._key[row.token], row.choosing) for row in rows
+        ]
+        summed = self.attention.sum_over_ranks(torch.cat(wanted))
+        return [ranked(of[None])[0] for of in summed.split([row.choosing for row in rows])]
+
+    def _best(self, row: _Row, ranks: Tensor) -> list[int]:
+        """The places that come first, in the order of their positions."""
+        lost = [place for place in row.middle.lost if place < row.choosing]
+        if lost:
+            ranks = ranks.index_fill(0, ranks.new_tensor(lost), -1)
+        count = min(self._options.token_budget // self._size, row.choosing - len(lost))
+        return sorted(row.middle.first + place for place in ranks.topk(count, sorted=False).indices.tolist())
+
+    def _expected(self, row: _Row, ahead: Sequence[int] | None) -> list[int]:
+        """The places that the query of the step before wanted; in place of lost ones, the latest."""
+        middle = row.middle
+        if ahead is None:
+            return []
+        known = {place for place in ahead if place - middle.first not in middle.lost}
+        for place in range(middle.first + row.choosing - 1, middle.first - 1, -1):
+            if len(known) == len(ahead):
+                break
+            if place - middle.first not in middle.lost:
+                known.add(place)
+        return sorted(known)
+
+    def _released(self, row: _Row, chosen: Sequence[int] | None) -> list[int]:
+        """Those of a row's places that are released: all of these if it reads everything, or some piece of it does."""
+        middle = row.middle
+        if chosen is None or len(row.listed) > 1 or not row.choosing:
+            return [
+                place
+                for place in range(middle.first, middle.first + middle.stored)
+                if place - middle.first not in middle.lost
+            ]
+        return [place for place in chosen if place < middle.first + middle.stored]
 
     def _bring(self, layer_name: str, wanted: Sequence[Sequence[int]]) -> bool:
-        """Have all chosen places of all rows in resident blocks; whether nothing was found to be lost."""
+        """Have all released places that rows read in resident blocks; whether nothing was found to be lost."""
         sound = True
-        for (_, _, middle), chosen in zip(self._rows, wanted, strict=True):
-            layer = middle.layers[layer_name]
+        for row, chosen in zip(self._rows, wanted, strict=True):
+            layer = row.middle.layers[layer_name]
             ahead, layer.ahead = layer.ahead, None
             if ahead is not None and ahead[1] is not None:
-                sound &= self._place(layer_name, middle, ahead[1], chosen)
+                sound &= self._place(layer_name, row.middle, ahead[1], chosen)
         fetches: list[tuple[Middle, Fetch, Sequence[int]]] = []
-        for (_, _, middle), chosen in zip(self._rows, wanted, strict=True):
+        for row, chosen in zip(self._rows, wanted, strict=True):
+            middle = row.middle
             missing = [p for p in middle.layers[layer_name].missing(chosen) if p - middle.first not in middle.lost]
             if missing:
-                places = [(middle.admission, place) for place in missing]
+                places = [(_admitted(middle), place) for place in missing]
                 fetches.append((middle, self._opened.fetch(self._places[layer_name], places), chosen))
         for middle, fetch, chosen in fetches:
             sound &= self._place(layer_name, middle, fetch, chosen)
@@ -209,7 +357,7 @@ class MiddleReader:
         lost = set(self._opened.wait(fetch))
         if lost:
             if not middle.lost:
-                tell_loss(self._losses, middle.admission)
+                tell_loss(self._losses, _admitted(middle))
             middle.lost |= {fetch.wanted[row][1] - middle.first for row in lost}
         keep = set(chosen)
         rows = [row for row, (_, place) in enumerate(fetch.wanted) if row not in lost and place in keep]
@@ -223,24 +371,21 @@ class MiddleReader:
         return not lost
 
     def _copy_out(self, engine: str, released: Released) -> None:
+        import torch  # noqa: PLC0415 - vLLM brings it
+
         copies = self._known_copies
         if self._store is None:
             self._store = MiddleStore(self._config, copies, engine, self._rank)
         middle = self._middles.get(released.request_id)
-        if middle is None or middle.admission != released.admission:
-            middle = Middle(released.admission, released.first)
-            for name in copies.layer_names:
-                middle.bounds[name], middle.layers[name] = MiddleBounds(), ResidentLayer()
-            self._middles[released.request_id] = middle
+        if middle is None or middle.admission not in {released.admission, None}:
+            middle = self._middles[released.request_id] = Middle(released.admission, released.first)
+        middle.admission = released.admission
         if released.first != middle.first + middle.stored:
             raise RuntimeError(f"request {released.request_id}: block {released.first} does not follow on the middle")
         for name in copies.layer_names:
-            cache = self.caches[name]
-            middle.bounds[name].append(
-                released.block_ids,
-                partial(self.attention.read_keys, name, cache),
-                cache.device,
-            )
+            cache, bounds = self.caches[name], middle.bounds[name]
+            ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache.device)
+            bounds.append(ids[bounds.size - middle.stored :], partial(self.attention.read_keys, name, cache))
         self._store.save(released.admission, released.first, copies.read(released.block_ids))
         middle.stored += len(released.block_ids)
         middle.resident += released.resident
@@ -251,26 +396,33 @@ class MiddleReader:
         for request_id in [r for r, middle in self._middles.items() if middle.admission in ended]:
             middle = self._middles.pop(request_id)
             for layer in middle.layers.values():
-                if layer.ahead is not None and layer.ahead[1] is not None:
-                    self._opened.abandon(layer.ahead[1])
-            self._opened.drop(middle.admission)
+                self._abandon(layer)
+            self._opened.drop(_admitted(middle))
+
+    def _abandon(self, layer: ResidentLayer) -> None:
+        """Do without what was expected to be wanted."""
+        ahead, layer.ahead = layer.ahead, None
+        if ahead is not None and ahead[1] is not None:
+            self._opened.abandon(ahead[1])
 
     @property
-    def has_middles(self) -> bool:
-        """Whether any request has one."""
-        return bool(self._middles)
+    def _size(self) -> int:
+        """Tokens in a block."""
+        return int(self._cache_config.block_size)
+
+    def _require_size(self, layer_name: str, kv_cache: Tensor) -> None:
+        size = self.attention.block_size(layer_name, kv_cache)
+        if size != self._size:
+            raise SparseMethodError(
+                f"the attention backend splits vLLM's blocks of {self._size} tokens into blocks of {size}",
+                where=f"layer {layer_name}",
+                fix=f"start vLLM with --block-size {size}",
+            )
 
     @property
     def _known_copies(self) -> BlockCopies:
         if self._copies is None:
-            name, cache = next(iter(self.caches.items()))
-            size, configured = self.attention.block_size(name, cache), int(self._cache_config.block_size)
-            if size != configured:
-                raise SparseMethodError(
-                    f"the attention backend splits vLLM's blocks of {configured} tokens into blocks of {size}",
-                    where=f"layer {name}",
-                    fix=f"start vLLM with --block-size {size}",
-                )
+            self._require_size(*next(iter(self.caches.items())))
             self._copies = self.attention.block_copies(self.caches)
             self._places = {name: place for place, name in enumerate(self._copies.layer_names)}
         return self._copies
@@ -280,3 +432,10 @@ class MiddleReader:
         if self._store is None:
             raise RuntimeError("the store was asked for before anything was released")
         return self._store
+
+
+def _admitted(middle: Middle) -> int:
+    """The admission of a middle of which something is released."""
+    if middle.admission is None:
+        raise RuntimeError("nothing of this request's middle is released")
+    return middle.admission

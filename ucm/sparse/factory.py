@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
@@ -11,13 +12,17 @@ from ucm.sparse.base import Role, SparseMethod
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: The methods that come with UCM; any other is named as ``package.module:Class``.
+#: Other packages register their methods under this group of entry points.
+ENTRY_POINT_GROUP = "ucm.sparse_methods"
+#: The methods that come with UCM. An entry point cannot take one of their names.
 METHODS = {
     "BlockRetrieval": "ucm.sparse.esa:ESA",
     "BlockTopK": "ucm.sparse.block_topk:BlockTopK",
     "ESA": "ucm.sparse.esa:ESA",
     "GSAOnDevice": "ucm.sparse.block_topk:GSAOnDevice",
+    "LeakyReRoPE": "ucm.sparse.rerope:LeakyReRoPE",
     "Probe": "ucm.sparse.probe:Probe",
+    "ReRoPE": "ucm.sparse.rerope:ReRoPE",
     "SinkWindow": "ucm.sparse.sink_window:SinkWindow",
     "StreamingLLM": "ucm.sparse.sink_window:SinkWindow",
 }
@@ -38,16 +43,8 @@ def method_class(name: str) -> type[SparseMethod]:
     Raises:
         ConfigError: If there is no such method, or the name does not lead to one.
     """
-    target = METHODS.get(name, name)
-    module_name, separator, class_name = target.partition(":")
-    if not separator:
-        raise ConfigError(
-            f"there is no sparse method {name!r}",
-            where="ucm_sparse_config",
-            fix=f"name one of {', '.join(sorted(METHODS))}, or your own as `package.module:Class`",
-        )
     try:
-        method = getattr(importlib.import_module(module_name), class_name)
+        method = _load(name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"the sparse method {name!r} cannot be loaded: {error}",
@@ -59,3 +56,25 @@ def method_class(name: str) -> type[SparseMethod]:
             f"{name!r} is not a sparse method", where="ucm_sparse_config", fix="derive it from SparseMethod"
         )
     return method
+
+
+def _load(name: str) -> Any:
+    """What a name leads to: a method of ours, ``package.module:Class``, or an entry point."""
+    module_name, separator, class_name = METHODS.get(name, name).partition(":")
+    if separator:
+        return getattr(importlib.import_module(module_name), class_name)
+    found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not found:
+        known = sorted({*METHODS, *entry_points(group=ENTRY_POINT_GROUP).names})
+        raise ConfigError(
+            f"there is no sparse method {name!r}",
+            where="ucm_sparse_config",
+            fix=f"name one of {', '.join(known)}, or your own as `package.module:Class`",
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            f"{len(found)} installed packages register a sparse method {name!r}",
+            where=f"ucm_sparse_config: {', '.join(sorted(point.value for point in found))}",
+            fix="name the one you want as `package.module:Class`",
+        )
+    return found[0].load()

@@ -37,7 +37,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class MiddleNews:
-    """What a step brings; it travels as ``scheduler_output.ucm_sparse_metadata``.
+    """What a step brings; it travels as ``scheduler_output.ucm_sparse_meta``.
 
     Attributes:
         engine: Names this start of the engine; of the characters of a store's namespace.

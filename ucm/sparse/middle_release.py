@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.sparse.losses import Losses
 from ucm.sparse.middle import MiddleNews, Released
 from ucm.sparse.released_blocks import CAPS, ReleasedBlocks
-from ucm.store.posix_layout import owner_name
+from ucm.store.posix.layout import owner_name
 
 if TYPE_CHECKING:
     from ucm.sparse.window import SinksAndWindow
@@ -61,6 +61,15 @@ class MiddleReleases(ReleasedBlocks):
         #: After a long hit, a worker would have to copy out all of it at once, within a step.
         self._at_most = max(resident_blocks + 1, 2 * tokens_per_step // self.block_size)
 
+    @property
+    def losses(self) -> str:
+        """Where workers say what they have lost."""
+        return self._losses.path
+
+    def reads_all(self, position: int, num_prompt_tokens: int) -> bool:
+        """Whether a token, and each before it, reads everything: the middle is no longer than what can come back."""
+        return self._window.skipped_by(position, num_prompt_tokens, self.block_size) <= self._limit
+
     def news(self) -> MiddleNews | None:
         """What has happened since the last step; the step is decided."""
         self.step_planned()
@@ -73,9 +82,14 @@ class MiddleReleases(ReleasedBlocks):
         return news
 
     def release(self, request: Any) -> bool:
-        """See `ReleasedBlocks.release`; nor is there what the step will read if a worker has lost some of it."""
+        """See `ReleasedBlocks.release`; nor is there what the step will read if a worker has lost some of it.
+
+        A streaming session waits for its next turn with its blocks. It begins that turn first, for only what runs can
+        be preempted.
+        """
         middle = self._middles.get(request.request_id)
-        return super().release(request) and (middle is None or middle.admission not in self._lost)
+        lost = middle is not None and middle.admission in self._lost and request.status.name == "RUNNING"
+        return super().release(request) and not lost
 
     def forget(self, request_id: str) -> None:
         """A request has lost its blocks, or is about to: those of its middle, too."""

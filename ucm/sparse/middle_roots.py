@@ -6,13 +6,13 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ucm.store.posix_layout import is_stale, namespaces
+from ucm.store.posix.layout import PRIVATE, is_stale, namespaces
 
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
 
-#: The first part of the namespaces, so that what a dead engine left can be told.
-PREFIX = "middle"
+#: The first part of the namespaces: what a dead engine left can be told, and what a living one has is not evicted.
+PREFIX = PRIVATE
 
 
 def store_roots(config: StoreConfig) -> list[str]:

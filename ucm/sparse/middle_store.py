@@ -14,7 +14,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
@@ -23,9 +22,9 @@ from ucm.sparse.middle_roots import PREFIX, remove_leftovers, store_roots
 from ucm.store.base import BlockTransfer
 from ucm.store.errors import StoreFullError
 from ucm.store.factory import open_store
-from ucm.store.leases import Lease, LeasingStore
 from ucm.store.pool import Pool
-from ucm.store.posix_layout import Layout
+from ucm.store.posix.layout import Layout
+from ucm.store.posix.paths import unlink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.errors import StoreError
 
-#: Leases of this age may be taken for forgotten: older than any request gets.
+#: What is dumped of blocks of this age may be taken for forgotten: older than any request gets.
 STALE_SECONDS = 7 * 86400.0
 #: How long a store that had no room, or was too far behind, is left alone.
 RETRY_SECONDS = 1.0
@@ -50,13 +49,10 @@ class _Admission:
     Attributes:
         copies: Of each block in host memory, its bytes by layer.
         keys: Of each block that was handed to the store, its name.
-        leases: Those that keep the blocks in the store, and which one of them each block has.
     """
 
     copies: dict[int, list[Tensor]] = field(default_factory=dict)
     keys: dict[int, BlockKey] = field(default_factory=dict)
-    leases: list[Lease] = field(default_factory=list)
-    tokens: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +198,7 @@ class MiddleStore:
         kept = self._kept.pop(admission, None)
         if kept is not None:
             writing = {place for saving in self._saving if saving.admission == admission for place in saving.places}
-            self._forget([key for place, key in kept.keys.items() if place not in writing], kept.leases)
+            self._forget([key for place, key in kept.keys.items() if place not in writing])
 
     def _dump(self, admission: int, places: Sequence[int]) -> None:
         kept = self._kept[admission]
@@ -231,14 +227,9 @@ class MiddleStore:
         failed = {**result.failed, **self._store.wait(saving.dump).failed}
         kept = self._kept.get(saving.admission)
         if kept is None:  # dropped while it was written
-            self._forget([block_key(self._engine, saving.admission, place) for place in saving.places], [])
+            self._forget([block_key(self._engine, saving.admission, place) for place in saving.places])
             return
         held = set(result.done)
-        if isinstance(self._store, LeasingStore) and held:
-            lease = self._store.lease(list(held))
-            kept.leases.append(lease)
-            held &= lease.keys
-            kept.tokens.update(dict.fromkeys(saving.places, lease.token))
         for place in saving.places:
             if kept.keys[place] in held and self._trusted:
                 del kept.copies[place]
@@ -251,15 +242,12 @@ class MiddleStore:
             self._tell("blocks stay in host memory, for the store does not take them", error)
 
     def _again(self, fetch: Fetch, row: int) -> bool:
-        """Load a block once more, by its lease."""
-        admission, place = fetch.wanted[row]
-        kept = self._kept.get(admission)
-        if kept is None:
+        """Load a block once more."""
+        if fetch.wanted[row][0] not in self._kept:
             return False
         self.counts["retried"] += 1
         transfers = [transfer for at, transfer in fetch.loads if at == row]
-        store, token = self._store, kept.tokens.get(place)
-        result = store.wait(store.load(transfers, token) if isinstance(store, LeasingStore) else store.load(transfers))
+        result = self._store.wait(self._store.load(transfers))
         for error in result.failed.values():
             # What it still has may go the same way: from here on host memory keeps what is released.
             self._trusted = False
@@ -267,19 +255,14 @@ class MiddleStore:
             self._tell("a block of a request is lost, and released blocks stay in host memory from here on", error)
         return not result.failed
 
-    def _forget(self, keys: Iterable[BlockKey], leases: Sequence[Lease]) -> None:
+    def _forget(self, keys: Iterable[BlockKey]) -> None:
         names = list(keys)
-        store = self._store
 
         def delete() -> None:
-            if isinstance(store, LeasingStore):
-                for lease in leases:
-                    with suppress(ValueError):  # closed meanwhile
-                        store.release(lease)
             for layout in self._layouts:
                 for key in names:
                     with suppress(OSError):
-                        Path(layout.block(key)).unlink()
+                        unlink(layout.block(key))
 
         with suppress(ValueError):
             self._cleaner.submit([delete])
@@ -288,7 +271,7 @@ class MiddleStore:
         label = f"{what}: {error.cause}"
         if label not in self._logged:
             self._logged.add(label)
-            get_logger().error("[UCM.Sparse] %s (logged once, counted from now on): %s", what, error)
+            get_logger(__name__).error("[UCM.Sparse] %s (logged once, counted from now on): %s", what, error)
 
 
 def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout]) -> None:

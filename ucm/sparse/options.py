@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+import reprlib
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ucm.config.problems import raise_for
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 #: The key that all methods' settings stand under.
 SECTION = "ucm_sparse_config"
@@ -28,41 +30,65 @@ class MethodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 160
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it, however long it is, and however deeply nested."""
+    return _short.repr(value)
+
+
 Options = TypeVar("Options", bound=MethodOptions)
 
 
-def parse_options(model: type[Options], name: str, given: Mapping[str, Any]) -> Options:
+def parse_options(model: type[Options], name: str, given: Mapping[str, Any], section: str = SECTION) -> Options:
     """A method's options as an operator wrote them.
 
     Args:
         model: The method's options.
         name: The method's name, for messages.
         given: What stands under the method's name.
+        section: What the method's name stands under.
 
     Raises:
-        ConfigError: For the first option that is wrong, with its place and what would be right.
+        ConfigError: For all options that are wrong, each with its place and what would be right.
     """
     try:
         return model.model_validate(dict(given))
     except ValidationError as error:
-        first = error.errors()[0]
-        option = ".".join(str(part) for part in first["loc"])
-        place = ".".join(part for part in (SECTION, name, option) if part)
-        if first["type"] == "extra_forbidden":
-            what, fix = f"{name} has no option {option!r}", _instead(model, option)
-        else:
-            what, fix = _message(first["msg"]), _about(model, option)
-            place = f"{place}: {first['input']!r}"
-        raise ConfigError(what, where=place, fix=fix) from error
+        errors = [_refused(model, name, of, f"{section}.{name}") for of in error.errors()]
+    raise_for(errors)
+    raise RuntimeError("options that are refused have no error")
+
+
+def plain_options(model: type[MethodOptions], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a method's options shapes KV, with the defaults of those that are not given; as `parse_options`."""
+    return parse_options(model, name, given).model_dump(mode="json", exclude=set(model.beside_kv))
+
+
+def _refused(model: type[MethodOptions], name: str, error: Mapping[str, Any], place: str) -> ConfigError:
+    """What one of pydantic's errors says of an option."""
+    option = ".".join(str(part) for part in error["loc"])
+    place = f"{place}.{option}" if option else place
+    if error["type"] == "extra_forbidden":
+        return ConfigError(f"{name} has no option {option!r}", where=place, fix=_instead(model, option))
+    fix = _about(model, option)
+    if error["type"] == "literal_error" and option in model.model_fields:
+        fix = _meant(str(error["input"]), map(str, get_args(model.model_fields[option].annotation))) + fix
+    return ConfigError(_message(error["msg"]), where=f"{place}: {shown(error['input'])}", fix=fix)
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _instead(model: type[MethodOptions], option: str) -> str:
     """What may be meant; of options of an option, only that one knows."""
     if "." in option:
         return f"remove it, or correct it: {_about(model, option.partition('.')[0])}"
-    close = difflib.get_close_matches(option, model.model_fields, n=1)
-    guess = f"did you mean {close[0]!r}? " if close else ""
-    return f"{guess}There are {', '.join(model.model_fields)}"
+    return f"{_meant(option, model.model_fields)}There are {', '.join(model.model_fields)}"
 
 
 def _message(text: str) -> str:

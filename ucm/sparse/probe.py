@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HOOKS", "METADATA_RECEIVED", "Probe", "ProcessReport", "read_reports"]
 
-#: What no rule of a transform calls: the seam itself does, and all requests stay dense, so nothing is allocated.
-_OF_THE_SEAM = ("scheduler_started", "worker_started", "layer_seen", "allocate_slots")
+#: What no rule of a transform calls: the seam itself does.
+_OF_THE_SEAM = ("scheduler_started", "worker_started", "asks_workers", "confirms", "figures", "layer_seen")
 #: The methods that are counted, in their order in `SparseMethod`.
 HOOKS = tuple(
     name
@@ -45,6 +45,8 @@ class Probe(SparseMethod):
     Raises:
         ConfigError: If an option is missing or unknown, or the directory cannot be had.
     """
+
+    optional_hooks = True
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
@@ -72,7 +74,7 @@ class Probe(SparseMethod):
         """Counts the step, and what came with it."""
         del runner
         self._count("update_states")
-        if getattr(scheduler_output, "ucm_sparse_metadata", None) is not None:
+        if getattr(scheduler_output, "ucm_sparse_meta", None) is not None:
             self._count(METADATA_RECEIVED)
 
     def _count(self, name: str) -> None:

@@ -111,8 +111,9 @@ class ReleasedBlocks:
         if request.status.name != "RUNNING" or request not in running:
             return
         if getattr(getattr(self._scheduler, "policy", None), "value", "fcfs") == "priority":
-            self._giving_way.append((request, request.priority))
-            request.priority = sys.maxsize
+            if not any(request is one for one, _ in self._giving_way):  # else its priority is not its own
+                self._giving_way.append((request, request.priority))
+                request.priority = sys.maxsize
         else:
             running.remove(request)
             running.append(request)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 from ucm.errors import SparseMethodError
+from ucm.logger import get_logger
 from ucm.sparse.base import SparseMethod
 from ucm.sparse.released_blocks import ReleasedBlocks
 
-#: A slot count that has vLLM come to `ReleasingMethod.allocate_slots`: for a request whose blocks are gone.
-LOST = 0
 #: The groups of rewritten modules whose hooks this method needs on both sides: with one side alone, what is released
 #: would be read, or nothing would be released.
 NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
@@ -20,7 +19,7 @@ Releases = TypeVar("Releases", bound=ReleasedBlocks)
 
 
 class ReleasingMethod(SparseMethod, Generic[Releases]):
-    """Releases blocks in ``num_slots``, and has a request computed anew whose blocks are gone.
+    """Releases blocks in ``before_allocation``, and has a request computed anew whose blocks are gone.
 
     Attributes:
         releases: Set in ``scheduler_started``.
@@ -29,12 +28,21 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
     needed_hooks = NEEDED
     releases: Releases | None = None
 
-    def allocate_slots(
-        self, kv_cache_manager: Any, request: Any, num_new_tokens: int, num_slots: int, new_computed_blocks: Any
-    ) -> None:
-        """None: vLLM preempts the request, the first of all that it would, and computes it from its prompt."""
-        del kv_cache_manager, num_new_tokens, num_slots, new_computed_blocks
+    def before_allocation(self, request: Any) -> bool:
+        """Release blocks; a request whose blocks are gone is the first that vLLM preempts."""
+        if self._blocks.release(request):
+            return True
+        self.tell_lost(request)
         self._blocks.give_way(request)
+        return False
+
+    def tell_lost(self, request: Any) -> None:
+        """Log that a request is computed anew."""
+        get_logger(__name__).warning(
+            "[UCM.Sparse] request %s was taken back to token %d, where its blocks are released: it is computed anew",
+            request.request_id,
+            request.num_computed_tokens,
+        )
 
     def request_preempted(self, request: Any) -> None:
         """It starts again with nothing."""
@@ -70,11 +78,4 @@ def require_own_connector(connector: Any, name: str) -> None:
             f"a KV connector that is not UCM's may still want blocks that {name} gives back",
             where=f"kv_transfer_config: {type(connector).__name__}",
             fix=fix,
-        )
-    policy = getattr(getattr(connector, "_scheduler", None), "policy", None)
-    if policy is not None and policy.recovers and not policy.between_steps:
-        raise SparseMethodError(
-            "a layer that failed to load within a step may be told of when the blocks behind it are released",
-            where="connector: layerwise",
-            fix="set `connector: direct`, or serve without ucm_sparse_config",
         )

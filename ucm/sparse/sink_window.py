@@ -16,25 +16,30 @@ row can come to read what is released: there is nothing in a step that could fai
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
-from ucm.errors import SparseMethodError
+from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
-from ucm.sparse.base import INVALID_SLOT, Role
+from ucm.sparse.attention import KEY, asked_of
 from ucm.sparse.needed_hooks import require_hooks
 from ucm.sparse.options import MethodOptions, parse_options
+from ucm.sparse.own_blocks import keep_apart
 from ucm.sparse.released_blocks import ReleasedBlocks
-from ucm.sparse.releasing import LOST, ReleasingMethod, require_own_connector
-from ucm.sparse.window import SinksAndWindow
+from ucm.sparse.releasing import ReleasingMethod, require_own_connector
+from ucm.sparse.steering import parse_asked, refuse_asked
+from ucm.sparse.window import TILE, SinksAndWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
+    from ucm.sparse.base import Role
 
 
 class SinkWindowOptions(MethodOptions):
@@ -42,19 +47,19 @@ class SinkWindowOptions(MethodOptions):
 
     Attributes:
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
-        window_tokens: Tokens before the newest that are always read.
-        prefill: ``window``: prompts are computed chunk by chunk in the same way, so the memory of a request stays flat
-            from its second step on. ``dense``: prompts are computed with all of their tokens, and what is between is
-            released with the first generated token.
+        window_tokens: Tokens before a token's tile that are always read.
+        prefill: ``window``: prompts are computed in the same way, so the memory of a request stays flat from its
+            second step on. ``dense``: prompts are computed with all of their tokens, and what is between is released
+            with the first generated token.
     """
 
     sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
     window_tokens: int = Field(default=4096, ge=1, description="a number of tokens, 1 or more")
     prefill: Literal["window", "dense"] = Field(default="window", description="`window` or `dense`")
 
-    def window(self) -> SinksAndWindow:
+    def window(self, tile: int = TILE) -> SinksAndWindow:
         """The same for the two sides to count with."""
-        return SinksAndWindow(self.sink_tokens, self.window_tokens, dense_prefill=self.prefill == "dense")
+        return SinksAndWindow(self.sink_tokens, self.window_tokens, self.prefill == "dense", tile)
 
 
 class SinkWindow(ReleasingMethod[ReleasedBlocks]):
@@ -66,8 +71,10 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         options: The method's own settings, as the operator wrote them.
 
     Attributes:
+        tile: Tokens whose windows begin at the same block.
         counts: ``steps`` in which blocks were left out, ``rows`` of these, ``blocks_skipped`` and ``blocks_held`` of
-            these rows, the ones that are skipped among them.
+            these rows, the ones that are skipped among them, and the requests that are dense because they asked for it
+            (``requests_opted_out``) or for what there is not (``requests_refused``).
 
     Raises:
         ConfigError: If an option is wrong.
@@ -75,17 +82,37 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     """
 
     options_type = SinkWindowOptions
+    tile: ClassVar[int] = TILE
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
         require_hooks(type(self).__name__, self.needed_hooks)
-        self.window = parse_options(SinkWindowOptions, type(self).__name__, options).window()
+        self.window = parse_options(SinkWindowOptions, type(self).__name__, options).window(self.tile)
         self.counts: Counter[str] = Counter()
+        self._dense: set[str] = set()  #: on the worker's side: requests that read everything
         self._batch: StepBatch | None = None
         self._skips = False
         self._rows_before = 0
+        self._block_size = 0
         #: Of each metadata object of the step, the object (so that its id stays its own) and what replaces it.
         self._replaced: dict[int, tuple[Any, Any]] = {}
+
+    @classmethod
+    def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """With the size of a tile."""
+        return {**super().identity(options), "tile": cls.tile}
+
+    @classmethod
+    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
+        """With ``prefill: dense``."""
+        return parse_options(SinkWindowOptions, cls.__name__, options).prefill == "dense"
+
+    @classmethod
+    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        """What a token reads depends on where the prompt ends if that is dense."""
+        return (
+            num_prompt_tokens if cls.prompts_are_dense(options) else super().lasting_tokens(options, num_prompt_tokens)
+        )
 
     # The scheduler's side
 
@@ -94,17 +121,14 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         require_own_connector(scheduler.connector, type(self).__name__)
         self.releases = ReleasedBlocks(scheduler, self.window)
 
-    def num_slots(self, request: Any, num_new_tokens: int, num_external_computed_tokens: int) -> int:
-        """Release blocks, and leave the allocation to vLLM."""
-        del num_new_tokens, num_external_computed_tokens
-        if self._blocks.release(request):
-            return INVALID_SLOT
-        get_logger().warning(
-            "[UCM.Sparse] request %s was taken back to token %d, where its blocks are released: it is computed anew",
-            request.request_id,
-            request.num_computed_tokens,
-        )
-        return LOST
+    def before_allocation(self, request: Any) -> bool:
+        """Keep blocks apart that a dense prompt must not be found by, and release some."""
+        if self.window.dense_prefill:
+            keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
+            asked = asked_of(getattr(request, "sampling_params", None))
+            if asked is not None and _asks_dense(asked)[0]:
+                return True
+        return super().before_allocation(request)
 
     def build_metadata(self, scheduler_output: Any) -> None:
         """Count the step; the workers know from their batch what to skip."""
@@ -121,11 +145,16 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         """Refuse a layer that cannot be served."""
         self.attention.require(layer_name)
 
+    def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
+        """Forget them."""
+        del runner
+        self._dense.difference_update(request_ids)
+
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Note the step's batch, and whether there is anything to skip in it."""
         self._replaced.clear()
-        self._batch = self.attention.batch(runner, scheduler_output, input_batch)
-        beyond = self._batch.num_computed_tokens - (self.window.sink_tokens + self.window.window_tokens)
+        self._batch = self._with_dense_requests(self.attention.batch(runner, scheduler_output, input_batch))
+        beyond = self._batch.seq_lens - 1 - (self.window.sink_tokens + self.window.window_tokens)
         self._skips = bool((beyond > 0).any())
         self._rows_before = self.counts["rows"]
 
@@ -147,7 +176,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         if self.counts["rows"] > self._rows_before:
             self.counts["steps"] += 1
             if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
-                get_logger().info("[UCM.Sparse] %s", self.summary())
+                get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
         unasked = self._skips and not self._replaced
         self._replaced.clear()
         self._batch, self._skips = None, False
@@ -158,6 +187,17 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
                 fix="see with `ucm doctor --run` which hooks fire; serve without ucm_sparse_config until they do",
             )
 
+    def figures(self) -> dict[str, float]:
+        """See `SparseMethod.figures`; all layers read the same, so tokens are those of one."""
+        counts = self.counts
+        return {
+            "requests.opted_out": counts["requests_opted_out"],
+            "requests.refused": counts["requests_refused"],
+            "rows": counts["rows"],
+            "read_tokens": (counts["blocks_held"] - counts["blocks_skipped"]) * self._block_size,
+            "held_tokens": counts["blocks_held"] * self._block_size,
+        }
+
     def summary(self) -> str:
         """What was done until now, in one line."""
         counts = self.counts
@@ -166,6 +206,26 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
             f"{counts['rows']} rows of {counts['steps']} steps"
         )
 
+    def _with_dense_requests(self, batch: StepBatch) -> StepBatch:
+        """A step in which the prompts of dense requests, which read everything, have no end."""
+        if not self.window.dense_prefill:  # what a prompt's KV is depends on the method: no request can be dense
+            refuse_asked(batch.asked, self)
+            return batch
+        for request_id, asked in batch.asked.items():
+            if request_id in self._dense:  # a resumed request, which comes whole again in some releases
+                continue
+            dense, error = _asks_dense(asked)
+            if dense:
+                self._dense.add(request_id)
+            self.counts["requests_opted_out"] += dense and error is None
+            if error is not None:
+                self.counts["requests_refused"] += 1
+                self.complaints.tell(request_id, error, "it is dense")
+        if not self._dense:
+            return batch
+        dense_rows = np.array([of in self._dense for of in batch.request_ids], np.bool_)
+        return replace(batch, num_prompt_tokens=np.where(dense_rows, np.iinfo(np.int64).max, batch.num_prompt_tokens))
+
     def _compacted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> Any:
         """The metadata with the sinks' blocks and, right behind them, those of the window and of the new tokens."""
         import torch  # noqa: PLC0415 - vLLM brings it
@@ -173,19 +233,41 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         batch, size = self._batch, self.attention.block_size(layer_name, kv_cache)
         if batch is None:
             raise RuntimeError(f"{layer_name} ran outside a step")
-        skipped = self.window.skipped(batch.num_computed_tokens, batch.num_prompt_tokens, size)
+        self._block_size = size
+        pieces, skipped = self.window.cut(batch, size)
         if not skipped.any():
             return attn_metadata
-        self.counts["rows"] += int((skipped > 0).sum())
-        self.counts["blocks_skipped"] += int(skipped.sum())
-        self.counts["blocks_held"] += int((-(-batch.seq_lens[skipped > 0] // size)).sum())
-        table = self.attention.block_table(attn_metadata)[: len(skipped)]
-        seq_lens = batch.seq_lens - skipped * size
+        of_rows = skipped[pieces.lasts]
+        self.counts["rows"] += int((of_rows > 0).sum())
+        self.counts["blocks_skipped"] += int(of_rows.sum())
+        self.counts["blocks_held"] += int((-(-batch.seq_lens[of_rows > 0] // size)).sum())
+        table = self.attention.block_table(attn_metadata)
+        seq_lens = pieces.ends - skipped * size
         longest = int(seq_lens.max())
-        gaps = torch.from_numpy(skipped).to(table.device, non_blocking=True)
+        rows, gaps = (torch.from_numpy(of).to(table.device, non_blocking=True) for of in (pieces.rows, skipped))
         columns = torch.arange(-(-longest // size), device=table.device)
         behind = (columns >= self.window.sink_blocks(size)).long()
         # Columns behind a row's own end are never read; they only must not point outside the table.
         places = (columns + gaps[:, None] * behind).clamp(max=table.shape[1] - 1)
-        lens = attn_metadata.seq_lens[: len(skipped)] - (gaps * size).to(attn_metadata.seq_lens.dtype)
-        return self.attention.restricted(layer_name, attn_metadata, table.gather(1, places), lens, longest)
+        lens = torch.from_numpy(seq_lens.astype(np.int32)).to(table.device, non_blocking=True)
+        return self.attention.restricted(
+            layer_name, attn_metadata, table[rows[:, None], places], lens, longest, pieces.split(table.device)
+        )
+
+
+def _asks_dense(asked: object) -> tuple[bool, ConfigError | None]:
+    """Whether a request reads everything: because it asks for that, or for what there is not, and then why.
+
+    Both sides ask here: what the one releases the other must not read.
+    """
+    try:
+        options = parse_asked(asked)
+    except ConfigError as error:
+        return True, error
+    if options is None or options.token_budget is None:
+        return options is None, None
+    return True, ConfigError(
+        "SinkWindow has no token_budget",
+        where=f"extra_args.{KEY}.token_budget",
+        fix="leave it out: the window is the same for all requests",
+    )

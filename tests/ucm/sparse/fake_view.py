@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-
-from ucm.sparse.attention import StepBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ucm.sparse.attention import QuerySplit, StepBatch
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Metadata:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     max_seq_len: int
+    split: QuerySplit | None = None
 
 
 @dataclass
@@ -49,6 +49,13 @@ class FakeView:
         found: StepBatch = input_batch
         return found
 
+    @property
+    def ranks(self) -> int:
+        return 1
+
+    def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts
+
     def require_engine(self) -> None:
         self.engine_required = True
 
@@ -69,27 +76,16 @@ class FakeView:
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
         max_seq_len: int,
+        split: QuerySplit | None = None,
     ) -> Metadata:
         del layer_name
-        return replace(attn_metadata, block_table=block_table, seq_lens=seq_lens, max_seq_len=max_seq_len)
+        return replace(attn_metadata, block_table=block_table, seq_lens=seq_lens, max_seq_len=max_seq_len, split=split)
 
     def read_keys(self, layer_name: str, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         if layer_name in self.unreadable:
             raise RuntimeError("no such keys")
         self.reads.setdefault(layer_name, []).extend(block_ids.tolist())
         return kv_cache[0][block_ids]
-
-
-def step(*rows: tuple[str, int, int, int], admitted: Sequence[str] = ()) -> StepBatch:
-    """A step from rows of id, tokens computed before, tokens of the step, and prompt."""
-    ids, computed, new, prompt = zip(*rows, strict=True)
-    return StepBatch(
-        list(ids),
-        np.array(new, np.int64),
-        np.array(computed, np.int64),
-        np.array(prompt, np.int64),
-        np.array([i in admitted for i in ids], np.bool_),
-    )
 
 
 def metadata(batch: StepBatch, rows: Sequence[Sequence[int]], width: int | None = None) -> Metadata:

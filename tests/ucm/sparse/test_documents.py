@@ -1,4 +1,4 @@
-"""docs/sparse_attention.md: every method and option, its default, and nothing that there is not."""
+"""docs/sparse_attention.md and docs/rerope.md: every method and option, its default, and nothing that there is not."""
 
 from __future__ import annotations
 
@@ -11,42 +11,50 @@ import pytest
 from ucm.sparse.block_topk import BlockTopKOptions
 from ucm.sparse.esa_options import ESAOptions
 from ucm.sparse.factory import METHODS
+from ucm.sparse.rerope import LeakyReRoPEOptions, ReRoPEOptions
 from ucm.sparse.sink_window import SinkWindowOptions
 
 if TYPE_CHECKING:
     from ucm.sparse.options import MethodOptions
 
-PAGE = (Path(__file__).parents[3] / "docs" / "sparse_attention.md").read_text(encoding="utf-8")
-OPTIONS: dict[str, type[MethodOptions]] = {
-    "BlockTopK": BlockTopKOptions,
-    "SinkWindow": SinkWindowOptions,
-    "ESA": ESAOptions,
+DOCS = Path(__file__).parents[3] / "docs"
+#: By page, in the order of their defaults there.
+OPTIONS: dict[str, dict[str, type[MethodOptions]]] = {
+    "sparse_attention.md": {"BlockTopK": BlockTopKOptions, "SinkWindow": SinkWindowOptions, "ESA": ESAOptions},
+    "rerope.md": {"ReRoPE": ReRoPEOptions, "LeakyReRoPE": LeakyReRoPEOptions},
 }
+PAGES = {page: (DOCS / page).read_text(encoding="utf-8") for page in OPTIONS}
 
 
-def documented() -> dict[tuple[str, str], str]:
+def documented(page: str) -> dict[tuple[str, str], str]:
     """By method and option, its default."""
     found: dict[tuple[str, str], str] = {}
     option = ""
     for name, defaults, methods in re.findall(
-        r"^\| ?(?:`(\w+)`)? \| ([^|]+) \| (all|(?:`\w+`(?:, )?)+) \|", PAGE, re.MULTILINE
+        r"^\| ?(?:`(\w+)`)? \| ([^|]+) \| (all|(?:`\w+`(?:, )?)+) \|", PAGES[page], re.MULTILINE
     ):
         option = name or option
-        of = list(OPTIONS) if methods == "all" else re.findall(r"`(\w+)`", methods)
+        of = list(OPTIONS[page]) if methods == "all" else re.findall(r"`(\w+)`", methods)
         values = [value.strip().strip("`") for value in defaults.split(", ")]
         for method, value in zip(of, values if len(values) == len(of) else values * len(of), strict=True):
             found[method, option] = value
     return found
 
 
-@pytest.mark.parametrize("method", OPTIONS)
-def test_every_option_is_documented_with_its_default(method: str) -> None:
-    model = OPTIONS[method]
-    page = {option: value for (of, option), value in documented().items() if of == method}
-    assert set(page) == set(model.model_fields)
-    defaults = {name: str(field.default) for name, field in model.model_fields.items() if name != "store"}
-    assert {name: value for name, value in page.items() if name != "store"} == defaults
+@pytest.mark.parametrize(("page", "method"), [(page, method) for page, of in OPTIONS.items() for method in of])
+def test_every_option_is_documented_with_its_default(page: str, method: str) -> None:
+    model = OPTIONS[page][method]
+    found = {option: value for (of, option), value in documented(page).items() if of == method}
+    assert set(found) == set(model.model_fields)
+    defaults = {
+        name: "required" if field.is_required() else str(field.default)
+        for name, field in model.model_fields.items()
+        if name != "store"
+    }
+    assert {name: value for name, value in found.items() if name != "store"} == defaults
 
 
-def test_every_name_of_a_method_is_documented() -> None:
-    assert [name for name in METHODS if name != "Probe" and f"`{name}`" not in PAGE] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_name_of_a_method_is_documented(page: str) -> None:
+    wanted = [name for name in METHODS if name != "Probe"] if page == "sparse_attention.md" else OPTIONS[page]
+    assert [name for name in wanted if f"`{name}`" not in PAGES[page]] == []

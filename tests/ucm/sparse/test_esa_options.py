@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.sparse.base import Role
+from ucm.sparse.block_copies import CopyingView
 from ucm.sparse.esa import ESA
 from ucm.sparse.factory import create_method
-
-if TYPE_CHECKING:
-    from ucm.sparse.block_copies import CopyingView
 
 
 def config(**others: Any) -> Any:
@@ -66,7 +65,7 @@ def test_a_budget_below_a_block_is_refused() -> None:
 
 def test_a_worker_refuses_it_before_it_loads_a_model() -> None:
     method = ESA(config(), Role.WORKER, {"token_budget": 15})
-    method.attention = cast("CopyingView", SimpleNamespace(require_engine=lambda: None))
+    method.attention = create_autospec(CopyingView, instance=True)
     with pytest.raises(ConfigError, match="leaves no block of 16"):
         method.worker_started()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
-from ucm.sparse.losses import Losses, tell_loss
+from ucm.sparse.losses import Losses, out_of_reach, tell_loss
 
 if TYPE_CHECKING:
     import pytest
@@ -40,11 +40,34 @@ def test_the_file_is_its_user_s_own_and_goes_with_its_owner() -> None:
     assert not path.exists()
 
 
-def test_a_file_that_is_not_there_is_told_of_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_was_cleaned_up_is_made_again() -> None:
+    """As by what deletes files in /tmp that nobody has used for days."""
+    losses = Losses()
+    tell_loss(losses.path, 7)
+    tell_loss(losses.path, 8)
+    assert losses.admissions() == {7, 8}
+    path = Path(losses.path)
+    path.unlink()
+    assert losses.admissions() == {7, 8}
+    tell_loss(losses.path, 9)
+    assert losses.admissions() == {7, 8, 9}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_worker_elsewhere_does_not_reach_the_file(tmp_path: Path) -> None:
+    losses = Losses()
+    assert out_of_reach(losses.path) == ""
+    elsewhere = str(tmp_path / "none")
+    assert (
+        out_of_reach(elsewhere) == f"it does not reach the scheduler's {elsewhere}, through which it says what it loses"
+    )
+
+
+def test_what_cannot_be_told_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger()
     logger.addHandler(caplog.handler)
     try:
-        tell_loss(str(tmp_path / "none"), 1)
+        tell_loss(str(tmp_path / "none" / "file"), 1)
     finally:
         logger.removeHandler(caplog.handler)
     assert "no word to the scheduler" in caplog.text

@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 import torch
 
 from ucm.sparse import representatives
-from ucm.sparse.representatives import KeyBounds, shares
+from ucm.sparse.representatives import WHOLE, KeyBounds, ranked, shares
 
 BLOCKS, SIZE, KV_HEADS, HEAD = 9, 4, 2, 8
 
@@ -90,13 +90,53 @@ def test_keys_are_read_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(bounds._bounds, whole._bounds)
 
 
+def test_rows_are_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a preemption each generated token is a row; what all of them look at at once fits into no device."""
+    bounds = bounds_of(keys(), list(range(BLOCKS)))
+    source = torch.Generator().manual_seed(7)
+    query, ids = torch.randn((5, 6, HEAD), generator=source), torch.randint(BLOCKS, (5, 3), generator=source)
+    hidden = torch.zeros((5, 3), dtype=torch.bool)
+    hidden[1, 2] = hidden[4, 1:] = True
+    scored, scores = [], bounds.scores
+
+    def counted(some: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        scored.append(len(some))
+        return scores(some, blocks)
+
+    monkeypatch.setattr(bounds, "scores", counted)
+    for few, of in ((0, None), (0, hidden), (BLOCKS, hidden)):
+        monkeypatch.setattr(representatives, "FEW", few)
+        monkeypatch.setattr(representatives, "SCORED_AT_ONCE", 2 * max(KV_HEADS * 2 * HEAD, 6 * few) * 3)
+        scored.clear()
+        found = bounds.shares(query, ids, of)
+        torch.testing.assert_close(found / WHOLE, shares(scores(query, ids), of) / WHOLE)
+        assert scored == [2, 2, 1]
+
+
+def test_a_product_too_great_for_half_precision_is_the_greatest() -> None:
+    cache = keys().half()
+    cache[3], cache[5] = 400.0, 1.0
+    query = torch.full((1, 4, HEAD), 2000.0, dtype=torch.float16)
+    found = bounds_of(cache, list(range(BLOCKS))).shares(query, torch.arange(BLOCKS)[None], None)
+    assert int(found[0, 3]) == found.sum() == 4 * WHOLE
+
+
 def test_shares_are_those_of_a_softmax_per_head() -> None:
     scores = torch.randn((KV_HEADS, 2, 3, 5), generator=torch.Generator().manual_seed(3))
     found = shares(scores, None)
     assert found.shape == (2, 5)
-    torch.testing.assert_close(found.sum(-1), torch.full((2,), 6.0))
+    assert found.dtype == torch.int64
+    torch.testing.assert_close((found / WHOLE).sum(-1), torch.full((2,), 6.0))
     wanted = sum(scores[k, 1, g].exp() / scores[k, 1, g].exp().sum() for k in range(KV_HEADS) for g in range(3))
-    torch.testing.assert_close(found[1], wanted)
+    torch.testing.assert_close(found[1] / WHOLE, wanted)
+
+
+def test_what_is_chosen_does_not_depend_on_how_heads_are_spread_over_ranks() -> None:
+    """To the bit: sums of floating-point numbers would differ with their order."""
+    scores = torch.randn((8, 3, 4, 700), generator=torch.Generator().manual_seed(6))
+    for ranks in (2, 4, 8):
+        assert torch.equal(torch.stack([shares(of, None) for of in scores.chunk(ranks)]).sum(0), shares(scores, None))
+    assert len(set(ranked(torch.zeros(1, 700, dtype=torch.int64))[0].tolist())) == 700
 
 
 def test_a_head_that_seeks_one_block_is_not_drowned_by_heads_that_seek_none() -> None:
@@ -113,6 +153,6 @@ def test_what_is_hidden_has_no_share() -> None:
     scores = torch.randn((KV_HEADS, 2, 3, 5), generator=torch.Generator().manual_seed(4))
     hidden = torch.tensor([[False] * 5, [False, False, False, True, True]])
     found = shares(scores, hidden)
-    assert found[1, 3:].tolist() == [0.0, 0.0]
-    torch.testing.assert_close(found[1, :3], shares(scores[..., :3], None)[1])
-    torch.testing.assert_close(found[0], shares(scores, None)[0])
+    assert found[1, 3:].tolist() == [0, 0]
+    torch.testing.assert_close(found[1, :3], shares(scores[..., :3], None)[1], rtol=0, atol=WHOLE >> 20)
+    assert torch.equal(found[0], shares(scores, None)[0])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ucm.sparse.steps import step
+from tests.ucm.sparse.told import told_meanwhile, warnings
 from ucm.errors import ConfigError, SparseMethodError
-from ucm.sparse.attention import StepBatch
+from ucm.sparse.attention import AttentionView, StepBatch
 from ucm.sparse.base import Role
 from ucm.sparse.factory import create_method
 from ucm.sparse.released_blocks import ReleasedBlocks
@@ -20,10 +23,9 @@ from ucm.sparse.releasing import require_own_connector
 from ucm.sparse.sink_window import SinkWindow
 from ucm.sparse.window import SinksAndWindow
 
-if TYPE_CHECKING:
-    from ucm.sparse.attention import AttentionView
-
-windows = st.builds(SinksAndWindow, st.integers(0, 40), st.integers(1, 60), st.booleans())
+windows = st.builds(
+    SinksAndWindow, st.integers(0, 40), st.integers(1, 60), st.booleans(), st.sampled_from([1, 6, 16, 128])
+)
 sizes = st.sampled_from([1, 4, 16, 32])
 tokens = st.integers(0, 300)
 
@@ -39,7 +41,7 @@ def test_what_is_skipped_lies_between_the_sinks_and_the_window(
     assert not places & set(range(computed - window.window_tokens, computed + 1))
     if window.dense_prefill and computed < prompt:
         assert not places
-    elif computed - window.window_tokens - window.sink_tokens >= 2 * size:
+    elif computed - window.tile - window.window_tokens - window.sink_tokens >= 2 * size:
         assert places, "two whole blocks between them are enough to skip one"
 
 
@@ -71,10 +73,36 @@ def test_skipped_blocks_only_become_more(window: SinksAndWindow, size: int, comp
     assert window.skipped_by(computed, 0, size) <= window.skipped_by(computed + new, 0, size)
 
 
+steps = st.lists(st.tuples(tokens, st.integers(1, 200), tokens), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(window=windows, size=sizes, rows=steps)
+def test_what_a_token_reads_is_a_matter_of_its_position_alone(
+    window: SinksAndWindow, size: int, rows: list[tuple[int, int, int]]
+) -> None:
+    """Whatever the chunk that it is in, the other rows of the step, and where a hit ends."""
+    batch = step(*[(str(number), computed, new, prompt) for number, (computed, new, prompt) in enumerate(rows)])
+    pieces, skipped = window.cut(batch, size)
+    assert pieces.whole == (len(pieces.rows) == len(rows))
+    assert [int(pieces.rows[last]) for last in pieces.lasts] == list(range(len(rows)))
+    read = [
+        (row, position, of_piece)
+        for row, begin, end, of_piece in zip(pieces.rows, pieces.begins, pieces.ends, skipped, strict=True)
+        for position in range(begin, end)
+    ]
+    assert read == [
+        (row, position, window.skipped_by(position, prompt, size))
+        for row, (computed, new, prompt) in enumerate(rows)
+        for position in range(computed, computed + new)
+    ]
+
+
 def test_a_context_within_sinks_and_window_is_dense() -> None:
     window = SinksAndWindow(4, 100)
-    assert not any(window.skipped_by(computed, 0, 16) for computed in range(116))
-    assert window.skipped_by(132, 0, 16) == 1
+    assert not any(window.skipped_by(position, 0, 16) for position in range(128))
+    assert window.skipped_by(128, 0, 16) == 0
+    assert {window.skipped_by(position, 0, 16) for position in range(256, 384)} == {8}
 
 
 @pytest.mark.parametrize("name", ["SinkWindow", "StreamingLLM"])
@@ -112,7 +140,8 @@ def test_one_side_alone_is_refused(role: Role, group: str, monkeypatch: pytest.M
 def test_a_step_whose_attention_does_not_ask_is_an_error() -> None:
     method = SinkWindow(SimpleNamespace(), Role.WORKER, {"window_tokens": 16})
     batch = StepBatch(["a"], np.array([1]), np.array([20]), np.array([8]), np.array([False]))
-    method.attention = cast("AttentionView", SimpleNamespace(batch=lambda *_: batch))
+    view = method.attention = create_autospec(AttentionView, instance=True)
+    view.batch.return_value = batch
     method.execute_begin(None, None, None)
     method.execute_finished(None, None, None)
     batch.num_computed_tokens[:] = 30
@@ -122,17 +151,14 @@ def test_a_step_whose_attention_does_not_ask_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "recovers", "between_steps", "refusal"),
+    ("module", "refusal"),
     [
-        ("ucm.integration.vllm.ucm_connector", True, True, ""),
-        ("ucm.integration.vllm.ucm_connector", False, False, ""),
-        ("vllm.somewhere", False, False, "not UCM's may still want blocks that SinkWindow gives back"),
-        ("ucm.integration.vllm.ucm_connector", True, False, "a layer that failed to load"),
+        ("ucm.integration.vllm.ucm_connector", ""),
+        ("vllm.somewhere", "not UCM's may still want blocks that SinkWindow gives back"),
     ],
 )
-def test_connectors(module: str, recovers: bool, between_steps: bool, refusal: str) -> None:
+def test_connectors(module: str, refusal: str) -> None:
     connector = type("SomeConnector", (), {"__module__": module})()
-    connector._scheduler = SimpleNamespace(policy=SimpleNamespace(recovers=recovers, between_steps=between_steps))
     with pytest.raises(SparseMethodError, match=refusal) if refusal else nullcontext():
         require_own_connector(connector, "SinkWindow")
 
@@ -169,3 +195,57 @@ def test_other_kv_caches_are_refused(found: Any, message: str) -> None:
     with pytest.raises(SparseMethodError, match=message) as raised:
         ReleasedBlocks(found, SinksAndWindow(4, 16))
     assert raised.value.fix
+
+
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), cache_config=SimpleNamespace(block_size=16))
+
+
+def both_sides(options: dict[str, Any], asked: object) -> tuple[SinkWindow, SinkWindow, Any]:
+    """The scheduler's and the worker's, and a request that asks for something; another one in the step does not."""
+    scheduler, worker = (create_method("SinkWindow", CONFIG, role, options) for role in Role)
+    assert isinstance(scheduler, SinkWindow)
+    assert isinstance(worker, SinkWindow)
+    scheduler.releases = create_autospec(ReleasedBlocks, instance=True)
+    worker.attention = create_autospec(AttentionView, instance=True)
+    batch = step(("a", 300, 1, 8), ("b", 300, 1, 8), a=asked)
+    worker.attention.batch.return_value = batch  # type: ignore[attr-defined]
+    params = SimpleNamespace(extra_args={"ucm_sparse": asked})
+    return scheduler, worker, SimpleNamespace(request_id="a", num_prompt_tokens=8, sampling_params=params)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dense", "told"),
+    [
+        (False, True, ""),
+        (True, False, ""),
+        ("{}", False, ""),
+        ("no", True, "so it is dense; "),
+        ({"token_budget": 64}, True, "SinkWindow has no token_budget"),
+    ],
+)
+def test_both_sides_take_alike_who_is_dense(asked: object, dense: bool, told: str) -> None:
+    """Where prompts are dense anyhow."""
+    scheduler, worker, request = both_sides({"window_tokens": 16, "prefill": "dense"}, asked)
+    assert scheduler.before_allocation(request)
+    assert scheduler._blocks.release.called == (not dense)  # type: ignore[attr-defined]
+    with told_meanwhile() as records:
+        worker.execute_begin(None, None, None)
+    assert worker._batch is not None
+    _, skipped = worker.window.cut(worker._batch, 16)
+    assert (skipped[0] == 0) == dense
+    assert skipped[1] > 0
+    assert [told in line for line in warnings(records)] == [True] * bool(told)
+    worker.requests_finished(None, ["a"])
+    assert not worker._dense
+
+
+def test_where_prompts_are_not_dense_nobody_is() -> None:
+    scheduler, worker, request = both_sides({}, False)
+    assert scheduler.before_allocation(request)
+    assert scheduler._blocks.release.called  # type: ignore[attr-defined]
+    with told_meanwhile() as records:
+        worker.execute_begin(None, None, None)
+    assert worker._batch is worker.attention.batch(None, None, None)
+    (line,) = warnings(records)
+    assert "SinkWindow serves all requests alike" in line
+    assert "it is served like all others" in line

@@ -10,7 +10,8 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 
 import torch
 
-from tests.ucm.sparse.fake_view import FakeView, metadata, step
+from tests.ucm.sparse.fake_view import FakeView, metadata
+from tests.ucm.sparse.steps import step
 from ucm.sparse.base import Role
 from ucm.sparse.sink_window import SinkWindow
 
@@ -18,12 +19,12 @@ SIZE = 16
 
 
 def test_a_step_that_leaves_no_block_out_is_not_told() -> None:
-    """Beyond sinks and window by less than a block."""
+    """Beyond sinks and window, but within the first tile."""
     made = SinkWindow(SimpleNamespace(), Role.WORKER, {"sink_tokens": 4, "window_tokens": 20})
     made.attention = FakeView()
     kv_cache = torch.zeros(2, 8, SIZE, 1, 4)
     query = torch.zeros(1, 1, 4)
-    for computed, steps in ((25, 0), (51, 0), (52, 1), (53, 2)):
+    for computed, steps in ((25, 0), (51, 0), (127, 0), (128, 1), (129, 2)):
         batch = step(("a", computed, 1, 8))
         dense = metadata(batch, [list(range(1, 2 + computed // SIZE))])
         made.execute_begin(None, None, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import torch
 
 from tests.ucm.stepping.rows import Rows
-from ucm.sparse.attention import StepBatch
+from ucm.sparse.attention import StepBatch, asked_of
 from ucm.sparse.base import Role
 from ucm.sparse.sink_window import SinkWindow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from ucm.sparse.attention import QuerySplit
 
 VOCABULARY = 5
 LAYERS = ("layer.0", "layer.1")
@@ -34,6 +37,12 @@ def marks(tokens: Sequence[int]) -> list[int]:
     return found
 
 
+class SmallTiles(SinkWindow):
+    """With tiles that are in proportion to the blocks and the contexts here."""
+
+    tile = 6
+
+
 class Device:
     """What one worker keeps and does; it runs steps in the order in which they were scheduled.
 
@@ -45,12 +54,14 @@ class Device:
     """
 
     def __init__(self, vllm_config: Any, options: Mapping[str, Any], num_blocks: int, block_size: int) -> None:
-        self.method = SinkWindow(vllm_config, Role.WORKER, options)
+        self.method = SmallTiles(vllm_config, Role.WORKER, options)
         self.method.attention = self
         #: What is to be read.
         self.wanted = self.method.window
         self.cells = np.zeros((num_blocks, block_size), np.int64)
         self.rows = Rows()
+        #: Requests that are to read everything.
+        self.dense: set[str] = set()
         self.size = block_size
         self.skipped_blocks = 0
 
@@ -59,6 +70,13 @@ class Device:
     def batch(self, runner: Any, scheduler_output: Any, input_batch: StepBatch) -> StepBatch:
         del runner, scheduler_output
         return input_batch
+
+    @property
+    def ranks(self) -> int:
+        raise NotImplementedError
+
+    def sum_over_ranks(self, counts: Any) -> Any:
+        raise NotImplementedError
 
     def require_engine(self) -> None:
         raise NotImplementedError
@@ -73,10 +91,19 @@ class Device:
     def block_table(self, attn_metadata: Any) -> Any:
         return attn_metadata.block_table
 
-    def restricted(self, layer_name: str, attn_metadata: Any, block_table: Any, seq_lens: Any, max_seq_len: int) -> Any:
-        del layer_name, attn_metadata
+    def restricted(
+        self,
+        layer_name: str,
+        attn_metadata: Any,
+        block_table: Any,
+        seq_lens: Any,
+        max_seq_len: int,
+        split: QuerySplit | None = None,
+    ) -> Any:
+        del layer_name
         assert max_seq_len == int(seq_lens.max())
-        return SimpleNamespace(block_table=block_table, seq_lens=seq_lens)
+        starts = attn_metadata.starts if split is None else split.starts.tolist()
+        return SimpleNamespace(block_table=block_table, seq_lens=seq_lens, starts=starts)
 
     def read_keys(self, layer_name: str, kv_cache: Any, block_ids: Any) -> Any:
         raise NotImplementedError
@@ -90,6 +117,11 @@ class Device:
     def run(self, output: Any, resumed: Mapping[str, list[int]], alive: set[str]) -> dict[str, list[int]]:
         """Write the KV of a step's tokens, then read what the method leaves of each request's row."""
         starts = self.rows.update(output, resumed)
+        self.method.requests_finished(None, output.finished_req_ids)
+        asked = {
+            data.req_id: of for data in output.scheduled_new_reqs if (of := asked_of(data.sampling_params)) is not None
+        }
+        self.dense.update(request_id for request_id, of in asked.items() if of is False)
         ids = list(output.num_scheduled_tokens)
         if not ids:
             return {}
@@ -100,7 +132,7 @@ class Device:
                 block = self.rows.blocks[request_id][place // self.size]
                 assert block, "a step writes into the null block"
                 self.cells[block, place % self.size] = known[place]
-        self._read(ids, starts, counts, alive)
+        self._read(ids, starts, counts, alive, asked)
         sampled = {}
         for request_id, count in zip(ids, counts, strict=True):
             tokens = self.rows.tokens[request_id]
@@ -109,26 +141,39 @@ class Device:
                 sampled[request_id] = [tokens[-1]]
         return sampled
 
-    def _read(self, ids: list[str], starts: dict[str, int], counts: list[int], alive: set[str]) -> None:
+    def _read(
+        self, ids: list[str], starts: dict[str, int], counts: list[int], alive: set[str], asked: dict[str, object]
+    ) -> None:
         computed = np.array([starts[i] for i in ids], np.int64)
         new = np.array(counts, np.int64)
         prompts = np.array([self.rows.prompts[i] for i in ids], np.int64)
-        whole = SimpleNamespace(block_table=self.rows.table(ids), seq_lens=torch.from_numpy(computed + new).int())
-        batch = StepBatch(ids, new, computed, prompts, np.zeros(len(ids), np.bool_))
+        whole = SimpleNamespace(
+            block_table=self.rows.table(ids),
+            seq_lens=torch.from_numpy(computed + new).int(),
+            starts=[0, *new.cumsum().tolist()],
+        )
+        batch = StepBatch(ids, new, computed, prompts, np.zeros(len(ids), np.bool_), asked)
         self.method.execute_begin(None, None, batch)
         *_, used = self.method.attention_begin(LAYERS[0], None, None, None, None, whole)
         *_, again = self.method.attention_begin(LAYERS[1], None, None, None, None, whole)
         assert again is used, "a metadata object is replaced once per step"
         self.method.execute_finished(None, None, None)
-        for row, request_id in enumerate(ids):
+        owners = [
+            (request_id, starts[request_id] + place)
+            for request_id, n in zip(ids, counts, strict=True)
+            for place in range(n)
+        ]
+        assert used.starts[-1] == len(owners)
+        for row, (first, end) in enumerate(pairwise(used.starts)):
+            (request_id,) = {request_id for request_id, _ in owners[first:end]}
             if request_id in alive:
-                self._check(
-                    request_id, computed[row], new[row], used.block_table[row].tolist(), int(used.seq_lens[row])
-                )
-                self.skipped_blocks += (computed[row] + new[row] - int(used.seq_lens[row])) // self.size
+                length = int(used.seq_lens[row])
+                queries = [position for _, position in owners[first:end]]
+                self._check(request_id, queries, used.block_table[row].tolist(), length)
+                self.skipped_blocks += (queries[-1] + 1 - length) // self.size
 
-    def _check(self, request_id: str, computed: int, new: int, blocks: list[int], length: int) -> None:
-        """What is read are the request's own tokens, the sinks, the window and the new ones among them."""
+    def _check(self, request_id: str, queries: list[int], blocks: list[int], length: int) -> None:
+        """What each query reads are the request's own tokens: sinks, window, and what its own position says."""
         window = self.wanted
         known = marks(self.rows.tokens[request_id])
         read = [int(self.cells[blocks[place // self.size], place % self.size]) for place in range(length)]
@@ -137,10 +182,11 @@ class Device:
         assert None not in positions, f"request {request_id} reads what is not its own"
         at = [place for place in positions if place is not None]
         assert at == sorted(set(at)), "positions are read once, and in order"
-        assert at[-1] == computed + new - 1, "the newest token is read last"
-        wanted = set(range(min(window.sink_tokens, computed))) | set(
-            range(max(0, computed - window.window_tokens), computed)
-        )
-        if window.dense_prefill and computed < self.rows.prompts[request_id]:
-            wanted = set(range(computed))
-        assert wanted <= set(at), f"request {request_id} does not read its sinks, or its window"
+        assert at[-len(queries) :] == queries, "the piece's own tokens are read last"
+        for query in queries:
+            dense = request_id in self.dense or (window.dense_prefill and query < self.rows.prompts[request_id])
+            first = 0 if dense else query // window.tile * window.tile - window.window_tokens
+            sinks = -(-window.sink_tokens // self.size) * self.size
+            wanted = {place for place in range(query + 1) if place < sinks or place >= first // self.size * self.size}
+            read_by = {place for place in at if place <= query}
+            assert wanted == read_by, f"request {request_id} reads something else than its sinks and its window"

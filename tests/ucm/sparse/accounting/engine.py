@@ -19,6 +19,7 @@ from tests.ucm.stepping.vllm_objects import engine_config
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ucm.sparse.sink_window import SinkWindow
@@ -34,10 +35,12 @@ class Setting(EngineSetting):
     Args:
         options: The method's.
         crowded: Whether requests that were short when they were admitted come to want more blocks than there are.
+        dense: The share of requests that ask to be dense, 0 to 1.
     """
 
     options: dict[str, Any] = field(default_factory=lambda: {"sink_tokens": 3, "window_tokens": 10})
     crowded: bool = False
+    dense: float = 0.0
 
 
 class Engine(CheckedEngine):
@@ -51,13 +54,19 @@ class Engine(CheckedEngine):
 
     def __init__(self, setting: Setting, directory: Path, chance: random.Random) -> None:
         self.setting = setting
-        sparse = {"ucm_sparse_config": {"ucm.sparse.sink_window:SinkWindow": setting.options}}
+        sparse = {"ucm_sparse_config": {"tests.ucm.sparse.accounting.device:SmallTiles": setting.options}}
         config = engine_config(write_model(directory), setting, BLOCK, LENGTH, additional_config=sparse)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=config.model_config.dtype)
         super().__init__(setting, config, LAYERS, spec, chance)
         self.method: SinkWindow = self.scheduler._ucm_sparse_method
         self.device: Device = Device(config, setting.options, setting.blocks, BLOCK)
         self.settled: set[str] = set()
+
+    def submit(self, prompt: Sequence[int], max_tokens: int, asked: object = None) -> Any:
+        """Some ask to be dense."""
+        if self.setting.dense and self.chance.random() < self.setting.dense:
+            asked = False
+        return super().submit(prompt, max_tokens, asked)
 
     def take_back(self, request: Any, num_tokens: int) -> None:
         """What vLLM's recovery does to a running request when a connector tells that blocks failed to load."""
@@ -85,6 +94,9 @@ class Engine(CheckedEngine):
                 assert held <= most, f"request {request_id} holds {held} blocks"
                 self.happened["most held"] = max(self.happened["most held"], held)
             row = self.manager.req_to_blocks[request_id]
+            if request_id in self.device.dense:
+                assert self.held(self.requests[request_id]) == len(row), f"dense request {request_id} has lost blocks"
+                self.happened["longest dense row"] = max(self.happened["longest dense row"], len(row))
             self.happened["longest row"] = max(self.happened["longest row"], len(row))
         self.device.scribble(fresh(output, BLOCK))
 

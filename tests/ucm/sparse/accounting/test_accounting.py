@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_sparse_sink_window.py runs these beside it")
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
 
 from tests.ucm.sparse.accounting.device import VOCABULARY
 from tests.ucm.sparse.accounting.engine import BLOCK, Engine, Setting
-from ucm.sparse.window import SinksAndWindow
+from ucm.sparse import sink_window
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +29,11 @@ ENGINES = {
     "no sinks, a window within a block": Setting({"sink_tokens": 0, "window_tokens": 1}),
     "prompts as a whole": Setting({"sink_tokens": 4, "window_tokens": 9, "prefill": "dense"}, blocks=140),
     "prompts as a whole, few blocks": Setting({**WIDE, "prefill": "dense"}, blocks=70, running=8, crowded=True),
+    "some dense": Setting({"sink_tokens": 4, "window_tokens": 9, "prefill": "dense"}, blocks=140, dense=0.3),
+    "some dense, few blocks": Setting({**WIDE, "prefill": "dense"}, blocks=70, running=8, crowded=True, dense=0.3),
+    "some dense, asynchronous": Setting(
+        {"sink_tokens": 4, "window_tokens": 9, "prefill": "dense"}, asynchronous=True, blocks=140, dense=0.3
+    ),
     "a window beyond all": Setting({"sink_tokens": 4, "window_tokens": 600}, blocks=150),
     "by priority": Setting(WIDE, blocks=40, running=8, crowded=True, policy="priority"),
     "asynchronous": Setting(asynchronous=True),
@@ -72,6 +78,8 @@ def test_random_steps(name: str, tmp_path: Path) -> None:
     assert engine.happened["aborts"]
     assert (engine.device.skipped_blocks == 0) == (name == "a window beyond all")
     assert (engine.happened["hits"] > 0) == engine.setting.caching
+    if engine.setting.dense:
+        assert engine.happened["longest dense row"] > 25
     if engine.setting.crowded:
         assert engine.happened["preemptions"] > 5
 
@@ -85,15 +93,22 @@ def test_releasing_behind_the_scheduler_s_count_shows(tmp_path: Path) -> None:
         run(engine)
 
 
+def test_releasing_blocks_of_a_dense_request_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(ENGINES["some dense"], tmp_path, random.Random(1))  # noqa: S311
+    monkeypatch.setattr(sink_window, "asked_of", lambda _: None)
+    with pytest.raises(AssertionError, match=r"has lost blocks|reads what is not its own"):
+        run(engine)
+
+
 def test_releasing_one_block_too_many_shows(tmp_path: Path) -> None:
     engine = Engine(ENGINES["one step at a time"], tmp_path, random.Random(1))  # noqa: S311
-    engine.method._blocks._window = SinksAndWindow(3, 10 - BLOCK)
+    engine.method._blocks._window = replace(engine.method.window, window_tokens=10 - BLOCK)
     with pytest.raises(AssertionError, match="reads what is not its own"):
         run(engine)
 
 
 def test_reading_too_little_shows(tmp_path: Path) -> None:
     engine = Engine(ENGINES["one step at a time"], tmp_path, random.Random(1))  # noqa: S311
-    engine.device.wanted = SinksAndWindow(3, 10 + BLOCK)
-    with pytest.raises(AssertionError, match="does not read its sinks, or its window"):
+    engine.device.wanted = replace(engine.device.wanted, window_tokens=10 + BLOCK)
+    with pytest.raises(AssertionError, match="something else than its sinks and its window"):
         run(engine)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_sparse_sink_window.py runs these beside it")
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
 
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine, Work
 from tests.ucm.sparse.beside_connector import ENGINES, check_engines, prompts, truth_of
-from ucm.errors import SparseMethodError
 from ucm.sparse.window import SinksAndWindow
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class WindowedEngine(VllmEngine):
     def _configuration(self, model: Path) -> Any:
         config = super()._configuration(model)
         extra = config.kv_transfer_config.kv_connector_extra_config
-        extra["ucm_sparse_config"] = {"SinkWindow": OPTIONS}
+        extra["ucm_sparse_config"] = {"tests.ucm.sparse.accounting.device:SmallTiles": OPTIONS}
         return config
 
     def _work(self, output: Any) -> list[Work]:
@@ -41,19 +40,13 @@ def test_engines(name: str, tmp_path: Path) -> None:
     check_engines(WindowedEngine, name, 72, tmp_path)
 
 
-def test_recovery_within_a_step_is_refused(tmp_path: Path) -> None:
-    setting = Setting(layerwise=True)
-    with pytest.raises(SparseMethodError, match="a layer that failed to load"):
-        WindowedEngine(setting, tmp_path, random.Random(0), truth_of(setting))  # noqa: S311 - no secret
-
-
 def test_releasing_too_much_shows(tmp_path: Path) -> None:
     chance = random.Random(0)  # noqa: S311
     setting = Setting(caching=False)
     engine = WindowedEngine(setting, tmp_path, chance, truth_of(setting))
-    engine.scheduler._ucm_sparse_method._blocks._window = SinksAndWindow(3, 2)
+    engine.scheduler._ucm_sparse_method._blocks._window = SinksAndWindow(3, 2, tile=1)
     for prompt in prompts(chance):
         engine.submit(prompt, 20)
     with pytest.raises(AssertionError, match="a wrong token was served"):
         engine.drain()
-    engine._patched.stop()
+    engine._patched.close()

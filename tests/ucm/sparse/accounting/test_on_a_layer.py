@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_sparse_sink_window.py runs these beside it")
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
 
 import torch
 
 from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
-from tests.ucm.sparse.fake_view import step
+from tests.ucm.sparse.steps import step
 from ucm.sparse.base import Role
 from ucm.sparse.sink_window import SinkWindow
+from ucm.sparse.window import TILE
 
 SIZE, HEAD = 32, 64
 #: Two blocks of sinks; a window that begins within a block.
@@ -22,6 +23,7 @@ STEPS = [
     [(300, 1, 10), (200, 60, 400), (0, 33, 33), (150, 1, 2)],
     [(96, 128, 300), (224, 5, 229), (146, 1, 1), (145, 1, 1)],
     [(10, 3, 13), (30, 1, 2)],
+    [(70, 330, 350), (300, 1, 10), (130, 250, 390)],
 ]
 
 
@@ -56,14 +58,15 @@ def test_attention_is_that_of_the_sinks_and_the_window(
         length = computed + new
         table = [blocks.pop() for _ in range(-(-length // SIZE))]
         keys, values = (torch.randn((length, KV_HEADS, HEAD), generator=source).to(kind) for _ in range(2))
-        places = torch.arange(length)
-        first = max(0, computed - OPTIONS["window_tokens"]) // SIZE * SIZE
-        whole = prefill == "dense" and computed < prompt
-        mine = torch.ones(length, dtype=torch.bool) if whole else (places < 2 * SIZE) | (places >= first)
+        places, queries = torch.arange(length), torch.arange(computed, length)[:, None]
+        first = (queries // TILE * TILE - OPTIONS["window_tokens"]).clamp(min=0) // SIZE * SIZE
+        whole = (queries < prompt) & (prefill == "dense")
+        mine = ((places < 2 * SIZE) | (places >= first) | whole) & (places <= queries)
+        kept_places = mine.any(0)
         slots = torch.tensor(table)[places // SIZE] * SIZE + places % SIZE
-        real.write(keys[mine], values[mine], slots[mine])
+        real.write(keys[kept_places], values[kept_places], slots[kept_places])
         tables.append(table)
-        read.append(mine & (places <= torch.arange(computed, length)[:, None]))
+        read.append(mine)
         kept.append((keys, values))
     counts = [new for _, new, _ in rows]
     monkeypatch.setattr(real.view, "batch", lambda *_: step(*[(f"{n}", *row) for n, row in enumerate(rows)]))

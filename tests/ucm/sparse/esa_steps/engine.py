@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    import torch
+
 BLOCK = 4
 
 
@@ -52,7 +54,7 @@ class Engine(CheckedEngine):
         self.root = directory / "store"
         self.root.mkdir(mode=0o700)
         options = {**setting.options, "store": {"pipeline": "Posix", "directories": [str(self.root)]}}
-        name = "tests.e2e.inside.eager_esa:EagerESA" if setting.at_once else "ucm.sparse.esa:ESA"
+        name = f"tests.ucm.sparse.esa_steps.toy:{'EagerSmallTiles' if setting.at_once else 'SmallTiles'}"
         sparse = {"ucm_sparse_config": {name: options}}
         config = engine_config(write_model(directory / "model"), setting, BLOCK, LENGTH, additional_config=sparse)
         kind = config.model_config.dtype
@@ -62,8 +64,8 @@ class Engine(CheckedEngine):
         self.worker: Any = create_method(name, config, Role.WORKER, options)
         always = options["sink_tokens"], options["window_tokens"]
         self.device: Device = Device(self.worker, setting.blocks, BLOCK, always)
-        #: Of each request that has ended by itself, its prompt and its answer.
-        self.answers: dict[str, tuple[list[int], list[int]]] = {}
+        #: Of each request that has ended by itself, prompt, answer, and the last layer's KV of all these tokens.
+        self.answers: dict[str, tuple[list[int], list[int], torch.Tensor]] = {}
         #: The most blocks that a request with a middle has held, by the tokens that it had, in hundreds.
         self.held: Counter[int] = Counter()
 
@@ -73,7 +75,9 @@ class Engine(CheckedEngine):
 
     def _ended(self, request: Any) -> None:
         if request.status != RequestStatus.FINISHED_ABORTED:
-            self.answers[request.request_id] = list(request.prompt_token_ids), list(request.output_token_ids)
+            kv = self.device.written[request.request_id, LAYERS - 1]
+            self.answers[request.request_id] = list(request.prompt_token_ids), list(request.output_token_ids), kv
+            self.happened["preempted answers"] += bool(request.num_preemptions)
 
     def _beside_row(self, request_id: str) -> list[int]:
         middle = self.method._blocks._middles.get(request_id)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_sparse_esa.py runs these beside it")
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
 
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine, Work
 from tests.ucm.sparse.beside_connector import ENGINES, check_engines
@@ -41,7 +41,7 @@ class RetrievingEngine(VllmEngine):
         return config
 
     def _execute(self, output: Any, work: list[Work]) -> None:
-        news: MiddleNews | None = output.ucm_sparse_metadata
+        news: MiddleNews | None = output.ucm_sparse_meta
         if news is not None:
             for admission in news.dropped:
                 self.resident.pop(admission, None)

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_sparse_esa.py runs these beside it")
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
+
+import torch
+from vllm.v1.request import RequestStatus
 
 from tests.ucm.sparse.esa_steps.engine import BLOCK, Engine, Setting
-from tests.ucm.sparse.esa_steps.toy import VOCABULARY
+from tests.ucm.sparse.esa_steps.toy import TILE, VOCABULARY
 from ucm.sparse.losses import tell_loss
 
 if TYPE_CHECKING:
@@ -70,10 +73,18 @@ def test_random_steps(name: str, tmp_path: Path) -> None:
     assert (counts["copied_out"] == 0) == (name == "all fits")
     assert (engine.device.left_out == 0) == name.startswith("all")
     if "few blocks" in name:
-        assert engine.happened["preemptions"]
+        assert engine.happened["preempted answers"]
     if name.startswith("all"):
-        for prompt, answer in engine.answers.values():
+        for prompt, answer, _ in engine.answers.values():
             assert answer == engine.device.model.generate(prompt, len(answer))
+    longest: dict[str, tuple[list[int], torch.Tensor]] = {}
+    for prompt, answer, kv in engine.answers.values():
+        known = longest.setdefault(str(prompt), (answer, kv))
+        both = min(len(answer), len(known[0]))
+        assert answer[:both] == known[0][:both], "the same prompt is answered alike, whatever becomes of it"
+        both = min(len(kv), len(known[1]))
+        torch.testing.assert_close(kv[:both], known[1][:both], rtol=1e-4, atol=1e-4)
+    assert len(longest) < len(engine.answers)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -126,7 +137,7 @@ def test_what_a_request_holds_is_flat(tmp_path: Path) -> None:
     engine = Engine(Setting(SOME, blocks=140), tmp_path, random.Random(1))  # noqa: S311
     engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(300)], 180)
     engine.drain()
-    most = 1 + 16 // BLOCK + (10 + engine.setting.budget) // BLOCK + 3
+    most = 1 + 16 // BLOCK + (10 + TILE + engine.setting.budget) // BLOCK + 3
     assert engine.held[4] <= engine.held[1] <= most
     assert engine.worker.reader.counts["copied_out"] > 100
 
@@ -138,12 +149,30 @@ def test_a_request_that_has_lost_blocks_goes_alone(tmp_path: Path, policy: str) 
     while len(engine.method._blocks._middles) < len(requests):
         engine.turn()
     first = requests[0]
-    priority = first.priority
+    priority, blocks = first.priority, engine.method._blocks
+    give_way = blocks.give_way
+    blocks.give_way = lambda request: [give_way(request) for _ in range(2)]  # as often as anybody likes
     tell_loss(engine.method._blocks._losses.path, engine.method._blocks._middles[first.request_id].admission)
     engine.drain()
     assert [request.num_preemptions for request in requests] == [1, 0, 0, 0, 0]
     assert first.priority == priority
     assert len(engine.answers) == len(requests)
+
+
+def test_a_streaming_session_that_has_lost_blocks_begins_its_turn(tmp_path: Path) -> None:
+    """It waits with its blocks, and who waits cannot be preempted: refused, it would keep all behind it waiting."""
+    engine = Engine(Setting(SOME, blocks=300), tmp_path, random.Random(2))  # noqa: S311
+    request = engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(60)], 60)
+    while not engine.method._blocks._middles:
+        engine.turn()
+    engine.method._blocks._lost = {engine.method._blocks._middles[request.request_id].admission}
+    asked = {}
+    for status in ("WAITING", "RUNNING"):
+        request.status = RequestStatus[status]
+        asked[status] = engine.method.before_allocation(request)
+    assert asked == {"WAITING": True, "RUNNING": False}
+    engine.method._blocks._lost = set()
+    engine.drain()
 
 
 def test_what_was_found_in_the_cache_is_copied_out_in_portions(tmp_path: Path) -> None:
@@ -186,3 +215,24 @@ def test_a_store_that_goes_away_has_requests_computed_anew(tmp_path: Path) -> No
     engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(200)], 60)
     engine.drain()
     assert (len(engine.answers), counts["loaded"]) == (5, loaded)
+
+
+@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_request_that_is_computed_anew_goes_on_alike(tmp_path: Path, retrieval: str, *, caching: bool) -> None:
+    """With a prefix cache it may find blocks of its answer again, and none under the old names where that matters."""
+    answers = []
+    for lost in (False, True):
+        (tmp_path / str(lost)).mkdir()
+        setting = Setting({**SOME, "retrieval": retrieval}, blocks=300, caching=caching)
+        engine = Engine(setting, tmp_path / str(lost), random.Random(2))  # noqa: S311 - no secret
+        request = engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(90)], 80)
+        while lost and request.num_output_tokens < 40:
+            engine.turn()
+        if lost:
+            tell_loss(engine.method._blocks._losses.path, engine.method._blocks._middles[request.request_id].admission)
+        engine.drain()
+        assert request.num_preemptions == lost
+        answers.append(engine.answers[request.request_id])
+    assert answers[0][1] == answers[1][1]
+    torch.testing.assert_close(answers[0][2], answers[1][2], rtol=1e-4, atol=1e-4)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed; tests/e2e/test_sparse_esa.py runs these beside it")
+pytest.importorskip("torch", reason="torch is not installed; tests/e2e/test_inside.py runs these beside it")
 
 import torch
 
-from ucm.sparse import resident
-from ucm.sparse.attention import StepBatch
-from ucm.sparse.esa_tables import MiddleRow, MiddleTables
+from tests.ucm.sparse.steps import step
+from ucm.errors import SparseMethodError
+from ucm.sparse.esa_tables import Listed, MiddleTables, reading
+from ucm.sparse.representatives import WHOLE
 from ucm.sparse.resident import MiddleBounds, ResidentLayer
+from ucm.sparse.window import SinksAndWindow
 
 BLOCKS, BLOCK, KV_HEADS, HEADS, SIZE = 200, 4, 2, 4, 8
 
@@ -26,90 +27,35 @@ def bounds_of(keys: torch.Tensor, pieces: tuple[int, ...]) -> MiddleBounds:
     cache = torch.empty_like(keys)
     cache[order] = keys
     for piece in pieces:
-        found.append(order[done : done + piece].tolist(), lambda ids: cache[ids], "cpu")
+        found.append(order[done : done + piece], lambda ids: cache[ids])
         done += piece
     return found
 
 
 def test_a_block_is_wanted_as_its_bound_says() -> None:
     keys = torch.randn(BLOCKS, BLOCK, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(2))
-    query = torch.randn(6, HEADS, SIZE, generator=torch.Generator().manual_seed(3))
-    own = torch.randn(6, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(4))
-    expected = torch.zeros(BLOCKS)
-    for place, token in enumerate(query):
-        whole = torch.zeros(BLOCKS)
+    token = torch.randn(HEADS, SIZE, generator=torch.Generator().manual_seed(3))
+    own = torch.randn(KV_HEADS, SIZE, generator=torch.Generator().manual_seed(4))
+    for blocks in (BLOCKS, 150):
+        expected = torch.zeros(blocks)
         for head in range(HEADS):
             kv_head = head // (HEADS // KV_HEADS)
-            groups = [*keys[:, :, kv_head], own[:BLOCK, kv_head], *([own[BLOCK:, kv_head]] if place >= BLOCK else [])]
+            groups = [*keys[:blocks, :, kv_head], own[None, kv_head]]
             bound = torch.stack(
                 [torch.maximum(token[head] * of.amax(0), token[head] * of.amin(0)).sum(-1) for of in groups]
             )
             assert all(bool((bound[at] >= of @ token[head] - 1e-5).all()) for at, of in enumerate(groups))
-            whole += (bound * SIZE**-0.5).softmax(0)[:BLOCKS]
-        expected = torch.maximum(expected, whole)
-    for pieces in ((BLOCKS,), (1, 63, 1, 100, 35)):
-        torch.testing.assert_close(bounds_of(keys, pieces).wanted(query, own, []), expected)
+            expected += (bound * SIZE**-0.5).softmax(0)[:blocks]
+        for pieces in ((BLOCKS,), (1, 63, 1, 100, 35)):
+            found = bounds_of(keys, pieces).wanted(token, own, blocks)
+            assert found.dtype == torch.int64
+            torch.testing.assert_close(found / WHOLE, expected)
 
 
-def test_a_long_chunk_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = torch.randn(BLOCKS, BLOCK, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(2))
-    query = torch.randn(50, HEADS, SIZE, generator=torch.Generator().manual_seed(3))
-    own = torch.randn(50, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(4))
-    found = bounds_of(keys, (BLOCKS,))
-    at_once = found.wanted(query, own, [])
-    monkeypatch.setattr(resident, "AT_ONCE", 7 * HEADS * BLOCKS)
-    torch.testing.assert_close(found.wanted(query, own, []), at_once)
-
-
-def test_a_token_that_means_one_block_outweighs_many_that_mean_none() -> None:
-    keys = torch.full((BLOCKS, BLOCK, KV_HEADS, SIZE), 4.0)  # great products with whatever is positive
-    keys[77] = torch.tensor([-1.0] * (SIZE - 1) + [8.0])
-    vague = torch.full((500, HEADS, SIZE), 3.0)
-    sharp = torch.zeros(1, HEADS, SIZE)
-    sharp[..., -1] = 9.0
-    wanted = bounds_of(keys, (BLOCKS,)).wanted(torch.cat((vague, sharp)), torch.zeros(501, KV_HEADS, SIZE), [])
-    assert int(wanted.argmax()) == 77
-    assert wanted[77] > 10 * wanted.sort().values[-2]
-
-
-def test_a_token_that_means_its_own_chunk_hardly_counts() -> None:
-    keys = torch.zeros(BLOCKS, BLOCK, KV_HEADS, SIZE)
-    keys[5, ..., 0], keys[9, ..., 1] = 6.0, 5.0
-    query = torch.zeros(40, HEADS, SIZE)
-    query[20, :, 0] = query[30, :, 1] = 4.0
-    own = torch.zeros(40, KV_HEADS, SIZE)
-    assert bounds_of(keys, (BLOCKS,)).wanted(query, own, []).argmax() == 5
-    own[15, :, 0] = 20.0  # what the token at 20 looks for stands right before it, and not after the other
-    assert bounds_of(keys, (BLOCKS,)).wanted(query, own, []).argmax() == 9
-
-
-def test_a_chunk_s_last_tokens_have_blocks_of_their_own() -> None:
-    """Every token looks for a block of its own; the last one, for many."""
-    keys = torch.zeros(BLOCKS, BLOCK, KV_HEADS, 128)
-    places = torch.arange(120)
-    keys[places, ..., places] = 5.0
-    query = torch.zeros(100, HEADS, 128)
-    query[places[:100], :, places[:100]] = 20.0
-    query[-1] = 0.0
-    query[-1, :, 108:120] = 20.0
-    own = torch.zeros(100, KV_HEADS, 128)
-    chosen = bounds_of(keys, (BLOCKS,)).choose(query, own, [], 16)
-    assert chosen == sorted(set(chosen))
-    assert set(range(108, 120)) <= set(chosen), "three quarters of them for the last token"
-    assert len([place for place in chosen if 68 <= place < 99]) >= 2, "an eighth for the last few"
-    assert len(chosen) == 16
-    alone = bounds_of(keys, (BLOCKS,)).choose(query[-1:], own[-1:], [], 12)
-    assert alone == list(range(108, 120))
-
-
-def test_a_lost_block_is_never_wanted() -> None:
-    keys = torch.randn(20, BLOCK, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(4))
-    found, own = bounds_of(keys, (20,)), torch.zeros(1, KV_HEADS, SIZE)
-    query = torch.randn(1, HEADS, SIZE, generator=torch.Generator().manual_seed(5))
-    best = int(found.wanted(query, own, []).argmax())
-    without = found.wanted(query, own, [best])
-    assert without[best] == 0
-    assert bool((without >= found.wanted(query, own, []))[[at for at in range(20) if at != best]].all())
+def test_what_has_no_bounds_cannot_be_chosen() -> None:
+    found = bounds_of(torch.zeros(4, BLOCK, KV_HEADS, SIZE), (4,))
+    with pytest.raises(RuntimeError, match="nothing to choose from"):
+        found.wanted(torch.zeros(HEADS, SIZE), torch.zeros(KV_HEADS, SIZE), 5)
 
 
 def test_resident_blocks_hold_what_is_chosen_and_change_no_more_than_they_must() -> None:
@@ -129,17 +75,42 @@ def test_resident_blocks_hold_what_is_chosen_and_change_no_more_than_they_must()
         assert max(content, default=0) < max(1, size)
 
 
-def test_tables_name_sinks_resident_and_latest_blocks() -> None:
-    # Rows: without a middle; with one of which part is read; with one that is read whole.
-    new, computed = np.array([1, 3, 1]), np.array([9, 50, 29])
-    batch = StepBatch(["a", "b", "c"], new, computed, computed, np.zeros(3, np.bool_))
+WINDOW = SinksAndWindow(3, 10, tile=8)
+
+
+def test_what_a_token_reads_is_a_matter_of_its_position_and_of_the_prompt() -> None:
+    """Rows: a decode within the budget, one beyond it, a prompt's last chunk, one before, a preempted request's."""
+    batch = step(("fits", 40, 1, 9), ("a", 60, 1, 30), ("last", 30, 40, 70), ("chunk", 50, 9, 90), ("back", 58, 2, 60))
+    found = reading(batch, WINDOW, 6, BLOCK)
+    by_piece = zip(found.pieces.rows, found.pieces.begins, found.pieces.ends, found.skipped, strict=True)
+    rows: list[list[tuple[int, ...]]] = [[], [], [], [], []]
+    for row, *of_piece in by_piece:
+        rows[row].append(tuple(of_piece))
+    assert rows[0] == [(40, 41, 0)]
+    assert rows[1] == [(60, 61, 0)]
+    assert [skipped for *_, skipped in rows[2]] == [0, 0, 0, 8, 10, 12, 0]
+    assert rows[2][-1] == (69, 70, 0)
+    assert rows[3] == [(50, 56, 8), (56, 59, 10)]
+    assert [(begin, end) for begin, end, _ in rows[4]] == [(58, 59), (59, 60)]
+    lasts = found.pieces.lasts
+    assert found.choosing == {int(lasts[row]): WINDOW.skipped_by(p, 0, BLOCK) for row, p in ((1, 60), (2, 69), (4, 59))}
+    with pytest.raises(SparseMethodError, match="several tokens of an answer"):
+        reading(step(("back", 58, 3, 60)), WINDOW, 6, BLOCK)
+
+
+def test_tables_name_sinks_chosen_and_latest_blocks() -> None:
+    # Rows: one that reads everything; one that chooses two of its eight; one whose three released ones all come back.
+    batch = step(("a", 9, 1, 9), ("b", 52, 1, 40), ("c", 29, 1, 20))
+    found = reading(batch, SinksAndWindow(4, 16, tile=1), 2, BLOCK)
+    assert found.choosing == {1: 8}
     table = torch.arange(100, 100 + 3 * 16, dtype=torch.int32).view(3, 16)
-    tables = MiddleTables(batch, [MiddleRow(1, 8, 2), MiddleRow(2, 3, 3)], table, 1, BLOCK)
+    tables = MiddleTables(found, [Listed(1, 8, 2), Listed(2, 3, 3)], table, 1, BLOCK)
     assert tables.seq_lens.tolist() == [10, 53 - 6 * BLOCK, 30]
     assert tables.max_seq_len == 30
-    found = tables.with_resident([[7, 5], [3, 2, 4]])
-    assert found.dtype == torch.int32
-    assert found[0, :3].tolist() == [100, 101, 102]
-    assert found[1, :8].tolist() == [116, 7, 5, *range(116 + 9, 116 + 14)]
-    assert found[2, :8].tolist() == [132, 3, 2, 4, *range(136, 140)]
+    assert tables.split is None
+    made = tables.naming([2, 8, 1, 2, 3], [7, -1, 3, 2, 4])
+    assert made.dtype == torch.int32
+    assert made[0, :3].tolist() == [100, 101, 102]
+    assert made[1, :8].tolist() == [116, 7, 124, *range(116 + 9, 116 + 14)]
+    assert made[2, :8].tolist() == [132, 3, 2, 4, *range(136, 140)]
     assert table[1, 1] == 117, "the runner's own table stays as it is"

@@ -6,23 +6,43 @@ cache says which tokens a dense engine generates.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tests.e2e.inside.eager_esa import EagerESA
 from tests.ucm.stepping.rows import Rows, fresh
 from ucm.integration.vllm.sparse.raw_blocks import RawBlocks
 from ucm.sparse.attention import StepBatch
+from ucm.sparse.esa import ESA
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucm.sparse.attention import QuerySplit
     from ucm.sparse.base import SparseMethod
 
+#: An argument that no method here looks at.
+NOTHING: Any = None
 VOCABULARY, HIDDEN, KV_HEADS, HEADS, SIZE, LAYERS = 61, 32, 2, 4, 8, 3
 LENGTH = 512
+#: Tokens of a tile, in proportion to the blocks and the contexts here.
+TILE = 6
+
+
+class SmallTiles(ESA):
+    """With such tiles."""
+
+    tile = TILE
+
+
+class EagerSmallTiles(EagerESA):
+    """The same that leaves nothing where it is."""
+
+    tile = TILE
 
 
 class Model:
@@ -111,6 +131,11 @@ class Device:
         del runner, scheduler_output
         return input_batch
 
+    ranks = 1
+
+    def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts
+
     def require_engine(self) -> None:
         """It serves."""
 
@@ -121,10 +146,19 @@ class Device:
     def block_table(self, attn_metadata: Any) -> Any:
         return attn_metadata.block_table
 
-    def restricted(self, layer_name: str, attn_metadata: Any, block_table: Any, seq_lens: Any, max_seq_len: int) -> Any:
-        del layer_name, attn_metadata
+    def restricted(
+        self,
+        layer_name: str,
+        attn_metadata: Any,
+        block_table: Any,
+        seq_lens: Any,
+        max_seq_len: int,
+        split: QuerySplit | None = None,
+    ) -> Any:
+        del layer_name
         assert max_seq_len == int(seq_lens.max())
-        return SimpleNamespace(block_table=block_table, seq_lens=seq_lens)
+        starts = attn_metadata.starts if split is None else split.starts.tolist()
+        return SimpleNamespace(block_table=block_table, seq_lens=seq_lens, starts=starts)
 
     def read_keys(self, layer_name: str, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         del layer_name
@@ -164,11 +198,15 @@ class Device:
         self, ids: Sequence[str], starts: Sequence[int], counts: Sequence[int], alive: set[str]
     ) -> list[torch.Tensor]:
         computed, new = np.array(starts, np.int64), np.array(counts, np.int64)
-        whole = SimpleNamespace(block_table=self.rows.table(ids), seq_lens=torch.from_numpy(computed + new).int())
-        prompts = np.array([self.rows.prompts[i] for i in ids], np.int64)
-        self.method.execute_begin(
-            None, None, StepBatch(list(ids), new, computed, prompts, np.zeros(len(ids), np.bool_))
+        whole = SimpleNamespace(
+            block_table=self.rows.table(ids),
+            seq_lens=torch.from_numpy(computed + new).int(),
+            starts=[0, *new.cumsum().tolist()],
         )
+        owners = [(row, place) for row, count in enumerate(counts) for place in range(count)]
+        admitted = np.array([request_id in self.rows.admitted for request_id in ids], np.bool_)
+        prompts = np.array([self.rows.prompts[i] for i in ids], np.int64)
+        self.method.execute_begin(None, NOTHING, StepBatch(list(ids), new, computed, prompts, admitted))
         every = zip(ids, starts, counts, strict=True)
         hidden = [self.model.embed(self.rows.tokens[i][start : start + count], start) for i, start, count in every]
         for layer in range(LAYERS):
@@ -187,13 +225,16 @@ class Device:
             together = torch.cat(queries).float()
             key, value = torch.cat(kvs).float().split(SIZE, -1)
             *_, used = self.method.attention_begin(name, together, key, value, self.caches[name], whole)
-            for row, request_id in enumerate(ids):
-                kv = self._gather(layer, used.block_table[row].tolist(), int(used.seq_lens[row]))
-                if request_id in alive:
-                    self._check(layer, request_id, starts[row], kv)
-                hidden[row] = self.model.attend(layer, hidden[row], queries[row], kv)
+            before, hidden = hidden, [of.clone() for of in hidden]
+            for piece, (first, end) in enumerate(pairwise(used.starts)):
+                ((row, at),) = {(row, owners[first][1]) for row, _ in owners[first:end]}
+                tokens = slice(at, at + end - first)
+                kv = self._gather(layer, used.block_table[piece].tolist(), int(used.seq_lens[piece]))
+                if ids[row] in alive:
+                    self._check(layer, ids[row], starts[row] + at, starts[row] + tokens.stop, kv)
+                hidden[row][tokens] = self.model.attend(layer, before[row][tokens], queries[row][tokens], kv)
             self.method.attention_finished(name, together, self.caches[name], used, together)
-        self.method.execute_finished(None, None, None)
+        self.method.execute_finished(None, NOTHING, None)
         return hidden
 
     def _write(self, layer: int, request_id: str, start: int, kv: torch.Tensor) -> None:
@@ -204,17 +245,17 @@ class Device:
         known = kv[:0] if request_id in self.rows.admitted else self.written[request_id, layer][:start]
         self.written[request_id, layer] = torch.cat((known, kv))
 
-    def _check(self, layer: int, request_id: str, computed: int, read: torch.Tensor) -> None:
-        """What is read are the request's own tokens, each once and in order; sinks, window and new ones among them."""
-        written = self.written[request_id, layer]
+    def _check(self, layer: int, request_id: str, begin: int, end: int, read: torch.Tensor) -> None:
+        """What a piece reads are its request's tokens, each once and in order; sinks, window and its own among them."""
+        written = self.written[request_id, layer][:end]
         known = {row.numpy().tobytes(): place for place, row in enumerate(written)}
         found = [known.get(row.numpy().tobytes()) for row in read]
         assert None not in found, f"request {request_id} reads what is not its own in layer {layer}"
         places = [place for place in found if place is not None]
         assert places == sorted(set(places)), "tokens are read once, and in order"
-        assert places[-1] == len(written) - 1, "the newest token is read last"
+        assert places[begin - end :] == list(range(begin, end)), "the piece's own tokens are read last"
         sinks, window = self.always
-        wanted = {*range(min(sinks, computed)), *range(max(0, computed - window), len(written))}
+        wanted = {*range(min(sinks, end)), *range(max(0, begin // TILE * TILE - window), end)}
         assert wanted <= set(places), f"request {request_id} does not read its sinks, or its window"
         self.read += len(read)
         self.left_out += len(written) - len(read)

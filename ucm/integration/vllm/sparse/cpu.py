@@ -10,17 +10,26 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.sparse import paged
+from ucm.sparse.partial_attention import attend
+from ucm.sparse.window_kernel import HeadLayout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+    from ucm.sparse.attention import QuerySplit
+    from ucm.sparse.partial_attention import Span
 
 IMPLEMENTATION = "CPUAttentionBackendImpl"
 #: The dimensions of a cache in which keys and values are halves of each head's part; until 0.22.1 they are planes.
 _HALVES_OF_HEADS = 4
+#: Sizes and strides, slowest first.
+Order: TypeAlias = "list[tuple[int, int]]"
 #: Integers below this are exact in every dtype that a cache may have.
 DIGIT = 256
 
@@ -34,7 +43,8 @@ class CpuBackend:
 
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
-        self._orders: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+        #: By kind of cache, where a head's keys and values lie in a block: sizes and strides.
+        self._orders: dict[tuple[object, ...], tuple[Order, Order]] = {}
         #: The lengths that a schedule was last made for, as the objects that they came as, and the schedule.
         self._scheduled: tuple[Any, Any, Any] | None = None
 
@@ -47,7 +57,13 @@ class CpuBackend:
         return int(_halves(layer, kv_cache)[0].shape[2])
 
     def restricted(
-        self, layer: Any, attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+        self,
+        layer: Any,
+        attn_metadata: Any,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        split: QuerySplit | None,
     ) -> Any:
         """The metadata with other blocks to read."""
         paged.require_restrictable(attn_metadata)
@@ -57,43 +73,115 @@ class CpuBackend:
                 where=f"{type(attn_metadata).__name__}.use_sdpa_prefill",
                 fix="use vLLM 0.24.0 or later on this processor",
             )
-        table, lens = paged.padded(attn_metadata, block_table, seq_lens)
+        table, lens, queries = paged.rows_of(attn_metadata, block_table, seq_lens, split)
+        found = dataclasses.replace(attn_metadata, **queries, block_table=table, seq_lens=lens, max_seq_len=max_seq_len)
         if self._scheduled is None or self._scheduled[0] is not attn_metadata or self._scheduled[1] is not seq_lens:
-            self._scheduled = attn_metadata, seq_lens, self._schedule(layer, attn_metadata, lens)
-        return dataclasses.replace(
-            attn_metadata,
-            block_table=table,
-            seq_lens=lens,
-            max_seq_len=max_seq_len,
-            scheduler_metadata=self._scheduled[2],
-        )
+            self._scheduled = attn_metadata, seq_lens, self._schedule(layer, found)
+        return dataclasses.replace(found, scheduler_metadata=self._scheduled[2])
 
     def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
         """The keys in some blocks."""
         stored, _ = _halves(layer, kv_cache)
         _, heads, block_size, head_size = stored.shape
+        # Whole blocks, values and all, are copied some times faster than the keys alone.
+        whole = (kv_cache if kv_cache.dim() == _HALVES_OF_HEADS else stored).flatten(1).index_select(0, block_ids)
+        packed = whole.view(len(block_ids), heads, -1)[:, :, : block_size * head_size]
+        laid_out = _laid_out(packed, self._order(layer, kv_cache)[0])
+        return laid_out.reshape(len(block_ids), heads, block_size, head_size).transpose(1, 2)
+
+    def require_parts(self, layer: Any) -> None:
+        """PyTorch's own kernel computes parts of any layer."""
+
+    def head_layout(self, layer: Any, kv_cache: Tensor) -> HeadLayout | None:
+        """Where each number lies, of float32 and bfloat16."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        if kv_cache.dtype not in {torch.float32, torch.bfloat16}:
+            return None
+        keys, values = _halves(layer, kv_cache)
+        behind = values.storage_offset() - keys.storage_offset()
+        of_keys, of_values = self._order(layer, kv_cache)
+        return HeadLayout(
+            kv_cache.dtype == torch.bfloat16,
+            *(keys.shape[2], keys.shape[1], keys.shape[3]),
+            *(keys.stride(0), keys.stride(1)),
+            tuple(places_of(of_keys)),
+            tuple(place + behind for place in places_of(of_values)),
+            float(layer.impl.scale),
+        )
+
+    def read(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in some blocks; in memory each head's tokens follow each other, block after block."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        stored, _ = _halves(layer, kv_cache)
+        blocks, heads, block_size, head_size = stored.shape
+        head, half = torch.arange(heads)[None, :, None], torch.arange(2)[:, None, None]
+        if kv_cache.dim() == _HALVES_OF_HEADS:
+            rows = (block_ids * heads + head) * 2 + half
+        else:
+            rows = (half * blocks + block_ids) * heads + head
+        found = kv_cache.view(-1, block_size * head_size).index_select(0, rows.flatten()).view(*rows.shape, -1)
+        keys, values = (
+            _laid_out(of, order).reshape(heads, len(block_ids), block_size, head_size).contiguous().permute(1, 2, 0, 3)
+            for of, order in zip(found, self._order(layer, kv_cache), strict=True)
+        )
+        return keys, values
+
+    def attend(
+        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over runs of keys, one after the other."""
+        begin, found = 0, []
+        for span in spans:
+            run = slice(span.first_block, span.first_block - (-span.keys // keys.shape[1]))
+            own_keys, own_values = (of[run].flatten(0, 1)[: span.keys] for of in (keys, values))
+            part = query[begin : begin + span.queries]
+            found.append(attend(part, own_keys, own_values, layer.impl.scale, causal=causal))
+            begin += span.queries
+        return _joined(found)
+
+    def attend_window(
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        spans: Sequence[Span],
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the last keys, one request after the other."""
+        size = self.block_size(layer, kv_cache)
+        begin, found = 0, []
+        for row, span in enumerate(spans):
+            first = max(0, span.keys - span.queries - window + 1) // size
+            keys, values = self.read(layer, kv_cache, block_table[row, first : -(-span.keys // size)])
+            keys, values = (of.flatten(0, 1)[: span.keys - first * size] for of in (keys, values))
+            part = query[begin : begin + span.queries]
+            found.append(attend(part, keys, values, layer.impl.scale, causal=True, window=window))
+            begin += span.queries
+        return _joined(found)
+
+    def _order(self, layer: Any, kv_cache: Tensor) -> tuple[Order, Order]:
+        """Where keys and values lie in a block of a head."""
+        _, heads, block_size, head_size = _halves(layer, kv_cache)[0].shape
         isa = self._isa(layer, block_size)
         key = (kv_cache.dim(), isa, kv_cache.dtype, heads, block_size, head_size)
         if key not in self._orders:
             self._orders[key] = self._find_order(layer, kv_cache, isa)
-        # Whole blocks, values and all, are copied some times faster than the keys alone.
-        whole = (kv_cache if kv_cache.dim() == _HALVES_OF_HEADS else stored).flatten(1).index_select(0, block_ids)
-        packed = whole.view(len(block_ids), heads, -1)[:, :, : block_size * head_size]
-        sizes, strides = zip(*self._orders[key], strict=True)
-        laid_out = packed.as_strided((*packed.shape[:2], *sizes), (*packed.stride()[:2], *strides))
-        return laid_out.reshape(len(block_ids), heads, block_size, head_size).transpose(1, 2)
+        return self._orders[key]
 
-    def _schedule(self, layer: Any, attn_metadata: Any, seq_lens: Tensor) -> Tensor:
+    def _schedule(self, layer: Any, attn_metadata: Any) -> Tensor:
         """What the backend's builder makes of the lengths, by the same function with the same arguments."""
         from vllm import _custom_ops, envs  # noqa: PLC0415
 
         make = _custom_ops.cpu_attn_get_scheduler_metadata
         known = {
-            "num_reqs": seq_lens.shape[0],
+            "num_reqs": attn_metadata.seq_lens.shape[0],
             "num_heads": layer.num_heads,
             "num_kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_size,
-            "seq_lens": seq_lens,
+            "seq_lens": attn_metadata.seq_lens,
             "dtype": self._config.model_config.dtype,
             "query_start_loc": attn_metadata.query_start_loc,
             "causal": attn_metadata.causal,
@@ -120,13 +208,14 @@ class CpuBackend:
             found = choose(**_arguments(choose, known))
         return str(found)
 
-    def _find_order(self, layer: Any, kv_cache: Tensor, isa: str) -> list[tuple[int, int]]:
-        """Where each key lies in a block.
+    def _find_order(self, layer: Any, kv_cache: Tensor, isa: str) -> tuple[Order, Order]:
+        """Where each number of a key, and of a value, lies in a block.
 
         Each number is written digit by digit, for a cache's dtype may hold few integers exactly.
 
         Returns:
-            Sizes and strides of a head's keys in memory such that, in this order, they are token by token.
+            Of keys and of values, sizes and strides of a head's numbers in memory such that, in this order, they are
+            token by token.
 
         Raises:
             SparseMethodError: If what was written is not found again, each element once, with its own head.
@@ -136,33 +225,61 @@ class CpuBackend:
         blocks = kv_cache.dim() - 4
         shape = tuple(1 if axis == blocks else size for axis, size in enumerate(kv_cache.shape))
         scratch = torch.zeros(shape, dtype=kv_cache.dtype)
-        stored, _ = _halves(layer, scratch)
-        _, heads, block_size, head_size = stored.shape
+        halves = _halves(layer, scratch)
+        _, heads, block_size, head_size = halves[0].shape
         number = torch.arange(block_size * head_size).view(block_size, 1, head_size).expand(-1, heads, -1)
         owner = torch.arange(heads).view(1, heads, 1).expand(block_size, -1, head_size)
-        found = torch.zeros(heads, block_size * head_size, dtype=torch.int64)
+        found = torch.zeros(2, heads, block_size * head_size, dtype=torch.int64)
         for digit in range(3):
             _write(layer, (number // DIGIT**digit % DIGIT).to(kv_cache.dtype), scratch, isa, self._config)
-            found += stored[0].reshape(heads, -1).to(torch.int64) * DIGIT**digit
+            for half, stored in enumerate(halves):
+                found[half] += stored[0].reshape(heads, -1).to(torch.int64) * DIGIT**digit
         _write(layer, (owner % DIGIT).to(kv_cache.dtype), scratch, isa, self._config)
-        owners = stored[0].reshape(heads, -1).to(torch.int64)
-        place = found[0].argsort()
-        dimensions = strided(place.tolist())
-        right = dimensions is not None and (
-            torch.equal(found[0][place], torch.arange(block_size * head_size))
-            and bool((found == found[0]).all())
-            and torch.equal(owners, (torch.arange(heads) % DIGIT).view(heads, 1).expand_as(owners))
-        )
-        if dimensions is None or not right:
+        orders = [
+            _order_of(numbers, stored[0].reshape(heads, -1).to(torch.int64))
+            for numbers, stored in zip(found, halves, strict=True)
+        ]
+        if orders[0] is None or orders[1] is None:
             raise SparseMethodError(
-                "keys that were written to the cache are not found in it one by one",
+                f"{'keys' if orders[0] is None else 'values'} that were written to the cache are not found in it one "
+                "by one",
                 where=f"CPU attention for {isa}, a KV cache of the shape {tuple(kv_cache.shape)}",
                 fix="use a method that reads no keys, and report this processor and vLLM's version",
             )
-        return dimensions
+        return orders[0], orders[1]
 
 
-def strided(places: list[int]) -> list[tuple[int, int]] | None:
+def _order_of(numbers: Tensor, owners: Tensor) -> Order | None:
+    """The order of what was found, by head; None if it is not each number once, in the same place for all heads."""
+    import torch  # noqa: PLC0415 - vLLM brings it
+
+    place = numbers[0].argsort()
+    dimensions = strided(place.tolist())
+    heads, count = numbers.shape
+    right = (
+        torch.equal(numbers[0][place], torch.arange(count))
+        and bool((numbers == numbers[0]).all())
+        and torch.equal(owners, (torch.arange(heads) % DIGIT).view(heads, 1).expand_as(owners))
+    )
+    return dimensions if right else None
+
+
+def _laid_out(packed: Tensor, order: Order) -> Tensor:
+    """A view of numbers token by token; the last dimension is what `_order_of` was told."""
+    sizes, strides = zip(*order, strict=True)
+    return packed.as_strided((*packed.shape[:-1], *sizes), (*packed.stride()[:-1], *strides), packed.storage_offset())
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    import torch  # noqa: PLC0415 - vLLM brings it
+
+    outputs, sums = zip(*parts, strict=True)
+    return torch.cat(outputs), torch.cat(sums)
+
+
+def strided(places: list[int]) -> Order | None:
     """An order as sizes and strides, slowest first; None where there are none that give it.
 
     Args:
@@ -177,10 +294,15 @@ def strided(places: list[int]) -> list[tuple[int, int]] | None:
             size += 1
         found.insert(0, (size, stride))
         done *= size
-    built = [places[0] if places else 0]
-    for size, stride in reversed(found):
+    return found if places_of(found) == places else None
+
+
+def places_of(order: Order) -> list[int]:
+    """For each element its place."""
+    built = [0]
+    for size, stride in reversed(order):
         built = [n * stride + place for n in range(size) for place in built]
-    return found if built == places and places[0] == 0 else None
+    return built
 
 
 def _halves(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +327,7 @@ def _halves(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _write(layer: Any, key: Tensor, scratch: Tensor, isa: str, vllm_config: Any) -> None:
-    """Write a block of keys as the backend does; values are zeros."""
+    """Write a block as the backend does; its values are the same as its keys."""
     import torch  # noqa: PLC0415 - vLLM brings it
     from vllm import _custom_ops  # noqa: PLC0415
 
@@ -213,7 +335,7 @@ def _write(layer: Any, key: Tensor, scratch: Tensor, isa: str, vllm_config: Any)
     key_cache, value_cache = _halves(layer, scratch)
     known = {
         "key": key.contiguous(),
-        "value": torch.zeros_like(key),
+        "value": key.contiguous(),
         "key_cache": key_cache,
         "value_cache": value_cache,
         "slot_mapping": torch.arange(key.shape[0], dtype=torch.int64),

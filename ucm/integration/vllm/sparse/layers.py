@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.options import choose_backend
 from ucm.integration.vllm.sparse import paged, requirements
 from ucm.integration.vllm.sparse.cpu import CpuBackend
 from ucm.integration.vllm.sparse.paged import PagedBackend
 from ucm.integration.vllm.sparse.raw_blocks import RawBlocks
+from ucm.integration.vllm.sparse.rotary import Rotaries
 from ucm.integration.vllm.sparse.step import step_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from ucm.sparse.attention import StepBatch
+    from ucm.sparse.attention import QuerySplit, StepBatch
     from ucm.sparse.block_copies import BlockCopies
+    from ucm.sparse.partial_attention import Span
+    from ucm.sparse.rotation import Rotary
+    from ucm.sparse.window_kernel import HeadLayout
 
 
 class Backend(Protocol):
@@ -32,7 +38,13 @@ class Backend(Protocol):
         ...
 
     def restricted(
-        self, layer: Any, attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+        self,
+        layer: Any,
+        attn_metadata: Any,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        split: QuerySplit | None,
     ) -> Any:
         """See `AttentionView.restricted`."""
         ...
@@ -41,23 +53,70 @@ class Backend(Protocol):
         """See `AttentionView.read_keys`."""
         ...
 
+    def require_parts(self, layer: Any) -> None:
+        """See `PartsView.require_parts`; what any backend's layer may have is looked at elsewhere."""
+        ...
+
+    def head_layout(self, layer: Any, kv_cache: Tensor) -> HeadLayout | None:
+        """See `PartsView.head_layout`."""
+        ...
+
+    def read(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PartsView.read`."""
+        ...
+
+    def attend(
+        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `PartsView.attend`."""
+        ...
+
+    def attend_window(
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        spans: Sequence[Span],
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """See `PartsView.attend_window`."""
+        ...
+
 
 class AttentionLayers:
     """Implements `AttentionView`; nothing is looked at before it is asked for, for the model is loaded later.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
+        runner: vLLM's model runner, if the model will be looked at.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, runner: Any = None) -> None:
         self._config = vllm_config
+        self._runner: Callable[[], Any] = (lambda: None) if runner is None else ref(runner)
         self._backends: tuple[Backend, ...] = (CpuBackend(vllm_config), PagedBackend())
         self._found: dict[str, tuple[Any, Backend]] = {}
         self._reads_keys: set[str] = set()
+        self._rotaries: Rotaries | None = None
 
     def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
         """See `AttentionView.batch`."""
         return step_batch(runner, scheduler_output, input_batch)
+
+    @property
+    def ranks(self) -> int:
+        """See `AttentionView.ranks`."""
+        return int(self._config.parallel_config.tensor_parallel_size)
+
+    def sum_over_ranks(self, counts: Tensor) -> Tensor:
+        """See `AttentionView.sum_over_ranks`."""
+        if self.ranks > 1:
+            import torch  # noqa: PLC0415 - vLLM brings it
+            from vllm.distributed.parallel_state import get_tp_group  # noqa: PLC0415
+
+            torch.distributed.all_reduce(counts, group=get_tp_group().device_group)
+        return counts
 
     def require_engine(self) -> None:
         """See `AttentionView.require_engine`."""
@@ -82,16 +141,66 @@ class AttentionLayers:
         return table
 
     def restricted(
-        self, layer_name: str, attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+        self,
+        layer_name: str,
+        attn_metadata: Any,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        split: QuerySplit | None = None,
     ) -> Any:
         """See `AttentionView.restricted`."""
         layer, backend = self._layer(layer_name)
-        return backend.restricted(layer, attn_metadata, block_table, seq_lens, max_seq_len)
+        return backend.restricted(layer, attn_metadata, block_table, seq_lens, max_seq_len, split)
 
     def read_keys(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
         """See `AttentionView.read_keys`."""
         layer, backend = self._layer(layer_name)
         return backend.read_keys(layer, kv_cache, block_ids)
+
+    def require_parts(self, layer_name: str) -> None:
+        """See `PartsView.require_parts`."""
+        self.require(layer_name, reads_keys=True)
+        layer, backend = self._layer(layer_name)
+        requirements.require_plain_scores(layer_name, layer)
+        backend.require_parts(layer)
+
+    def rotary(self, layer_name: str) -> Rotary:
+        """See `PartsView.rotary`."""
+        layer, _ = self._layer(layer_name)
+        if self._rotaries is None:
+            self._rotaries = Rotaries(self._runner, self._config.model_config)
+        return self._rotaries.of(layer_name, layer)
+
+    def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
+        """See `PartsView.head_layout`."""
+        layer, backend = self._layer(layer_name)
+        return backend.head_layout(layer, kv_cache)
+
+    def read(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PartsView.read`."""
+        layer, backend = self._layer(layer_name)
+        return backend.read(layer, kv_cache, block_ids)
+
+    def attend(
+        self, layer_name: str, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `PartsView.attend`."""
+        layer, backend = self._layer(layer_name)
+        return backend.attend(layer, query, keys, values, spans, causal=causal)
+
+    def attend_window(
+        self,
+        layer_name: str,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        spans: Sequence[Span],
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """See `PartsView.attend_window`."""
+        layer, backend = self._layer(layer_name)
+        return backend.attend_window(layer, query, kv_cache, block_table, spans, window)
 
     def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
         """See `CopyingView.block_copies`."""
@@ -112,7 +221,7 @@ class AttentionLayers:
                 raise SparseMethodError(
                     f"the attention backend {type(layer.impl).__name__} has no block table that can be restricted",
                     where=f"layer {layer_name}",
-                    fix="choose another with --attention-backend: FLASH_ATTN or TRITON_ATTN on a GPU",
+                    fix=choose_backend(),
                 )
             found = self._found[layer_name] = layer, backend
         return found

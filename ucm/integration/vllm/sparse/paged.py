@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.options import choose_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from ucm.sparse.attention import QuerySplit
+    from ucm.sparse.partial_attention import Span
+
 #: What every served metadata has.
-FIELDS = ("block_table", "seq_lens", "max_seq_len", "query_start_loc", "slot_mapping", "num_actual_tokens")
+FIELDS = (
+    *("block_table", "seq_lens", "max_seq_len", "query_start_loc", "max_query_len"),
+    *("slot_mapping", "num_actual_tokens"),
+)
 #: Implementations whose kernels read exactly the tokens that the replaced fields name.
 IMPLEMENTATIONS = ("FlashAttentionImpl", "TritonAttentionImpl")
+#: What FlashAttention is called; it tells the sums of exponentials, which other kernels keep to themselves.
+FLASH = "flash_attn_varlen_func"
 #: Work that a builder does ahead of the kernel for a batch as it was; without it the kernel does it itself. Cascade
 #: attention reads a prefix that all rows share as if it were one: with other blocks per row there is none.
 AHEAD = {
@@ -56,18 +68,76 @@ class PagedBackend:
         return int(self._keys(layer, kv_cache).shape[1])
 
     def restricted(
-        self, layer: Any, attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+        self,
+        layer: Any,
+        attn_metadata: Any,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        split: QuerySplit | None,
     ) -> Any:
         """The metadata with other blocks to read."""
         del layer
         require_restrictable(attn_metadata)
         changes: dict[str, Any] = {name: value for name, value in AHEAD.items() if hasattr(attn_metadata, name)}
-        table, lens = padded(attn_metadata, block_table, seq_lens)
+        table, lens, queries = rows_of(attn_metadata, block_table, seq_lens, split)
+        changes |= queries
         return dataclasses.replace(attn_metadata, **changes, block_table=table, seq_lens=lens, max_seq_len=max_seq_len)
 
     def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
         """The keys in some blocks."""
         return self._keys(layer, kv_cache)[block_ids]
+
+    def require_parts(self, layer: Any) -> None:
+        """FlashAttention tells the sums of its parts."""
+        if not callable(_flash_attention(layer)):
+            raise SparseMethodError(
+                f"the attention backend {type(layer.impl).__name__} does not tell the sums of exponentials, without "
+                "which parts of a context cannot be put together",
+                where=type(layer.impl).__module__,
+                fix=choose_backend(tells_sums=True),
+            )
+
+    def head_layout(self, layer: Any, kv_cache: Tensor) -> None:
+        """These caches are an accelerator's."""
+
+    def read(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in some blocks."""
+        keys, values = self._planes(layer, kv_cache)
+        return keys[block_ids], values[block_ids]
+
+    def attend(
+        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over runs of keys, all in one call: the blocks are a cache of their own."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        first = torch.tensor([span.first_block for span in spans], dtype=torch.int32)
+        longest = -(-max(span.keys for span in spans) // keys.shape[1])
+        # Columns behind a run's own end are never read; they only must not point outside the blocks.
+        table = (first[:, None] + torch.arange(longest, dtype=torch.int32)).clamp(max=keys.shape[0] - 1)
+        table = table.to(query.device, non_blocking=True)
+        return _flash(layer, query, keys, values, table, spans, causal=causal, window_size=[-1, -1])
+
+    def attend_window(
+        self,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        spans: Sequence[Span],
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the last keys, on the cache itself."""
+        keys, values = self._planes(layer, kv_cache)
+        return _flash(layer, query, keys, values, block_table, spans, causal=True, window_size=[window - 1, 0])
+
+    def _planes(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        keys = self._keys(layer, kv_cache)
+        if len(kv_cache.shape) == 4:  # noqa: PLR2004 - halves of each head
+            return keys, kv_cache.transpose(1, 2)[..., layer.head_size :]
+        return keys, kv_cache[1] if kv_cache.shape[0] == 2 else kv_cache[:, 1]  # noqa: PLR2004
 
     def _keys(self, layer: Any, kv_cache: Tensor) -> Tensor:
         keys = keys_of(kv_cache, layer.num_kv_heads, layer.head_size)
@@ -75,9 +145,49 @@ class PagedBackend:
             raise SparseMethodError(
                 f"a KV cache of the shape {tuple(kv_cache.shape)} is not one that is known",
                 where=f"{type(layer.impl).__name__}, {layer.num_kv_heads} KV heads of {layer.head_size}",
-                fix="choose another backend with --attention-backend: FLASH_ATTN or TRITON_ATTN",
+                fix=choose_backend(),
             )
         return keys
+
+
+def _flash_attention(layer: Any) -> Any:
+    """The kernel's function, as the implementation's own module has it; None for another kernel."""
+    impl = type(layer.impl)
+    return getattr(sys.modules[impl.__module__], FLASH, None) if impl.__name__ == IMPLEMENTATIONS[0] else None
+
+
+def _flash(
+    layer: Any,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    spans: Sequence[Span],
+    *,
+    causal: bool,
+    window_size: list[int],
+) -> tuple[Tensor, Tensor]:
+    """One call of FlashAttention over blocks; its causal mask and its window are aligned to the last query and key."""
+    import torch  # noqa: PLC0415 - vLLM brings it
+
+    starts = torch.tensor([0, *accumulate(span.queries for span in spans)], dtype=torch.int32)
+    lens = torch.tensor([span.keys for span in spans], dtype=torch.int32)
+    output, sums = _flash_attention(layer)(
+        q=query.contiguous(),
+        k=keys,
+        v=values,
+        cu_seqlens_q=starts.to(query.device, non_blocking=True),
+        max_seqlen_q=max(span.queries for span in spans),
+        seqused_k=lens.to(query.device, non_blocking=True),
+        max_seqlen_k=max(span.keys for span in spans),
+        softmax_scale=layer.impl.scale,
+        causal=causal,
+        window_size=window_size,
+        block_table=block_table,
+        return_softmax_lse=True,
+        fa_version=layer.impl.vllm_flash_attn_version,
+    )
+    return output, sums.t()
 
 
 def metadata_class(implementation: type[Any]) -> type[Any] | None:
@@ -102,7 +212,7 @@ def require_restrictable(attn_metadata: Any) -> None:
         raise SparseMethodError(
             f"the attention backend's metadata has no {missing[0]} of its own for each request",
             where=name,
-            fix="choose another with --attention-backend: FLASH_ATTN or TRITON_ATTN on a GPU",
+            fix=choose_backend(),
         )
     for field in POSITIONAL:
         if getattr(attn_metadata, field, None) is not None:
@@ -117,13 +227,21 @@ def require_restrictable(attn_metadata: Any) -> None:
         )
 
 
-def padded(attn_metadata: Any, block_table: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows for graphs of fixed sizes, which follow those of the requests, are kept."""
+def rows_of(
+    attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, split: QuerySplit | None
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Table and lengths of all rows, and what else of the metadata changes with these rows.
+
+    Rows for graphs of fixed sizes, which follow those of the requests, are kept. Rows that are not the requests are of
+    no fixed number; they only come where no graph is replayed.
+    """
+    if split is not None:
+        return block_table, seq_lens, {"query_start_loc": split.starts, "max_query_len": split.longest}
     extra = attn_metadata.seq_lens.shape[0] - seq_lens.shape[0]
     if extra <= 0:
-        return block_table, seq_lens
+        return block_table, seq_lens, {}
     rows = block_table.new_zeros((extra, block_table.shape[1]))
-    return _cat(block_table, rows), _cat(seq_lens, attn_metadata.seq_lens[-extra:])
+    return _cat(block_table, rows), _cat(seq_lens, attn_metadata.seq_lens[-extra:]), {}
 
 
 def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | None:

@@ -5,13 +5,25 @@ A silent dense run would be the worst answer: each refusal says what is in the w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.engine_facts import runs_micro_batches
+from ucm.integration.vllm.options import leave_out, no_whole_graphs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
 
 #: The cache's ``cache_dtype`` of keys that are stored as the model computes them.
 PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
+
+
+#: Settings of vLLM Ascend by which a whole step runs as a graph of another kind than vLLM's.
+GRAPHS_OF_ASCEND = ("torchair_graph_config", "xlite_graph_config")
+#: Layers that a message names.
+SHOWN = 3
 
 
 class Refusal(NamedTuple):
@@ -35,7 +47,8 @@ def require_engine(vllm_config: Any) -> None:
     Raises:
         SparseMethodError: For the first obstacle.
     """
-    for refusal in (_of_model(vllm_config), _of_decoding(vllm_config), _of_graphs(vllm_config)):
+    for of in (_of_model, _of_decoding, _of_graphs, _of_platform):
+        refusal = of(vllm_config)
         if refusal is not None:
             raise refusal.error()
 
@@ -55,6 +68,49 @@ def require_layer(layer_name: str, layer: Any) -> None:
         raise refusal.error()
 
 
+def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], asked: AbstractSet[str]) -> None:
+    """Refuse a model with layers whose attention passes no hook.
+
+    Args:
+        name: The method's.
+        kv_cache_config: vLLM's ``KVCacheConfig``, as the model runner has it.
+        layers: This worker's layers, by name.
+        asked: Those that asked in a step.
+
+    Raises:
+        SparseMethodError: Naming those that hold a KV cache and did not.
+    """
+    held = [layer for group in kv_cache_config.kv_cache_groups for layer in group.layer_names if layer in layers]
+    unasked = [layer for layer in held if layer not in asked]
+    if unasked:
+        shown = ", ".join(f"{layer} ({type(layers[layer]).__qualname__})" for layer in unasked[:SHOWN])
+        raise SparseMethodError(
+            f"{len(unasked)} of the {len(held)} layers with a KV cache did not ask {name} what to read: their "
+            "attention passes no hook",
+            where=shown + (", …" if len(unasked) > SHOWN else ""),
+            fix="serve this model without ucm_sparse_config; `ucm doctor --run` shows which hooks fire",
+        )
+
+
+def hook_lost(name: str, hook: str, runs: str) -> SparseMethodError:
+    """What is wrong where something runs in a step, and a hook that comes before it did not fire.
+
+    Hooks are looked at when an engine starts. Who takes one out later would have the method run half: its scheduler's
+    side gives blocks back, and nothing copies them out, or keeps this step from reading them.
+
+    Args:
+        name: The method's.
+        hook: The hook that did not fire.
+        runs: What runs nevertheless.
+    """
+    return SparseMethodError(
+        f"{name} was not told of a step that runs: a hook of the model runner has been taken out",
+        where=f"{runs} runs, and the hook {hook} did not fire before it",
+        fix="do without what replaces functions of vLLM's model runner in a running engine, or serve without "
+        "ucm_sparse_config",
+    )
+
+
 def require_plain_keys(layer_name: str, layer: Any) -> None:
     """Refuse a layer whose cache holds its keys quantised.
 
@@ -68,6 +124,21 @@ def require_plain_keys(layer_name: str, layer: Any) -> None:
             where=f"layer {layer_name}, kv_cache_dtype",
             fix="start vLLM with --kv-cache-dtype auto, or use a method that reads no keys",
         )
+
+
+def require_plain_scores(layer_name: str, layer: Any) -> None:
+    """Refuse a layer whose attention is more than a softmax of scaled products.
+
+    Raises:
+        SparseMethodError: If it is.
+    """
+    other = "serve this model without this method"
+    if getattr(layer.impl, "logits_soft_cap", None):
+        raise SparseMethodError(
+            f"the layer caps its scores, at {layer.impl.logits_soft_cap}", where=f"layer {layer_name}", fix=other
+        )
+    if getattr(layer.impl, "sinks", None) is not None:
+        raise SparseMethodError("the layer has learned sinks among its scores", where=f"layer {layer_name}", fix=other)
 
 
 def _of_model(vllm_config: Any) -> Refusal | None:
@@ -108,10 +179,11 @@ def _of_decoding(vllm_config: Any) -> Refusal | None:
                 f"start vLLM with --{name.replace('_', '-')} 1",
             )
     if runs_micro_batches(vllm_config):
+        fields, named = leave_out(parallel, "enable_dbo", "ubatch_size")
         return Refusal(
             "sparse methods do not serve micro-batches, which split a step's rows",
-            "parallel_config.enable_dbo, parallel_config.ubatch_size",
-            "start vLLM without --enable-dbo and --ubatch-size",
+            f"parallel_config: {fields}",
+            f"start vLLM without {named}",
         )
     return None
 
@@ -126,8 +198,31 @@ def _of_graphs(vllm_config: Any) -> Refusal | None:
     return Refusal(
         "sparse methods do not run in full CUDA graphs: a replay calls no hook",
         "compilation_config.full_cuda_graph" if mode is None else f"compilation_config.cudagraph_mode = {mode.name}",
-        """start vLLM with --compilation-config '{"cudagraph_mode": "PIECEWISE"}' or with --enforce-eager""",
+        no_whole_graphs(compilation),
     )
+
+
+def _of_platform(vllm_config: Any) -> Refusal | None:
+    """What vLLM Ascend runs in the place of vLLM's own; asked of its modules where they are loaded, never of an NPU."""
+    settings = getattr(vllm_config, "additional_config", None)
+    for name in GRAPHS_OF_ASCEND:
+        chosen = settings.get(name) if isinstance(settings, dict) else None
+        if isinstance(chosen, dict) and chosen.get("enabled"):
+            return Refusal(
+                "sparse methods do not run in graphs that replay no Python: no layer would be asked",
+                f"additional_config: {name}",
+                f"start vLLM without {name}, or without ucm_sparse_config",
+            )
+    utils = sys.modules.get("vllm_ascend.utils")
+    device = getattr(utils, "get_ascend_device_type", None)
+    is_310p = getattr(utils, "is_310p", None)
+    if (device is not None and device().name == "_310P") or (device is None and is_310p is not None and is_310p()):
+        return Refusal(
+            "sparse methods do not serve the Ascend 310P, whose KV cache and attention are others",
+            "vllm_ascend.utils",
+            "serve on another NPU, or without ucm_sparse_config",
+        )
+    return None
 
 
 def _of_layer(where: str, layer: Any) -> Refusal | None:
@@ -141,6 +236,8 @@ def _of_layer(where: str, layer: Any) -> Refusal | None:
         return Refusal(f"sparse methods do not serve attention of the kind {layer.attn_type!r}", where, other)
     if getattr(layer, "sliding_window", None) is not None:
         return Refusal(f"the layer has a sliding window of its own, of {layer.sliding_window} tokens", where, other)
+    if getattr(layer, "sink_len", 0):
+        return Refusal("learned sinks lie in blocks of their own, ahead of a request's", where, other)
     if getattr(impl, "alibi_slopes", None) is not None:
         return Refusal("position biases (ALiBi) need every token at its own distance", where, other)
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucm.integration.vllm.connector.scheduled import admitted_requests
-from ucm.sparse.attention import StepBatch
+from ucm.sparse.attention import StepBatch, asked_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,11 @@ def step_batch(runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatc
         np.array(computed, np.int64),
         np.array(prompt, np.int64),
         np.array([i in admitted for i in request_ids], np.bool_),
+        {
+            data.req_id: asked
+            for data in scheduler_output.scheduled_new_reqs
+            if (asked := asked_of(data.sampling_params)) is not None
+        },
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from tests.ucm.integration.vllm.sparse.test_real_layers import assert_close, reference
-from tests.ucm.sparse.fake_view import step
+from tests.ucm.sparse.steps import step
 from ucm.sparse.base import Role
 from ucm.sparse.block_topk import BlockTopK
 

@@ -31,11 +31,10 @@ from ucm.integration.vllm.sparse.step import step_batch
 from ucm.sparse.base import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.selection import StepPlan
 
 SIZE, BLOCKS, KV_HEADS, HEADS, HEAD, LENGTH = 4, 70, 1, 2, 4, 512
 LAYERS = [f"model.layers.{n}.attn" for n in (2, 3)]
@@ -54,10 +53,10 @@ class View(FakeView):
 class Strict(CheckedTopK):
     """Lets a failure that is not on purpose fail the test."""
 
-    def _fail(self, plan: StepPlan, layer_name: str, error: Exception) -> None:
+    def _fail(self, request_ids: Sequence[str], layer_name: str, error: Exception) -> None:
         if str(error) != INJECTED:
             raise error
-        super()._fail(plan, layer_name, error)
+        super()._fail(request_ids, layer_name, error)
 
 
 def mark_of(tokens: list[int]) -> int:
@@ -70,8 +69,8 @@ def mark_of(tokens: list[int]) -> int:
 class Worker:
     """A V1 runner's state, a KV cache of one shape for all layers, and the method on it."""
 
-    def __init__(self, config: Any) -> None:
-        self.method = Strict(config, Role.WORKER, OPTIONS)
+    def __init__(self, config: Any, selector: str) -> None:
+        self.method = Strict(config, Role.WORKER, {**OPTIONS, "selector": selector})
         self.method.attention = View()
         self.method.worker_started()
         self.cache = torch.zeros((2, BLOCKS, SIZE, KV_HEADS, HEAD))
@@ -109,29 +108,36 @@ class Worker:
             num_prompt_tokens=np.array([self.rows.prompts[i] for i in ids]),
         )
         query = torch.randn((sum(counts), HEADS, HEAD))
+        places = [(i, p) for i, s, n in zip(ids, starts, counts, strict=True) for p in range(s, s + n)]
+        slots = [self.rows.blocks[i][p // SIZE] * SIZE + p % SIZE for i, p in places]
+        key = self.cache[0].flatten(0, 1)[slots]
         self.method.execute_begin(None, output, batch)
         for name in LAYERS:
-            self.method.attention_begin(name, query, query, query, self.cache, dense)
+            used = self.method.attention_begin(name, query, key, key, self.cache, dense)[3]
+            self.method.attention_finished(name, query, self.cache, used, query)
         self.method.execute_finished(None, output, None)
 
 
 class Engine(CheckedEngine):
     """With that worker; with asynchronous scheduling, one step ahead of it."""
 
-    def __init__(self, directory: Path, chance: random.Random, *, asynchronous: bool) -> None:
+    def __init__(self, directory: Path, chance: random.Random, selector: str, *, asynchronous: bool) -> None:
         setting = EngineSetting(asynchronous=asynchronous, blocks=BLOCKS)
         config = engine_config(write_model(directory), setting, SIZE, LENGTH)
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
         super().__init__(setting, config, LAYERS, spec, chance)
-        self.device: Worker = Worker(config)
+        self.device: Worker = Worker(config, selector)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_stale_whatever_is_scheduled(tmp_path: Path, seed: int, *, asynchronous: bool) -> None:
+@pytest.mark.parametrize("selector", ["bounds", "codes"])
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_is_stale_whatever_is_scheduled(
+    tmp_path: Path, seed: int, selector: str, *, asynchronous: bool
+) -> None:
     """Prefix hits, chunks, preemptions, aborts and resets of the prefix cache; some steps fail on purpose."""
     chance = random.Random(seed)  # noqa: S311 - no secrets
-    engine = Engine(tmp_path, chance, asynchronous=asynchronous)
+    engine = Engine(tmp_path, chance, selector, asynchronous=asynchronous)
     prefixes = [[chance.randrange(5) for _ in range(n)] for n in (17, 40)]
     while engine.happened["steps"] < 350:
         if len(engine.requests) < 9 and chance.random() < 0.3:

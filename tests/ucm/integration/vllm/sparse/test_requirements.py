@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,7 @@ def old_flag(flag: bool) -> Any:
         config(compilation_config__cudagraph_mode=Graphs.FULL, model_config__enforce_eager=True),
         config(compilation_config=old_flag(False)),
         config(model_config__runner_type="auto"),
+        config(additional_config={"torchair_graph_config": {"enabled": False}}),
     ],
 )
 def test_what_is_served(settings: Any) -> None:
@@ -96,6 +98,18 @@ def test_what_is_served(settings: Any) -> None:
             '{"cudagraph_mode": "PIECEWISE"}',
         ),
         (config(compilation_config=old_flag(True)), "full CUDA graphs", "full_cuda_graph", "--enforce-eager"),
+        (
+            config(additional_config={"torchair_graph_config": {"enabled": True}}),
+            "graphs that replay no Python",
+            "torchair_graph_config",
+            "start vLLM without torchair_graph_config",
+        ),
+        (
+            config(additional_config={"xlite_graph_config": {"enabled": True}}),
+            "graphs that replay no Python",
+            "xlite_graph_config",
+            "start vLLM without xlite_graph_config",
+        ),
     ],
 )
 def test_an_engine_that_is_refused(settings: Any, what: str, where: str, fix: str) -> None:
@@ -103,6 +117,31 @@ def test_an_engine_that_is_refused(settings: Any, what: str, where: str, fix: st
         AttentionLayers(settings).require_engine()
     assert where in caught.value.where
     assert fix in caught.value.fix
+
+
+class Device(enum.Enum):
+    A2 = 0
+    _310P = 2
+
+
+@pytest.mark.parametrize(
+    "utils",
+    [
+        SimpleNamespace(get_ascend_device_type=lambda: Device["_310P"]),
+        SimpleNamespace(is_310p=lambda: True),
+    ],
+    ids=["by its type", "by a flag, in 0.11.0"],
+)
+def test_the_310p_is_refused_by_name(utils: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
+    with pytest.raises(SparseMethodError, match="the Ascend 310P"):
+        AttentionLayers(config()).require_engine()
+
+
+def test_other_npus_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils: Any = SimpleNamespace(get_ascend_device_type=lambda: Device.A2, is_310p=lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
+    AttentionLayers(config()).require_engine()
 
 
 class CPUAttentionBackendImpl:
@@ -141,10 +180,11 @@ def biased() -> Any:
         (SimpleNamespace(kv_lora_rank=512), "latent attention", "without ucm_sparse_config"),
         (SimpleNamespace(), "is not attention over a KV cache", "without ucm_sparse_config"),
         (layer(attn_type="encoder_only"), "of the kind 'encoder_only'", "without ucm_sparse_config"),
+        (layer(sink_len=128), "learned sinks lie in blocks of their own", "without ucm_sparse_config"),
         (layer(sliding_window=512), "sliding window of its own, of 512 tokens", "without ucm_sparse_config"),
         (layer(impl=biased()), "ALiBi", "without ucm_sparse_config"),
         (layer(kv_sharing_target_layer_name="model.layers.1"), "KV cache of another", "without ucm_sparse_config"),
-        (layer(), "FlashInferImpl has no block table", "FLASH_ATTN or TRITON_ATTN"),
+        (layer(), "FlashInferImpl has no block table", "FLASH_ATTN or --attention-backend TRITON_ATTN"),
         (layer(impl=CPUAttentionBackendImpl()), "CPUAttentionBackendImpl has no block table", "--attention-backend"),
     ],
 )

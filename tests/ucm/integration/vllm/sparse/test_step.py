@@ -16,7 +16,8 @@ SCHEDULED = {"resumed": 9, "running": 1, "new": 5}
 
 def output(shape: str) -> Any:
     """One request that runs, one that is new, one that resumes, told as a group of releases does."""
-    new = SimpleNamespace(req_id="new", block_ids=([4],), num_computed_tokens=32)
+    params = SimpleNamespace(extra_args={"ucm_sparse": False})
+    new = SimpleNamespace(req_id="new", block_ids=([4],), num_computed_tokens=32, sampling_params=params)
     blocks: list[Any] = [None, ([7, 8],)]
     if shape == "one object per request":
         cached: Any = [
@@ -42,6 +43,7 @@ def assert_right(batch: Any) -> None:
     assert batch.num_computed_tokens.tolist() == [40, 32, 16]
     assert batch.num_prompt_tokens.tolist() == [30, 60, 20]
     assert batch.admitted.tolist() == [False, True, True]
+    assert batch.asked == {"new": False}
     assert batch.seq_lens.tolist() == [41, 37, 25]
     assert batch.decodes.tolist() == [True, False, False]
     assert {array.dtype for array in (batch.num_new_tokens, batch.num_computed_tokens, batch.num_prompt_tokens)} == {
@@ -67,7 +69,9 @@ def test_a_v1_runner(shape: str) -> None:
 def test_a_v2_runner(*, seen_by_the_device: bool) -> None:
     """Its batch points to the rows of the states; a resumed request comes as a new one."""
     told = output("a set")
-    told.scheduled_new_reqs.append(SimpleNamespace(req_id="resumed", block_ids=([7, 8],), num_computed_tokens=16))
+    told.scheduled_new_reqs.append(
+        SimpleNamespace(req_id="resumed", block_ids=([7, 8],), num_computed_tokens=16, sampling_params=None)
+    )
     told.scheduled_cached_reqs = SimpleNamespace(
         req_ids=["running"], new_block_ids=[None], num_computed_tokens=[40], resumed_req_ids=set()
     )

@@ -1,0 +1,159 @@
+"""Kernels for a CPU: compiled by numba, which vLLM brings, and run by torch's threads.
+
+A kernel runs in the OpenMP threads that torch computes in, through the entry that compilers call. numba's own threads
+would compete with them, and would all run on the one core that vLLM binds a worker's main thread to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import multiprocessing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from ucm.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Run = Callable[..., None]
+
+Kernel = TypeVar("Kernel")
+
+
+@dataclass(frozen=True)
+class Threads:
+    """What a kernel asks while it runs, as numba calls it.
+
+    Attributes:
+        own: The number of the thread that asks.
+        count: How many run.
+        wait: Returns when all threads have called it.
+    """
+
+    own: Any
+    count: Any
+    wait: Any
+
+
+def for_engine(what: str, make: Callable[[], Kernel]) -> Kernel | None:
+    """What ``make`` compiles, but None in a process that was not started for one engine alone.
+
+    When vLLM 0.32.0 starts an engine it looks at all that the modules of the process hold, and fails at llvmlite's,
+    which numba loads. So after a kernel was compiled no further engine could start in the same process.
+
+    Args:
+        what: What is done slowly where there is no kernel, for the log.
+        make: Called where a kernel may be compiled.
+    """
+    if multiprocessing.parent_process() is not None:
+        return make()
+    _say_why_slow(what)
+    return None
+
+
+@functools.cache
+def _say_why_slow(what: str) -> None:
+    """Once in a process: each layer asks for the kernel."""
+    get_logger(__name__).info(
+        "[UCM.Sparse] %s slowly, without numba: with it, no further engine would start in this process. "
+        "VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default, gives each engine a process of its own",
+        what,
+    )
+
+
+def compile_kernel(what: str, write: Callable[[Any, Threads], Callable[[Any], None]]) -> Run | None:
+    """Compile a kernel; takes about a second.
+
+    Args:
+        what: As `for_engine`.
+        write: Given numba and `Threads`, returns the function to compile. It is run by each thread with the address of
+            the kernel's arguments, an array of int64.
+
+    Returns:
+        What runs it in all threads, with tensors, which it is given the addresses of, and integers. None where numba
+        is missing, which is logged.
+    """
+    try:
+        numba: Any = importlib.import_module("numba")
+        everywhere = ctypes.CDLL(None)  # torch's OpenMP is there
+        threaded = hasattr(everywhere, "GOMP_parallel")
+        threads = _threads_of(everywhere) if threaded else Threads(*map(numba.njit, (_zero, _one, _zero)))
+        signature = numba.types.void(numba.types.CPointer(numba.types.int64))
+        body = numba.cfunc(signature, fastmath=True)(write(numba, threads))
+    except Exception as error:  # noqa: BLE001 - whatever numba cannot do here, torch can
+        get_logger(__name__).warning("[UCM.Sparse] %s slowly, without numba: %s: %s", what, type(error).__name__, error)
+        return None
+    if threaded:
+        parallel = everywhere.GOMP_parallel
+        parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+
+    def run(*given: Any) -> None:
+        arguments = np.array([of if isinstance(of, int) else of.data_ptr() for of in given], np.int64)
+        if threaded:
+            parallel(body.address, arguments.ctypes.data, 0, 0)
+        else:
+            body.ctypes(ctypes.cast(arguments.ctypes.data, body.ctypes.argtypes[0]))
+
+    return run
+
+
+def _zero() -> int:
+    return 0
+
+
+def _one() -> int:
+    return 1
+
+
+def _threads_of(everywhere: Any) -> Threads:
+    own, count, wait = everywhere.omp_get_thread_num, everywhere.omp_get_num_threads, everywhere.GOMP_barrier
+    for function in (own, count, wait):
+        function.argtypes = ()
+    wait.restype = None
+    return Threads(own, count, wait)
+
+
+@dataclass(frozen=True)
+class Intrinsics:
+    """Single instructions, as numba calls them.
+
+    Attributes:
+        ones: Of an int64, how many bits are set.
+        as_float: The float32 that the lower half of an int64 is the bits of.
+        at: What is at an address, for ``carray``.
+    """
+
+    ones: Any
+    as_float: Any
+    at: Any
+
+
+def intrinsics(numba: Any) -> Intrinsics:
+    """Compiled where they are called."""
+    ir: Any = importlib.import_module("llvmlite.ir")
+    types = numba.types
+
+    def ones(_: Any, word: Any) -> Any:
+        def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
+            return builder.ctpop(given[0])
+
+        return types.int64(word), generate
+
+    def as_float(_: Any, __: Any) -> Any:
+        def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
+            return builder.bitcast(builder.trunc(given[0], ir.IntType(32)), ir.FloatType())
+
+        return types.float32(types.int64), generate
+
+    def at(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], context.get_value_type(types.voidptr))
+
+        return types.voidptr(address), generate
+
+    return Intrinsics(*map(numba.extending.intrinsic, (ones, as_float, at)))

@@ -1,0 +1,292 @@
+"""Vectors of 16 numbers in functions that numba compiles.
+
+numba leaves it to LLVM to find vectors in loops over arrays. It does not keep sums of several vectors in registers, and
+checks before each short loop whether its arrays overlap. Here a vector is a value of its own, in a register.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Numbers of a vector, all float32: a register of AVX-512; of narrower ones the compiler takes several.
+LANES = 16
+#: Of a power of two below this nothing is left in a sum with one of 1.
+LEAST_POWER = -126.0
+#: A power of two for a fraction of at most one half: to the sixth order, right to 1.2e-7.
+SERIES = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
+
+
+@functools.cache
+def _vector_type() -> Any:
+    """The type of a vector, made known to numba once."""
+    numba: Any = importlib.import_module("numba")
+    extending: Any = importlib.import_module("numba.extending")
+    ir: Any = importlib.import_module("llvmlite.ir")
+
+    class Vector(numba.types.Type):  # type: ignore[misc] # numba has no types here
+        def __init__(self) -> None:
+            super().__init__(name=f"float32x{LANES}")
+
+    class Model(extending.models.PrimitiveModel):  # type: ignore[misc]
+        def __init__(self, manager: Any, kind: Any) -> None:
+            super().__init__(manager, kind, ir.VectorType(ir.FloatType(), LANES))
+
+    extending.register_model(Vector)(Model)
+    return Vector()
+
+
+class Lanes:
+    """Functions of vectors, for functions that numba compiles to call; an *address* is an int64.
+
+    Args:
+        half: Whether the numbers of the KV cache are bfloat16, or else float32.
+
+    Attributes:
+        load: The vector at an address.
+        store: ``store(address, vector)``.
+        whole: The int64 at an address.
+        number: The float32 at an address.
+        stored: The number of the cache's dtype at an address.
+        keep: ``keep(address, vector)``, in the cache's dtype.
+        put: ``put(address, number)``, float32.
+        splat: A vector of one number.
+        add: Of two vectors the sum; as ``sub``, ``mul``.
+        fma: Of three vectors the product of the first two, plus the third.
+        greater: Of two vectors the greater of each lane.
+        greatest: The greatest number of a vector.
+        total: The sum of a vector's numbers.
+        exp2: Two to the power of each number; of those below `LEAST_POWER`, to that.
+        within: ``within(vector, low, high, number)``: the number in lanes before ``low`` and from ``high`` on.
+    """
+
+    def __init__(self, *, half: bool) -> None:
+        numba: Any = importlib.import_module("numba")
+        self._ir: Any = importlib.import_module("llvmlite.ir")
+        self._cgutils: Any = importlib.import_module("numba.core.cgutils")
+        self._extending: Any = importlib.import_module("numba.extending")
+        self._half = half
+        ir = self._ir
+        self._float, self._word, self._long = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+        self._vector = ir.VectorType(self._float, LANES)
+        vector, address, number = _vector_type(), numba.types.int64, numba.types.float32
+        self._address, self._nothing = address, numba.types.none
+        make = self._intrinsic
+        self.load = make(vector, (address,), self._load)
+        self.store = make(None, (address, vector), self._store)
+        self.number = make(number, (address,), lambda b, at: b.load(self._at(b, at, self._float), align=4))
+        self.whole = make(address, (address,), lambda b, at: b.load(self._at(b, at, self._long), align=8))
+        self.stored = make(number, (address,), self._stored)
+        self.keep = make(None, (address, vector), self._keep)
+        self.put = make(None, (address, number), lambda b, at, of: b.store(of, self._at(b, at, self._float), align=4))
+        self.splat = make(vector, (number,), self._splat)
+        self.add = make(vector, (vector, vector), lambda b, x, y: b.fadd(x, y))
+        self.sub = make(vector, (vector, vector), lambda b, x, y: b.fsub(x, y))
+        self.mul = make(vector, (vector, vector), lambda b, x, y: b.fmul(x, y))
+        self.fma = make(vector, (vector, vector, vector), self._fma)
+        self.greater = make(vector, (vector, vector), self._greater)
+        self.greatest = make(number, (vector,), lambda b, x: self._folded(b, x, self._greater))
+        self.total = make(number, (vector,), lambda b, x: self._folded(b, x, lambda b, x, y: b.fadd(x, y)))
+        self.exp2 = make(vector, (vector,), self._exp2)
+        self.within = make(vector, (vector, address, address, number), self._within)
+
+    def reading(self, step: int) -> Any:
+        """The vector of numbers of the cache's dtype from an address on, so many numbers apart."""
+        return self._intrinsic(_vector_type(), (self._address,), lambda b, at: self._read(b, at, step))
+
+    def stack(self, size: int) -> Any:
+        """The address of so many bytes, the same at each call from one function: ``stack()``."""
+
+        def write(builder: Any) -> Any:
+            kind = self._ir.ArrayType(self._vector, -(-size // (4 * LANES)))
+            return builder.ptrtoint(self._cgutils.alloca_once(builder, kind), self._long)
+
+        return self._intrinsic(self._address, (), write)
+
+    def product(
+        self, rows: int, weights_apart: int, sums_apart: int, vectors: tuple[int, ...], step: int | None
+    ) -> Any:
+        """A product of two matrices that keeps its sums in registers.
+
+        Args:
+            rows: Of the first matrix and of the result; these many times ``vectors`` sums are kept.
+            weights_apart: Bytes between rows of the first matrix, float32.
+            sums_apart: Bytes between rows of the result, float32.
+            vectors: Of a row of the second matrix, the places of its vectors behind the first one's, in bytes; the
+                result's vectors follow each other.
+            step: Numbers of the second matrix' rows are of the cache's dtype and so many numbers apart; None for
+                float32 that follow each other.
+
+        Returns:
+            ``product(weights, matrix, offsets, begin, end, sums, fresh)``: addresses of both matrices, of the places of
+            the second one's rows in bytes (int64), the rows ``begin`` to ``end`` to take of it, and the address of the
+            result, which is added to what it holds unless ``fresh`` is 1.
+        """
+        address = self._address
+
+        def write(b: Any, weights: Any, matrix: Any, offsets: Any, begin: Any, end: Any, sums: Any, fresh: Any) -> None:
+            kept = [[self._cgutils.alloca_once(b, self._vector) for _ in vectors] for _ in range(rows)]
+            places = [
+                [self._plus(b, sums, row * sums_apart + 4 * LANES * n) for n in range(len(vectors))]
+                for row in range(rows)
+            ]
+            nothing = self._ir.Constant(self._vector, None)
+            with b.if_else(b.icmp_signed("==", fresh, self._long(1))) as (then, otherwise):
+                with then:
+                    for of_row in kept:
+                        for one in of_row:
+                            b.store(nothing, one)
+                with otherwise:
+                    for of_row, at in zip(kept, places, strict=True):
+                        for one, place in zip(of_row, at, strict=True):
+                            b.store(self._load(b, place), one)
+            with self._cgutils.for_range(b, end, start=begin, intp=self._long) as loop:
+                offset = b.load(self._at(b, b.add(offsets, b.mul(loop.index, self._long(8))), self._long), align=8)
+                row_at = b.add(matrix, offset)
+                of_matrix = [
+                    self._load(b, self._plus(b, row_at, place))
+                    if step is None
+                    else self._read(b, self._plus(b, row_at, place), step)
+                    for place in vectors
+                ]
+                weight_at = b.add(weights, b.mul(loop.index, self._long(4)))
+                for row, of_row in enumerate(kept):
+                    place = self._at(b, self._plus(b, weight_at, row * weights_apart), self._float)
+                    weight = self._splat(b, b.load(place, align=4))
+                    for one, read in zip(of_row, of_matrix, strict=True):
+                        b.store(self._fma(b, weight, read, b.load(one)), one)
+            for of_row, at in zip(kept, places, strict=True):
+                for one, place in zip(of_row, at, strict=True):
+                    self._store(b, place, b.load(one))
+
+        return self._intrinsic(None, (address,) * 7, write)
+
+    def _intrinsic(self, result: Any, arguments: tuple[Any, ...], write: Callable[..., Any]) -> Any:
+        """A function of these types that is compiled where it is called, from what ``write`` writes."""
+        signature = (self._nothing if result is None else result)(*arguments)
+
+        def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
+            found = write(builder, *given)
+            return context.get_dummy_value() if result is None else found
+
+        made = signature, generate
+        by_count: tuple[Callable[..., Any], ...] = (
+            lambda _of: made,
+            lambda _of, _a: made,
+            lambda _of, _a, _b: made,
+            lambda _of, _a, _b, _c: made,
+            lambda _of, _a, _b, _c, _d: made,
+            lambda _of, _a, _b, _c, _d, _e: made,
+            lambda _of, _a, _b, _c, _d, _e, _f: made,
+            lambda _of, _a, _b, _c, _d, _e, _f, _g: made,
+        )
+        return self._extending.intrinsic(by_count[len(arguments)])
+
+    def _at(self, builder: Any, address: Any, kind: Any) -> Any:
+        return builder.inttoptr(address, kind.as_pointer())
+
+    def _plus(self, builder: Any, address: Any, count: int) -> Any:
+        return builder.add(address, self._long(count)) if count else address
+
+    def _all(self, kind: Any, value: float) -> Any:
+        return self._ir.Constant(self._ir.VectorType(kind, LANES), [value] * LANES)
+
+    def _load(self, builder: Any, address: Any) -> Any:
+        return builder.load(self._at(builder, address, self._vector), align=4)
+
+    def _store(self, builder: Any, address: Any, value: Any) -> None:
+        builder.store(value, self._at(builder, address, self._vector), align=4)
+
+    def _splat(self, builder: Any, number: Any) -> Any:
+        one = builder.insert_element(self._ir.Constant(self._vector, self._ir.Undefined), number, self._word(0))
+        return builder.shuffle_vector(one, one, self._all(self._word, 0))
+
+    def _fma(self, builder: Any, one: Any, other: Any, more: Any) -> Any:
+        return self._of_llvm(builder, "fmuladd", one, other, more)
+
+    def _of_llvm(self, builder: Any, name: str, *vectors: Any) -> Any:
+        kind = self._ir.FunctionType(self._vector, [self._vector] * len(vectors))
+        name = f"llvm.{name}.v{LANES}f32"
+        return builder.call(self._cgutils.get_or_insert_function(builder.module, kind, name), vectors)
+
+    def _greater(self, builder: Any, one: Any, other: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+    def _folded(self, builder: Any, vector: Any, fold: Callable[[Any, Any, Any], Any]) -> Any:
+        """Lanes folded by halves, always in this order."""
+        width = LANES // 2
+        while width:
+            places = [(lane + width) % LANES for lane in range(LANES)]
+            mask = self._ir.Constant(self._ir.VectorType(self._word, LANES), places)
+            vector = fold(builder, vector, builder.shuffle_vector(vector, vector, mask))
+            width //= 2
+        return builder.extract_element(vector, self._word(0))
+
+    def _exp2(self, builder: Any, power: Any) -> Any:
+        power = self._greater(builder, power, self._all(self._float, LEAST_POWER))
+        whole = self._of_llvm(builder, "rint", power)
+        rest = builder.fsub(power, whole)
+        found = self._all(self._float, SERIES[-1])
+        for coefficient in SERIES[-2::-1]:
+            found = self._fma(builder, found, rest, self._all(self._float, coefficient))
+        words = self._ir.VectorType(self._word, LANES)
+        exponent = builder.add(builder.fptosi(whole, words), self._all(self._word, 127))
+        return builder.fmul(found, builder.bitcast(builder.shl(exponent, self._all(self._word, 23)), self._vector))
+
+    def _within(self, builder: Any, vector: Any, low: Any, high: Any, number: Any) -> Any:
+        lanes = self._ir.Constant(self._ir.VectorType(self._word, LANES), list(range(LANES)))
+        edges = [builder.bitcast(builder.trunc(of, self._word), self._word) for of in (low, high)]
+        spread = [
+            builder.shuffle_vector(one, one, self._all(self._word, 0))
+            for one in (
+                builder.insert_element(self._ir.Constant(lanes.type, self._ir.Undefined), edge, self._word(0))
+                for edge in edges
+            )
+        ]
+        inside = builder.and_(builder.icmp_signed(">=", lanes, spread[0]), builder.icmp_signed("<", lanes, spread[1]))
+        return builder.select(inside, vector, self._splat(builder, number))
+
+    def _stored(self, builder: Any, address: Any) -> Any:
+        if not self._half:
+            return builder.load(self._at(builder, address, self._float), align=4)
+        short = builder.load(self._at(builder, address, self._ir.IntType(16)), align=2)
+        return builder.bitcast(builder.shl(builder.zext(short, self._word), self._word(16)), self._float)
+
+    def _read(self, builder: Any, address: Any, step: int) -> Any:
+        words = self._ir.VectorType(self._word, LANES)
+        upper = self._all(self._word, 16)
+        if step == 1 and not self._half:
+            return self._load(builder, address)
+        if step == 1:  # a bfloat16 is the upper half of a float32
+            shorts = self._ir.VectorType(self._ir.IntType(16), LANES)
+            read = builder.load(self._at(builder, address, shorts), align=2)
+            return builder.bitcast(builder.shl(builder.zext(read, words), upper), self._vector)
+        if step == 2 and self._half:  # noqa: PLR2004 - pairs of tiles for AMX: read both, keep one
+            pairs = builder.load(self._at(builder, builder.and_(address, self._long(-4)), words), align=4)
+            place = builder.trunc(builder.and_(address, self._long(2)), self._word)
+            shift = builder.insert_element(
+                self._ir.Constant(words, self._ir.Undefined), builder.mul(place, self._word(8)), self._word(0)
+            )
+            shift = builder.shuffle_vector(shift, shift, self._all(self._word, 0))
+            return builder.bitcast(builder.shl(builder.lshr(pairs, shift), upper), self._vector)
+        found, size = self._ir.Constant(self._vector, self._ir.Undefined), 2 if self._half else 4
+        for lane in range(LANES):
+            number = self._stored(builder, self._plus(builder, address, lane * step * size))
+            found = builder.insert_element(found, number, self._word(lane))
+        return found
+
+    def _keep(self, builder: Any, address: Any, vector: Any) -> None:
+        if not self._half:
+            self._store(builder, address, vector)
+            return
+        bits = builder.bitcast(vector, self._ir.VectorType(self._word, LANES))
+        upper, one = self._all(self._word, 16), self._all(self._word, 1)
+        even = builder.and_(builder.lshr(bits, upper), one)  # to the nearest, halves to even
+        rounded = builder.lshr(builder.add(builder.add(bits, self._all(self._word, 0x7FFF)), even), upper)
+        shorts = self._ir.VectorType(self._ir.IntType(16), LANES)
+        builder.store(builder.trunc(rounded, shorts), self._at(builder, address, shorts), align=2)

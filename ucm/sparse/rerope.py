@@ -1,0 +1,305 @@
+"""ReRoPE: contexts beyond the length that a model was trained with, without training it further.
+
+Source: Jianlin Su, "Rectified Rotary Position Embeddings" (2023, kexue.fm/archives/9708, github.com/bojone/rerope). A
+query sees the keys of a window at their true distances, and all keys before it at the window's own distance (ReRoPE),
+or at distances that grow more slowly from there on (Leaky ReRoPE). So no distance is one that training has never shown.
+
+The cache stays vLLM's, with the keys that it has rotated. Within the window these are right. Those before it are turned
+to the other angle when they are read (`ucm.sparse.rotation`), and attention over the two parts is put together
+(`ucm.sparse.partial_attention`). A token within the first window has no second part, and vLLM computes it.
+
+Each token's output depends on its position and the tokens before it alone: not on chunks, on what was found in a cache,
+or on the other requests of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from ucm.errors import SparseMethodError
+from ucm.logger import get_logger
+from ucm.rotary import turned
+from ucm.sparse.base import SparseMethod
+from ucm.sparse.beyond_window import BeyondWindow
+from ucm.sparse.compiled import for_engine
+from ucm.sparse.needed_hooks import require_hooks
+from ucm.sparse.options import MethodOptions, parse_options
+from ucm.sparse.partial_attention import Merged
+from ucm.sparse.steering import refuse_asked
+from ucm.sparse.window_kernel import SLOWLY, Shape, Turning, by_tile, window_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ucm.sparse.base import Role
+    from ucm.sparse.partial_attention import PartsView
+    from ucm.sparse.rotation import Rotary
+    from ucm.sparse.window_kernel import HeadLayout, WindowKernel
+
+#: Keys that are turned at once: what that takes of memory is bounded, and on a CPU stays in its cache.
+TURNED_AT_ONCE = 4096
+#: The scheduler's hooks ask every worker whether the method runs there, too.
+NEEDED = ("ATTENTION", "SCHEDULER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
+
+
+class ReRoPEOptions(MethodOptions):
+    """What an operator may set.
+
+    Attributes:
+        window: Tokens that a query sees at their true distances, itself among them.
+        training_length: Tokens that the model was trained with. If it is given, scores of later queries grow with the
+            logarithm of their position, which keeps attention as sharp as it was (log-n scaling).
+    """
+
+    window: int = Field(ge=1, description="a number of tokens, 1 or more; a quarter of the trained length is usual")
+    training_length: int | None = Field(default=None, ge=2, description="a number of tokens, 2 or more")
+
+    def tokens_per_distance(self) -> float:
+        """How many tokens before the window make one more of distance."""
+        return math.inf
+
+    @model_validator(mode="after")
+    def _is_trained(self) -> ReRoPEOptions:
+        if self.training_length is not None and self.window > self.training_length:
+            raise ValueError(
+                f"a window of {self.window} tokens has distances that training with {self.training_length} never showed"
+            )
+        return self
+
+
+class LeakyReRoPEOptions(ReRoPEOptions):
+    """What an operator may set.
+
+    Attributes:
+        leak: Tokens before the window by which the distance grows by one.
+    """
+
+    leak: float = Field(gt=1, description="a number above 1: tokens before the window to one more of distance")
+
+    def tokens_per_distance(self) -> float:
+        """See `ReRoPEOptions`."""
+        return self.leak
+
+
+class ReRoPE(SparseMethod):
+    """Puts attention together from a window and what lies before it; see the module.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        role: The side that this instance serves.
+        options: The method's own settings, as the operator wrote them.
+
+    Attributes:
+        counts: ``steps`` with tokens beyond the window, these ``tokens`` and the ``rows`` that they were of, and
+            ``keys_turned`` in a layer.
+
+    Raises:
+        ConfigError: If an option is wrong.
+        SparseMethodError: If hooks are switched off.
+    """
+
+    attention: PartsView
+    options_type: ClassVar[type[ReRoPEOptions]] = ReRoPEOptions
+    needed_hooks = NEEDED
+
+    def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
+        super().__init__(vllm_config, role, options)
+        self._name = type(self).__name__
+        require_hooks(self._name, self.needed_hooks)
+        self._options = parse_options(self.options_type, self._name, options)
+        self._leak = self._options.tokens_per_distance()
+        self.counts: Counter[str] = Counter()
+        self._step: BeyondWindow | None = None
+        self._asked = False
+        #: Of each metadata object of the step, old or new, the dense one (so that its id stays its own) and the new.
+        self._replaced: dict[int, tuple[Any, Any]] = {}
+        #: Of each rotary embedding, itself (so that its id stays its own) and what turns its keys, for torch.
+        self._turning: dict[int, tuple[Rotary, tuple[Tensor, Tensor]]] = {}
+        #: The same for the kernels, and of the step what turns its queries, too.
+        self._tiles: dict[int, tuple[Rotary, Tensor]] = {}
+        self._turned: dict[int, Turning] = {}
+        #: By layer; None where torch computes what lies beyond the window.
+        self._kernels: dict[str, tuple[WindowKernel, HeadLayout] | None] = {}
+
+    def worker_started(self) -> None:
+        """Refuse an engine that cannot be served."""
+        self.attention.require_engine()
+
+    def layer_seen(self, layer_name: str) -> None:
+        """Refuse a layer that cannot be served."""
+        self.attention.require_parts(layer_name)
+        self.attention.rotary(layer_name)
+
+    def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
+        """Find the step's tokens that see keys before their window."""
+        batch = self.attention.batch(runner, scheduler_output, input_batch)
+        refuse_asked(batch.asked, self)
+        self._replaced.clear()
+        self._turned.clear()
+        self._asked = False
+        step = BeyondWindow(batch, self._options.window)
+        self._step = step if len(step) else None
+
+    def attention_begin(
+        self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Spare vLLM the attention of these tokens over all of their keys; what it computes for them is not used."""
+        del kv_cache
+        if self._step is not None:
+            self.layer_seen(layer_name)
+            found = self._replaced.get(id(attn_metadata))
+            if found is None:
+                found = attn_metadata, self._spared(self._step, layer_name, attn_metadata)
+                self._replaced[id(attn_metadata)] = self._replaced[id(found[1])] = found
+            attn_metadata = found[1]
+        return query, key, value, attn_metadata
+
+    def attention_finished(
+        self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
+    ) -> None:
+        """Write the attention of these tokens; the step's own keys are in the cache by now."""
+        if self._step is None:
+            return
+        self._asked = True
+        dense, _ = self._replaced[id(attn_metadata)]
+        table, by_head = self.attention.block_table(dense), output.view(output.shape[0], *query.shape[1:])
+        compiled = self._kernel(layer_name, query, kv_cache)
+        if compiled is not None:
+            kernel, layout = compiled
+            turning = self._turning_of(self._step, self.attention.rotary(layer_name), layout.block_size)
+            batches = self._step.queries.batches(layout.block_size)
+            kernel.attend(query, kv_cache, table, by_head, batches, turning, layout.scale, self._options.window)
+            return
+        places = self._step.on(query.device).places
+        by_head[places] = self._attention(self._step, layer_name, query[places], kv_cache, table).to(output.dtype)
+
+    def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
+        """Count the step; one whose layers did not ask was dense, and that must not go unnoticed."""
+        del runner, scheduler_output, model_output
+        step, self._step = self._step, None
+        self._replaced.clear()
+        if step is None:
+            return
+        if not self._asked:
+            raise SparseMethodError(
+                f"{self._name} was not asked by any layer of this step: its attention was dense",
+                where="the attention hooks of this worker",
+                fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
+            )
+        self.counts["steps"] += 1
+        self.counts["rows"] += len(step.pieces.rows)
+        self.counts["tokens"] += len(step)
+        self.counts["keys_turned"] += int((step.pieces.ends - self._options.window).sum())
+        if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
+            get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
+
+    def summary(self) -> str:
+        """What was done until now, in one line."""
+        counts = self.counts
+        return (
+            f"{self._name} put the attention of {counts['tokens']} tokens together, in {counts['rows']} rows of "
+            f"{counts['steps']} steps, from a window of {self._options.window} tokens and {counts['keys_turned']} keys "
+            "turned in each layer"
+        )
+
+    def _spared(self, step: BeyondWindow, layer_name: str, attn_metadata: Any) -> Any:
+        """Metadata in which these tokens read hardly a key; the others read what they read before."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        pieces, lens = step.spared()
+        table = self.attention.block_table(attn_metadata)
+        rows = torch.from_numpy(pieces.rows).to(table.device, non_blocking=True)
+        seq_lens = torch.from_numpy(lens.astype(np.int32)).to(table.device, non_blocking=True)
+        return self.attention.restricted(
+            layer_name, attn_metadata, table[rows], seq_lens, int(lens.max()), pieces.split(table.device)
+        )
+
+    def _attention(self, step: BeyondWindow, layer_name: str, query: Tensor, kv_cache: Tensor, table: Tensor) -> Tensor:
+        """``[num_tokens, num_heads, head_size]``, float32: of the tokens beyond their windows."""
+        window, placed = self._options.window, step.on(query.device)
+        grown = self._grown(placed.positions)
+        if grown is not None:
+            query = (query * grown[:, None, None]).to(query.dtype)
+        whole = Merged(
+            *self.attention.attend_window(layer_name, query, kv_cache, table[placed.rows], step.windows, window)
+        )
+        rotary = self.attention.rotary(layer_name)
+        factors = rotary.factors(placed.positions, self._far_from(placed.positions))
+        query = turned(query, factors, neox=rotary.neox)
+        size = self.attention.block_size(layer_name, kv_cache)
+        of_keys = self._of_keys(rotary, size)
+        for group in step.groups(size, TURNED_AT_ONCE, query.device):
+            keys, values = self.attention.read(layer_name, kv_cache, group.block_ids(table))
+            factors = of_keys[0][group.positions], of_keys[1][group.positions]
+            keys = turned(keys.flatten(0, 1), factors, neox=rotary.neox).unflatten(0, keys.shape[:2])
+            for part in group.parts:
+                found = self.attention.attend(
+                    layer_name, query[part.tokens], keys, values, part.spans, causal=part.causal
+                )
+                whole.add(part.tokens, *found)
+        return whole.output
+
+    def _kernel(self, layer_name: str, query: Tensor, kv_cache: Tensor) -> tuple[WindowKernel, HeadLayout] | None:
+        """What is compiled for a layer, where it is on a CPU."""
+        if layer_name not in self._kernels:
+            layout, rotary = self.attention.head_layout(layer_name, kv_cache), self.attention.rotary(layer_name)
+            self._kernels[layer_name] = None
+            if layout is not None and query.dtype == kv_cache.dtype:
+                shape = Shape(layout, query.shape[1] // layout.num_kv_heads, rotary.frequencies.numel(), rotary.neox)
+                kernel = for_engine(SLOWLY, lambda: window_kernel(shape))
+                self._kernels[layer_name] = None if kernel is None else (kernel, layout)
+        return self._kernels[layer_name]
+
+    def _turning_of(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> Turning:
+        """What a kernel turns with, the same in all layers of a step."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        if id(rotary) not in self._turned:
+            if id(rotary) not in self._tiles:
+                self._tiles[id(rotary)] = rotary, by_tile(self._factors_of_keys(rotary, block_size))
+            positions = torch.from_numpy(step.queries.positions)
+            grown = self._grown(positions)
+            self._turned[id(rotary)] = Turning(
+                self._tiles[id(rotary)][1],
+                torch.stack(rotary.factors(positions, self._far_from(positions)), 1),
+                torch.ones(len(positions)) if grown is None else grown,
+            )
+        return self._turned[id(rotary)]
+
+    def _grown(self, positions: Tensor) -> Tensor | None:
+        """``[n]``, float32: log-n scaling of queries; None without it."""
+        if self._options.training_length is None:
+            return None
+        return ((positions + 1).float().log() / math.log(self._options.training_length)).clamp(min=1.0)
+
+    def _far_from(self, positions: Tensor) -> Tensor:
+        """``[n]``, float32: where queries see far keys from; the last one is a window away, the others leak closer."""
+        window = self._options.window
+        return window + (positions.float() - window) / self._leak
+
+    def _of_keys(self, rotary: Rotary, block_size: int) -> tuple[Tensor, Tensor]:
+        """What turns the keys of all positions, up to the end of the last one's block."""
+        if id(rotary) not in self._turning:
+            self._turning[id(rotary)] = rotary, self._factors_of_keys(rotary, block_size)
+        return self._turning[id(rotary)][1]
+
+    def _factors_of_keys(self, rotary: Rotary, block_size: int) -> tuple[Tensor, Tensor]:
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        length = rotary.table.shape[0]
+        positions = torch.arange(-(-length // block_size) * block_size, device=rotary.table.device)
+        positions = positions.clamp(max=length - 1)
+        return rotary.factors(positions, positions.float() / self._leak)
+
+
+class LeakyReRoPE(ReRoPE):
+    """The same with distances that go on growing before the window, by one in each `LeakyReRoPEOptions.leak` tokens."""
+
+    options_type = LeakyReRoPEOptions
