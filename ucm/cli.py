@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ucm import __version__
+from ucm import __version__, try_command
 from ucm.doctor import command as doctor
 from ucm.errors import UcmError
 from ucm.store_command import command as store
@@ -14,22 +14,28 @@ from ucm.store_command import command as store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Exit code for errors of use, as argparse has it.
+#: Exit code for wrong usage, the same as argparse's.
 USAGE = 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its module adds the parser and handles what it parsed.
-
-    Returns:
-        The exit code: 0 all good, 1 a problem, 2 an error of use.
-    """
-    parser = argparse.ArgumentParser("ucm", description="UCM, the runtime of the overlay for vLLM.")
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``ucm``; each subcommand sets ``handle`` to the function that runs it."""
+    parser = argparse.ArgumentParser("ucm", description="UCM: prefix cache and sparse attention for vLLM.")
     parser.add_argument("--version", action="version", version=f"ucm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     store.add_parser(commands)
-    options = parser.parse_args(arguments)
+    try_command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Returns:
+        The exit code: 0 no problem, 1 a problem, 2 wrong usage.
+    """
+    options = make_parser().parse_args(arguments)
     try:
         code: int = options.handle(options)
     except UcmError as error:

@@ -127,6 +127,16 @@ def test_options_are_handed_on_as_they_are() -> None:
     assert found[1] is options
 
 
+def test_ucms_blending_is_no_sparse_method(tmp_path: Path) -> None:
+    """`BlendConnector` reads it; beside a method it is refused, as two methods are."""
+    blend = {"Blend": {"chunk_end_token_id": 3}}
+    assert sparse_method_config(VllmConfig(connector(blend))) is None
+    file = settings_file(tmp_path, "ucm_sparse_config: {Blend: {chunk_end_token_id: 3}}\n")
+    assert sparse_method_config(VllmConfig(Transfer(file))) is None
+    with pytest.raises(ConfigError, match="2 sparse methods"):
+        sparse_method_config(VllmConfig(connector({**blend, "GSA": {}})))
+
+
 def test_several_methods() -> None:
     with pytest.raises(ConfigError, match="2 sparse methods are named, and only one can run") as caught:
         sparse_method_config(VllmConfig(connector({"GSA": {}, "ESA": {}})))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,9 +34,13 @@ def test_a_method_of_ones_own() -> None:
 
 
 def test_every_name_leads_to_a_method(tmp_path: Path) -> None:
+    needed: dict[str, dict[str, Any]] = {
+        "Probe": {"report_dir": str(tmp_path)},
+        "ReRoPE": {"window": 128},
+        "LeakyReRoPE": {"window": 128, "leak": 8},
+    }
     for name in METHODS:
-        options = {"report_dir": str(tmp_path)} if name == "Probe" else {}
-        assert isinstance(create_method(name, None, Role.WORKER, options), SparseMethod)
+        assert isinstance(create_method(name, None, Role.WORKER, needed.get(name, {})), SparseMethod)
 
 
 def test_the_names_of_one_method() -> None:
@@ -58,7 +62,7 @@ def test_a_name_that_leads_nowhere(name: str) -> None:
     assert caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("name", ["ucm.sparse.base:Role", "ucm.sparse.base:INVALID_SLOT"])
+@pytest.mark.parametrize("name", ["ucm.sparse.base:Role", "ucm.sparse.factory:METHODS"])
 def test_what_is_no_method(name: str) -> None:
     with pytest.raises(ConfigError, match="is not a sparse method"):
         create_method(name, None, Role.WORKER, {})

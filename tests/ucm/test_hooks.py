@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ucm
+from ucm.errors import SparseMethodError
 from ucm.integration.vllm import block_table, hooks
 from ucm.integration.vllm.sparse.layers import AttentionLayers
-from ucm.sparse import base
-from ucm.sparse.base import INVALID_SLOT, Role, SparseMethod
+from ucm.sparse.base import Role, SparseMethod
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: What a side calls once, when it starts: these have tests of their own and are not among a recorder's calls.
-STARTS = ("scheduler_started", "worker_started")
+STARTS = ("scheduler_started", "worker_started", "asks_workers", "confirms")
 METHODS = [
     name
     for name, member in vars(SparseMethod).items()
     if callable(member) and not name.startswith("_") and name not in STARTS
 ]
-ANSWERS: dict[str, Any] = {name: object() for name in METHODS} | {"num_slots": 48}
+ANSWERS: dict[str, Any] = {name: object() for name in METHODS}
 
 
 class Recorder(SparseMethod):
@@ -50,6 +53,8 @@ for _name in METHODS:
 class VllmConfig:
     additional_config: dict[str, Any] = field(default_factory=dict)
     kv_transfer_config: object = None
+    compilation_config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(static_forward_context={}))
+    parallel_config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(world_size=1))
 
 
 class CountedConfig:
@@ -83,14 +88,19 @@ class Step:
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
-    ucm_sparse_metadata: object = None
-    ucm_sparsed_slots: object = None
-    ucm_external_computed_tokens: object = None
+    ucm_sparse_meta: object = None
 
 
-@dataclass
 class Runner:
-    input_batch: object
+    def __init__(self, input_batch: object = None) -> None:
+        self.input_batch, self.block_tables = input_batch, SimpleNamespace()
+
+
+def started(config: Any, runner: Any = None) -> Any:
+    """A model runner whose worker has started with a configuration; it may be there already."""
+    runner = runner or Runner()
+    hooks.worker_init(SimpleNamespace(vllm_config=config, worker=SimpleNamespace(model_runner=runner)))
+    return runner
 
 
 def recording(calls: list[Any]) -> VllmConfig:
@@ -114,12 +124,13 @@ class Case:
 CASES = (
     Case("request_added", "scheduler request", "none", ("request_added request",)),
     Case(
-        "num_slots_sparsed",
-        "scheduler request tokens external",
-        "invalid",
-        ("num_slots request tokens external",),
+        "limit_new_tokens",
+        "scheduler request count count",
+        "count",
+        ("limit_new_tokens request count count",),
         answered=True,
     ),
+    Case("before_allocation", "manager request", "yes", ("before_allocation request",), answered=True),
     Case("scheduler_output_built", "scheduler step", "none", ("build_metadata step",)),
     Case("request_preempted", "scheduler request", "none", ("request_preempted request",)),
     Case("request_freed", "scheduler request", "none", ("request_freed request",)),
@@ -189,31 +200,35 @@ CASES = (
         for hook in ("ffn_begin", "ffn_finished")
     ),
 )
+#: Stands for vLLM's forward context.
+running = SimpleNamespace(layers={})
 by_hook = pytest.mark.parametrize("case", CASES, ids=lambda case: case.hook)
 
 
 def _things(config: object) -> dict[str, Any]:
     """One object per name that the cases use, with both sides of the engine started."""
-    scheduler = Scheduler(config)
+    scheduler, batch, finished = Scheduler(config), object(), {"r0"}
     hooks.scheduler_init(scheduler)
-    hooks.worker_init(config)
-    batch, finished = object(), {"r0"}
-    opaque = "v2_batch output tables blocks key value cache mapping query metadata layer positions hidden residual"
+    runner = started(config, Runner(batch))
+    running.layers = config.compilation_config.static_forward_context if isinstance(config, VllmConfig) else {}
+    if hasattr(runner, hooks.METHOD):
+        setattr(runner.block_tables, hooks.METHOD, getattr(runner, hooks.METHOD))
+    opaque = "v2_batch output blocks key value cache mapping query metadata layer positions hidden residual"
     return {name: object() for name in opaque.split()} | {
         "batch": batch,
-        "external": 3,
+        "count": 7,
         "finished": finished,
         "id": "r1",
-        "invalid": INVALID_SLOT,
+        "manager": scheduler.kv_cache_manager,
         "name": "model.layers.0.attn",
         "no": False,
         "none": None,
         "request": Request(),
         "row": 5,
-        "runner": Runner(batch),
+        "runner": runner,
         "scheduler": scheduler,
         "step": Step({"r1": 7}, finished),
-        "tokens": 7,
+        "tables": runner.block_tables,
         "yes": True,
     }
 
@@ -228,9 +243,11 @@ def _as_tuple(found: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture(autouse=True)
-def _no_worker_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_worker", None)
+def _nothing_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_works_sparsely", False)
     monkeypatch.setattr(hooks, "_schedules_sparsely", False)
+    monkeypatch.setattr(hooks, "_running_layers", lambda: id(running.layers))
+    monkeypatch.setattr(hooks, "_by_layers", {})
 
 
 @by_hook
@@ -245,6 +262,9 @@ def test_without_a_method_nothing_is_attached_and_no_config_is_read_twice() -> N
     things = _things(config)
     before = list(config.looks)
     assert before == ["kv_transfer_config", "additional_config"] * 2
+    hooks.engine_core_started(SimpleNamespace(vllm_config=config))
+    assert config.looks == ["kv_transfer_config", "additional_config"] * 3
+    before = list(config.looks)
     for case in CASES:
         getattr(hooks, case.hook)(*(things[name] for name in case.arguments.split()))
     assert config.looks == before
@@ -278,112 +298,116 @@ def test_each_side_gets_its_own_instance() -> None:
     assert scheduler_side.vllm_config is worker_side.vllm_config is config
 
 
-def test_a_worker_that_starts_anew_without_a_method_is_inert() -> None:
-    calls: list[Any] = []
-    hooks.worker_init(recording(calls))
-    hooks.worker_init(VllmConfig())
-    hooks.update_states(Runner(None), Step())
-    assert calls == []
+def test_a_connector_finds_the_method_of_its_worker() -> None:
+    config, dense = recording([]), VllmConfig({})
+    assert hooks.worker_method(config) is None
+    things = _things(config)
+    assert hooks.worker_method(config) is getattr(things["runner"], hooks.METHOD)
+    assert hooks.worker_method(dense) is None
 
 
-def test_allocation_goes_to_the_method_of_the_scheduler() -> None:
-    calls: list[Any] = []
-    scheduler, request, blocks = Scheduler(recording(calls)), Request(), object()
+def test_a_step_carries_what_the_method_built() -> None:
+    scheduler, step = Scheduler(recording([])), Step({"r1": 7})
     hooks.scheduler_init(scheduler)
-    found = hooks.allocate_slots(scheduler.kv_cache_manager, request, 7, 48, blocks)
-    assert found is ANSWERS["allocate_slots"]
-    ((_, name, arguments),) = calls
-    assert (name, arguments) == ("allocate_slots", (scheduler.kv_cache_manager, request, 7, 48, blocks))
-
-
-def test_a_running_request_has_no_external_tokens() -> None:
-    calls: list[Any] = []
-    scheduler, request = Scheduler(recording(calls)), Request()
-    hooks.scheduler_init(scheduler)
-    assert hooks.num_slots_sparsed(scheduler, request, 1) == 48
-    assert calls[0][2] == (request, 1, 0)
-
-
-def test_a_step_carries_slots_external_tokens_and_metadata_of_scheduled_requests_only() -> None:
-    scheduler = Scheduler(recording([]))
-    hooks.scheduler_init(scheduler)
-    for name in ("scheduled", "not scheduled", "preempted"):
-        hooks.num_slots_sparsed(scheduler, Request(name), 7, 3)
-    hooks.num_slots_sparsed(scheduler, Request("running"), 1)
-    hooks.request_preempted(scheduler, Request("preempted"))
-    step = Step({"scheduled": 7, "running": 1})
     hooks.scheduler_output_built(scheduler, step)
-    assert step.ucm_sparsed_slots == {"scheduled": 48, "running": 48}
-    assert step.ucm_external_computed_tokens == {"scheduled": 3}
-    assert step.ucm_sparse_metadata is ANSWERS["build_metadata"]
-
-
-def test_an_estimate_does_not_outlive_its_step_but_loaded_tokens_wait_for_theirs() -> None:
-    scheduler = Scheduler(recording([]))
-    hooks.scheduler_init(scheduler)
-    hooks.num_slots_sparsed(scheduler, Request(), 7, 3)
-    hooks.scheduler_output_built(scheduler, Step())
-    steps = [Step({"r1": 7}), Step({"r1": 1})]
-    for step in steps:
-        hooks.scheduler_output_built(scheduler, step)
-    assert [step.ucm_sparsed_slots for step in steps] == [{}, {}]
-    assert [step.ucm_external_computed_tokens for step in steps] == [{"r1": 3}, {}]
-
-
-@pytest.mark.parametrize("event", [hooks.request_preempted, hooks.request_freed])
-def test_what_was_noted_of_a_request_goes_with_it(event: Callable[[Any, Any], None]) -> None:
-    scheduler = Scheduler(recording([]))
-    hooks.scheduler_init(scheduler)
-    hooks.num_slots_sparsed(scheduler, Request(), 7, 3)
-    event(scheduler, Request())
-    step = Step({"r1": 7})
-    hooks.scheduler_output_built(scheduler, step)
-    assert step.ucm_sparsed_slots == step.ucm_external_computed_tokens == {}
+    assert step.ucm_sparse_meta is ANSWERS["build_metadata"]
 
 
 def test_the_compile_cache_sees_a_method_that_the_connector_settings_name() -> None:
     settings: dict[str, Any] = {"ucm_sparse_config": {f"{__name__}:Recorder": {"calls": []}}}
     config = VllmConfig({})
     config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=settings)
-    hooks.worker_init(config)
+    started(config)
     assert config.additional_config == settings
 
 
-def test_a_preempted_request_that_is_scheduled_again_needs_a_new_estimate() -> None:
-    scheduler = Scheduler(recording([]))
-    hooks.scheduler_init(scheduler)
-    hooks.num_slots_sparsed(scheduler, Request(), 1)
-    hooks.request_preempted(scheduler, Request())
-    step = Step({"r1": 1})
-    hooks.scheduler_output_built(scheduler, step)
-    assert step.ucm_sparsed_slots == {}
-
-
-def test_the_last_estimate_of_a_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(recording([]))
-    hooks.scheduler_init(scheduler)
-    hooks.num_slots_sparsed(scheduler, Request(), 1)
-    monkeypatch.setitem(ANSWERS, "num_slots", INVALID_SLOT)
-    assert hooks.num_slots_sparsed(scheduler, Request(), 1) == INVALID_SLOT
-    step = Step({"r1": 1})
-    hooks.scheduler_output_built(scheduler, step)
-    assert step.ucm_sparsed_slots == {}
-
-
 def test_two_schedulers_in_one_process_do_not_mix() -> None:
-    first_calls: list[Any] = []
-    first, second, dense = Scheduler(recording(first_calls)), Scheduler(recording([])), Scheduler()
+    calls: tuple[list[Any], list[Any]] = ([], [])
+    first, second, dense = Scheduler(recording(calls[0])), Scheduler(recording(calls[1])), Scheduler()
     for scheduler in (first, second, dense):
         hooks.scheduler_init(scheduler)
-    hooks.num_slots_sparsed(first, Request("a"), 7, 3)
-    hooks.num_slots_sparsed(second, Request("b"), 7, 4)
-    hooks.num_slots_sparsed(dense, Request("c"), 7, 5)
-    steps = [Step({"a": 7, "b": 7, "c": 7}) for _ in range(3)]
-    for scheduler, step in zip((first, second, dense), steps, strict=True):
-        hooks.scheduler_output_built(scheduler, step)
-    assert [step.ucm_sparsed_slots for step in steps] == [{"a": 48}, {"b": 48}, None]
-    assert [step.ucm_external_computed_tokens for step in steps] == [{"a": 3}, {"b": 4}, None]
-    assert [name for _, name, _ in first_calls] == ["num_slots", "build_metadata"]
+    assert hooks.before_allocation(dense.kv_cache_manager, Request())
+    hooks.before_allocation(second.kv_cache_manager, Request())
+    step = Step()
+    hooks.scheduler_output_built(dense, step)
+    assert step == Step()
+    assert [[name for _, name, _ in told] for told in calls] == [[], ["before_allocation"]]
+
+
+def _forward(runner: Any, config: VllmConfig) -> None:
+    """One step of an engine, as its model runner and its layers tell of it."""
+    running.layers = config.compilation_config.static_forward_context
+    hooks.update_states(runner, Step())
+    hooks.execute_begin(runner, Step())
+    hooks.attention_begin("layer", None, None, None, None, object())
+    hooks.execute_finished(runner, Step(), None)
+
+
+def test_engines_in_one_process_keep_to_their_own_method() -> None:
+    calls: tuple[list[Any], list[Any]] = ([], [])
+    first, second, dense = recording(calls[0]), recording(calls[1]), VllmConfig()
+    runners = [(started(config), config) for config in (first, second, dense)]
+    for runner, config in (*runners, runners[0]):
+        _forward(runner, config)
+    step = ["update_states", "execute_begin", "attention_begin", "execute_finished"]
+    assert [[name for _, name, _ in told] for told in calls] == [step * 2, step]
+    assert len({id(method) for told in calls for method, _, _ in told}) == 2
+
+
+def test_a_forward_that_failed_leaves_nothing_to_the_next_engine() -> None:
+    calls: list[Any] = []
+    config, dense = recording(calls), VllmConfig()
+    runner, other = started(config), started(dense)
+    hooks.execute_begin(runner, Step())  # and its forward raises
+    calls.clear()
+    running.layers = dense.compilation_config.static_forward_context
+    hooks.attention_begin("layer", None, None, None, None, None)  # the other measures its memory
+    _forward(other, dense)
+    assert calls == []
+
+
+def test_the_method_of_an_engine_that_is_gone_acts_no_more() -> None:
+    calls: list[Any] = []
+    config = recording(calls)
+    runner = started(config)
+    method = weakref.ref(getattr(runner, hooks.METHOD))
+    running.layers = {}
+    del runner, config
+    gc.collect()
+    assert method() is None
+    next_runner, dense = started(VllmConfig()), VllmConfig()
+    _forward(next_runner, dense)
+    assert calls == []
+
+
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_a_method_that_needs_its_runner_refuses_one_without_hooks(version: str) -> None:
+    bare = type("Bare", (), {"execute_model": lambda self: self, "input_batch": None})()
+    config = VllmConfig({"ucm_sparse_config": {f"{__name__}:Needing": {}}})
+    with pytest.raises(SparseMethodError, match="this one calls none") as caught:
+        started(config, bare)
+    assert "tests.ucm.test_hooks.Bare" in caught.value.where
+    assert not hasattr(bare, hooks.METHOD)
+    space: dict[str, Any] = {"_ucm_hooks": hooks}
+    exec("def execute_model(self): ...", space)  # noqa: S102 - a function of a module that was rewritten
+    hooked = type(version, (), {"execute_model": functools.wraps(space["execute_model"])(lambda self: self)})()
+    started(config, hooked)
+    assert type(getattr(hooked, hooks.METHOD)) is Needing
+
+
+def test_a_worker_without_a_runner_is_refused() -> None:
+    with pytest.raises(SparseMethodError, match="this one calls none"):
+        hooks.worker_init(SimpleNamespace(vllm_config=recording([]), worker=SimpleNamespace()))
+
+
+def test_block_tables_are_asked_for_their_runner() -> None:
+    calls: list[Any] = []
+    runner, blocks = started(recording(calls)), ([1],)
+    other = Runner()
+    for one in (runner, other):
+        hooks.v2_requests_finished(one, Step())
+        hooks.v2_append_block_ids(one.block_tables, 0, blocks, overwrite=False)
+    assert [name for _, name, _ in calls] == ["update_states", "append_block_ids"]
 
 
 def test_steps_without_finished_requests_do_not_report_any() -> None:
@@ -396,14 +420,119 @@ def test_steps_without_finished_requests_do_not_report_any() -> None:
 
 def test_of_warm_up_and_profiling_a_method_only_sees_the_layers() -> None:
     calls: list[Any] = []
-    hooks.worker_init(recording(calls))
+    config = recording(calls)
+    runner = started(config)
+    running.layers = config.compilation_config.static_forward_context
     query, key, value = object(), object(), object()
-    hooks.v2_execute_begin(Runner(None), Step(), None, dummy_run=True)
-    hooks.v2_execute_finished(Runner(None), Step(), dummy_run=True)
+    hooks.v2_execute_begin(runner, Step(), None, dummy_run=True)
+    hooks.v2_execute_finished(runner, Step(), dummy_run=True)
     found = hooks.attention_begin("layer", query, key, value, None, None)
     hooks.attention_finished("layer", query, None, None, None)
     assert _are_same(found, (query, key, value, None))
     assert [call[1:] for call in calls] == [("layer_seen", ("layer",))]
+
+
+class Asked(SparseMethod):
+    """Needs the attention hooks."""
+
+    needed_hooks = ("ATTENTION",)
+
+
+def _engine_of(*layers: str) -> tuple[VllmConfig, Any]:
+    """A worker's configuration and runner; its KV cache has these layers, and one of another pipeline stage."""
+    config = VllmConfig({"ucm_sparse_config": {f"{__name__}:Asked": {}}})
+    runner = started(config)
+    running.layers = config.compilation_config.static_forward_context
+    running.layers |= {layer: SimpleNamespace() for layer in layers}
+    groups = [SimpleNamespace(layer_names=[layer]) for layer in (*layers, "another.stage")]
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+    return config, runner
+
+
+def _step(version: str, runner: Any, *layers: str) -> None:
+    for layer in layers:
+        hooks.attention_begin(layer, None, None, None, None, object())
+    if version == "V1":
+        hooks.execute_finished(runner, Step(), None)
+    else:
+        hooks.v2_execute_finished(runner, Step(), dummy_run=False)
+
+
+@pytest.mark.parametrize("version", ["V1", "V2"])
+@pytest.mark.parametrize("asking", [(), ("dense.0",)])
+def test_a_layer_with_a_kv_cache_that_does_not_ask_ends_the_engine(version: str, asking: tuple[str, ...]) -> None:
+    _, runner = _engine_of("dense.0", "own.1")
+    for layer in ("dense.0", "own.1"):  # seen while memory is measured is not asked in a step
+        hooks.attention_begin(layer, None, None, None, None, None)
+    with pytest.raises(SparseMethodError, match=f"{2 - len(asking)} of the 2 layers") as caught:
+        _step(version, runner, *asking)
+    assert "own.1 (SimpleNamespace)" in str(caught.value.where)
+
+
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_once_all_layers_have_asked_nothing_is_counted_any_more(version: str) -> None:
+    _, runner = _engine_of("a.0", "a.1")
+    _step(version, runner, "a.0", "a.1")
+    assert getattr(runner, hooks.METHOD).asked is None
+    _step(version, runner)
+
+
+def _arrive(version: str, runner: Any, step: Step) -> None:
+    (hooks.update_states if version == "V1" else hooks.v2_requests_finished)(runner, step)
+
+
+def _begin(version: str, runner: Any, step: Step) -> None:
+    if version == "V1":
+        hooks.execute_begin(runner, step)
+    else:
+        hooks.v2_execute_begin(runner, step, None, dummy_run=False)
+
+
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_a_layer_of_a_step_that_was_not_begun_ends_the_engine(version: str) -> None:
+    """As it is when another package replaces ``execute_model`` while the engine runs."""
+    _, runner = _engine_of("a.0")
+    step = Step(num_scheduled_tokens={"r1": 1})
+    _arrive(version, runner, step)
+    _begin(version, runner, step)
+    _step(version, runner, "a.0")
+    _arrive(version, runner, step)
+    with pytest.raises(SparseMethodError, match="Asked was not told") as caught:
+        _step(version, runner, "a.0")
+    assert "layer a.0" in str(caught.value.where)
+
+
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_a_step_that_has_not_arrived_ends_the_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is when another package replaces ``_update_states``: what is given back was not copied out."""
+    _, runner = _engine_of("a.0")
+    monkeypatch.setattr(Asked, "needed_hooks", ("ATTENTION", "MODEL_RUNNER"))
+    step = Step(num_scheduled_tokens={"r1": 1})
+    _arrive(version, runner, step)
+    _begin(version, runner, step)
+    _step(version, runner, "a.0")
+    with pytest.raises(SparseMethodError, match="Asked was not told") as caught:
+        _begin(version, runner, step)
+    assert "update_states" in str(caught.value.where)
+
+
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_layers_may_run_outside_of_steps(version: str) -> None:
+    """As vLLM has them do while it warms up, and between steps of which some compute nothing."""
+    _, runner = _engine_of("a.0")
+    step = Step(num_scheduled_tokens={"r1": 1})
+    hooks.attention_begin("a.0", None, None, None, None, object())
+    _arrive(version, runner, step)
+    _begin(version, runner, step)
+    _step(version, runner, "a.0")
+    _arrive(version, runner, Step())
+    hooks.attention_begin("a.0", None, None, None, None, object())
+
+
+class Needing(SparseMethod):
+    """Cannot do without the hooks of its model runner."""
+
+    needed_hooks = ("MODEL_RUNNER",)
 
 
 class Starting(SparseMethod):
@@ -420,21 +549,19 @@ def test_a_side_that_starts_has_what_its_method_needs() -> None:
     seen: list[Any] = []
     scheduler = Scheduler(VllmConfig({"ucm_sparse_config": {f"{__name__}:Starting": {"seen": seen}}}))
     hooks.scheduler_init(scheduler)
-    hooks.worker_init(scheduler.vllm_config)
+    started(scheduler.vllm_config)
     assert [entry[:2] for entry in seen] == [(Role.SCHEDULER, scheduler), (Role.WORKER, AttentionLayers)]
     assert type(seen[0][2]) is Starting
 
 
 def test_names_that_are_handed_on_are_the_originals() -> None:
-    assert hooks.INVALID_SLOT is base.INVALID_SLOT
     assert hooks.clear_row is block_table.clear_row
 
 
 #: The hooks that no case of the table covers, each with the test that does.
 OWN_TESTS: dict[str, Callable[[], None]] = {
-    "INVALID_SLOT": test_names_that_are_handed_on_are_the_originals,
-    "allocate_slots": test_allocation_goes_to_the_method_of_the_scheduler,
     "clear_row": test_names_that_are_handed_on_are_the_originals,
+    "engine_core_started": test_without_a_method_nothing_is_attached_and_no_config_is_read_twice,
     "scheduler_init": test_each_side_gets_its_own_instance,
     "worker_init": test_each_side_gets_its_own_instance,
 }
@@ -442,7 +569,7 @@ OWN_TESTS: dict[str, Callable[[], None]] = {
 
 def test_every_hook_has_a_test_and_every_method_a_hook() -> None:
     assert sorted([case.hook for case in CASES] + list(OWN_TESTS)) == sorted(hooks.__all__)
-    others = {"allocate_slots", "layer_seen"}
+    others = {"layer_seen", "figures"}
     assert {call.split()[0] for case in CASES for call in case.calls} | others == set(METHODS)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.test_hooks import Scheduler, VllmConfig
+from tests.ucm.test_hooks import Scheduler, VllmConfig, started
 from ucm.errors import SparseMethodError, UcmError
 from ucm.integration.vllm import hooks
 from ucm.logger import get_logger
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _nothing_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_worker", None)
+    monkeypatch.setattr(hooks, "_works_sparsely", False)
     monkeypatch.setattr(hooks, "_schedules_sparsely", False)
 
 
@@ -65,6 +65,6 @@ def test_what_was_started_is_active(role: Role, log: pytest.LogCaptureFixture) -
 
 def _start(role: Role, config: VllmConfig) -> None:
     if role is Role.WORKER:
-        hooks.worker_init(config)
+        started(config)
     else:
         hooks.scheduler_init(Scheduler(config))

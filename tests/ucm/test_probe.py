@@ -17,13 +17,16 @@ from typing import Any
 import pytest
 
 import ucm
+from tests.ucm.test_hooks import VllmConfig, started
 from ucm.errors import ConfigError, UcmError
 from ucm.integration.vllm import hooks
-from ucm.sparse.base import INVALID_SLOT, Role, SparseMethod
+from ucm.sparse.base import Role, SparseMethod
 from ucm.sparse.counters import HEADER, MAGIC, VERSION
 from ucm.sparse.probe import HOOKS, IN_MODEL, METADATA_RECEIVED, Probe, ProcessReport, read_reports
 
-STEP = SimpleNamespace(ucm_sparse_metadata=None)
+#: An argument that the Probe does not look at.
+NOTHING: Any = None
+STEP = SimpleNamespace(ucm_sparse_meta=None)
 
 FORKED = """
 import multiprocessing, sys
@@ -97,7 +100,9 @@ def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
     assert HOOKS[-1] == "execute_finished"
     assert set(vars(SparseMethod)) - set(HOOKS) == {
         *(name for name in vars(SparseMethod) if name.startswith("__")),
-        *("scheduler_started", "worker_started", "layer_seen", "allocate_slots", "options_type", "needed_hooks"),
+        *("scheduler_started", "worker_started", "layer_seen", "options_type", "needed_hooks", "optional_hooks"),
+        *("asked", "awaits_begin", "identity", "lasting_tokens", "prompts_are_dense", "revision"),
+        *("asks_workers", "complaints", "confirms", "figures"),
     }
 
 
@@ -111,7 +116,7 @@ def test_a_hook_is_counted_and_answers_as_the_base_class_does(
     found = getattr(method, name)(*arguments)
     assert fired(only_report(tmp_path)) == {name: 1}
     if name != "build_metadata":
-        neutral = getattr(SparseMethod(None, Role.WORKER, {}), name)(*arguments)
+        neutral = getattr(SparseMethod(NOTHING, Role.WORKER, {}), name)(*arguments)
         assert found == neutral
     getattr(method, name)(*arguments)
     assert fired(only_report(tmp_path)) == {name: 2}
@@ -122,7 +127,7 @@ def test_what_is_traced_is_not_counted(tmp_path: Path, monkeypatch: pytest.Monke
     stand_in_for_torch(monkeypatch, compiling=True)
     arguments = arguments_of(name)
     found = getattr(probe(tmp_path), name)(*arguments)
-    assert found == getattr(SparseMethod(None, Role.WORKER, {}), name)(*arguments)
+    assert found == getattr(SparseMethod(NOTHING, Role.WORKER, {}), name)(*arguments)
     assert fired(only_report(tmp_path)) == {}
 
 
@@ -147,8 +152,31 @@ def test_torch_compile_traces_through_without_a_graph_break(tmp_path: Path) -> N
     assert fired(only_report(tmp_path)) == {"layer_finished": 1, "ffn_begin": 1}
 
 
-def test_requests_stay_dense(tmp_path: Path) -> None:
-    assert probe(tmp_path, Role.SCHEDULER).num_slots(None, 7, 0) == INVALID_SLOT
+def test_torch_compile_traces_through_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that ask whose forward runs."""
+    torch = pytest.importorskip("torch", reason="only an end-to-end environment has torch")
+    config = VllmConfig({"ucm_sparse_config": {"Probe": {"report_dir": str(tmp_path)}}})
+    monkeypatch.setattr(hooks, "_works_sparsely", False)
+    context = SimpleNamespace(no_compile_layers=config.compilation_config.static_forward_context)
+    forward = SimpleNamespace(get_forward_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", forward)
+    runner = started(config)
+
+    def layer(hidden: Any, residual: Any) -> Any:
+        hidden, residual = hooks.layer_begin(None, None, hidden, residual)
+        hidden, residual = hooks.ffn_finished(None, hidden + residual, residual)
+        return hidden
+
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+    assert fired(only_report(tmp_path)) == {}
+    layer(torch.ones(2), torch.ones(2))
+    assert fired(only_report(tmp_path)) == {"layer_begin": 1, "ffn_finished": 1}
+    assert type(getattr(runner, hooks.METHOD)) is Probe
+
+
+def test_every_allocation_goes_on(tmp_path: Path) -> None:
+    assert probe(tmp_path, Role.SCHEDULER).before_allocation(NOTHING)
 
 
 def test_metadata_that_travelled_is_counted_where_it_arrives(tmp_path: Path) -> None:
@@ -156,7 +184,7 @@ def test_metadata_that_travelled_is_counted_where_it_arrives(tmp_path: Path) -> 
     for number in (1, 2):
         metadata = scheduler.build_metadata(STEP)
         assert pickle.loads(pickle.dumps(metadata)) == {"step": number}  # noqa: S301 - as vLLM's queue does
-        worker.update_states(None, SimpleNamespace(ucm_sparse_metadata=metadata))
+        worker.update_states(None, SimpleNamespace(ucm_sparse_meta=metadata))
     worker.update_states(None, STEP)
     worker.update_states(None, SimpleNamespace())
     assert fired(only_report(tmp_path)) == {"build_metadata": 2, "update_states": 4, METADATA_RECEIVED: 2}
@@ -166,27 +194,36 @@ def test_both_roles_of_a_process_share_a_file(tmp_path: Path) -> None:
     scheduler = probe(tmp_path, Role.SCHEDULER)
     assert only_report(tmp_path).roles == (Role.SCHEDULER,)
     worker = probe(tmp_path)
-    scheduler.request_added(None)
-    worker.execute_begin(None, None, None)
+    scheduler.request_added(NOTHING)
+    worker.execute_begin(None, NOTHING, None)
     assert only_report(tmp_path).roles == (Role.SCHEDULER, Role.WORKER)
     assert fired(only_report(tmp_path)) == {"request_added": 1, "execute_begin": 1}
 
 
 def test_it_counts_behind_the_real_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_worker", None)
-    config = SimpleNamespace(additional_config={"ucm_sparse_config": {"Probe": {"report_dir": str(tmp_path)}}})
+    monkeypatch.setattr(hooks, "_works_sparsely", False)
+    monkeypatch.setattr(hooks, "_schedules_sparsely", False)
+    config = VllmConfig({"ucm_sparse_config": {"Probe": {"report_dir": str(tmp_path)}}})
     scheduler, request = (
         SimpleNamespace(vllm_config=config, kv_cache_manager=SimpleNamespace()),
         SimpleNamespace(request_id="r1"),
     )
     step = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())
     hooks.scheduler_init(scheduler)
-    hooks.worker_init(config)
+    runner = started(config)
     hooks.request_added(scheduler, request)
-    assert hooks.num_slots_sparsed(scheduler, request, 1) == INVALID_SLOT
+    assert hooks.limit_new_tokens(scheduler, request, 0, 5) == 5
+    assert hooks.before_allocation(scheduler.kv_cache_manager, request)
     hooks.scheduler_output_built(scheduler, step)
-    hooks.update_states(None, step)
-    wanted = ["request_added", "num_slots", "build_metadata", "update_states", METADATA_RECEIVED]
+    hooks.update_states(runner, step)
+    wanted = [
+        "request_added",
+        "limit_new_tokens",
+        "before_allocation",
+        "build_metadata",
+        "update_states",
+        METADATA_RECEIVED,
+    ]
     assert fired(only_report(tmp_path)) == dict.fromkeys(wanted, 1)
 
 

@@ -34,7 +34,7 @@ def formats() -> list[str]:
 
 def as_pattern(text: str) -> str:
     """What a format string's results look like."""
-    kinds = {"%s": r".+", "%d": r"\d+", "%.0f": r"\d+", "%.1f": r"\d+\.\d"}
+    kinds = {"%s": r".+", "%d": r"\d+", "%.0f": r"\d+", "%.1f": r"\d+\.\d", "%.2f": r"\d+\.\d\d"}
     return "".join(kinds.get(part) or re.escape(part) for part in re.split(r"(%(?:\.\d)?[sdf])", text))
 
 

@@ -1,30 +1,37 @@
-"""From what was written to settings that can be relied on."""
+"""Reads, checks and completes the connectors' settings."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
-from ucm.config.media import capacity_problem, directory_problem
-from ucm.config.metrics_file import read_log_interval
-from ucm.config.problems import Place, raise_for, wrong
+from ucm.config.problems import NO_VALUE, Place, raise_for, unknown, wrong
 from ucm.config.settings import ConnectorConfig
-from ucm.config.store_settings import WITH_DRAM, WITH_POSIX, StoreSettings
+from ucm.config.store_settings import DRAM, POSIX, StoreSettings
+from ucm.config.units import format_size
 from ucm.config.upstream import translate
 from ucm.config.validation import problems_of
+from ucm.config.yaml_file import read_yaml
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
+from ucm.store.config import OURS, pipeline_parts
+from ucm.store.posix.paths import distrust, group_id
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ucm.config.translation import Translation
 
 Model = TypeVar("Model", bound=BaseModel)
 
+#: Our back ends that have no options of their own.
+_WITHOUT_OPTIONS = frozenset({"Posix", "Dram", "Cache", "Empty"})
 #: What this process has said already; each is said once, however many connectors read the configuration.
 _said: set[str] = set()
 
@@ -43,14 +50,14 @@ def load_connector_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     for line in notices:
         if line not in _said:
             _said.add(line)
-            get_logger().info("[UCM.Connector] %s", line)
+            get_logger(__name__).info("[UCM.Connector] %s", line)
     return config
 
 
 def check_connector_config(
     extra_config: Mapping[str, Any], *, make: bool = True
 ) -> tuple[ConnectorConfig, tuple[str, ...]]:
-    """The same, with what there is to say about the settings instead of a log of it.
+    """Like ``load_connector_config``, but returns the notices instead of logging them.
 
     Args:
         extra_config: As above.
@@ -97,7 +104,25 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
         if partly is not None:
             _look_at_media(partly, written, out, top, make=make)
         return None
+    check_tier_options(store, out, top)
     return store.model_copy(update=_look_at_media(store, written, out, top, make=make))
+
+
+def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> None:
+    """Check the options of the tiers that have some; what is wrong with them is noted."""
+    for name in pipeline_parts(store.pipeline):
+        if name not in store.tiers and (name in _WITHOUT_OPTIONS or name not in OURS):
+            continue  # and is not imported for nothing
+        from ucm.store.factory import back_end_class, is_tier  # noqa: PLC0415 - most configurations need none of it
+
+        place, _ = out.origin(("store", "tiers", name), top, NO_VALUE)
+        try:
+            back_end = back_end_class(name)
+        except ConfigError as error:
+            out.problems.append(wrong(place, error.what, error.fix))
+            continue
+        if is_tier(back_end):
+            _validated(back_end.Options, store.tiers.get(name, {}), ("store", "tiers", name), out, top)
 
 
 def _no_store(top: Place) -> ConfigError:
@@ -125,30 +150,30 @@ def _look_at_media(
 ) -> dict[str, Any]:
     """What becomes of the settings that name directories; what is wrong with those is noted."""
     changed: dict[str, Any] = {}
-    if store.pipeline in WITH_POSIX:
+    if store.parts & POSIX:
         place, value = out.origin(("store", "directories"), top, written["directories"])
         changed["directories"] = tuple(
-            _directory(out, directory, place if isinstance(value, str) else place.inside(index), make=make)
+            _directory(out, directory, place if isinstance(value, str) else place.inside(index), store, make=make)
             for index, directory in enumerate(store.directories)
         )
         _check_capacity(out, top, "posix_capacity", store.posix_capacity, changed["directories"])
-    if store.pipeline in WITH_DRAM:
+    if store.parts & DRAM:
         if "dram_directory" in store.model_fields_set:  # the usual one is made, and its owner checked, by the store
             place, _ = out.origin(("store", "dram_directory"), top)
-            changed["dram_directory"] = _directory(out, store.dram_directory, place, make=make)
+            changed["dram_directory"] = _directory(out, store.dram_directory, place, store, make=make)
         directory = changed.get("dram_directory", store.dram_directory)
         _check_capacity(out, top, "dram_capacity", store.dram_capacity, (directory,))
     return changed
 
 
-def _directory(out: Translation, written: str, place: Place, *, make: bool) -> str:
+def _directory(out: Translation, written: str, place: Place, store: StoreSettings, *, make: bool) -> str:
     """A directory's absolute path; what is wrong with it is noted."""
     try:
         directory = Path.cwd() / expand(written, place)
     except ConfigError as error:
         out.problems.append(error)
         return ""
-    problem = directory_problem(directory, place, written, make=make)
+    problem = directory_problem(directory, place, written, store.trusted_group, make=make)
     if problem is None:
         return str(directory)
     out.problems.append(problem)
@@ -167,7 +192,7 @@ def _check_capacity(
 
 
 def _read_metrics_file(out: Translation) -> None:
-    """Take from UCM's metrics file what means something here."""
+    """Read the one setting of UCM's metrics file that is used here."""
     path = out.settings.get("metrics_config_path")
     if not isinstance(path, str):
         return
@@ -189,3 +214,103 @@ def _whence(document: Document) -> list[str]:
     if document.overridden:
         said.append(f"{', '.join(sorted(document.overridden))}: {INLINE} wins over {document.file}")
     return said
+
+
+def directory_problem(
+    directory: Path, place: Place, written: object, trusted_group: str | int | None = None, *, make: bool = True
+) -> ConfigError | None:
+    """What keeps us from using a directory. Makes it, and a file in it for a moment: permissions alone do not tell.
+
+    Args:
+        directory: The directory, made if it is not there, for its owner alone.
+        place: Where it is named.
+        written: How it is named there.
+        trusted_group: As in ``StoreConfig``.
+        make: Whether it is; if not, a directory is made beside it, or beside the first that is missing above it, and
+            deleted at once.
+    """
+    try:
+        if make or directory.exists():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            with tempfile.TemporaryDirectory(dir=_nearest(directory)):
+                return None
+    except FileExistsError:
+        return wrong(place, f"{directory} is not a directory", "name a directory", written)
+    except OSError as error:
+        what = f"{directory} is not there and cannot be made: {error.strerror or error}"
+        return wrong(place, what, "make it, or name another", written)
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        reason = distrust(directory.stat(), group_id(trusted_group))
+    except OSError as error:
+        what = f"no file can be made in {directory}: {error.strerror or error}"
+        return wrong(place, what, "let the user who runs vLLM write there, or name another", written)
+    except ConfigError as error:
+        return error
+    if reason:
+        fix = "make it this user's own with `chown` and `chmod go-w`, or name the group in trusted_group"
+        return wrong(place, f"{directory} could be used to forge answers: {reason}", fix, written)
+    return None
+
+
+def capacity_problem(capacity: int, directories: Sequence[Path], place: Place, written: object) -> ConfigError | None:
+    """Whether directories, or where they will be made, can hold their equal shares of so many bytes."""
+    wanted: Counter[int] = Counter()
+    total: dict[int, int] = {}
+    for directory in directories:
+        there = _nearest(directory)
+        device = there.stat().st_dev
+        wanted[device] += capacity // len(directories)
+        total[device] = shutil.disk_usage(there).total
+        if wanted[device] > total[device]:
+            share = "" if len(directories) == 1 else ", in equal shares,"
+            what = f"{format_size(capacity)}{share} are more than the file system of {there} has: "
+            fix = "lower it, or add room (in a container, --shm-size sets that of /dev/shm)"
+            return wrong(place, f"{what}{format_size(total[device])} in all", fix, written)
+    return None
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory, or the first above it that is there."""
+    return next(one for one in (directory, *directory.parents) if one.exists())
+
+
+LOG_INTERVAL = "log_interval"
+_SAME = "the metrics of docs/metrics.md are exported, all of them, through vLLM's own /metrics"
+WITHOUT_EFFECT = {
+    "counter": _SAME,
+    "gauge": _SAME,
+    "histogram": _SAME,
+    "histogram_max_length": "observations are counted in buckets where they are made, so that nothing piles up",
+    "metric_prefix": "metrics are called ucm:… as the dashboard expects",
+    "multiproc_dir": "vLLM's own setting, PROMETHEUS_MULTIPROC_DIR, rules",
+}
+
+
+def read_log_interval(path: Path, out: Translation) -> float | None:
+    """The seconds between log lines that a metrics file asks for; None if it says nothing.
+
+    Args:
+        path: The file.
+        out: Takes what has no effect, and what is wrong.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+    """
+    settings = read_yaml(path)
+    for key, value in settings.items():
+        place = Place(str(path), key)
+        if key in WITHOUT_EFFECT:
+            out.without_effect(place, WITHOUT_EFFECT[key])
+        elif key != LOG_INTERVAL:
+            out.problems.append(unknown(place, value, {LOG_INTERVAL, *WITHOUT_EFFECT}))
+    interval = settings.get(LOG_INTERVAL)
+    if interval is None:
+        return None
+    if isinstance(interval, bool) or not isinstance(interval, int | float) or not interval >= 0:
+        problem = wrong(Place(str(path), LOG_INTERVAL), "not a number of seconds", "write a number", interval)
+        out.problems.append(problem)
+        return None
+    return float(interval)

@@ -1,8 +1,9 @@
-"""What is wrong with a configuration: collected first, then told in one error, each with its place and its remedy."""
+"""Problems of a configuration, collected and then raised as one error, each with its place and its remedy."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ NO_VALUE: Any = object()
 
 #: Fewer letters in common than this, and a suggestion would puzzle more than it helps.
 SIMILARITY = 0.6
+
+#: What a setting is called whose value is not to be shown.
+SECRET = re.compile(r"(?i)password|passwd|secret|token|credential")
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 160
@@ -77,7 +81,7 @@ def raise_for(errors: Sequence[ConfigError]) -> None:
 
 
 def unknown(place: Place, value: object, known: Iterable[str]) -> ConfigError:
-    """A key that nobody reads.
+    """The error for an unknown key.
 
     Args:
         place: Where it stands; the last step is the key.
@@ -88,4 +92,7 @@ def unknown(place: Place, value: object, known: Iterable[str]) -> ConfigError:
     names = sorted(known)
     close = difflib.get_close_matches(key, names, n=1, cutoff=SIMILARITY)
     fix = f"did you mean {close[0]!r}?" if close else f"remove it; known here: {', '.join(names)}"
+    if SECRET.search(key):
+        fix = f"write the secret into a file, or an environment variable; {fix}"
+        value = NO_VALUE
     return wrong(place, f"{key!r} is not a setting", fix, value)

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ucm.config.store_settings import StoreSettings  # noqa: TC001 - pydantic reads the annotations
+from ucm.config.store_settings import Size, StoreSettings  # noqa: TC001 - pydantic reads the annotations
 from ucm.config.validation import RefusedValueError
 
 
+def _numbers(value: object) -> object:
+    """One number may stand for a list of one."""
+    return (value,) if type(value) is int else tuple(value) if isinstance(value, list) else value
+
+
+class BlendSettings(BaseModel):
+    """The settings of blending; docs/blend.md explains each of them.
+
+    Attributes:
+        select: What of a reused chunk is computed: its ``edges``, the tokens of largest ``deviation``, or ``none``.
+        edge_tokens: With ``edges``, the first tokens of each chunk.
+        ratio: With ``deviation``, the share of the reused tokens, 0 to 1.
+        check_layer: With ``deviation``, the layer whose KV tells it.
+        min_tokens: Shorter chunks are neither stored nor looked up, and less than this is not worth a blend.
+        chunk_end_token_ids: Tokens that end a chunk, for requests that do not mark their chunks.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    select: Literal["edges", "deviation", "none"] = "edges"
+    edge_tokens: int = Field(default=16, ge=0)
+    ratio: float = Field(default=0.15, ge=0, le=1)
+    check_layer: int = Field(default=1, ge=0)
+    min_tokens: int = Field(default=256, ge=1)
+    chunk_end_token_ids: Annotated[tuple[int, ...], BeforeValidator(_numbers)] = ()
+
+
 class ConnectorConfig(BaseModel):
-    """What an operator has asked of the connectors, checked; every setting is explained in docs/configuration.md.
+    """The checked settings of the connectors; docs/configuration.md explains each of them.
 
     Attributes:
         connector: How blocks are moved: ``direct`` before the forward pass, ``layerwise`` layer by layer, ``mock`` as
@@ -20,12 +47,16 @@ class ConnectorConfig(BaseModel):
         save_decode_blocks: Whether blocks that are filled by generated tokens are saved as well.
         min_hit_tokens: Smaller hits are computed instead of loaded.
         hit_ratio: At most this share of a prompt's tokens is loaded, 0 to 1.
+        staging: Bytes of host memory in which blocks are staged; None for a share of the host's.
+        staging_deadline: Seconds after which a lookup ends with what is verified by then.
         load_failure: What becomes of a request whose blocks could not be loaded.
         metrics: Whether counts are handed to vLLM's metrics.
         metrics_log_interval: Seconds between two log lines of hits; 0 for none.
         metrics_config_path: A metrics file of UCM, whose log_interval is used.
         weights_id: The operator's own name for the weights, believed in place of their files.
+        trust_media_names: Whether a multimodal input's name is believed in place of its data.
         ucm_sparse_config: A sparse method with its options, as it stands.
+        blend: How chunks are blended; for BlendConnector alone.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -35,19 +66,16 @@ class ConnectorConfig(BaseModel):
     save_decode_blocks: bool = True
     min_hit_tokens: int = Field(default=0, ge=0)
     hit_ratio: float = Field(default=1.0, ge=0, le=1)
+    staging: Size | None = None
+    staging_deadline: float = Field(default=2.0, gt=0)
     load_failure: Literal["recompute", "fail"] = "recompute"
     metrics: bool = True
     metrics_log_interval: float = Field(default=10.0, ge=0)
     metrics_config_path: str | None = None
     weights_id: str | None = Field(default=None, min_length=1)
+    trust_media_names: bool = False
     ucm_sparse_config: dict[str, Any] = {}
-
-    @field_validator("ucm_sparse_config")
-    @classmethod
-    def _no_blending(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if "Blend" in value:
-            raise RefusedValueError("blending is not in this version", "remove it; prefix caching works without")
-        return value
+    blend: BlendSettings | None = None
 
     @model_validator(mode="after")
     def _mock_has_a_ratio(self) -> ConnectorConfig:

@@ -10,25 +10,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from ucm.config.units import SIZE_HELP, parse_size
 from ucm.config.validation import RefusedValueError
-from ucm.store.config import StoreConfig, default_dram_directory
+from ucm.store.config import ENTRY_POINT_GROUP, OURS, StoreConfig, default_dram_directory, pipeline_parts
 
-#: The stores that we bring.
-PIPELINES = ("Posix", "Dram", "Cache|Posix", "Empty")
-#: Those with a Posix tier, and those with a Dram tier.
-WITH_POSIX, WITH_DRAM = ("Posix", "Cache|Posix"), ("Dram", "Cache|Posix")
-#: Settings that mean something to some of our stores only.
+#: The names of the Posix tier and of the Dram tier in a pipeline.
+POSIX, DRAM = frozenset({"Posix"}), frozenset({"Dram", "Cache"})
+#: Settings that mean something to some tiers only.
 ONLY_WITH = {
-    "directories": WITH_POSIX,
-    "posix_capacity": WITH_POSIX,
-    "fsync": WITH_POSIX,
-    "direct_io": WITH_POSIX,
-    "dram_directory": WITH_DRAM,
-    "dram_capacity": WITH_DRAM,
-    "dram_capacity_fraction": WITH_DRAM,
-    "options": (),
+    "directories": POSIX,
+    "posix_capacity": POSIX,
+    "trusted_group": POSIX | DRAM,
+    "fsync": POSIX,
+    "direct_io": POSIX,
+    "dram_directory": DRAM,
+    "dram_capacity": DRAM,
+    "dram_capacity_fraction": DRAM,
 }
-#: The entry points of others' stores.
-GROUP = "ucm.stores"
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -49,22 +45,26 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
 
 
 class StoreSettings(BaseModel):
-    """What an operator can say of a store; every setting is explained in docs/configuration.md."""
+    """The settings of a store; docs/configuration.md explains each of them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     pipeline: str = StoreConfig.pipeline
+    tiers: dict[str, dict[str, Any]] = {}
     directories: Paths = StoreConfig.directories
     posix_capacity: Size | None = StoreConfig.posix_capacity_bytes
     dram_directory: str = Field(default_factory=default_dram_directory)
     dram_capacity: Size | None = StoreConfig.dram_capacity_bytes
     dram_capacity_fraction: float = Field(default=StoreConfig.dram_capacity_fraction, gt=0, le=1)
+    trusted_group: str | int | None = StoreConfig.trusted_group
     fsync: bool = StoreConfig.fsync
     direct_io: bool = StoreConfig.direct_io
     load_threads: int = Field(default=StoreConfig.load_threads, ge=1, le=256)
     dump_threads: int = Field(default=StoreConfig.dump_threads, ge=1, le=256)
     dump_nice: int = Field(default=StoreConfig.dump_nice, ge=0, le=19)
     dump_queue: Size = StoreConfig.dump_queue_bytes
+    write_behind: Size = StoreConfig.write_behind_bytes
+    stuck_seconds: float = Field(default=StoreConfig.stuck_seconds, gt=0)
     lookup_cache_keys: int = Field(default=StoreConfig.lookup_cache_keys, ge=0)
     lookup_cache_seconds: float = Field(default=StoreConfig.lookup_cache_seconds, ge=0)
     failures_until_rest: int = Field(default=StoreConfig.failures_until_rest, ge=1)
@@ -77,20 +77,42 @@ class StoreSettings(BaseModel):
     @field_validator("pipeline")
     @classmethod
     def _known_pipeline(cls, value: str) -> str:
-        if value not in PIPELINES and not _CLASS.fullmatch(value) and not entry_points(group=GROUP, name=value):
-            others = f"the name of an entry point in {GROUP}, or package.module:Class"
-            raise RefusedValueError("there is no such store", f"use one of {', '.join(PIPELINES)}, {others}")
+        parts = pipeline_parts(value)
+        for part in parts:
+            if part not in OURS and not _CLASS.fullmatch(part) and not entry_points(group=ENTRY_POINT_GROUP, name=part):
+                others = f"the name of an entry point in {ENTRY_POINT_GROUP}, or package.module:Class"
+                raise RefusedValueError(
+                    f"there is no such store as {part!r}",
+                    f"use {', '.join(OURS)}, {others}; join several with |, as in Cache|Posix",
+                )
+        if len(set(parts)) < len(parts) or set(parts) >= DRAM:
+            raise RefusedValueError("a tier is listed twice", "name each tier once; Cache is Dram")
+        if "Empty" in parts and len(parts) > 1:
+            raise RefusedValueError("Empty cannot be combined with other stores", "remove it, or the others")
         return value
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The names in the pipeline."""
+        return frozenset(pipeline_parts(self.pipeline))
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> StoreSettings:
-        if self.pipeline not in PIPELINES:
-            return self
-        if self.pipeline in WITH_POSIX and not self.directories:
+        if self.parts & POSIX and not self.directories:
             raise RefusedValueError(f"the store {self.pipeline!r} needs a directory", "add directories: [/path]")
-        for name, stores in ONLY_WITH.items():
-            if name in self.model_fields_set and self.pipeline not in stores:
-                raise RefusedValueError(f"{name} means nothing to the store {self.pipeline!r}", f"remove {name}")
+        for name in self.tiers:
+            if name not in self.parts:
+                raise RefusedValueError(
+                    f"there are options for {name}, which is not part of {self.pipeline!r}",
+                    f"remove tiers: {name}, or add {name} to the pipeline",
+                )
+        if self.parts - set(OURS):
+            return self  # a back end of others gets all of the settings
+        for name, tiers in ONLY_WITH.items():
+            if name in self.model_fields_set and not self.parts & tiers:
+                raise RefusedValueError(f"{name} does not apply to the store {self.pipeline!r}", f"remove {name}")
+        if "options" in self.model_fields_set:
+            raise RefusedValueError(f"options does not apply to the store {self.pipeline!r}", "remove options")
         return self
 
     def as_store_config(self) -> StoreConfig:
@@ -102,4 +124,5 @@ _STORE_NAMES = {
     "posix_capacity": "posix_capacity_bytes",
     "dram_capacity": "dram_capacity_bytes",
     "dump_queue": "dump_queue_bytes",
+    "write_behind": "write_behind_bytes",
 }

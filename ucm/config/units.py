@@ -33,7 +33,7 @@ def parse_size(value: object) -> int:
     else:
         raise ValueError("not a size")
     if size < 1:
-        raise ValueError("a size is at least one byte")
+        raise ValueError("a size must be at least one byte")
     return size
 
 

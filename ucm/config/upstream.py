@@ -1,7 +1,8 @@
-"""Reads UCM's own configuration format: what it says, in our names, with the place of each setting kept."""
+"""Translates the original UCM's configuration into our names, and keeps the place of each setting."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from ucm.config import upstream_keys as keys
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 CONNECTORS, NAME, CONFIG = "ucm_connectors", "ucm_connector_name", "ucm_connector_config"
 MODULE = "ucm_connector_module_path"
+#: Where a sparse method stands, and what UCM calls blending there.
+SPARSE, BLEND = "ucm_sparse_config", "Blend"
 #: UCM's older files: the keys of the one connector stand at the top.
 _ONE_CONNECTOR = (NAME, CONFIG, MODULE)
 
@@ -35,6 +38,8 @@ def translate(document: Document, own: Iterable[str]) -> Translation:
         rival = next((name for name in _SAME_THING.get(key, ()) if name in document.settings), None)
         if rival is not None:
             out.refuse(place, f"says the same thing as {rival}", "keep one of the two", value)
+        elif key == SPARSE and isinstance(value, dict) and BLEND in value:
+            _blend(out, place, value)
         elif key in ours:
             out.put((key,), value, place, value)
         elif key in _READERS:
@@ -72,6 +77,35 @@ def _load_tokens_threshold(out: Translation, place: Place, value: object) -> Non
 
 def _sparse_method(out: Translation, place: Place, value: object) -> None:
     out.put(("ucm_sparse_config",), {value: {}} if isinstance(value, str) else value, place, value)
+
+
+def _blend(out: Translation, place: Place, value: dict[str, object]) -> None:
+    """UCM's blending: by deviation, told in one layer."""
+    place, options = place.inside(BLEND), value[BLEND]
+    if len(value) > 1 or not isinstance(options, dict):
+        out.refuse(place, "not a mapping, or beside a sparse method", f"write {{{BLEND}: {{…}}}} alone", value)
+        return
+    out.put(("blend", "select"), "deviation", place, options)
+    for key, written in options.items():
+        at = place.inside(str(key))
+        if key == "chunk_end_token_id":
+            out.put(("blend", "chunk_end_token_ids"), written, at, written)
+        elif key == "compute_meta":
+            _check_layer(out, at, written)
+        else:
+            out.problems.append(unknown(at, written, ("chunk_end_token_id", "compute_meta")))
+
+
+def _check_layer(out: Translation, place: Place, value: object) -> None:
+    items = list(value.items()) if isinstance(value, dict) else []
+    numbers = re.findall(r"\d+", str(items[0][0])) if len(items) == 1 else []
+    told = items[0][1] if numbers else None
+    if not isinstance(told, dict) or set(told) != {"ratio"}:
+        fix = "write {model.layers.1.self_attn.attn: {ratio: 0.2}}"
+        out.refuse(place, "not one layer with the ratio that is computed behind it", fix, value)
+        return
+    out.put(("blend", "check_layer"), int(numbers[0]), place.inside(str(items[0][0])), value)
+    out.put(("blend", "ratio"), told["ratio"], place.inside(str(items[0][0]), "ratio"), told["ratio"])
 
 
 def _mode(out: Translation, place: Place, key: str, value: object) -> None:

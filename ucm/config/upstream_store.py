@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.config import upstream_keys as keys
 from ucm.config.problems import NO_VALUE, Place, unknown
 from ucm.config.store_settings import ONLY_WITH
+from ucm.store.config import pipeline_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,8 +84,8 @@ def _store_key(out: Translation, place: Place, key: str, value: object) -> None:
     if key in _READERS:
         field, read = _READERS[key]
         pipeline = out.settings["store"]["pipeline"]
-        if pipeline not in ONLY_WITH[field]:
-            out.without_effect(place, f"it means nothing to the store {pipeline!r}")
+        if not ONLY_WITH[field] & set(pipeline_parts(pipeline)):
+            out.without_effect(place, f"it does not apply to the store {pipeline!r}")
             return
         found = read(out, place, value)
         if found is not NO_VALUE:

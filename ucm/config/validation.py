@@ -1,10 +1,10 @@
-"""What pydantic finds, in our words and at the place where the operator wrote it."""
+"""Turns pydantic's errors into errors that name the place in the operator's file."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucm.config.problems import unknown, wrong
+from ucm.config.problems import NO_VALUE, unknown, wrong
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -34,7 +34,7 @@ _WORDS = {
 
 
 class RefusedValueError(ValueError):
-    """What a validator of ours raises.
+    """Raised by validators of the settings.
 
     Args:
         what: What is wrong.
@@ -50,7 +50,7 @@ class RefusedValueError(ValueError):
 def problems_of(
     error: ValidationError, model: type[BaseModel], path: tuple[str, ...], out: Translation, top: Place
 ) -> list[ConfigError]:
-    """What is wrong with settings, one by one.
+    """List the problems that pydantic found.
 
     Args:
         error: What pydantic found.
@@ -67,6 +67,10 @@ def _problem(
 ) -> ConfigError:
     kind, context = details["type"], details.get("ctx", {})
     place, value = out.origin((*path, *details["loc"]), top, details["input"])
+    if (*path, *details["loc"])[:2] == ("store", "tiers"):
+        value = NO_VALUE  # a server's password may stand there by mistake
+    elif isinstance(value, dict) and "tiers" in value:
+        value = {**value, "tiers": "…"}
     if kind == "extra_forbidden":
         return unknown(place, value, model.model_fields)
     ours = context.get("error")

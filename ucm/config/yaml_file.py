@@ -1,4 +1,4 @@
-"""A YAML file as a mapping; what YAML lets pass in silence is an error here."""
+"""Reads a YAML file as a mapping, and refuses duplicate keys, which YAML accepts silently."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class _Loader(yaml.SafeLoader):
-    """Builds plain values only, and refuses a key that stands twice, of which YAML would keep the last."""
+    """Build plain values only, and reject duplicate keys, of which YAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark)
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)

@@ -1,6 +1,7 @@
 """``ucm doctor``: does the overlay act on the vLLM of this environment, and if not, why and what to do.
 
-The static checks import neither vLLM nor torch, make nothing and start nothing. ``--config FILE`` checks a file with
+The static checks import neither vLLM nor torch and make nothing. Where other packages bring plug-ins of vLLM, a child
+process loads these and says which of the overlay's functions they replace. ``--config FILE`` checks a file with
 settings as well, as an engine would when it creates its connector. ``--run`` starts a short real engine in a child
 process and counts the hooks that fire in each of its processes.
 

@@ -30,35 +30,39 @@ def add_parser(commands: Any) -> None:
     """
     parser = commands.add_parser(
         "doctor",
-        help="does the overlay act on the vLLM of this environment, and if not, why",
-        description="Say whether the overlay acts on the vLLM of this environment, and if not, why and what to do.",
-        epilog="Exit code: 0 all good or warnings only, 1 an error was found, 2 an error of use.",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object; its keys: pydoc ucm.doctor")
-    parser.add_argument(
-        "--run", action="store_true", help="also run a short real engine, and count the hooks in each process"
+        help="check whether the overlay is active in this vLLM",
+        description="Check whether the overlay is active in this environment; if not, say why and what to do.",
+        epilog="Exit code: 0 no error (there may be warnings), 1 an error was found, 2 wrong usage.",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="also check a file with settings, as an engine would when it starts"
+        "--json", action="store_true", help="print one JSON object; `pydoc ucm.doctor` describes its keys"
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="with --run: a model, in place of a tiny random one")
+    parser.add_argument(
+        "--run", action="store_true", help="also run a small engine, and count the hook calls in each process"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="also check a settings file, as an engine does when it starts"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="with --run: the model's directory; default: a tiny random model"
+    )
     parser.add_argument(
         "--timeout",
         type=_seconds,
         metavar="S",
-        help=f"with --run: end it after so many seconds ({DEFAULT_TIMEOUT:.0f})",
+        help=f"with --run: stop the engine after S seconds (default: {DEFAULT_TIMEOUT:.0f})",
     )
     parser.set_defaults(handle=handle)
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Examine, and print the report.
+    """Examine the environment and print the report.
 
     Raises:
         UcmError: If the options contradict each other, or name no model.
     """
     if not options.run and (options.model is not None or options.timeout is not None):
-        raise UcmError("--model and --timeout belong to --run", fix="add --run, or leave them out")
+        raise UcmError("--model and --timeout need --run", fix="add --run, or leave them out")
     report = examine(options.config)
     if options.run:
         report = _run(report, options.model, options.timeout or DEFAULT_TIMEOUT)
@@ -69,10 +73,10 @@ def handle(options: argparse.Namespace) -> int:
 def _run(report: Report, model: Path | None, timeout: float) -> Report:
     manifest = report.overlays[0].manifest if report.overlays else None
     if not report.overlays and not has_error(report.findings):
-        what = "no engine was started: what is counted in it are the hooks of an overlay, and none is installed"
+        what = "no engine was started: no overlay is installed, so there are no hooks to count"
         return report.with_findings([Finding(CHECK, Status.WARNING, what, todo=how_to_install(report.vllm))])
     if manifest is None or has_error(report.findings):
-        skipped = Finding(CHECK, Status.WARNING, "no engine was started, because of the errors above")
+        skipped = Finding(CHECK, Status.WARNING, "no engine was started because of the errors above")
         return report.with_findings([skipped])
     _print([f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …"], sys.stderr)
     run = run_engine(model, timeout, manifest, disabled_groups(manifest.needs))
@@ -82,7 +86,7 @@ def _run(report: Report, model: Path | None, timeout: float) -> Report:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not seconds > 0:
-        raise argparse.ArgumentTypeError("it must be more than 0")
+        raise argparse.ArgumentTypeError("must be more than 0")
     return seconds
 
 

@@ -5,6 +5,9 @@ Nothing is made: a directory that is not there yet is left to the engine, and to
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +21,13 @@ from ucm.sparse.needed_hooks import require_hooks
 
 if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
+    from ucm.doctor.vllm_install import Vllm
 
 CHECK, SPARSE = "configuration", "sparse settings"
-NEEDS_AN_ENGINE = "not checked, because it takes an engine: the model, its weights, vLLM's own settings"
+#: How the check of a tier is called, with the tier's name.
+TIER = "tier"
+_WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
+NEEDS_AN_ENGINE = "not checked, because that needs an engine: the model, its weights, vLLM's own settings"
 
 
 def check_config(file: Path) -> list[Finding]:
@@ -47,8 +54,31 @@ def check_config(file: Path) -> list[Finding]:
         findings = [_refused(CHECK, error, file)]
     else:
         what = f"{file} can be used: connector {config.connector}, store {config.store.pipeline}"
-        findings = [Finding(CHECK, Status.OK, what, (*notices, *_remarks(config), NEEDS_AN_ENGINE))]
+        findings = [
+            Finding(CHECK, Status.OK, what, (*notices, *_remarks(config), NEEDS_AN_ENGINE)),
+            *_ask_tiers(config),
+        ]
     return findings + check_sparse(extra, file)
+
+
+def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
+    """Whether the tiers that are no directories can be reached from here."""
+    asked = [name for name in config.store.as_store_config().parts if name not in _WITHOUT_SERVERS]
+    if not asked:
+        return []
+    from ucm.store.errors import StoreError  # noqa: PLC0415 - few configurations need it, and what it needs
+    from ucm.store.factory import ask_tier  # noqa: PLC0415 - likewise
+
+    findings = []
+    for name in asked:
+        check = f"{TIER} {name}"
+        try:
+            findings.append(Finding(check, Status.OK, ask_tier(config.store.as_store_config(), name)))
+        except (ConfigError, StoreError) as error:
+            what, *details = str(error).splitlines()
+            todo = error.fix or "check that it runs, and that this host can reach it"
+            findings.append(Finding(check, Status.ERROR, what, tuple(details), (todo,)))
+    return findings
 
 
 def asks_for_sparse_attention(findings: list[Finding]) -> bool:
@@ -73,7 +103,7 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
         method = method_class(name)
         require_hooks(method.__name__, method.needed_hooks)
         if method.options_type is None:
-            what = f"the method {name} is there; its options are its own to check, when an engine starts"
+            what = f"the method {name} is installed; it checks its options itself when an engine starts"
             return [Finding(SPARSE, Status.OK, what)]
         from ucm.sparse.options import parse_options  # noqa: PLC0415 - it needs pydantic
 
@@ -83,7 +113,7 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
         return [Finding(SPARSE, Status.ERROR, what, tuple(details), (error.fix,))]
     except ConfigError as error:
         return [_refused(SPARSE, error, file)]
-    return [Finding(SPARSE, Status.OK, f"the method {name} is there, and its options are right")]
+    return [Finding(SPARSE, Status.OK, f"the method {name} is installed, and its options are valid")]
 
 
 def _refused(check: str, error: ConfigError, file: Path) -> Finding:
@@ -96,10 +126,59 @@ def _remarks(config: ConnectorConfig) -> list[str]:
     """What is right, and worth a second look."""
     store = config.store
     said = [
-        f"{directory} is not there yet: the engine makes it (is the file system that it is meant for mounted?)"
+        f"{directory} does not exist yet; the engine creates it (check that its file system is mounted)"
         for directory in store.directories
         if not Path(directory).exists()
     ]
     if store.directories and store.posix_capacity is None:
-        said.append("posix_capacity is not set: nothing is ever deleted")
+        said.append("posix_capacity is not set, so blocks are never evicted")
     return said
+
+
+CONNECTOR = "prefix cache"
+API = "distributed/kv_transfer/kv_connector/v1/base.py"
+#: What the connectors and the stores import.
+NEEDS = ("numpy", "pydantic", "tqdm", "xxhash", "yaml")
+#: How it is switched on; the page about it lies in the repository, not beside the runtime.
+SETTING = {
+    "kv_connector": "UCMConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
+    "kv_connector_extra_config": {"store": {"directories": "/var/cache/ucm", "posix_capacity": "20GiB"}},
+}
+USE = (
+    f"to use it: vllm serve MODEL --kv-transfer-config '{json.dumps(SETTING)}'",
+    "documentation: docs/prefix_cache.md in the repository of the UCM overlay",
+)
+
+
+def check_connector(vllm: Vllm | None) -> list[Finding]:
+    """Can UCM's connectors run?"""
+    if vllm is None:
+        return []
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"the connectors need {', '.join(missing)}"
+        todo = f"{sys.executable} -m pip install --upgrade ucm-runtime"
+        return [Finding(CONNECTOR, Status.WARNING, what, todo=(todo,))]
+    methods = _methods(vllm)
+    if "get_num_new_matched_tokens" not in methods:
+        what = "this vLLM has no connector API that UCM's connectors support"
+        return [Finding(CONNECTOR, Status.WARNING, what, (str(vllm.directory / API),), ("use vLLM 0.9.1 or newer",))]
+    loads = "blocks are read into host memory and verified before they are promised to vLLM"
+    return [Finding(CONNECTOR, Status.OK, "UCM's connectors can run here, with or without an overlay", (loads, *USE))]
+
+
+def _methods(vllm: Vllm) -> set[str]:
+    """The methods of vLLM's connector class, read from its file."""
+    try:
+        tree = ast.parse((vllm.directory / API).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return set()
+    return {
+        node.name
+        for found in tree.body
+        if isinstance(found, ast.ClassDef) and found.name == "KVConnectorBase_V1"
+        for node in found.body
+        if isinstance(node, ast.FunctionDef)
+    }

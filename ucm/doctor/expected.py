@@ -19,6 +19,8 @@ V2_PACKAGE = "vllm.v1.worker.gpu."
 MODELS = "vllm.model_executor.models."
 OUTPUT = "vllm.v1.core.sched.output"
 FIELDS = "scheduler_output fields"
+#: The hooks around a forward: a runner without one of them has no hooks that a sparse method could do with.
+FORWARD = {"execute_begin", "v2_execute_begin"}
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class Hook:
 
 HOOKS = (
     Hook("scheduler_init", Role.SCHEDULER),
+    Hook("engine_core_started", Role.SCHEDULER),
     Hook("request_added", Role.SCHEDULER, ("request_added",)),
-    Hook("num_slots_sparsed", Role.SCHEDULER, ("num_slots",)),
-    Hook("allocate_slots", Role.SCHEDULER),
+    Hook("limit_new_tokens", Role.SCHEDULER, ("limit_new_tokens",)),
+    Hook("before_allocation", Role.SCHEDULER, ("before_allocation",)),
     Hook("scheduler_output_built", Role.SCHEDULER, ("build_metadata",)),
     Hook("request_preempted", Role.SCHEDULER, ("request_preempted",)),
     Hook("request_freed", Role.SCHEDULER, ("request_freed",)),
@@ -134,8 +137,20 @@ def expectations(manifest: Manifest, disabled: Mapping[str, str], facts: Facts) 
     return [_expectation(hook, manifest, disabled, facts) for hook in HOOKS]
 
 
+def unhooked_runners(manifest: Manifest, facts: Facts) -> list[str]:
+    """The model runners that ran, if the overlay of this release has hooks in none of them.
+
+    Up to 0.15.1, for instance, it has none in the V2 runner: every hook of a runner would be one that need not fire.
+    """
+    hooked = {m.name for m in manifest.modules.values() if FORWARD & set(m.hooks)}
+    return [] if hooked & facts.runner else sorted(name for name in facts.runner if name.endswith("model_runner"))
+
+
 def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> Expectation:
     modules = [m for m in manifest.modules.values() if hook.name in m.hooks or (hook.name, m.name) == (FIELDS, OUTPUT)]
+    if hook.name in manifest.left_out:
+        what = f"the overlay was built without it: `nox -s build-overlay -- {manifest.release} --hooks all` has it"
+        return Expectation(hook, 0, what)
     if not modules:
         return Expectation(hook, 0, f"vLLM {manifest.release} has no place for it")
     on = [m for m in modules if m.group not in disabled]
@@ -154,7 +169,7 @@ def _unused(module: str, facts: Facts) -> str:
     if module.startswith(V2_PACKAGE) and not v2:
         return "the V1 model runner ran"
     if module.startswith(MODELS) and module not in facts.model:
-        return "the model's layers are none of those that are rewritten"
+        return "the overlay does not rewrite this model's layers"
     if ".mla" in module and not facts.mla:
         return "the model has no MLA layers"
     if module.endswith(".attention.attention") and not facts.plain:
@@ -164,10 +179,8 @@ def _unused(module: str, facts: Facts) -> str:
 
 def _no_occasion(hook: str, disabled: Mapping[str, str], facts: Facts) -> str:
     """Why a hook that the run came by had nothing to say; empty if it had."""
-    if hook == "allocate_slots":
-        return "the probe keeps all requests dense"
     if hook == "clear_row":
-        return "only called by a sparse method that replaces blocks"
+        return "called only by a sparse method that replaces blocks"
     if hook == FIELDS and "model_runner" in disabled:
         return f"group model_runner is off: {disabled['model_runner']}"
     if hook == "request_preempted" and facts.preemptions == 0:

@@ -1,22 +1,29 @@
-"""The installed overlay, and what each module that it shadows would be loaded from."""
+"""The installed overlays, and what each module that they shadow would be loaded from."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucm.doctor.distributions import package_directories
+from ucm.doctor.distributions import normalised, package_directories
 from ucm.doctor.findings import Finding, Status
+from ucm.doctor.settings import PLUGIN
 from ucm.doctor.startup import OVERLAY_PACKAGE
-from ucm.overlay.activation import DISTRIBUTION, installed_overlays
+from ucm.overlay.activation import GROUP as OVERLAYS
+from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
 from ucm.overlay.finder import sha256_of
 from ucm.overlay.manifest import Manifest, ShadowedModule, read_manifest
 from ucm.overlay.seam import UPGRADE, missing_hooks
-from ucm.overlay.switches import ALL
+from ucm.overlay.switches import ALL, disabled_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,10 +73,17 @@ class ModuleState:
     origin: Path | None
 
 
-def find_overlays() -> list[Overlay]:
-    """The overlays, the one that Python imports first; those without metadata are found by their directory."""
-    versions = {Path(place).resolve() / OVERLAY_PACKAGE: version for place, version in installed_overlays().items()}
-    places = [*package_directories(OVERLAY_PACKAGE), *versions]
+def find_overlays(package: str = OVERLAY_PACKAGE) -> list[Overlay]:
+    """The overlays of one package's name, the one that Python imports first.
+
+    Those without metadata are found by their directory.
+
+    Args:
+        package: The name of the packages.
+    """
+    installed = installed_overlays(package.replace("_", "-"))
+    versions = {Path(place).resolve() / package: version for place, version in installed.items()}
+    places = [*package_directories(package), *versions]
     found = []
     for place in dict.fromkeys(places):
         try:
@@ -95,11 +109,14 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
         return Finding(
             OVERLAY,
             Status.ERROR,
-            f"{len(overlays)} overlays are installed, and only the first acts",
+            f"{len(overlays)} overlays are installed, but only the first is active",
             tuple(f"{overlay.version or 'unknown version'}: {overlay.directory.parent}" for overlay in overlays),
             (
-                f"keep the one that you want; in each other's environment: pip uninstall {DISTRIBUTION}",
-                "or take its directory off PYTHONPATH",
+                (
+                    "keep one of them; uninstall each other one in its environment: "
+                    f"pip uninstall {distribution_of(overlays[0])}"
+                ),
+                "or remove its directory from PYTHONPATH",
             ),
         )
     (overlay,) = overlays
@@ -108,17 +125,24 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
         return Finding(OVERLAY, Status.ERROR, what, details, (_reinstall(),))
     missing = missing_hooks(overlay.manifest)
     if missing:
-        what = f"{overlay.version} calls hooks that the installed runtime does not have"
+        what = f"{overlay.version} calls hooks that the installed runtime lacks"
         return Finding(OVERLAY, Status.ERROR, what, tuple(missing), (UPGRADE,))
-    what = f"{overlay.version} for vLLM {overlay.manifest.release}, {len(overlay.manifest.modules)} modules"
+    hooks = "all hooks" if overlay.manifest.hooks == "all" else "the hooks that UCM's features use"
+    made_for = f"{overlay.manifest.title} {overlay.manifest.release}"
+    what = f"{overlay.version} for {made_for}, {len(overlay.manifest.modules)} modules, {hooks}"
     return Finding(OVERLAY, Status.OK, what, (str(overlay.directory),))
+
+
+def distribution_of(overlay: Overlay) -> str:
+    """What installs an overlay."""
+    return overlay.directory.name.replace("_", "-")
 
 
 def _none_installed(vllm: Vllm | None, *, needed: bool) -> Finding:
     if needed:
-        what = "none is installed: vLLM runs unchanged, without the sparse method of the settings"
+        what = "not installed: vLLM runs unchanged, without the configured sparse method"
         return Finding(OVERLAY, Status.WARNING, what, todo=how_to_install(vllm))
-    what = "none is installed, and only sparse attention needs one: vLLM runs unchanged, without an import hook"
+    what = "not installed, and only sparse attention needs one: vLLM runs unchanged, without an import hook"
     build, install = how_to_install(vllm)
     return Finding(OVERLAY, Status.OK, what, (f"for sparse attention: {build}", f"and then: {install}"))
 
@@ -132,18 +156,20 @@ def how_to_install(vllm: Vllm | None) -> tuple[str, str]:
     )
 
 
-def states_of(manifest: Manifest, vllm: Vllm | None, disabled: Mapping[str, str], *, active: bool) -> list[ModuleState]:
+def states_of(
+    manifest: Manifest, package: Path | None, disabled: Mapping[str, str], *, active: bool
+) -> list[ModuleState]:
     """Each shadowed module's state.
 
     Args:
         manifest: The overlay's.
-        vllm: The vLLM that it shadows.
+        package: The directory of the package that it shadows; None if it is not there.
         disabled: The groups that are off, with the reasons.
         active: Whether the finder is in place.
     """
     found = []
     for module in manifest.modules.values():
-        origin = _origin(module, vllm)
+        origin = _origin(module, package)
         upstream = _compared(origin, module.upstream_sha256)
         rewritten = _compared(manifest.file(module), module.rewritten_sha256)
         reason = disabled.get(module.group)
@@ -155,12 +181,20 @@ def states_of(manifest: Manifest, vllm: Vllm | None, disabled: Mapping[str, str]
     return found
 
 
-def _origin(module: ShadowedModule, vllm: Vllm | None) -> Path | None:
-    """The file of vLLM's own, as Python's own finder sees it; the packages above it are not imported."""
-    if vllm is None:
+def claimed_modules(manifest: Manifest | None, disabled: Mapping[str, str], vllm: Vllm | None) -> list[tuple[str, str]]:
+    """The shadowed modules that a finder in front of the overlay's would load from elsewhere, each with how."""
+    boot = next((boot for boot in boots() if manifest and Path(boot.DIRECTORY) == manifest.directory), None)
+    if boot is None or manifest is None or vllm is None:
+        return []
+    return list(claims(boot.FINDER, manifest, disabled, vllm.directory.parent))
+
+
+def _origin(module: ShadowedModule, package: Path | None) -> Path | None:
+    """The package's own file, as Python's own finder sees it; the packages above it are not imported."""
+    if package is None:
         return None
-    package = vllm.directory.joinpath(*module.name.split(".")[1:-1])
-    spec = PathFinder.find_spec(module.name, [str(package)])
+    place = package.joinpath(*module.name.split(".")[1:-1])
+    spec = PathFinder.find_spec(module.name, [str(place)])
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
@@ -180,7 +214,7 @@ def check_modules(states: list[ModuleState], manifest: Manifest, vllm: Vllm) -> 
             Finding(
                 MODULES,
                 Status.ERROR,
-                f"{len(broken)} of the overlay's files {_are(broken)} not the reviewed one: vLLM will not start",
+                f"{len(broken)} of the overlay's files {_are(broken)} not as reviewed: vLLM will not start",
                 tuple(f"{state.rewritten}: {manifest.file(state.module)}" for state in broken),
                 (_reinstall(),),
             )
@@ -197,7 +231,7 @@ def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Find
     release, serves = vllm.release, manifest.release
     package, place = vllm.distribution or "vllm", vllm.directory.parent
     if release and release != serves:
-        what = f"the overlay is for vLLM {serves}, installed is {release}: vLLM will not start"
+        what = f"the overlay is for vLLM {serves}, but vLLM {release} is installed: vLLM will not start"
         todo = (
             f"install the overlay for it: nox -s build-overlay -- {release}, then pip install its wheel",
             f"or install the vLLM that the overlay is for: {PIP} install {package}=={serves}",
@@ -208,15 +242,15 @@ def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Find
             "vLLM will not start"
         )
         todo = (
-            f"if they were edited by accident: {PIP} install --force-reinstall --no-deps {package}=={serves}",
-            f"if they are meant to be so, review an overlay made from them: nox -s review -- --from {place}",
+            f"if you did not mean to edit them: {PIP} install --force-reinstall --no-deps {package}=={serves}",
+            f"if the edits are intended, review an overlay made from the edited files: nox -s review -- --from {place}",
         )
     return Finding(
         MODULES,
         Status.ERROR,
         what,
         tuple(f"{state.upstream}: {state.origin or state.module.name}" for state in foreign),
-        (*todo, f"or run upstream's vLLM, without UCM: {ALL}=1"),
+        (*todo, f"or run vLLM without UCM's changes: {ALL}=1"),
     )
 
 
@@ -226,3 +260,94 @@ def _are(things: list[ModuleState]) -> str:
 
 def _reinstall() -> str:
     return f"reinstall the overlay: {PIP} install --force-reinstall --no-deps <overlay wheel>"
+
+
+def check_further_overlays() -> list[Finding]:
+    """Do the overlays of other packages, and of other projects, act as they were built; does any share a module?"""
+    manifests = [o.manifest for package in overlay_packages() for o in find_overlays(package)[:1] if o.manifest]
+    findings = [_check_further(manifest) for manifest in manifests if manifest.directory.name != OVERLAY_PACKAGE]
+    shadowed: dict[str, list[Manifest]] = {}
+    for manifest in manifests:
+        disabled = disabled_groups(manifest.needs)
+        for module in manifest.modules.values():
+            if module.group not in disabled:
+                shadowed.setdefault(module.name, []).append(manifest)
+    shared = {name: by for name, by in shadowed.items() if len(by) > 1}
+    if shared:
+        involved = {manifest.directory: manifest for by in shared.values() for manifest in by}.values()
+        owners = "+".join(dict.fromkeys(owner for manifest in involved for owner in manifest.owners))
+        details = tuple(f"{name}: {', '.join(m.distribution for m in by)}" for name, by in shared.items())
+        todo = (f"build them as one: nox -s build-overlay -- {owners}-{next(iter(involved)).release}",)
+        what = f"{len(shared)} modules are shadowed by more than one overlay: vLLM will not start"
+        findings.append(Finding(OVERLAY, Status.ERROR, what, details, todo))
+    return findings
+
+
+def _check_further(manifest: Manifest) -> Finding:
+    name, package = manifest.distribution, manifest.upstream_package
+    spec = importlib.util.find_spec(package)
+    missing = missing_hooks(manifest)
+    if missing:
+        what = f"{name} {manifest.version} calls hooks that are not installed"
+        return Finding(OVERLAY, Status.ERROR, what, tuple(missing), (UPGRADE,))
+    if spec is None or not spec.origin:
+        what = f"{name} {manifest.version} is installed, but {package} is not"
+        return Finding(OVERLAY, Status.WARNING, what, (), (f"install {package}, or uninstall {name}",))
+    active = any(Path(boot.DIRECTORY) == manifest.directory for boot in boots())
+    states = states_of(manifest, Path(spec.origin).parent, disabled_groups(manifest.needs), active=active)
+    on = [state for state in states if state.disabled is None]
+    wrong = [state for state in on if state.loads != manifest.file(state.module)]
+    if wrong:
+        what = f"{name} {manifest.version}: {len(wrong)} of {len(on)} modules are not loaded from it"
+        details = tuple(f"{s.module.name}: its own file {s.upstream}, the overlay's {s.rewritten}" for s in wrong)
+        todo = (f"install the overlay for the {manifest.title} that is installed; this one is for {manifest.release}",)
+        return Finding(OVERLAY, Status.ERROR, what, details, todo)
+    what = f"{name} {manifest.version} for {manifest.title} {manifest.release}: {len(on)} of {len(states)} modules"
+    return Finding(OVERLAY, Status.OK, what, (str(manifest.directory),))
+
+
+CHECK = "replaced functions"
+#: vLLM's entry points for other packages: it loads them in each of its processes.
+GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
+#: Seconds for the import of vLLM and of what the plug-ins bring.
+PATIENCE = 300.0
+
+
+def other_plugins(vllm: Vllm) -> list[str]:
+    """The plug-ins of vLLM that are neither ours nor its own, each with the distribution that brings it."""
+    found = []
+    for distribution in metadata.distributions():
+        name = normalised(distribution.metadata["Name"] or "")
+        if name != vllm.distribution:
+            every = list(distribution.entry_points)
+            is_overlay = any(point.group == OVERLAYS or point.name == PLUGIN for point in every)
+            points = [point for point in every if point.group in GROUPS and not is_overlay]
+            found += [f"{point.name} ({name} {distribution.version})" for point in points]
+    return sorted(set(found))
+
+
+def check_replaced(vllm: Vllm) -> Finding:
+    """Are the functions that the overlay rewrites its own after all plug-ins of vLLM have been loaded?"""
+    plugins = other_plugins(vllm)
+    if not plugins:
+        return Finding(CHECK, Status.OK, "no other package provides vLLM plugins")
+    loaded = tuple(f"plug-in: {plugin}" for plugin in plugins)
+    with tempfile.TemporaryDirectory(prefix="ucm-doctor-") as directory:
+        result = Path(directory) / "result.json"
+        command = [sys.executable, "-m", "ucm.doctor.plugin_run", str(result)]
+        try:
+            done = subprocess.run(  # noqa: S603 - our own interpreter and module
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE, check=False
+            )
+            failed = done.stderr.strip().splitlines()[-10:] if done.returncode else []
+        except subprocess.TimeoutExpired:
+            failed = [f"it did not end within {PATIENCE:.0f} s"]
+        if failed:
+            what = "a process that loads vLLM and its plugins failed, so it is unknown what they replace"
+            return Finding(CHECK, Status.WARNING, what, (*loaded, *failed), ("find the plugin that fails",))
+        replaced = json.loads(result.read_text(encoding="utf-8"))
+    if replaced:
+        what = f"{len(replaced)} of the overlay's functions are replaced: features that need them will be refused"
+        todo = ("uninstall the package that replaces them if you want such a feature",)
+        return Finding(CHECK, Status.WARNING, what, (*loaded, *replaced), todo)
+    return Finding(CHECK, Status.OK, "no other plugin replaces any of the overlay's functions", loaded)

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import ucm
 from ucm.doctor.config_checks import CHECK as CONFIG
-from ucm.doctor.config_checks import SPARSE, asks_for_sparse_attention, check_config
-from ucm.doctor.connector_checks import check_connector
+from ucm.doctor.config_checks import SPARSE, asks_for_sparse_attention, check_config, check_connector
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import (
     ModuleState,
     Overlay,
+    check_further_overlays,
     check_modules,
     check_overlay,
+    check_replaced,
+    claimed_modules,
     find_overlays,
     states_of,
 )
@@ -85,15 +87,15 @@ class Report:
     def verdict(self) -> str:
         """Everything in one sentence; another, if settings that were checked are wrong."""
         of_settings = [finding for finding in self.findings if finding.check in {CONFIG, SPARSE}]
-        wrong = " The settings cannot be used as they are." if has_error(of_settings) else ""
+        wrong = " The settings are not valid." if has_error(of_settings) else ""
         return self._of_the_overlay([finding for finding in self.findings if finding not in of_settings]) + wrong
 
     def _of_the_overlay(self, findings: list[Finding]) -> str:
         if not self.overlays:
-            return "No overlay of UCM is installed: no sparse attention; the prefix cache needs none."
+            return "No UCM overlay is installed. Sparse attention needs one, the prefix cache does not."
         if has_error(findings):
             count = sum(finding.status is Status.ERROR for finding in findings)
-            return f"UCM's overlay does not work as it should: {count} error{'s' if count > 1 else ''}."
+            return f"UCM's overlay is not working: {count} error{'s' if count > 1 else ''}."
         on = sum(state.disabled is None for state in self.modules)
         if not on:
             return "UCM's overlay is installed and switched off: vLLM runs unchanged."
@@ -109,7 +111,7 @@ class Report:
 
 
 def examine(config: Path | None = None) -> Report:
-    """Make all static checks; neither vLLM nor torch is imported.
+    """Make all static checks; neither vLLM nor torch is imported into this process.
 
     Args:
         config: A file with settings to check as well.
@@ -121,7 +123,7 @@ def examine(config: Path | None = None) -> Report:
     manifest = overlay.manifest if overlay else None
     disabled = disabled_groups(manifest.needs) if manifest else {}
     active = hooks.position is not None
-    states = states_of(manifest, vllm, disabled, active=active) if manifest else []
+    states = states_of(manifest, vllm.directory if vllm else None, disabled, active=active) if manifest else []
     settings = check_config(config) if config is not None else []
     findings = [
         check_python(),
@@ -130,13 +132,17 @@ def examine(config: Path | None = None) -> Report:
         check_overlay(overlays, vllm, needed=asks_for_sparse_attention(settings)),
     ]
     if overlay is not None:
-        findings += [check_start_up_file(overlay.directory), check_import_hook(hooks, overlay.directory, early)]
-    findings.append(check_others(hooks, files))
+        claimed = claimed_modules(manifest, disabled, vllm)
+        in_place = check_import_hook(hooks, overlay.directory, early, claimed)
+        findings += [check_start_up_file(overlay.directory), in_place]
+    findings += [*check_further_overlays(), check_others(hooks, files)]
     if manifest is not None and vllm is not None and active:
         findings += check_modules(states, manifest, vllm)
     findings.append(check_switches(on, manifest.needs if manifest else {}, disabled))
     if overlay is not None:
         findings.append(check_plugins())
+    if manifest is not None and vllm is not None and active and not has_error(findings):
+        findings.append(check_replaced(vllm))
     findings += [*check_connector(vllm), *settings]
     return Report(runtimes, vllm, overlays, hooks, files, on, states, findings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.doctor.expected import Expectation, Facts, expectations
+from ucm.doctor.expected import V2_RUNNER, Expectation, Facts, expectations, unhooked_runners
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import UcmError
 from ucm.sparse.probe import ProcessReport, read_reports
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 CHECK = "run"
 FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
 TAIL_LINES = 30
+#: What nanobind, Triton's binding, prints behind an error as the process ends.
+_LEAK = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 #: A Llama small enough for any machine: its weights are random.
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -95,6 +98,7 @@ class Run:
         saw: What the engine told; empty unless it finished.
         processes: What the probe counted.
         hooks: The hooks of the seam; empty unless it finished.
+        unhooked: The model runners that ran, if the overlay has hooks in none of them.
     """
 
     outcome: str
@@ -105,6 +109,7 @@ class Run:
     saw: dict[str, Any] = field(default_factory=dict)
     processes: list[ProcessReport] = field(default_factory=list)
     hooks: list[HookResult] = field(default_factory=list)
+    unhooked: list[str] = field(default_factory=list)
 
     def name_of(self, pid: int) -> str:
         """A process as an operator knows it."""
@@ -161,12 +166,15 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     processes = read_reports(reports)
     output = directory / "output.log"
     if outcome != FINISHED:
-        tail = output.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = [line for line in lines if not _LEAK.match(line)][-TAIL_LINES:]
         return Run(outcome, seconds, pid, output, tail, processes=processes)
     saw = json.loads((directory / "result.json").read_text(encoding="utf-8"))
-    hooks = [_result(expected, processes) for expected in expectations(manifest, disabled, Facts.of(saw))]
-    if any(result.status == "missing" for result in hooks):
-        return Run(outcome, seconds, pid, output, saw=saw, processes=processes, hooks=hooks)
+    facts = Facts.of(saw)
+    hooks = [_result(expected, processes) for expected in expectations(manifest, disabled, facts)]
+    unhooked = unhooked_runners(manifest, facts)
+    if unhooked or any(result.status == "missing" for result in hooks):
+        return Run(outcome, seconds, pid, output, saw=saw, processes=processes, hooks=hooks, unhooked=unhooked)
     shutil.rmtree(directory)
     return Run(outcome, seconds, pid, saw=saw, processes=processes, hooks=hooks)
 
@@ -227,15 +235,17 @@ def check_run(run: Run) -> list[Finding]:
     if run.outcome != FINISHED:
         return [_broken(run)]
     findings = [_missing(run, result) for result in run.hooks if result.status == "missing"]
+    if run.unhooked:
+        findings.insert(0, _unhooked(run.unhooked))
     if findings:
         return findings
     expected = [result for result in run.hooks if result.expectation.at_least]
     what = (
-        f"all {len(expected)} hooks that this run had use for fired: {run.saw['requests']} requests, "
+        f"all {len(expected)} hooks expected in this run fired: {run.saw['requests']} requests, "
         f"{run.saw['preemptions']} preemptions, {run.seconds:.0f} s"
     )
     if not expected:
-        what = f"vLLM served {run.saw['requests']} requests in {run.seconds:.0f} s; no hook was on"
+        what = f"vLLM served {run.saw['requests']} requests in {run.seconds:.0f} s; no hook was switched on"
     return [Finding(CHECK, Status.OK, what)]
 
 
@@ -247,11 +257,18 @@ def _broken(run: Run) -> Finding:
         f"the engine {how}, after {run.seconds:.0f} s",
         (f"its whole output: {run.output}",),
         (
-            "read the end of its output, above",
-            "find out whether upstream's vLLM runs here: the same command with UCM_DISABLE_PATCHES=1",
+            "see the end of its output above",
+            "check whether vLLM runs here without the overlay: run the same command with UCM_DISABLE_PATCHES=1",
             *(["give it more time: ucm doctor --run --timeout SECONDS"] if run.outcome == TIMED_OUT else []),
         ),
     )
+
+
+def _unhooked(runners: list[str]) -> Finding:
+    what = f"this overlay has no hooks in the model runner that ran, so no sparse method can run: {runners[0]}"
+    todo = "run vLLM's V1 runner: VLLM_USE_V2_MODEL_RUNNER=0"
+    other = "or build an overlay with hooks in it"
+    return Finding(CHECK, Status.ERROR, what, todo=(todo if V2_RUNNER in runners else other,))
 
 
 def _missing(run: Run, result: HookResult) -> Finding:
@@ -262,5 +279,5 @@ def _missing(run: Run, result: HookResult) -> Finding:
         places = [f"{run.name_of(pid)} (pid {pid})" for pid in result.missing]
         times = f"{min(result.fired.values())} of at least {least} times"
         what = f"{', '.join(places)}: {hook.name} fired {times}"
-    log = f"what each process loaded from the overlay: grep UCM.Patch {run.output}"
-    return Finding(CHECK, Status.ERROR, what, todo=(log, "report it, with the output of: ucm doctor --run --json"))
+    log = f"to see what each process loaded from the overlay: grep UCM.Patch {run.output}"
+    return Finding(CHECK, Status.ERROR, what, todo=(log, "report it with the output of: ucm doctor --run --json"))

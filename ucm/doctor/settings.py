@@ -52,10 +52,10 @@ def check_runtime(others: list[str]) -> Finding:
     return Finding(
         "runtime",
         Status.ERROR,
-        f"{what}, and {len(others)} more under the name ucm: which one vLLM imports is a matter of chance",
+        f"{what}, and {len(others)} other packages named ucm: which one vLLM imports depends on the order of sys.path",
         (f"this one: {place}", *(f"also: {other}" for other in others)),
         (
-            "uninstall the others (uc-manager's: pip uninstall uc-manager), or take their directories off sys.path",
+            "uninstall the others (uc-manager's: pip uninstall uc-manager), or remove their directories from sys.path",
             f"then: {sys.executable} -m pip install --force-reinstall --no-deps <{RUNTIME} wheel>",
         ),
     )
@@ -81,10 +81,10 @@ def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disable
     known = {ALL, *map(variable_of, groups)}
     unknown = [name for name in on if groups and name not in known]
     details = [f"{group} is off: {reason}" for group, reason in disabled.items()]
-    details += [f"{name} names no group of this overlay and does nothing" for name in unknown]
+    details += [f"{name} names no group of this overlay and has no effect" for name in unknown]
     todo = f"to have {'it' if len(on) == 1 else 'them'} back: unset {' '.join(on)}"
     if ALL in on:
-        return Finding(check, Status.WARNING, f"{ALL} is set: vLLM runs as upstream made it", todo=(todo,))
+        return Finding(check, Status.WARNING, f"{ALL} is set: vLLM runs without the overlay", todo=(todo,))
     return Finding(check, Status.WARNING, f"set: {', '.join(on)}", tuple(details), (todo,))
 
 
@@ -92,12 +92,12 @@ def check_plugins() -> Finding:
     """May vLLM call the entry point that stops a process in which the overlay is inactive?"""
     check, allowed = "plugins", os.environ.get(PLUGINS)
     if allowed is None or PLUGIN in allowed.split(","):
-        return Finding(check, Status.OK, "vLLM will check in each of its processes that the overlay acts")
+        return Finding(check, Status.OK, "vLLM checks in each of its processes that the overlay is active")
     wanted = f"{allowed},{PLUGIN}" if allowed else PLUGIN
     return Finding(
         check,
         Status.WARNING,
-        f"{PLUGINS} leaves {PLUGIN} out: a process in which the overlay is inactive goes unnoticed",
+        f"{PLUGINS} leaves out {PLUGIN}, so an inactive overlay in a process goes unnoticed",
         (f"{PLUGINS}={allowed}",),
         (f"export {PLUGINS}={wanted}",),
     )

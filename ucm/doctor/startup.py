@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ucm.doctor.distributions import providers
 from ucm.doctor.findings import Finding, Status
+from ucm.overlay.activation import overlay_packages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +35,7 @@ class StartUpFile:
     Attributes:
         path: Where it lies.
         touches_vllm: Whether it names vLLM or UCM.
-        ours: Whether it is the overlay's own.
+        ours: Whether it is an overlay's own.
     """
 
     path: Path
@@ -71,14 +72,14 @@ def site_directories() -> list[Path]:
 
 def start_up_files() -> list[StartUpFile]:
     """The .pth files with code in them, then sitecustomize and usercustomize."""
-    found = []
+    found, ours = [], {OVERLAY_PACKAGE, *overlay_packages()}
     for directory in site_directories():
         for path in sorted(directory.glob("*.pth")):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             code = [line for line in lines if line.startswith(("import ", "import\t"))]
             if code:
                 touches = any(touches_vllm(line) for line in code)
-                found.append(StartUpFile(path, touches, path.name == PTH))
+                found.append(StartUpFile(path, touches, path.stem in ours))
     for name in CUSTOMISATIONS:
         loaded = sys.modules.get(name)
         if loaded is not None and loaded.__file__:
@@ -120,7 +121,8 @@ def import_hooks() -> ImportHooks:
     """What stands on ``sys.meta_path``, in this process."""
     names = [_name(finder) for finder in sys.meta_path]
     ours = [place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")]
-    foreign = [(place, name) for place, name in enumerate(names) if not _is_pythons(name) and place not in ours]
+    overlays = tuple(f"{package}." for package in (OVERLAY_PACKAGE, *overlay_packages()))
+    foreign = [(n, name) for n, name in enumerate(names) if not _is_pythons(name) and not name.startswith(overlays)]
     position = ours[0] if ours else None
     boot = sys.modules.get(f"{OVERLAY_PACKAGE}._boot")
     directory = Path(boot.__file__).resolve().parent if boot is not None and boot.__file__ else None
@@ -136,20 +138,20 @@ def check_start_up_file(overlay: Path) -> Finding:
     """
     check, place = "start-up file", overlay.parent
     if sys.flags.no_site:
-        what = "this Python was started with -S and reads no .pth file"
+        what = "this Python was started with -S, so it reads no .pth files"
         return Finding(check, Status.ERROR, what, todo=("start vLLM without -S",))
     if place.resolve() not in site_directories():
         return Finding(
             check,
             Status.ERROR,
-            "the overlay lies where Python does not read .pth files: it is importable, and never activated",
+            "Python does not read .pth files in the overlay's directory, so the overlay is never activated",
             (
                 f"overlay: {place}",
-                "reached through PYTHONPATH, or put there by `pip install --target`",
+                "it is on PYTHONPATH, or was installed with `pip install --target`",
                 *(f"read: {directory}" for directory in site_directories()),
             ),
             (
-                f"take {place} off PYTHONPATH",
+                f"remove {place} from PYTHONPATH",
                 f"install the wheel into the environment: {sys.executable} -m pip install <overlay wheel>",
             ),
         )
@@ -161,16 +163,19 @@ def check_start_up_file(overlay: Path) -> Finding:
             (str(place),),
             (_reinstall(),),
         )
-    return Finding(check, Status.OK, f"{PTH} lies where this Python reads it", (str(place),))
+    return Finding(check, Status.OK, f"{PTH} is in a directory that this Python reads", (str(place),))
 
 
-def check_import_hook(hooks: ImportHooks, overlay: Path, loaded: Iterable[str]) -> Finding:
-    """Is the overlay's finder in place in this process, in time and first?
+def check_import_hook(
+    hooks: ImportHooks, overlay: Path, loaded: Iterable[str], claimed: Iterable[tuple[str, str]] = ()
+) -> Finding:
+    """Is the overlay's finder in place in this process, in time and not forestalled?
 
     Args:
         hooks: What stands on ``sys.meta_path``.
         overlay: The overlay package's directory.
         loaded: The modules of vLLM that were loaded before us.
+        claimed: The shadowed modules that a finder before ours would load from elsewhere, each with how.
     """
     check = "import hook"
     if hooks.position is None:
@@ -178,12 +183,12 @@ def check_import_hook(hooks: ImportHooks, overlay: Path, loaded: Iterable[str]) 
         return Finding(
             check,
             Status.ERROR,
-            "not found in this process: the Scheduler and the attention of its vLLM are not rewritten",
+            "not found in this process: vLLM's modules are not replaced here",
             (f"{PTH} did not run when {sys.executable} started",),
             (_reinstall(),) if in_order else (),
         )
     if hooks.directory is not None and hooks.directory != overlay.resolve():
-        what = "in place, and serves another overlay than the one found"
+        what = "in place, but for another overlay than the one found"
         details = (f"serves: {hooks.directory}", f"found first on sys.path: {overlay}")
         return Finding(check, Status.ERROR, what, details, ("keep one of the two",))
     early = sorted(loaded)
@@ -191,11 +196,12 @@ def check_import_hook(hooks: ImportHooks, overlay: Path, loaded: Iterable[str]) 
         names = tuple(f"loaded already: {name}" for name in early[:5])
         what = "in place, but vLLM had been imported when the interpreter started"
         return Finding(check, Status.ERROR, what, names, ("remove the start-up file that imports vLLM",))
-    if hooks.ahead:
-        what = f"in place as number {hooks.position + 1} on sys.meta_path: others are asked before it"
-        todo = ("remove what installs them, or see with `ucm doctor --run` that they let our modules through",)
-        return Finding(check, Status.WARNING, what, hooks.ahead, todo)
-    return Finding(check, Status.OK, f"in place, number {hooks.position + 1} on sys.meta_path of this process")
+    taken = tuple(f"{name}: {by}" for name, by in claimed)
+    if taken:
+        what = "in place, but an earlier finder would load modules that it shadows: vLLM will not start"
+        return Finding(check, Status.ERROR, what, taken, ("remove the package that installs the earlier finder",))
+    ahead = tuple(f"earlier finder, ignores our modules: {name}" for name in hooks.ahead)
+    return Finding(check, Status.OK, f"in place, number {hooks.position + 1} on sys.meta_path of this process", ahead)
 
 
 def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
@@ -208,11 +214,11 @@ def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
         return Finding(
             check,
             Status.WARNING,
-            "something else reaches for vLLM when Python starts; it may replace what the overlay rewrites",
+            "another package touches vLLM when Python starts; it may replace what the overlay rewrites",
             tuple(named),
-            (f"pip uninstall {UC_MANAGER}" if there else "see what it does, and uninstall what put it there",),
+            (f"pip uninstall {UC_MANAGER}" if there else "check what it does, and uninstall it if it does",),
         )
-    return Finding(check, Status.OK, "nothing else reaches for vLLM when Python starts")
+    return Finding(check, Status.OK, "no other package touches vLLM when Python starts")
 
 
 def own_modules_of_vllm() -> list[str]:

@@ -93,14 +93,14 @@ def check_vllm(vllm: Vllm | None, wanted: str | None) -> Finding:
     said = f"VLLM_VERSION says {vllm.stated}" if vllm.stated else f"{vllm.distribution} says {vllm.version}"
     if vllm.release is None:
         fits = vllm.files - len(vllm.differing)
-        what = "its files are of no release known here"
+        what = "its files are of no known release"
         if vllm.nearest:
-            what = f"its files are of no release known here; {vllm.nearest} is nearest ({fits} of {vllm.files} files)"
+            what = f"its files are of no known release; {vllm.nearest} is nearest ({fits} of {vllm.files} files)"
         details = (place, *([said] if vllm.stated or vllm.version else []), *(f"differs: {d}" for d in vllm.differing))
         return Finding(CHECK, Status.WARNING, what, details)
     what = f"{vllm.release} by content ({vllm.files} of {vllm.files} files)"
     if vllm.agree is False:
-        todo = ("unset VLLM_VERSION, or set it to the release that the files are",) if vllm.stated else ()
+        todo = ("unset VLLM_VERSION, or set it to the release of the files",) if vllm.stated else ()
         return Finding(CHECK, Status.WARNING, f"{what}, but {said}: the overlay goes by content", (place,), todo)
     return Finding(CHECK, Status.OK, what, (place,))
 
@@ -113,17 +113,17 @@ def _not_installed(wanted: str | None) -> Finding:
         return Finding(
             CHECK,
             Status.ERROR,
-            "not installed: Python finds directories named vllm without an __init__.py",
+            "not installed: Python finds only a directory named vllm without an __init__.py",
             tuple(stray),
-            ("start in another directory, or take it off PYTHONPATH", f"{sys.executable} -m pip install {package}"),
+            ("start in another directory, or remove it from PYTHONPATH", f"{sys.executable} -m pip install {package}"),
         )
     return Finding(
         CHECK,
         Status.ERROR,
         "not installed for this Python",
-        (f"looked through {len(sys.path)} entries of sys.path of {sys.executable}",),
+        (f"searched {len(sys.path)} entries of sys.path of {sys.executable}",),
         (
             f"install it: {sys.executable} -m pip install {package}",
-            "or ask the Python that runs vLLM: /path/to/that/python -m ucm.cli doctor",
+            "or run the doctor with the Python that runs vLLM: /path/to/that/python -m ucm.cli doctor",
         ),
     )

@@ -4,40 +4,90 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
-import stat
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.errors import UcmError
+from ucm.hashing.file_contents import FileContents, process_started
 from ucm.hashing.framing import frame
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    #: Per file: name, size, times of change and inode; another one means that the file may have other content.
-    Signature: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
+    from ucm.hashing.file_contents import DigestCache, Digests
 
 _SUFFIXES = frozenset({".json", ".safetensors", ".bin", ".pt"})
-_CHUNK = 1 << 20
+#: Bytes of an adapter that are read while the scheduler waits; a larger one is read in the background.
+_AT_ONCE = 16 << 20
 
 
 class AdapterError(Exception):
     """An adapter's weights cannot be told; its text is the reason."""
 
 
+class _Adapter:
+    """The files of one adapter, read once."""
+
+    def __init__(self, directory: Path, since: float, cache: DigestCache | None) -> None:
+        self.files = {path.name: path for path in _files(directory)}
+        self._contents = FileContents(since, cache)
+        self._digests: Digests | None = None
+        self._error: Exception | None = None
+        found = self._contents.look_up(self.files.values())
+        if sum(path.stat().st_size for path in found.unread) <= _AT_ONCE:
+            self._read(found)
+        else:
+            threading.Thread(target=self._read, args=(found,), name="ucm-adapter", daemon=True).start()
+
+    def digest(self) -> bytes:
+        """32 bytes over the names and contents of the files, which are still those that were read."""
+        if self._error is not None:
+            raise self._error
+        if self._digests is None:
+            raise AdapterError("a LoRA adapter is being read; its requests are cached when that is done")
+        self._contents.confirm()
+        if {path.name for path in _files(next(iter(self.files.values())).parent)} != set(self.files):
+            raise AdapterError("files have come or gone since the engine loaded it")
+        contents = [[name, self._digests.of[path]] for name, path in sorted(self.files.items())]
+        return hashlib.sha256(frame(contents)).digest()
+
+    def _read(self, found: Digests) -> None:
+        try:
+            self._digests = self._contents.read(found)
+        except Exception as error:  # noqa: BLE001 - told with the next request
+            self._error = error
+
+
 class Adapters:
     """The adapters that this process has seen.
 
-    The engine reads an adapter's files when it first needs them, we when the first request names it. Files that have
-    changed since then are not believed: which of the two contents the engine computes with cannot be known here.
+    The engine reads an adapter's files when it is added, or when the first request names it, and maybe again later; we
+    when the first request names it. So they count only if nothing of them has changed since this process started, and
+    not since we have read them; or if they lie in the hub's cache, where a file's name tells its content.
 
     Args:
         shared: What shapes the KV of every adapter's requests, for instance the dtype that adapters are cast to.
+        cache: Where digests are kept; None for nowhere.
+        since: From when on the engine may have read adapters, in seconds of the system's clock; this process's start by
+            default.
+        by_name: Whether vLLM takes two adapters of one name for one, so that a request finds blocks of the other's in
+            vLLM's own prefix cache, and would have them saved.
     """
 
-    def __init__(self, shared: Any = None) -> None:
+    def __init__(
+        self,
+        shared: Any = None,
+        cache: DigestCache | None = None,
+        since: float | None = None,
+        *,
+        by_name: bool = False,
+    ) -> None:
         self._shared = frame(shared)
-        self._seen: dict[tuple[int, str], tuple[Signature, bytes]] = {}
+        self._cache = cache
+        self._since = process_started() if since is None else since
+        self._seen: dict[tuple[int, str], _Adapter] = {}
+        self._by_name = by_name
+        #: What each of vLLM's numbers, by which it knows what is loaded, and each name stood for; None: more than one.
+        self._stood_for: dict[int | str, bytes | None] = {}
 
     def fingerprint(self, lora_request: Any) -> bytes:
         """32 bytes that name the adapter's weights and how they are applied.
@@ -46,33 +96,54 @@ class Adapters:
             lora_request: vLLM's ``LoRARequest``.
 
         Raises:
-            AdapterError: If the files cannot be read, or changed after they were read first.
+            AdapterError: If the files cannot be read, or may not be those that the engine has loaded.
         """
         if getattr(lora_request, "tensorizer_config_dict", None):
             raise AdapterError(
                 "a LoRA adapter is loaded by tensorizer, so its weights are not in files that we can read"
             )
+        number = int(lora_request.lora_int_id)
+        if getattr(lora_request, "load_inplace", False):
+            self.replaced(number)
+            raise AdapterError("a LoRA adapter is loaded in place, so vLLM may read its files again at any step")
         path = getattr(lora_request, "lora_path", "") or getattr(lora_request, "lora_local_path", None) or ""
-        key = (int(lora_request.lora_int_id), path)
+        key = (number, path)
         try:
-            directory = _directory(path)
-            now = _signature(directory)
             if key not in self._seen:
-                self._seen[key] = (now, _content(directory, now))
+                self._seen[key] = _Adapter(_directory(path), self._since, self._cache)
+            content = self._seen[key].digest()
         except OSError as error:
             raise AdapterError(f"the LoRA adapter {path!r} cannot be read: {error}") from error
-        first, content = self._seen[key]
-        if now != first:
+        except UcmError as error:
             raise AdapterError(
-                f"the files of LoRA adapter {path!r} have changed since the engine loaded it; restart the engine, or "
-                "load it from another path"
-            )
+                f"the files of LoRA adapter {path!r} may not be those that the engine loaded ({error.what}: "
+                f"{error.where}); restart the engine, or load it from another path"
+            ) from error
+        self._stands_for(number, content, f"lora_int_id {number}")
+        if self._by_name:
+            self._stands_for(str(lora_request.lora_name), content, f"lora_name {lora_request.lora_name!r}")
         how = frame([getattr(lora_request, name, None) for name in ("long_lora_max_len", "is_3d_lora_weight")])
         return hashlib.sha256(frame([self._shared, content, how])).digest()
 
+    def replaced(self, number: int) -> None:
+        """The engine has replaced, or may replace at any time, the weights that it knows by a number, for good."""
+        self._stood_for[number] = None
+
+    def is_void(self, lora_request: Any) -> bool:
+        """Whether an adapter that had a fingerprint may have other weights by now, or stands for several."""
+        return self._stood_for.get(int(lora_request.lora_int_id), b"") is None
+
+    def _stands_for(self, sign: int | str, content: bytes, what: str) -> None:
+        if self._stood_for.setdefault(sign, content) != content:
+            self._stood_for[sign] = None
+            raise AdapterError(
+                f"{what} has stood for different weights, and vLLM may compute with those that it loaded first, or "
+                "find their blocks; give each LoRA adapter a name and a number of its own"
+            )
+
 
 def _directory(path: str) -> Path:
-    """Where an adapter lies: a directory, or what the hub's cache holds of a repository."""
+    """The directory of an adapter, which may be a repository's copy in the hub's cache."""
     local = Path(path).expanduser()
     if path and local.is_dir():
         return local
@@ -83,25 +154,8 @@ def _directory(path: str) -> Path:
         raise OSError(f"it is no directory, and not in the hub's cache ({error})") from error
 
 
-def _signature(directory: Path) -> Signature:
-    found = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if Path(entry.name).suffix in _SUFFIXES:
-                state = entry.stat()
-                if stat.S_ISREG(state.st_mode):
-                    found.append((entry.name, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino))
-    if not any(not name.endswith(".json") for name, *_ in found):
+def _files(directory: Path) -> list[Path]:
+    found = sorted(path for path in directory.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    if all(path.suffix == ".json" for path in found):
         raise FileNotFoundError(f"{directory} holds no weights")
-    return tuple(sorted(found))
-
-
-def _content(directory: Path, files: Signature) -> bytes:
-    digests = []
-    for name, *_ in files:
-        digest = hashlib.sha256()
-        with (directory / name).open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-        digests.append([name, digest.digest()])
-    return frame(digests)
+    return found

@@ -103,7 +103,7 @@ def _grow(hasher: RequestHasher, tokens: list[int], size: int) -> None:
 
 
 def _slices(tokens: list[int], size: int) -> Callable[[], object]:
-    """What BlockKeys does for a request that vLLM has hashed already."""
+    """Run BlockKeys on a request that vLLM has already hashed."""
     keys = BlockKeys(SimpleNamespace(), b"bench")
     keys._plan = HashPlan("sha256", bytes(32), "bench")  # noqa: SLF001 - as if vLLM were here and its hashes were checked
     keys._strides[size, False] = 1  # noqa: SLF001

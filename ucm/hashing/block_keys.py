@@ -13,12 +13,12 @@ from ucm.hashing.request_hasher import DIGEST_BYTES, RequestHasher, RequestHashe
 from ucm.hashing.vllm_hashes import HashPlan, has_hashes, plan_hashes, verified_block_size
 from ucm.logger import get_logger
 
-logger = get_logger()
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _Known:
-    """What was found out about one request."""
+    """The state that is kept for one request."""
 
     request: weakref.ref[Any]  # clients may choose ids, and use one again
     content: RequestContent | None  # None: not cacheable
@@ -30,14 +30,15 @@ class BlockKeys:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        seed: What our own hashes start from: the digest of the model's identity.
+        seed: What our own hashes start from: what is known of the model's identity at the start.
+        trust_media_names: Whether the names of multimodal inputs are believed in place of their data.
     """
 
-    def __init__(self, vllm_config: Any, seed: bytes) -> None:
+    def __init__(self, vllm_config: Any, seed: bytes, *, trust_media_names: bool = False) -> None:
         self.refused: Counter[str] = Counter()  #: requests that are not cacheable, by reason
         self._plan = plan_hashes(vllm_config)
         self._hasher = RequestHasher(seed)
-        self._reader = ContentReader(vllm_config)
+        self._reader = ContentReader(vllm_config, trust_media_names=trust_media_names)
         self._known: dict[str, _Known] = {}
         #: How many of vLLM's hashes a block has, by block size and whether a request has a salt; 0: ours are used.
         self._strides: dict[tuple[int, bool], int] = {}
@@ -47,6 +48,11 @@ class BlockKeys:
             )
         else:
             logger.info("[UCM.Hasher] UCM's own hashes are the keys: %s", self._plan.reason)
+
+    @property
+    def seed(self) -> bytes:
+        """The seed of UCM's own hashes."""
+        return self._hasher.seed
 
     def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
         """The keys of a request's whole blocks, as far as its tokens are known now.
@@ -71,12 +77,39 @@ class BlockKeys:
                 return keys
         return self._hashed(request, known, block_size, first)
 
+    def may_change(self, request: Any) -> bool:
+        """Whether the engine reads files that shape the request's KV after this object did: those of a LoRA adapter."""
+        return getattr(request, "lora_request", None) is not None
+
+    def is_same(self, request: Any) -> bool:
+        """Whether the files that the engine read are still those that the keys were made from."""
+        known = self._known.get(request.request_id)
+        if known is None or known.content is None:
+            return False
+        if self._reader.is_same(request, known.content):
+            return True
+        self._refuse("the files of a LoRA adapter changed while the engine loaded it")
+        return False
+
+    def is_void(self, request: Any) -> bool:
+        """Whether the engine has replaced some of what shapes a request's KV since: its LoRA adapter, in place."""
+        lora_request = getattr(request, "lora_request", None)
+        return lora_request is not None and self._reader.adapters.is_void(lora_request)
+
+    def adapter_replaced(self, number: int) -> None:
+        """The engine has replaced the weights of a LoRA adapter.
+
+        Args:
+            number: Its ``lora_int_id``.
+        """
+        self._reader.adapters.replaced(number)
+
     def forget(self, request_id: str) -> None:
-        """Drop what is kept of a finished request."""
+        """Drop the state of a finished request."""
         self._known.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Name blocks from now on as nobody ever did: what was stored so far is never found again by this engine."""
+        """Use new, random names for blocks from now on, so that this engine never finds earlier blocks again."""
         self._plan = HashPlan("", b"", "the prefix cache was reset")
         self._hasher = RequestHasher(self._hasher.seed + os.urandom(DIGEST_BYTES))
         self._known.clear()

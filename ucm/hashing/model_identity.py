@@ -1,32 +1,38 @@
 """Everything that two engines must have in common to share KV blocks, as one digest.
 
-The engine's processes must agree on it, though a worker's model code may have changed the Hugging Face configuration
-and the KV-cache dtype in its own copy of ``VllmConfig`` by the time that we look. So nothing is taken that changes
-after start, or that differs by rank: the configuration is told by its files and by the operator's overrides of them,
-from which vLLM derives the rest in a way that its release fixes.
+Model code may have changed the Hugging Face configuration and the KV-cache dtype in its ``VllmConfig`` by the time that
+we look, in some processes and not in others. So nothing is taken that changes after start, or that differs by rank: the
+configuration is told by its files and by the operator's overrides of them, from which vLLM derives the rest in a way
+that its release fixes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
+import os
+import platform
 import re
-from dataclasses import dataclass
-from pathlib import PurePath
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from importlib import metadata
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
 from ucm.hashing.framing import frame
-from ucm.hashing.plain_values import plain
-from ucm.hashing.platform_facts import platform_facts, vllm_release
 from ucm.hashing.vllm_hashes import plan_hashes
-from ucm.hashing.weights import weights_identity
+from ucm.hashing.weights import find_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
 #: A change of what is told, or how, changes it.
-FORMAT = "ucm.model-identity/1"
+FORMAT = "ucm.model-identity/2"
 
 _MODEL_SETTINGS = (
     *("dtype", "quantization", "quantization_config", "override_attention_dtype", "disable_sliding_window"),
@@ -53,20 +59,42 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "su", "dynamic"})
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What an engine's KV blocks depend on.
+    """The facts that an engine's KV blocks depend on.
 
     Args:
         name: The model's name, for readers.
         facts: Plain values, for readers and for finding out why two engines do not share.
+        unread: The files whose contents belong to it and are not among the facts yet, by what they are to the engine.
     """
 
     name: str
     facts: dict[str, Any]
+    unread: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def digest(self) -> bytes:
-        """32 bytes over all facts."""
+        """32 bytes over all facts.
+
+        Raises:
+            ValueError: If files are still unread.
+        """
+        if self.unread:
+            raise ValueError(f"{len(self.unread)} files are not read yet")
+        return self.seed
+
+    @property
+    def seed(self) -> bytes:
+        """32 bytes over what is known, the files' contents among it or not."""
         return hashlib.sha256(frame(self.facts)).digest()
+
+    def with_contents(self, digests: Mapping[Path, str]) -> ModelIdentity:
+        """The whole identity.
+
+        Args:
+            digests: Of every unread file's content.
+        """
+        files = {name: digests[path] for name, path in self.unread.items()}
+        return replace(self, facts={**self.facts, "files": files}, unread={})
 
     def to_json(self) -> str:
         """The facts as they are written beside the blocks."""
@@ -76,7 +104,7 @@ class ModelIdentity:
 def model_identity(
     vllm_config: Any, *, weights_id: str | None = None, more: Mapping[str, Any] | None = None
 ) -> ModelIdentity:
-    """The identity of what an engine serves; the same in each of its processes.
+    """The identity of an engine, with the contents of its files still to be read.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -90,19 +118,21 @@ def model_identity(
     cache = vllm_config.cache_config
     model = vllm_config.model_config
     _refuse_private_kv(vllm_config)
+    unread: dict[str, Path] = {}
     facts = {
         "format": FORMAT,
         "vllm": vllm_release(),
+        "packages": packages(model),
         "hashes": plan_hashes(vllm_config).kind,
-        "model": _model(model, vllm_config.load_config, weights_id),
+        "model": _model("model", model, vllm_config.load_config, weights_id, unread),
         "cache": {"cache_dtype": _cache_dtype(cache, model), **_settings(cache, _CACHE_SETTINGS)},
         "attention": _settings(getattr(vllm_config, "attention_config", None), _ATTENTION_SETTINGS),
-        "draft": _draft(vllm_config, weights_id),
+        "draft": _draft(vllm_config, weights_id, unread),
         "platform": platform_facts(vllm_config),
         "additional_config": plain(_additional(vllm_config)),
         "more": plain(dict(more or {})),
     }
-    return ModelIdentity(name=_readable(str(model.model)), facts=facts)
+    return ModelIdentity(name=_readable(str(model.model)), facts=facts, unread=unread)
 
 
 def namespace(identity: ModelIdentity, *parts: str) -> str:
@@ -118,10 +148,14 @@ def namespace(identity: ModelIdentity, *parts: str) -> str:
     return "/".join([f"{identity.name}-{identity.digest.hex()[:32]}", *parts])
 
 
-def _model(model_config: Any, load_config: Any, weights_id: str | None) -> dict[str, Any]:
-    """A target or draft model: its weights, its configuration, and how they are read."""
+def _model(
+    role: str, model_config: Any, load_config: Any, weights_id: str | None, unread: dict[str, Path]
+) -> dict[str, Any]:
+    """A target or draft model: its weights, its configuration, and how they are read; its files go to ``unread``."""
+    weights = find_weights(model_config, load_config, weights_id)
+    unread.update({f"{role}/{name}": path for name, path in weights.files.items()})
     facts = {
-        "weights": weights_identity(model_config, load_config, weights_id),
+        "weights": weights.facts,
         "settings": _settings(model_config, _MODEL_SETTINGS),
         "media": _settings(getattr(model_config, "multimodal_config", None), _MEDIA_SETTINGS),
         "loader": plain(getattr(load_config, "model_loader_extra_config", None) or None),
@@ -151,7 +185,7 @@ def _hf_config(model_config: Any) -> Any:
     return {key: value for key, value in found.items() if key != "_name_or_path"} if isinstance(found, dict) else found
 
 
-def _draft(vllm_config: Any, weights_id: str | None) -> dict[str, Any] | None:
+def _draft(vllm_config: Any, weights_id: str | None, unread: dict[str, Path]) -> dict[str, Any] | None:
     """The model that drafts tokens, if it has layers: their KV lies in the same blocks."""
     config = getattr(vllm_config, "speculative_config", None)
     if config is None or getattr(config, "method", None) in _LAYERLESS_DRAFTS:
@@ -159,7 +193,7 @@ def _draft(vllm_config: Any, weights_id: str | None) -> dict[str, Any] | None:
     facts = _settings(config, ("method", "num_speculative_tokens", "draft_tensor_parallel_size", "quantization"))
     model = getattr(config, "draft_model_config", None)
     load = getattr(config, "draft_load_config", None) or vllm_config.load_config
-    return {**facts, "model": None if model is None else _model(model, load, weights_id)}
+    return {**facts, "model": None if model is None else _model("draft", model, load, weights_id, unread)}
 
 
 def _cache_dtype(cache_config: Any, model_config: Any) -> str:
@@ -184,16 +218,10 @@ def _refuse_private_kv(vllm_config: Any) -> None:
             where=f"model {vllm_config.model_config.model}",
             fix="serve this model without the UCM connector",
         )
-    if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        raise ConfigError(
-            "the engine's weights are replaced while it runs, so its blocks cannot be told apart",
-            where="weight_transfer_config",
-            fix="serve without the UCM connector while weights are transferred",
-        )
 
 
 def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those settings that are there and say something."""
+    """The settings that exist in this release and are not empty."""
     found = {name: plain(getattr(config, name, None)) for name in names}
     return {name: value for name, value in found.items() if value is not None and value not in ({}, [], "")}
 
@@ -201,3 +229,129 @@ def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def _readable(model: str) -> str:
     name = re.sub(r"[^a-z0-9._-]+", "-", PurePath(model).name.lower()).strip("-._")
     return name[:40].rstrip("-._") or "model"
+
+
+_DEPTH = 8
+
+
+def plain(value: Any, depth: int = _DEPTH) -> Any:
+    """A value with nothing in it that depends on the process: no addresses, no order of sets.
+
+    Args:
+        value: A setting of vLLM: numbers, texts, collections, enumerations, dataclasses, torch dtypes, callables.
+        depth: How many levels to follow.
+
+    Returns:
+        None, bools, numbers, texts, lists and dicts of those.
+    """
+    inner = functools.partial(plain, depth=depth - 1)
+    if value is None or type(value) in {bool, int, float, str}:
+        return value
+    if depth == 0:
+        return _name(type(value))
+    if isinstance(value, Mapping):
+        return {str(inner(key)): inner(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [inner(item) for item in value]
+        return items if isinstance(value, list | tuple) else sorted(items, key=repr)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: inner(getattr(value, field.name, None)) for field in fields(value)}
+    return _object(value, inner)
+
+
+def _object(value: Any, inner: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, str | bytes | PurePath) or type(value).__module__ in {
+        "torch",
+        "numpy",
+    }:  # dtypes, devices, numbers
+        return str(value)
+    if isinstance(value, functools.partial):
+        return inner([value.func, value.args, value.keywords])
+    if callable(value):
+        return _name(value)
+    to_dict = getattr(value, "to_dict", None)
+    return inner(to_dict() if callable(to_dict) else {"type": _name(type(value)), **getattr(value, "__dict__", {})})
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+#: Instruction sets by which vLLM's CPU backend, or torch's, chooses the packing of KV inside a block.
+_CPU_FLAGS = ("amx_tile", "amx_bf16", "avx512f", "avx512_bf16", "avx2", "bf16", "sve", "asimd")
+#: Packages that vLLM takes kernels from, and chooses a layout by, where they are there.
+_KERNELS = ("triton", "flashinfer-python", "flash-attn", "xformers", "amd-aiter")
+#: Where vLLM looks for plug-ins, which may register models, layers and kernels.
+_PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
+#: The overlay changes nothing where no sparse method is configured, and those count by themselves.
+_OURS = frozenset({"ucm-vllm-overlay", "ucm-vllm-ascend-overlay", "ucm-runtime"})
+#: Variables by which an operator chooses a backend or a layout past the configuration.
+_VARIABLES = ("VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT", "VLLM_MLA_DISABLE", "VLLM_PP_LAYER_PARTITION")
+
+
+def vllm_release() -> str:
+    """The version of the vLLM in this process, or of the installed one; empty if there is none."""
+    loaded = getattr(sys.modules.get("vllm"), "__version__", None)
+    if loaded:
+        return str(loaded)
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def packages(model_config: Any) -> dict[str, str]:
+    """The versions of what computes KV beside vLLM: kernels, plug-ins, and transformers where it has the model's code.
+
+    Args:
+        model_config: vLLM's ``ModelConfig``.
+    """
+    found = {}
+    for name in (*_KERNELS, *(("transformers",) if _runs_transformers(model_config) else ())):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    for group in _PLUGIN_GROUPS:
+        for point in metadata.entry_points(group=group):
+            package = point.dist
+            name = str(package.name or point.name) if package is not None else point.name
+            if name not in _OURS:
+                found[f"plugin {name}"] = str(package.version) if package is not None else ""
+    return found
+
+
+def _runs_transformers(model_config: Any) -> bool:
+    """Whether the model's code is transformers', by the operator's choice or because vLLM has none."""
+    architecture = str(getattr(model_config, "architecture", ""))  # what vLLM resolved ``model_impl`` to
+    implementation = getattr(model_config, "model_impl", "")
+    return architecture.startswith("Transformers") or getattr(implementation, "value", implementation) == "transformers"
+
+
+def platform_facts(vllm_config: Any) -> dict[str, Any]:
+    """The device type with what its kernels look at, and the variables that choose layouts.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+    """
+    device = getattr(vllm_config, "device_config", None)
+    kind = str(getattr(device, "device_type", None) or getattr(device, "device", None) or "")
+    facts: dict[str, Any] = {
+        "device": kind,
+        "environment": {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
+    }
+    if kind == "cpu":
+        return facts | {"machine": platform.machine(), "instructions": _instructions()}
+    current = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
+    capability = getattr(current, "get_device_capability", lambda: None)()
+    return facts | {"capability": None if capability is None else str(capability)}
+
+
+def _instructions() -> list[str]:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
+            line = next((line for line in file if line.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        return []
+    there = set(line.split())
+    return [flag for flag in _CPU_FLAGS if flag in there]

@@ -2,8 +2,9 @@
 
 Requests of vLLM 0.9.0 to 0.33.0 are understood; what a request carries that we do not know makes it not cacheable.
 
-vLLM hashes multimodal inputs before we see them. A client that names an input itself, and gives options of the
-processor with it, is seen as a hash of both: whoever lets clients name inputs believes them, as vLLM's own caches do.
+A multimodal input has a name, which is vLLM's hash of it, or whatever text the client chose; nothing tells the two
+apart. So the name counts only where the operator says that names can be trusted. Elsewhere what counts is the data that
+the model is given: the processor's tensors, byte by byte.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ucm.hashing.adapters import AdapterError, Adapters
+from ucm.hashing.file_contents import DigestCache
 from ucm.hashing.framing import frame
+from ucm.hashing.vllm_hashes import finds_adapters_by_name
 
 #: What vLLM calls a multimodal input by, if it hashed the input: a hexadecimal digest of 256 or 512 bits, after the
-#: name of a LoRA where the vision tower has one. Anything else is a name that a client or a counter chose.
+#: name of a LoRA where the vision tower has one. A client may choose such a name, too.
 _HASHED = re.compile(r"(?:.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+
+#: Names of multimodal inputs to remember; vLLM keeps far fewer encodings.
+_NAMES = 50_000
 
 #: The arguments of ``Request`` in all releases that we know. Those that shape KV are read below.
 _KNOWN_FIELDS = frozenset(
@@ -108,14 +116,29 @@ class ContentReader:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
+        trust_media_names: Whether the names of multimodal inputs are believed in place of their data.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, *, trust_media_names: bool = False) -> None:
         lora = getattr(vllm_config, "lora_config", None)
+        self._mixes_adapters = lora is not None and _device_type(vllm_config) == "cpu"
         names = ("lora_dtype", "long_lora_scaling_factors", "lora_extra_vocab_size", "bias_enabled")
-        self._adapters = Adapters({name: str(getattr(lora, name, None)) for name in names})
-        self._media_is_hashed = _media_is_hashed(vllm_config)
+        shared = {name: str(getattr(lora, name, None)) for name in names}
+        self.adapters = Adapters(shared, DigestCache(), by_name=lora is not None and finds_adapters_by_name())
+        self._trust_names = trust_media_names
+        self._names_are_hashes = _names_are_hashes(vllm_config)
+        #: What each name stood for. vLLM keeps an input's encoding by its name, whatever is given with it later.
+        self._named: OrderedDict[str, bytes] = OrderedDict()
         self._unknown_fields: dict[type, tuple[str, ...]] = {}
+
+    def is_same(self, request: Any, content: RequestContent) -> bool:
+        """Whether a request's adapter is still the one that was read, so that the engine has computed with that."""
+        if content.adapter is None:
+            return True
+        try:
+            return self.adapters.fingerprint(request.lora_request) == content.adapter
+        except AdapterError:
+            return False
 
     def read(self, request: Any) -> RequestContent:
         """The content of a request.
@@ -150,9 +173,14 @@ class ContentReader:
     def _adapter(self, request: Any) -> bytes | None:
         lora_request = getattr(request, "lora_request", None)
         if lora_request is None:
+            if self._mixes_adapters:
+                raise NotCacheableError(
+                    "vLLM's LoRA on the CPU computes requests without an adapter with another request's adapter, "
+                    "where both are in one step"
+                )
             return None
         try:
-            return self._adapters.fingerprint(lora_request)
+            return self.adapters.fingerprint(lora_request)
         except AdapterError as error:
             raise NotCacheableError(str(error)) from error
 
@@ -160,29 +188,63 @@ class ContentReader:
         features = getattr(request, "mm_features", None)
         if features is not None:
             found = [
-                (item.modality, getattr(item, "mm_hash", None) or item.identifier, item.mm_position)
+                (item.modality, getattr(item, "mm_hash", None) or item.identifier, item.data, item.mm_position)
                 for item in features
             ]
         else:  # up to 0.10.1.1
             positions = getattr(request, "mm_positions", None) or []
-            hashes = getattr(request, "mm_hashes", None) or [None] * len(positions)
-            found = [("", identifier, position) for identifier, position in zip(hashes, positions, strict=True)]
-        media = [Media(int(at.offset), self._identity(modality, name, at)) for modality, name, at in found]
+            names = getattr(request, "mm_hashes", None) or [None] * len(positions)
+            data = getattr(request, "mm_kwargs", None) or getattr(request, "mm_inputs", None)
+            data = data or [None] * len(positions)
+            found = [("", *item) for item in zip(names, data, positions, strict=True)]
+        media = [Media(int(at.offset), self._identity(kind, name, data, at)) for kind, name, data, at in found]
         return tuple(sorted(media, key=lambda item: item.start))
 
-    def _identity(self, modality: str, identifier: str | None, position: Any) -> bytes:
-        hashed = _HASHED.fullmatch(identifier or "")
-        if hashed is None or not self._media_is_hashed:
+    def _identity(self, modality: str, name: str | None, data: Any, position: Any) -> bytes:
+        content = self._by_name(name) if self._trust_names else self._by_data(name, data)
+        is_embed = getattr(position, "is_embed", None)
+        mask = None if is_embed is None else _rows(is_embed).tobytes()
+        return frame([modality, content, int(position.length), mask])
+
+    def _by_name(self, name: str | None) -> str:
+        hashed = _HASHED.fullmatch(name or "")
+        if hashed is None or not self._names_are_hashes:
             raise NotCacheableError(
                 "a multimodal input has a name in place of a hash of its content: a client gave it one, or vLLM hashes "
                 "no inputs because prefix caching and mm_processor_cache_gb are both off"
             )
-        is_embed = getattr(position, "is_embed", None)
-        mask = None if is_embed is None else _rows(is_embed).tobytes()
-        return frame([modality, hashed[1], int(position.length), mask])
+        return hashed[1]
+
+    def _by_data(self, name: str | None, data: Any) -> bytes:
+        if data is None:
+            raise NotCacheableError(
+                "a multimodal input comes without its data, so its name is all that is known of it; with "
+                "`trust_media_names` names count"
+            )
+        digest = hashlib.sha256()
+        if not _digest_data(digest, data):
+            raise NotCacheableError(
+                "a multimodal input comes with a reference in place of its data (mm_processor_cache_type: shm), which "
+                "means another input in another engine; with lru data comes, and with `trust_media_names` names count"
+            )
+        content = digest.digest()
+        if name:
+            if self._named.setdefault(name, content) != content:
+                raise NotCacheableError(
+                    "a multimodal input has the name of another one, and vLLM may compute with the other's encoding"
+                )
+            self._named.move_to_end(name)
+            if len(self._named) > _NAMES:
+                self._named.popitem(last=False)
+        return content
 
 
-def _media_is_hashed(vllm_config: Any) -> bool:
+def _device_type(vllm_config: Any) -> str:
+    device = getattr(vllm_config, "device_config", None)
+    return str(getattr(device, "device_type", None) or getattr(device, "device", None) or "")
+
+
+def _names_are_hashes(vllm_config: Any) -> bool:
     """Whether vLLM names multimodal inputs by their content; with all its caches off, it counts them."""
     if getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", False):
         return True
@@ -203,6 +265,40 @@ def _token_types(request: Any) -> bytes | None:
         return frame(told)
     except TypeError as error:
         raise NotCacheableError(f"a pooling request's extra_kwargs: {error}") from error
+
+
+def _digest_data(digest: Any, data: Any) -> bool:
+    """Take in what the processor made of an input: tensors in mappings and lists, in vLLM's wrappers or without.
+
+    Returns:
+        Whether there is a tensor in it. If not, it only says where the data lies.
+
+    Raises:
+        NotCacheableError: If there is anything else in it.
+    """
+    if isinstance(data, Mapping):
+        digest.update(b"m%d:" % len(data))
+        found = []
+        for key in sorted(data, key=str):
+            digest.update(frame(str(key)))
+            found.append(_digest_data(digest, data[key]))
+        return any(found)
+    if isinstance(data, list | tuple):
+        digest.update(b"l%d:" % len(data))
+        found = [_digest_data(digest, item) for item in data]
+        return any(found)
+    if data is None or isinstance(data, bool | int | float | str | bytes):
+        digest.update(frame(data))
+        return False
+    if isinstance(data, np.ndarray | np.generic) or type(data).__module__ == "torch":
+        if getattr(getattr(data, "device", None), "type", "cpu") != "cpu":
+            raise NotCacheableError("a multimodal input's data lies on an accelerator, where UCM does not read it")
+        digest.update(b"t" + frame([str(data.dtype), list(data.shape)]))
+        digest.update(_rows(data.reshape(-1)))
+        return True
+    if hasattr(data, "data") and hasattr(data, "field"):  # vLLM's MultiModalFieldElem
+        return _digest_data(digest, data.data)
+    raise NotCacheableError(f"a multimodal input's data is of type {type(data).__qualname__}, which is not known")
 
 
 def _rows(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:

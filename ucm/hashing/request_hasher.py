@@ -35,11 +35,11 @@ TOKEN_BYTES = 4
 
 
 class BlockExtra(Protocol):
-    """What shapes a request's KV beside its tokens."""
+    """Content of a request, other than its tokens, that shapes its KV."""
 
     @property
     def root(self) -> bytes:
-        """What shapes all of it: enters before the first block."""
+        """Content that shapes all of the KV; it is hashed before the first block."""
 
     @property
     def first_block_token(self) -> int | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,6 +102,22 @@ def has_hashes(request: Any) -> bool:
     return isinstance(hashes, list) and bool(hashes) and isinstance(hashes[0], bytes)
 
 
+def finds_adapters_by_name() -> bool:
+    """Whether vLLM's own prefix cache takes two LoRA adapters of one name for one, as it does up to 0.27.1 at least."""
+    utils = _module("vllm.v1.core.kv_cache_utils")
+    if utils is None:
+        return False
+
+    def keys(path: str) -> Any:
+        adapter = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path)
+        return utils._gen_lora_extra_hash_keys(SimpleNamespace(lora_request=adapter))  # noqa: SLF001
+
+    try:
+        return bool(keys("one") == keys("other"))
+    except Exception:  # noqa: BLE001 - a release that has this elsewhere; then a name is not trusted
+        return True
+
+
 def _ours(reason: str) -> HashPlan:
     return HashPlan("", b"", reason)
 
@@ -123,7 +140,7 @@ def _hash_function(algorithm: str) -> Callable[[Any], Any] | None:
 
 
 def _seed(utils: ModuleType, function: Callable[[Any], Any]) -> str | None:
-    """What ``NONE_HASH`` is derived from, or None if it is random."""
+    """The seed of ``NONE_HASH``, or None if it is random."""
     resolve = getattr(utils, "resolve_none_hash_seed", None)
     if resolve is None:
         return os.environ.get(_SEED_VARIABLE)

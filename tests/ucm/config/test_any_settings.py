@@ -63,8 +63,8 @@ SETTINGS = mappings(
 @pytest.fixture(autouse=True)
 def _no_media(monkeypatch: pytest.MonkeyPatch) -> None:
     """Directories of any name would be made."""
-    monkeypatch.setattr(load, "directory_problem", lambda *_: None)
-    monkeypatch.setattr(load, "capacity_problem", lambda *_: None)
+    monkeypatch.setattr(load, "directory_problem", lambda *_, **__: None)
+    monkeypatch.setattr(load, "capacity_problem", lambda *_, **__: None)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)

@@ -63,8 +63,8 @@ def test_an_empty_file_has_no_settings(text: str, tmp_path: Path) -> None:
     ("text", "what", "where"),
     [
         ("store: {pipeline: Empty\n", "not YAML: ", ":2:1"),
-        ("metrics: true\nmetrics: false\n", "not YAML: the key 'metrics' stands twice", ":2:1"),
-        ("store:\n  fsync: true\n  fsync: true\n", "not YAML: the key 'fsync' stands twice", ":3:3"),
+        ("metrics: true\nmetrics: false\n", "not YAML: the key 'metrics' is given twice", ":2:1"),
+        ("store:\n  fsync: true\n  fsync: true\n", "not YAML: the key 'fsync' is given twice", ":3:3"),
         ("store: !!python/object/apply:os.getcwd []\n", "not YAML: could not determine a constructor", ":1:8"),
         ("a: b: c", "not YAML: mapping values are not allowed here", ":1:5"),
         ("\x00", "not YAML: ", ""),

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ucm.config import ConnectorConfig, StoreSettings, load_connector_config
+from ucm.config.settings import BlendSettings
 from ucm.config.units import parse_size
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ EXAMPLE = (DOCS / "ucm_config.example.yaml").read_text(encoding="utf-8")
 MODELS: list[tuple[str, type[BaseModel]]] = [
     ("## Settings\n", ConnectorConfig),
     ("## Settings of the store", StoreSettings),
+    ("## Settings of blend", BlendSettings),
 ]
+
+#: Settings that are sizes and have one by default.
+SIZES = frozenset({"dump_queue", "write_behind"})
 
 
 def default(model: type[BaseModel], name: str) -> object:
@@ -44,7 +49,7 @@ def test_every_setting_has_its_row_with_its_default(heading: str, model: type[Ba
             continue
         expected = default(model, name)
         read: object = None if text == "none" else yaml.safe_load(text)
-        if name == "dump_queue":
+        if name in SIZES:
             read = parse_size(read)
         assert read == (list(expected) if isinstance(expected, tuple) else expected), name
 
@@ -81,7 +86,7 @@ def test_every_setting_is_in_the_example_with_its_default(model: type[BaseModel]
             assert default(model, name) is None
         elif name != "dram_directory":
             value = yaml.safe_load(lines[0])
-            assert (parse_size(value) if name == "dump_queue" else value) == default(model, name), name
+            assert (parse_size(value) if name in SIZES else value) == default(model, name), name
 
 
 def test_every_line_of_the_example_can_be_switched_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ucm.config import StoreSettings
 from ucm.config.load import load_connector_config
-from ucm.config.store_settings import ONLY_WITH, PIPELINES
+from ucm.config.store_settings import ONLY_WITH
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 
@@ -22,17 +22,21 @@ if TYPE_CHECKING:
 #: Each setting with another value than its default.
 OTHER: dict[str, Any] = {
     "pipeline": "acme.tape:Store",
+    "tiers": {"acme.tape:Store": {"speed": 1}},
     "directories": ["/a", "/b"],
     "posix_capacity": "2GiB",
     "dram_directory": "/dev/shm/another",  # noqa: S108 - only a name here
     "dram_capacity": 12345,
     "dram_capacity_fraction": 0.5,
+    "trusted_group": 0,
     "fsync": True,
     "direct_io": True,
     "load_threads": 7,
     "dump_threads": 8,
     "dump_nice": 9,
     "dump_queue": "10MiB",
+    "write_behind": "11MiB",
+    "stuck_seconds": 10.5,
     "lookup_cache_keys": 11,
     "lookup_cache_seconds": 12.5,
     "failures_until_rest": 13,
@@ -46,6 +50,7 @@ UNITS = {
     "posix_capacity": "posix_capacity_bytes",
     "dram_capacity": "dram_capacity_bytes",
     "dump_queue": "dump_queue_bytes",
+    "write_behind": "write_behind_bytes",
 }
 
 
@@ -62,6 +67,7 @@ def test_what_is_set_arrives() -> None:
     made = StoreSettings.model_validate(OTHER).as_store_config()
     expected = {UNITS.get(name, name): value for name, value in OTHER.items()}
     expected |= {"directories": ("/a", "/b"), "posix_capacity_bytes": 2 << 30, "dump_queue_bytes": 10 << 20}
+    expected["write_behind_bytes"] = 11 << 20
     assert dataclasses.asdict(made) == expected
     assert all(value != getattr(StoreConfig(), name) for name, value in dataclasses.asdict(made).items())
 
@@ -89,13 +95,15 @@ def test_a_store_of_ones_own(pipeline: str, monkeypatch: pytest.MonkeyPatch) -> 
     found = [EntryPoint("tape")]
     monkeypatch.setattr(
         "ucm.config.store_settings.entry_points",
-        lambda *, group, name: [e for e in found if (group, name) == ("ucm.stores", e.name)],
+        lambda **of: [e for e in found if of == {"group": "ucm.stores", "name": e.name}],
     )
     store = load_connector_config({"store": {"pipeline": pipeline, "options": {"reels": 3}}}).store
     assert store.as_store_config().pipeline == pipeline
 
 
-@pytest.mark.parametrize("pipeline", ["posix", "Posix|Dram", "tape", "acme.tape", "acme.tape:", ":Store", "", "a b:C"])
+@pytest.mark.parametrize(
+    "pipeline", ["posix", "Posix|dram", "tape", "acme.tape", "acme.tape:", ":Store", "", "Posix|", "a b:C"]
+)
 def test_no_such_store(pipeline: str) -> None:
     with pytest.raises(ConfigError, match="there is no such store") as caught:
         load_connector_config({"store": {"pipeline": pipeline}})
@@ -104,15 +112,49 @@ def test_no_such_store(pipeline: str) -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(PIPELINES), st.sampled_from(sorted(ONLY_WITH)))
+@given(st.sampled_from(["Posix", "Dram", "Cache|Posix", "Empty"]), st.sampled_from(sorted({*ONLY_WITH, "options"})))
 def test_a_setting_that_means_nothing_to_the_store_is_an_error(tmp_path: Path, pipeline: str, name: str) -> None:
     sensible: dict[str, Any] = {**OTHER, "directories": [str(tmp_path)], "dram_directory": str(tmp_path)}
     store = {"pipeline": pipeline, name: sensible[name]}
-    if "directories" in ONLY_WITH and pipeline in ONLY_WITH["directories"]:
+    parts = set(pipeline.split("|"))
+    if parts & ONLY_WITH["directories"]:
         store["directories"] = [str(tmp_path)]
-    if pipeline in ONLY_WITH[name]:
+    if parts & ONLY_WITH.get(name, frozenset()):
         load_connector_config({"store": store})
         return
-    with pytest.raises(ConfigError, match=f"{name} means nothing to the store") as caught:
+    with pytest.raises(ConfigError, match=f"{name} does not apply to the store") as caught:
         load_connector_config({"store": store})
     assert caught.value.fix == f"remove {name}"
+
+
+HERE = "tests.ucm.store.test_factory:ShelfTier"
+
+
+@pytest.mark.parametrize("pipeline", ["Posix|Posix", "Cache|Dram", "Posix|Empty", "Empty|Posix"])
+def test_what_cannot_stand_together(pipeline: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"twice|cannot be combined"):
+        load_connector_config({"store": {"pipeline": pipeline, "directories": str(tmp_path)}})
+
+
+def test_a_tier_of_others_in_a_pipeline_with_its_options(tmp_path: Path) -> None:
+    written = {"pipeline": f"Posix|{HERE}", "directories": str(tmp_path), "tiers": {HERE: {"shelf": "a"}}}
+    assert load_connector_config({"store": written}).store.as_store_config().tiers == {HERE: {"shelf": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "says"),
+    [
+        ({HERE: {"shlef": "hunter2", "shelf": "a"}}, f"store.tiers.{HERE}.shlef: did you mean 'shelf'"),
+        ({HERE: {"shelf": "a", "password": "hunter2"}}, "write the secret into a file"),
+        ({HERE: "hunter2"}, "not a mapping"),
+        ({"Posix": {"password": "hunter2"}}, "'password' is not a setting"),
+        ({"Redis": {"password": "hunter2"}}, "which is not part of"),
+    ],
+)
+def test_a_wrong_option_of_a_tier_is_told_without_its_value(tmp_path: Path, tiers: dict[str, Any], says: str) -> None:
+    written = {"pipeline": f"Posix|{HERE}", "directories": str(tmp_path), "tiers": tiers}
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({"store": written})
+    found = f"{caught.value.where}: {caught.value}"
+    assert "hunter2" not in found
+    assert all(part in found for part in says.split(": "))

@@ -11,6 +11,7 @@ import yaml
 from tests.ucm.config.conftest import UPSTREAM
 from ucm.config import ConnectorConfig, load_connector_config
 from ucm.config.document import read_document
+from ucm.config.settings import BlendSettings
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
@@ -84,6 +85,29 @@ def test_a_store_of_ones_own() -> None:
 
 
 @pytest.mark.usefixtures("upstream")
+def test_blending() -> None:
+    config = load("blend")
+    assert config.ucm_sparse_config == {}
+    assert config.blend == BlendSettings(select="deviation", check_layer=1, ratio=0.3, chunk_end_token_ids=(3,))
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "place"),
+    [
+        ({"Blend": {}, "GSA": {}}, "not a mapping, or beside a sparse method", "ucm_sparse_config.Blend"),
+        ({"Blend": {"compute_meta": {"a.1": {"ratio": 0.2}, "a.2": {"ratio": 0.2}}}}, "not one layer", "compute_meta"),
+        ({"Blend": {"compute_meta": {"a.1.attn": {"ratio": 2}}}}, "ratio", "compute_meta"),
+        ({"Blend": {"chunk_end_token": 3}}, "is not a setting", "chunk_end_token"),
+    ],
+)
+def test_blending_that_is_not_understood(options: Any, what: str, place: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({"store": {"directories": str(tmp_path)}, "ucm_sparse_config": options})
+    assert what in str(caught.value)
+    assert place in str(caught.value)
+
+
+@pytest.mark.usefixtures("upstream")
 def test_every_documented_switch(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     monkeypatch.setenv("KV_METRICS", str(UPSTREAM / "metrics.yaml"))
     config = load("developer")
@@ -99,7 +123,7 @@ def test_every_documented_switch(monkeypatch: pytest.MonkeyPatch, said: list[str
 
 
 @pytest.mark.parametrize(
-    "name", ["pipeline", "nfs", "older_nfs", "older_dram", "pooled_dram", "ds3fs", "custom", "developer"]
+    "name", ["pipeline", "nfs", "blend", "older_nfs", "older_dram", "pooled_dram", "ds3fs", "custom", "developer"]
 )
 @pytest.mark.usefixtures("upstream")
 def test_no_key_is_dropped_in_silence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +149,6 @@ def test_no_key_is_dropped_in_silence(name: str, monkeypatch: pytest.MonkeyPatch
     [
         ("mooncake", "this pipeline is not in this version", "store_pipeline = 'Mooncake|Posix'"),
         ("compress", "this pipeline is not in this version", "store_pipeline = 'Cache|Compress|Posix'"),
-        ("blend", "blending is not in this version", "ucm_sparse_config = {'Blend': "),
     ],
 )
 def test_what_is_not_in_this_version(name: str, what: str, place: str) -> None:
@@ -228,7 +251,7 @@ def test_sizes_are_not_for_a_tier_that_is_not_there(tmp_path: Path, said: list[s
     config = {"storage_backends": str(tmp_path), "cache_buffer_capacity_gb": 1 << 20}
     load_connector_config({"ucm_connector_name": "UcmNfsStore", "ucm_connector_config": config})
     assert _told(said, "ucm_connector_config.cache_buffer_capacity_gb").endswith(
-        "it means nothing to the store 'Posix'"
+        "it does not apply to the store 'Posix'"
     )
 
 

@@ -24,7 +24,7 @@ FAKE_VLLM = Path(__file__).with_name("fake_vllm.txt")
 #: The modules of the small vLLM: path, group, hooks.
 MODULES = (
     ("vllm/v1/core/sched/scheduler.py", "scheduler", ("request_added", "request_freed", "scheduler_init")),
-    ("vllm/v1/worker/gpu_worker.py", "worker", ("worker_init",)),
+    ("vllm/v1/worker/worker_base.py", "worker", ("worker_init",)),
     ("vllm/v1/worker/gpu_model_runner.py", "model_runner", ("execute_begin",)),
     ("vllm/model_executor/layers/attention/mla_attention.py", "attention", ("mla_begin",)),
 )
@@ -36,7 +36,7 @@ def upstream(path: str, release: str) -> bytes:
 
 
 def rewritten(path: str) -> bytes:
-    return upstream(path, RELEASE) + b"# ucm: changed\n"
+    return upstream(path, RELEASE) + b"def changed(): pass  # ucm: changed\n"
 
 
 def sha256(data: bytes) -> str:
@@ -64,6 +64,23 @@ def write_vllm(site: Path, release: str = RELEASE, version: str | None = None) -
         (site / f"{name}.py").touch()
 
 
+def write_plugin(site: Site, code: str) -> None:
+    """Another package with a plug-in of vLLM, and what vLLM loads it with."""
+    vllm = site.packages / "vllm"
+    (vllm / "platforms.py").write_text("current_platform = object()\n")
+    (vllm / "plugins.py").write_text(
+        "from importlib.metadata import entry_points\n\n"
+        "def load_general_plugins():\n"
+        "    for point in entry_points(group='vllm.general_plugins'):\n"
+        "        point.load()()\n"
+    )
+    (site.packages / "intruder.py").write_text(f"def register():\n    {code}\n")
+    write_distribution(site.packages, "vllm-intruder", "1.2", ())
+    about = site.packages / "vllm_intruder-1.2.dist-info"
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nintruder = intruder:register\n")
+    (about / "RECORD").write_text("intruder.py,,\n")
+
+
 def write_connector_api(packages: Path, *methods: str) -> Path:
     """What the doctor reads of vLLM's connector class."""
     file = packages / "vllm" / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "base.py"
@@ -89,18 +106,27 @@ def write_overlay(site: Path, version: str = f"{RELEASE}.post1") -> None:
                 "rewritten_sha256": sha256(rewritten(path)),
                 "hooks": hooks,
                 "processes": ["EngineCore" if group == "scheduler" else "worker"],
+                "changed": {"changed": list(hooks)},
             }
         )
     manifest = {"release": RELEASE, "version": version, "modules": modules, "needs": NEEDS}
     (package / "manifest.json").write_text(json.dumps(manifest))
     _render(site, {"ucm_vllm_overlay.pth": "overlay.pth.j2"}, modules)
-    _render(package, {name: f"ucm_vllm_overlay/{name}.j2" for name in ("__init__.py", "_boot.py")}, modules)
+    _render(package, {name: f"package/{name}.j2" for name in ("__init__.py", "_boot.py")}, modules)
     write_distribution(site, "ucm-vllm-overlay", version, ("ucm_vllm_overlay",))
 
 
 def _render(directory: Path, files: dict[str, str], modules: list[dict[str, Any]]) -> None:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), keep_trailing_newline=True)  # noqa: S701
-    context = {"release": RELEASE, "modules": modules, "pth_name": "ucm_vllm_overlay.pth"}
+    context = {
+        "release": RELEASE,
+        "modules": modules,
+        "pth_name": "ucm_vllm_overlay.pth",
+        "package": "ucm_vllm_overlay",
+        "distribution": "ucm-vllm-overlay",
+        "overlay": "UCM",
+        "title": "vLLM",
+    }
     for name, template in files.items():
         (directory / name).write_text(environment.get_template(template).render(context))
 
@@ -163,7 +189,7 @@ class Site:
         elsewhere.mkdir(exist_ok=True)
         clean["TMPDIR"] = str(elsewhere)  # where a run that went wrong keeps its log
         done = subprocess.run(
-            command, cwd=elsewhere, env=clean | environ, capture_output=True, text=True, check=False, timeout=60
+            command, cwd=elsewhere, env=clean | environ, capture_output=True, text=True, check=False, timeout=240
         )
         return Answer(done.returncode, done.stdout, done.stderr)
 

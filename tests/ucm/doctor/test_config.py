@@ -50,9 +50,9 @@ def test_settings_that_can_be_used(complete: Site, tmp_path: Path) -> None:
     details = "\n".join(found["details"])
     for line in (
         "enable_event_sync has no effect here",
-        f"{tmp_path}/new/kv is not there yet: the engine makes it",
+        f"{tmp_path}/new/kv does not exist yet; the engine creates it",
         "posix_capacity is not set",
-        "not checked, because it takes an engine: the model",
+        "not checked, because that needs an engine: the model",
     ):
         assert line in details
     assert [path.name for path in tmp_path.iterdir() if path.name != "venv"] == [file.name], "nothing is made"
@@ -63,7 +63,7 @@ def test_settings_that_cannot(complete: Site, tmp_path: Path) -> None:
     file = write(tmp_path, text + "ucm_sparse_config: {BlockTopK: {tokenbudget: 4}}\n")
     answer = complete.doctor("--json", "--config", str(file))
     assert (answer.code, answer.statuses()) == (1, {"configuration": "error", "sparse settings": "error"})
-    assert answer.data["verdict"].endswith("at import. The settings cannot be used as they are.")
+    assert answer.data["verdict"].endswith("at import. The settings are not valid.")
     found = answer.finding("configuration")
     assert found["what"] == "4 settings cannot be used"
     details = "\n".join(found["details"])
@@ -115,11 +115,12 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (
             "{ESA: {token_budget: 4, store: {pipeline: Dram}}}",
             Status.OK,
-            "the method ESA is there, and its options are",
+            "the method ESA is installed, and its options are",
         ),
         ("{GSAOnDevice: {token_budget: 0}}", Status.ERROR, "Input should be greater than or equal to 1"),
-        ("{StreamingLLM: {}}", Status.OK, "the method StreamingLLM is there"),
-        ("{Probe: {}}", Status.OK, "the method Probe is there; its options are its own to check"),
+        ("{BlockTopK: {tokenbudget: 4, selector: code}}", Status.ERROR, "2 settings cannot be used"),
+        ("{StreamingLLM: {}}", Status.OK, "the method StreamingLLM is installed"),
+        ("{Probe: {}}", Status.OK, "the method Probe is installed; it checks its options itself"),
         ("{BlokTopK: {}}", Status.ERROR, "there is no sparse method 'BlokTopK'"),
         ("{'no.such:Method': {}}", Status.ERROR, "the sparse method 'no.such:Method' cannot be loaded"),
         ("{ESA: {}, SinkWindow: {}}", Status.ERROR, "2 sparse methods are named, and only one can run"),
@@ -132,10 +133,37 @@ def test_the_sparse_method(sparse: str, status: Status, what: str, tmp_path: Pat
     assert found.what.startswith(what)
 
 
-@pytest.mark.parametrize("method", ["BlockTopK", "ESA", "SinkWindow"])
-def test_a_method_whose_hooks_are_switched_off(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_options_of_the_method_are_told_at_once_with_what_may_be_meant(tmp_path: Path) -> None:
+    sparse = "{GSAOnDevice: {tokenbudget: 4, selector: code, dense_layers: -1, min_context: many}}"
+    _, found = check_config(write(tmp_path, f"store: {{pipeline: Empty}}\nucm_sparse_config: {sparse}\n"))
+    assert found.what == "4 settings cannot be used"
+    details = "\n".join(found.details)
+    for line in (
+        "ucm_sparse_config.GSAOnDevice.tokenbudget",
+        "did you mean 'token_budget'?",
+        "ucm_sparse_config.GSAOnDevice.selector: 'code'",
+        "did you mean 'codes'? selector: `bounds` or `codes`",
+        "ucm_sparse_config.GSAOnDevice.dense_layers: -1",
+        "ucm_sparse_config.GSAOnDevice.min_context: 'many'",
+    ):
+        assert line in details
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("BlockTopK", ""),
+        ("ESA", ""),
+        ("SinkWindow", ""),
+        ("ReRoPE", "window: 8"),
+        ("LeakyReRoPE", "window: 8, leak: 2"),
+    ],
+)
+def test_a_method_whose_hooks_are_switched_off(
+    method: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCM_DISABLE_ATTENTION_PATCH", "1")
-    file = write(tmp_path, f"store: {{pipeline: Empty}}\nucm_sparse_config: {{{method}: {{}}}}\n")
+    file = write(tmp_path, f"store: {{pipeline: Empty}}\nucm_sparse_config: {{{method}: {{{options}}}}}\n")
     _, found = check_config(file)
     assert found.status is Status.ERROR
     assert found.what == f"{method} needs hooks that are switched off"

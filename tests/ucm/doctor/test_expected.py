@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from ucm.doctor.expected import FIELDS, HOOKS, MODELS, OUTPUT, V1_RUNNER, V2_RUNNER, Facts, expectations
+from ucm.doctor.expected import (
+    FIELDS,
+    HOOKS,
+    MODELS,
+    OUTPUT,
+    V1_RUNNER,
+    V2_RUNNER,
+    Facts,
+    expectations,
+    unhooked_runners,
+)
 from ucm.integration.vllm import hooks
 from ucm.overlay.manifest import Manifest, ShadowedModule
 from ucm.overlay.switches import disabled_groups
@@ -23,7 +33,7 @@ V1_CPU = Facts(
     plain=True,
     separate_kv_write=True,
 )
-SCHEDULER = ("num_slots_sparsed", "request_added", "request_freed", "request_preempted", "scheduler_init")
+SCHEDULER = ("limit_new_tokens", "request_added", "request_freed", "request_preempted", "scheduler_init")
 V1 = ("blocks_updated", "execute_begin", "execute_finished", "update_states", "worker_requests_finished")
 V2 = ("v2_execute_begin", "v2_execute_finished", "v2_requests_added", "v2_requests_finished", "v2_requests_updated")
 ATTENTION = ("attention_begin", "attention_finished")
@@ -32,10 +42,11 @@ LAYERS = ("ffn_begin", "ffn_finished", "layer_begin", "layer_finished")
 ALL = {
     "vllm.v1.core.sched.scheduler": ("scheduler", (*SCHEDULER, "scheduler_output_built")),
     OUTPUT: ("scheduler", ()),
-    "vllm.v1.core.kv_cache_manager": ("kv_cache_manager", ("allocate_slots",)),
+    "vllm.v1.engine.core": ("scheduler", ("engine_core_started",)),
+    "vllm.v1.core.kv_cache_manager": ("kv_cache_manager", ("before_allocation",)),
     "vllm.model_executor.layers.attention.attention": ("attention", (*ATTENTION, *KV_WRITE)),
     "vllm.model_executor.layers.attention.mla_attention": ("attention", (*ATTENTION, "mla_begin", "mla_finished")),
-    "vllm.v1.worker.gpu_worker": ("worker", ("worker_init",)),
+    "vllm.v1.worker.worker_base": ("worker", ("worker_init",)),
     V1_RUNNER: ("model_runner", V1),
     V2_RUNNER: ("model_runner_v2", V2),
     "vllm.v1.worker.gpu.block_table": ("model_runner_v2", ("v2_append_block_ids",)),
@@ -44,8 +55,8 @@ ALL = {
     f"{MODELS}qwen2": ("models", LAYERS),
 }
 NEEDS: dict[str, tuple[str, ...]] = {
-    "scheduler": ("kv_cache_manager",),
-    "kv_cache_manager": (),
+    "scheduler": (),
+    "kv_cache_manager": ("scheduler",),
     "worker": (),
     **dict.fromkeys(("attention", "model_runner", "model_runner_v2", "models"), ("worker",)),
 }
@@ -53,7 +64,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 def manifest(modules: dict[str, Any]) -> Manifest:
     made = {
-        name: ShadowedModule(name, name.replace(".", "/"), group, "", "", called, ())
+        name: ShadowedModule(name, name.replace(".", "/"), group, "", "", called, (), {})
         for name, (group, called) in modules.items()
     }
     return Manifest(Path(), "0.32.0", "0.32.0.post1", made, NEEDS)
@@ -68,14 +79,13 @@ def unexpected(facts: Facts, modules: dict[str, Any] = ALL, **environ: str) -> d
 V2_OFF = dict.fromkeys((*V2, "v2_append_block_ids"), "the V1 model runner ran")
 MLA_OFF = dict.fromkeys(("mla_begin", "mla_finished"), "the model has no MLA layers")
 NEVER = {
-    "allocate_slots": "the probe keeps all requests dense",
-    "clear_row": "only called by a sparse method that replaces blocks",
+    "clear_row": "called only by a sparse method that replaces blocks",
 }
 V1_OFF = dict.fromkeys(V1, "the V2 model runner ran")
 
 
 def test_it_knows_every_hook_of_the_seam() -> None:
-    assert {hook.name for hook in HOOKS} - {FIELDS} == set(hooks.__all__) - {"INVALID_SLOT"}
+    assert {hook.name for hook in HOOKS} - {FIELDS} == set(hooks.__all__)
 
 
 def test_it_reads_what_the_probe_counts() -> None:
@@ -91,12 +101,20 @@ def test_the_v2_runner() -> None:
     assert unexpected(facts) == {**NEVER, **V1_OFF, **MLA_OFF}
 
 
+def test_a_runner_that_the_overlay_has_no_hooks_in() -> None:
+    """As the V2 runner has none up to 0.15.1: by what its hooks are, nothing would have to fire."""
+    without = manifest({name: about for name, about in ALL.items() if not name.startswith("vllm.v1.worker.gpu.")})
+    v2 = replace(V1_CPU, runner=frozenset({V2_RUNNER, "vllm.v1.worker.lora_mixin"}))
+    assert unhooked_runners(without, v2) == [V2_RUNNER]
+    assert unhooked_runners(without, V1_CPU) == unhooked_runners(manifest(ALL), v2) == []
+
+
 def test_an_mla_model() -> None:
     facts = replace(V1_CPU, mla=True, plain=False, separate_kv_write=False, model=frozenset())
     found = unexpected(facts)
     assert set(found) == {*NEVER, *V2_OFF, *KV_WRITE, *LAYERS}
     assert found["kv_write_begin"] == "the model has MLA layers only"
-    assert found["ffn_begin"] == "the model's layers are none of those that are rewritten"
+    assert found["ffn_begin"] == "the overlay does not rewrite this model's layers"
 
 
 def test_a_backend_that_writes_inside_its_attention() -> None:
@@ -131,7 +149,22 @@ def test_a_group_that_is_off() -> None:
 
 def test_everything_hangs_on_the_worker() -> None:
     found = unexpected(V1_CPU, UCM_DISABLE_WORKER_PATCH="1")
-    assert set(found) == {hook.name for hook in HOOKS} - {*SCHEDULER, "scheduler_output_built"}
+    assert set(found) == {hook.name for hook in HOOKS} - {
+        *SCHEDULER,
+        "before_allocation",
+        "engine_core_started",
+        "scheduler_output_built",
+    }
+
+
+def test_hooks_that_the_overlay_was_built_without() -> None:
+    smaller = replace(manifest({}), hooks="default", left_out=("ffn_begin",))
+    found = {e.hook.name: e for e in expectations(smaller, {}, V1_CPU)}
+    assert found["ffn_begin"].at_least == 0
+    assert found["ffn_begin"].reason == (
+        "the overlay was built without it: `nox -s build-overlay -- 0.32.0 --hooks all` has it"
+    )
+    assert found["layer_begin"].reason == "vLLM 0.32.0 has no place for it"
 
 
 def test_facts_from_what_the_engine_told() -> None:

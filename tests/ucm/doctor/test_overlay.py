@@ -31,9 +31,11 @@ def test_the_runtime_without_an_overlay(bare: Site) -> None:
     write_vllm(bare.packages)
     answer = bare.ask()
     assert (answer.code, answer.statuses(), answer.data["next"]) == (0, {}, [])
-    assert answer.data["verdict"] == "No overlay of UCM is installed: no sparse attention; the prefix cache needs none."
+    assert (
+        answer.data["verdict"] == "No UCM overlay is installed. Sparse attention needs one, the prefix cache does not."
+    )
     found = answer.finding("overlay")
-    assert found["what"].startswith("none is installed, and only sparse attention needs one")
+    assert found["what"].startswith("not installed, and only sparse attention needs one")
     assert found["details"][0].startswith("for sparse attention: ")
     assert found["details"][0].endswith(f"nox -s build-overlay -- {RELEASE}")
     assert found["details"][1].endswith(f"pip install build/wheels/ucm_vllm_overlay-{RELEASE}.*.whl")
@@ -45,7 +47,7 @@ def test_two_overlays(site: Site, tmp_path: Path) -> None:
     answer = site.ask(PYTHONPATH=str(tmp_path / "second"))
     assert answer.code == 1
     found = answer.finding("overlay")
-    assert found["what"] == "2 overlays are installed, and only the first acts"
+    assert found["what"] == "2 overlays are installed, but only the first is active"
     assert found["details"] == [
         f"0.32.0.post2: {tmp_path / 'second'}",
         f"0.32.0.post1: {site.packages.resolve()}",
@@ -58,7 +60,7 @@ def test_two_overlays_and_the_later_one_acts(site: Site, tmp_path: Path) -> None
         f"import ucm_vllm_overlay._boot; import sys; sys.path[:0] = ['{tmp_path}/second']"
     )
     found = site.ask().finding("import hook")
-    assert (found["status"], found["what"]) == ("error", "in place, and serves another overlay than the one found")
+    assert (found["status"], found["what"]) == ("error", "in place, but for another overlay than the one found")
 
 
 def test_an_overlay_that_is_reached_through_pythonpath(bare: Site, tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_an_overlay_that_is_reached_through_pythonpath(bare: Site, tmp_path: Pat
     found = answer.finding("start-up file")
     assert "does not read .pth files" in found["what"]
     assert "`pip install --target`" in found["details"][1]
-    assert found["todo"][0] == f"take {tmp_path / 'target'} off PYTHONPATH"
+    assert found["todo"][0] == f"remove {tmp_path / 'target'} from PYTHONPATH"
     assert answer.finding("import hook")["what"].startswith("not found in this process")
     assert answer.data["import_hook"]["position"] is None
     assert answer.data["modules"][0]["loads"] == str(bare.packages / MODULES[0][0])
@@ -92,7 +94,7 @@ def test_the_pth_does_nothing(site: Site) -> None:
 
 def test_a_python_that_skips_site(site: Site) -> None:
     answer = site.ask(flags=("-S",), PYTHONPATH=str(site.packages))
-    assert answer.finding("start-up file")["what"] == "this Python was started with -S and reads no .pth file"
+    assert answer.finding("start-up file")["what"] == "this Python was started with -S, so it reads no .pth files"
 
 
 def test_an_isolated_python(site: Site) -> None:
@@ -104,7 +106,7 @@ def test_a_truncated_file(site: Site) -> None:
     answer = site.ask()
     assert (answer.code, answer.statuses()) == (1, {"modules": "error"})
     found = answer.finding("modules")
-    assert found["what"] == "1 of the overlay's files is not the reviewed one: vLLM will not start"
+    assert found["what"] == "1 of the overlay's files is not as reviewed: vLLM will not start"
     assert found["details"] == [f"changed: {shadow(site).resolve()}"]
     assert answer.data["modules"][0]["loads"] is None
 
@@ -160,7 +162,7 @@ def test_a_sitecustomize_that_reaches_for_vllm(site: Site) -> None:
     path.write_text("import sys\n\nsys.modules.get('vllm')\n")
     found = site.ask().finding("other hooks")
     assert found["details"] == [f"start-up file: {path.resolve()}"]
-    assert found["todo"] == ["see what it does, and uninstall what put it there"]
+    assert found["todo"] == ["check what it does, and uninstall it if it does"]
 
 
 def test_the_start_up_file_of_uc_manager(site: Site) -> None:
@@ -179,12 +181,27 @@ def test_a_hook_that_is_asked_first(site: Site) -> None:
     (site.packages / "patching.py").write_text(HOOK)
     (site.packages / "zz.pth").write_text("import patching\n")
     answer = site.ask()
-    assert (answer.code, answer.statuses()) == (0, {"import hook": "warning"})
+    assert (answer.code, answer.statuses()) == (0, {})
+    assert answer.finding("import hook")["details"] == ["earlier finder, ignores our modules: patching.Stranger"]
     assert answer.data["import_hook"] == {
         "position": 1,
         "ahead": ["patching.Stranger"],
         "others": ["patching.Stranger"],
     }
+
+
+def test_a_hook_that_is_asked_first_and_takes_a_module(site: Site) -> None:
+    taking = "importlib.machinery.PathFinder.find_spec(name, path) if name.endswith('.scheduler') else None"
+    (site.packages / "patching.py").write_text(
+        "import importlib.machinery\n" + HOOK.replace("return None", f"return {taking}")
+    )
+    (site.packages / "zz.pth").write_text("import patching\n")
+    answer = site.ask()
+    assert (answer.code, answer.statuses()) == (1, {"import hook": "error"})
+    found = answer.finding("import hook")
+    file = site.packages.resolve() / "vllm/v1/core/sched/scheduler.py"
+    assert found["details"] == [f"vllm.v1.core.sched.scheduler: patching.Stranger finds {file}"]
+    assert found["todo"] == ["remove the package that installs the earlier finder"]
 
 
 def test_a_hook_that_names_vllm(site: Site) -> None:

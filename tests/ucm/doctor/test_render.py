@@ -50,7 +50,7 @@ def test_all_is_well(site: Site) -> None:
 
 
 def test_what_would_not_load(site: Site) -> None:
-    (site.packages / "vllm/v1/worker/gpu_worker.py").write_text("# edited\n")
+    (site.packages / "vllm/v1/worker/worker_base.py").write_text("# edited\n")
     assert any(line.endswith("changed  ok    nowhere: ImportError") for line in site.doctor().out.splitlines())
 
 
@@ -101,7 +101,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_error_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(config: Path | None) -> None:
+    def fail(config: Path | None = None) -> None:
         assert config is None
         raise UcmError("it is broken", where="here", fix="mend it")
 

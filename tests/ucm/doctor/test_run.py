@@ -42,7 +42,7 @@ def test_every_hook_fires(site: Site) -> None:
     assert hooks(answer)["mla_begin"]["reason"] == "the model has no MLA layers"
     assert hooks(answer)["ffn_begin"]["reason"] == "vLLM 0.32.0 has no place for it"
     assert "running a short engine" in answer.err
-    assert answer.finding("run")["what"].startswith("all 5 hooks that this run had use for fired: 7 requests, ")
+    assert answer.finding("run")["what"].startswith("all 5 hooks expected in this run fired: 7 requests, ")
 
 
 def test_its_table(site: Site) -> None:
@@ -62,6 +62,15 @@ def test_a_hook_is_forgotten(site: Site) -> None:
     assert hooks(answer)["request_added"]["status"] == "ok"
 
 
+def test_the_runner_that_ran_has_no_hooks(site: Site) -> None:
+    """It used to pass: of the other runner's hooks, which the overlay has, none had to fire."""
+    answer = site.doctor("--run", "--json", FAKE_ENGINE="v2")
+    assert answer.code == 1
+    first = next(finding for finding in answer.data["findings"] if finding["check"] == "run")
+    assert first["what"].endswith("no sparse method can run: vllm.v1.worker.gpu.model_runner")
+    assert first["todo"] == ["run vLLM's V1 runner: VLLM_USE_V2_MODEL_RUNNER=0"]
+
+
 def test_the_engine_fails(site: Site) -> None:
     answer = site.doctor("--run", "--json", FAKE_ENGINE="fail")
     assert answer.code == 1
@@ -78,11 +87,11 @@ def test_the_engine_fails(site: Site) -> None:
 
 
 def test_the_engine_hangs(site: Site) -> None:
-    answer = site.doctor("--run", "--json", "--timeout", "3", FAKE_ENGINE="hang")
+    answer = site.doctor("--run", "--json", "--timeout", "15", FAKE_ENGINE="hang")
     assert answer.code == 1
     run = answer.data["run"]
     assert (run["outcome"], run["tail"]) == ("timed out", ["about to hang"])
-    assert 3 <= run["seconds"] < 20
+    assert run["seconds"] >= 15
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout  # noqa: S607
     assert f"{site.python} -m ucm.doctor.engine_run" not in listed
 
@@ -90,21 +99,21 @@ def test_the_engine_hangs(site: Site) -> None:
 def test_all_is_switched_off(site: Site) -> None:
     answer = site.doctor("--run", "--json", UCM_DISABLE_PATCHES="1")
     assert answer.code == 0
-    assert answer.finding("run")["what"].endswith("no hook was on")
+    assert answer.finding("run")["what"].endswith("no hook was switched on")
     assert hooks(answer)["request_added"]["reason"] == "group scheduler is off: UCM_DISABLE_PATCHES is set"
 
 
 def test_nothing_is_started_when_something_is_wrong(bare: Site) -> None:
     answer = bare.doctor("--run", "--json")
     assert (answer.code, answer.data["run"]) == (1, None)
-    assert answer.finding("run")["what"] == "no engine was started, because of the errors above"
+    assert answer.finding("run")["what"] == "no engine was started because of the errors above"
 
 
 def test_nothing_is_started_without_an_overlay(bare: Site) -> None:
     write_vllm(bare.packages)
     answer = bare.doctor("--run", "--json")
     assert (answer.code, answer.data["run"]) == (0, None)
-    assert answer.finding("run")["what"].endswith("the hooks of an overlay, and none is installed")
+    assert answer.finding("run")["what"].endswith("no overlay is installed, so there are no hooks to count")
     assert answer.data["next"][0].endswith(f"nox -s build-overlay -- {RELEASE}")
 
 
@@ -123,7 +132,7 @@ def test_a_directory_without_a_model(site: Site, tmp_path: Path) -> None:
 def test_options_of_a_run_without_one(site: Site, arguments: tuple[str, ...]) -> None:
     answer = site.doctor(*arguments)
     assert (answer.code, answer.out) == (2, "")
-    assert "--model and --timeout belong to --run" in answer.err
+    assert "--model and --timeout need --run" in answer.err
     assert "Traceback" not in answer.err
 
 

@@ -6,9 +6,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ucm.hashing.file_contents import FileContents
+from ucm.hashing.model_identity import model_identity
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
+
+    from ucm.hashing.model_identity import ModelIdentity
 
 
 class ConstantList:
@@ -101,6 +106,7 @@ class OldRequest:
         self.request_id = request_id
         self.mm_hashes = multi_modal_hashes or []
         self.mm_positions = multi_modal_placeholders or []
+        self.mm_inputs: list[Any] = []
         self.lora_request = None
         self.cache_salt = None
         self._all_token_ids = list(prompt_token_ids)
@@ -177,7 +183,12 @@ class VllmConfig:
     speculative_config: Any = None
     lora_config: Any = None
     additional_config: Any = field(default_factory=dict)
-    weight_transfer_config: Any = None
+
+
+def whole_identity(vllm_config: Any, **more: Any) -> ModelIdentity:
+    """An engine's identity with the contents of its files."""
+    identity = model_identity(vllm_config, **more)
+    return identity.with_contents(read_files(identity.unread.values()))
 
 
 def write_adapter(directory: Path, weights: bytes) -> Path:
@@ -194,3 +205,9 @@ def write_model(directory: Path, weights: bytes = b"w" * 300_000, config: str = 
     (directory / "config.json").write_text(config, encoding="utf-8")
     (directory / "model-00001-of-00001.safetensors").write_bytes(weights)
     return directory
+
+
+def read_files(paths: Iterable[Path]) -> dict[Path, str]:
+    """The digests of some files, read now; any change before now is as it should be."""
+    contents = FileContents(float("inf"))
+    return contents.read(contents.look_up(paths)).of

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import threading
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.ucm.hashing.stand_ins import LoRARequest, write_adapter
-from ucm.hashing.adapters import AdapterError, Adapters
+from ucm.hashing import adapters as adapters_module
+from ucm.hashing.adapters import AdapterError
+from ucm.hashing.adapters import Adapters as AnyAdapters
+from ucm.hashing.file_contents import FileContents
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ucm.hashing.file_contents import Digests
+
+#: In an engine that starts after the test has written its files.
+Adapters = functools.partial(AnyAdapters, since=float("inf"))
 
 
 def test_one_name_with_two_contents_is_two_adapters(tmp_path: Path) -> None:
@@ -21,6 +33,58 @@ def test_one_name_with_two_contents_is_two_adapters(tmp_path: Path) -> None:
     other = LoRARequest("sql", 2, str(write_adapter(tmp_path / "other" / "sql", b"A" * 4999 + b"B")))
     adapters = Adapters()
     assert adapters.fingerprint(one) != adapters.fingerprint(other)
+
+
+def test_two_contents_of_one_number_are_neither_believed(tmp_path: Path) -> None:
+    """vLLM loads the second one only if it has dropped the first."""
+    paths = [write_adapter(tmp_path / name, name.encode()) for name in ("one", "copy", "other")]
+    write_adapter(tmp_path / "copy", b"one")
+    one, copy, other = (LoRARequest("sql", 1, str(path)) for path in paths)
+    adapters = Adapters()
+    assert adapters.fingerprint(one) == adapters.fingerprint(copy)
+    for request in (other, one):
+        with pytest.raises(AdapterError, match="lora_int_id 1 has stood for different weights"):
+            adapters.fingerprint(request)
+
+
+def test_two_contents_of_one_name_are_neither_believed_where_vllm_finds_blocks_by_name(tmp_path: Path) -> None:
+    """A request of the second finds blocks of the first in vLLM's own prefix cache, and what it has is saved."""
+    one, other = (LoRARequest("sql", n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in (1, 2))
+    adapters = Adapters(by_name=True)
+    adapters.fingerprint(one)
+    for request in (other, one):
+        with pytest.raises(AdapterError, match="lora_name 'sql' has stood for different weights"):
+            adapters.fingerprint(request)
+
+
+def test_an_adapter_that_is_loaded_in_place_is_not_believed(tmp_path: Path) -> None:
+    """Neither is what had its number before: its requests may still run, with the new weights."""
+    path = str(write_adapter(tmp_path, b"A"))
+    adapters = Adapters()
+    adapters.fingerprint(LoRARequest("a", 1, path))
+    anew = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path, load_inplace=True)
+    with pytest.raises(AdapterError, match="loaded in place"):
+        adapters.fingerprint(anew)
+    with pytest.raises(AdapterError, match="has stood for different weights"):
+        adapters.fingerprint(LoRARequest("a", 1, path))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_adapter_that_was_replaced_is_void_for_the_requests_that_run(tmp_path: Path, *, in_place: bool) -> None:
+    """Whether a request says so, or the worker that has seen it."""
+    lora_request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A")))
+    adapters = Adapters()
+    assert not adapters.is_void(lora_request)
+    adapters.fingerprint(lora_request)
+    assert not adapters.is_void(lora_request)
+    if in_place:
+        with pytest.raises(AdapterError, match="loaded in place"):
+            adapters.fingerprint(SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/", load_inplace=True))
+    else:
+        adapters.replaced(1)
+    assert adapters.is_void(lora_request)
+    with pytest.raises(AdapterError, match="has stood for different weights"):
+        adapters.fingerprint(lora_request)
 
 
 def test_one_content_is_one_adapter_under_any_name_and_path(tmp_path: Path) -> None:
@@ -59,8 +123,47 @@ def test_files_that_change_under_a_running_engine_are_not_believed(tmp_path: Pat
     before = adapters.fingerprint(request)
     assert adapters.fingerprint(request) == before
     write_adapter(tmp_path, b"B")
-    with pytest.raises(AdapterError, match="have changed since the engine loaded it"):
+    with pytest.raises(AdapterError, match="may not be those that the engine loaded"):
         adapters.fingerprint(request)
+
+
+def test_files_that_were_written_after_the_engines_start_are_not_believed(tmp_path: Path) -> None:
+    """It may have loaded other ones before: when the adapter was added, long before its first request."""
+    request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A")))
+    with pytest.raises(AdapterError, match="written or moved after this process started"):
+        AnyAdapters(since=time.time() - 3600).fingerprint(request)
+
+
+def test_a_file_that_comes_or_goes_is_seen(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, b"A")
+    adapters = Adapters()
+    adapters.fingerprint(LoRARequest("a", 1, str(path)))
+    (path / "more.safetensors").write_bytes(b"B")
+    with pytest.raises(AdapterError, match="come or gone"):
+        adapters.fingerprint(LoRARequest("a", 1, str(path)))
+
+
+def test_a_large_adapter_is_read_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A" * 5000)))
+    expected = Adapters().fingerprint(request)
+    monkeypatch.setattr(adapters_module, "_AT_ONCE", 100)
+    go_on, read = threading.Event(), FileContents.read
+
+    def slowly(self: FileContents, found: Digests) -> Digests:
+        go_on.wait()
+        return read(self, found)
+
+    monkeypatch.setattr(FileContents, "read", slowly)
+    adapters = Adapters()
+    with pytest.raises(AdapterError, match="is being read"):
+        adapters.fingerprint(request)
+    go_on.set()
+    deadline = time.monotonic() + 60
+    found = b""
+    while not found and time.monotonic() < deadline:
+        with suppress(AdapterError):
+            found = adapters.fingerprint(request)
+    assert found == expected
 
 
 def test_a_replaced_file_of_the_same_size_and_time_is_seen(tmp_path: Path) -> None:
@@ -72,7 +175,7 @@ def test_a_replaced_file_of_the_same_size_and_time_is_seen(tmp_path: Path) -> No
     (path / "new").write_bytes(b"B")
     os.utime(path / "new", ns=(state.st_atime_ns, state.st_mtime_ns))
     (path / "new").rename(weights)
-    with pytest.raises(AdapterError, match="have changed"):
+    with pytest.raises(AdapterError, match="changed while"):
         adapters.fingerprint(LoRARequest("a", 1, str(path)))
 
 

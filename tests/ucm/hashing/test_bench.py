@@ -25,7 +25,7 @@ def test_the_peer_is_a_chain() -> None:
 
 
 def test_it_prints_a_table_or_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ucm.hashing.bench.measure", lambda: measure((4,), num_tokens=16, rounds=1))
+    monkeypatch.setattr("ucm.hashing.bench.measure", lambda *_, **__: measure((4,), num_tokens=16, rounds=1))
     main([])
     assert "chained MD5" in capsys.readouterr().out
     main(["--json"])

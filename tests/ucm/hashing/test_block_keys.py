@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from tests.ucm.hashing.fake_vllm import FakeVllm
@@ -144,11 +145,12 @@ def test_a_request_that_is_too_short_to_have_hashes_decides_nothing(vllm: FakeVl
     assert keys.of(request, 16) == request.block_hashes
 
 
+@pytest.mark.usefixtures("later")
 def test_requests_that_are_more_than_text_have_keys_of_ours(vllm: FakeVllm, tmp_path: Path) -> None:
     """vLLM's keys hold a LoRA's name only, and in some releases an image without its place."""
     keys = BlockKeys(CONFIG, SEED)
     lora = LoRARequest("sql", 1, str(write_adapter(tmp_path, b"A")))
-    image = MultiModalFeatureSpec(CAT, PlaceholderRange(40, 8))
+    image = MultiModalFeatureSpec(CAT, PlaceholderRange(40, 8), data={"pixels": np.ones(1)})
     requests = [Request("l", TOKENS, lora_request=lora), Request("m", TOKENS, mm_features=[image])]
     for request in requests:
         vllm.hash_blocks(request, 16)
@@ -166,7 +168,7 @@ def test_what_is_not_cacheable_has_no_keys_and_is_said_once(log: pytest.LogCaptu
         assert [keys.of(request, 16), keys.of(request, 16)] == [None, None]
     assert list(keys.refused.values()) == [3]
     assert [record.levelname for record in log.records] == ["INFO", "WARNING"]
-    assert log.messages[1].startswith("[UCM.Hasher] requests are computed without the store: a multimodal input has")
+    assert log.messages[1].startswith("[UCM.Hasher] requests are computed without the store: a multimodal input comes")
 
 
 def test_tokens_that_are_none_make_a_request_not_cacheable() -> None:
@@ -191,7 +193,7 @@ def test_a_streaming_session_is_looked_at_each_time() -> None:
     assert keys.of(request, 16) == ours(TOKENS[:33], 16)
     del request._all_token_ids[31:]
     request.append(*range(500, 530))
-    request.mm_features = [MultiModalFeatureSpec(CAT, PlaceholderRange(40, 8))]
+    request.mm_features = [MultiModalFeatureSpec(CAT, PlaceholderRange(40, 8), data={"pixels": np.ones(1)})]
     found = keys.of(request, 16)
     assert found is not None
     assert found[:2] == ours(list(request.all_token_ids), 16)[:2]

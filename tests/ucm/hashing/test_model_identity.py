@@ -6,20 +6,27 @@ With stand-ins for vLLM's configuration; `test_with_vllm.py` has the real one.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tests.ucm.hashing.fake_vllm import FakeVllm
-from tests.ucm.hashing.stand_ins import HfConfig, ModelConfig, VllmConfig, write_model
+from tests.ucm.hashing.stand_ins import HfConfig, ModelConfig, VllmConfig, whole_identity, write_model
 from ucm.errors import ConfigError
-from ucm.hashing.model_identity import model_identity, namespace
+from ucm.hashing import model_identity as module
+from ucm.hashing.framing import frame
+from ucm.hashing.model_identity import namespace, plain, platform_facts, vllm_release
 from ucm.hashing.weights import WeightsUnknownError
 
 if TYPE_CHECKING:
@@ -74,39 +81,39 @@ DIFFERENCES = {
 
 def test_whatever_shapes_the_kv_makes_another_identity(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeVllm(monkeypatch).release("0.29.0")
-    digests = {"base": model_identity(base).digest}
+    digests = {"base": whole_identity(base).digest}
     for name, apply in DIFFERENCES.items():
         changed = copy.deepcopy(base)
         apply(changed)
-        digests[name] = model_identity(changed).digest
+        digests[name] = whole_identity(changed).digest
     assert len(set(digests.values())) == len(DIFFERENCES) + 1
 
 
 def test_two_models_with_one_basename(tmp_path: Path) -> None:
     models = [write_model(tmp_path / owner / "llama", owner.encode() * 100_000) for owner in ("a", "b")]
-    one, other = (model_identity(VllmConfig(ModelConfig(str(model)))) for model in models)
+    one, other = (whole_identity(VllmConfig(ModelConfig(str(model)))) for model in models)
     assert one.name == other.name == "llama"
     assert namespace(one) != namespace(other)
 
 
 def test_two_rope_settings_in_the_files(tmp_path: Path) -> None:
     models = [write_model(tmp_path / theta, config=f'{{"rope_theta": {theta}}}') for theta in ("10000.0", "500000.0")]
-    digests = {model_identity(VllmConfig(ModelConfig(str(model)))).digest for model in models}
+    digests = {whole_identity(VllmConfig(ModelConfig(str(model)))).digest for model in models}
     assert len(digests) == 2
 
 
 def test_two_revisions(base: VllmConfig) -> None:
-    found = [model_identity(VllmConfig(ModelConfig("a/llama", revision=commit))) for commit in (COMMIT, OTHER)]
+    found = [whole_identity(VllmConfig(ModelConfig("a/llama", revision=commit))) for commit in (COMMIT, OTHER)]
     assert found[0].digest != found[1].digest
     assert namespace(found[0]).startswith("llama-")
-    assert model_identity(base).digest not in {identity.digest for identity in found}
+    assert whole_identity(base).digest not in {identity.digest for identity in found}
 
 
 def test_two_releases(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = set()
     for release in ("0.31.0", "0.32.0"):
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=release))
-        identity = model_identity(base)
+        identity = whole_identity(base)
         assert identity.facts["vllm"] == release
         digests.add(identity.digest)
     assert len(digests) == 2
@@ -117,24 +124,24 @@ def test_two_hash_seeds(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> No
     for seed in ("0", "1"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
         FakeVllm(monkeypatch).release("0.29.0")
-        digests.add(model_identity(base).digest)
+        digests.add(whole_identity(base).digest)
     assert len(digests) == 2
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_the_served_length_counts_where_rope_depends_on_it(base: VllmConfig, kind: str) -> None:
     base.model_config.hf_text_config.rope_parameters = {"rope_type": kind, "factor": 4.0}
-    short = model_identity(base).digest
+    short = whole_identity(base).digest
     base.model_config.max_model_len *= 2
-    assert model_identity(base).digest != short
+    assert whole_identity(base).digest != short
 
 
 @pytest.mark.parametrize("rope", [None, {"rope_type": "llama3"}, {"full_attention": {"rope_type": "yarn"}}])
 def test_the_served_length_does_not_count_elsewhere(base: VllmConfig, rope: Any) -> None:
     base.model_config.hf_text_config.rope_parameters = rope
-    short = model_identity(base).digest
+    short = whole_identity(base).digest
     base.model_config.max_model_len *= 2
-    assert model_identity(base).digest == short
+    assert whole_identity(base).digest == short
 
 
 def test_what_workers_change_in_their_copy_does_not_count(base: VllmConfig) -> None:
@@ -147,7 +154,7 @@ def test_what_workers_change_in_their_copy_does_not_count(base: VllmConfig) -> N
         worker.cache_config.block_size = 128
         worker.parallel_config.rank = 3
         worker.instance_id = "another"  # type: ignore[attr-defined]
-        assert model_identity(worker).digest == model_identity(base).digest
+        assert whole_identity(worker).digest == whole_identity(base).digest
 
 
 def test_an_operators_function_over_the_configuration_is_known_by_what_it_did(base: VllmConfig) -> None:
@@ -158,15 +165,15 @@ def test_an_operators_function_over_the_configuration_is_known_by_what_it_did(ba
     digests = set()
     kept = [HfConfig({"rope_theta": theta}) for theta in (1e4, 1e4, 5e5)]
     for base.model_config.hf_config in kept:
-        digests.add(model_identity(base).digest)
+        digests.add(whole_identity(base).digest)
     assert len(digests) == 2  # neither the address of an object nor the path of a copy counts
 
 
 def test_a_configuration_from_another_place_is_known_by_what_it_says(base: VllmConfig) -> None:
     base.model_config.hf_config_path = "c/d"
-    before = model_identity(base).digest
+    before = whole_identity(base).digest
     base.model_config.hf_config.values["rope_theta"] = 1.0
-    assert model_identity(base).digest != before
+    assert whole_identity(base).digest != before
 
 
 def draft(path: Path, method: str, weights: bytes = b"d" * 200_000) -> SimpleNamespace:
@@ -184,15 +191,15 @@ def test_a_draft_models_layers_count(base: VllmConfig, tmp_path: Path) -> None:
     ]
     digests = set()
     for base.speculative_config in drafts:
-        digests.add(model_identity(base).digest)
+        digests.add(whole_identity(base).digest)
     assert len(digests) == 5
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_drafting_without_layers_does_not_count(base: VllmConfig, method: str) -> None:
-    before = model_identity(base).digest
+    before = whole_identity(base).digest
     base.speculative_config = SimpleNamespace(method=method, num_speculative_tokens=3, draft_model_config=None)
-    assert model_identity(base).digest == before
+    assert whole_identity(base).digest == before
 
 
 def test_whatever_else_the_caller_says_counts(base: VllmConfig) -> None:
@@ -202,33 +209,27 @@ def test_whatever_else_the_caller_says_counts(base: VllmConfig) -> None:
         {"more": {"sparse": {"GSA": {"ratio": 0.4}}}},
         {"weights_id": "mine"},
     ]
-    assert len({model_identity(base, **kind).digest for kind in kinds}) == 4
+    assert len({whole_identity(base, **kind).digest for kind in kinds}) == 4
 
 
 def test_the_operators_name_for_the_weights_is_believed(tmp_path: Path) -> None:
     config = VllmConfig(ModelConfig(str(tmp_path)))
     with pytest.raises(WeightsUnknownError):
-        model_identity(config)
-    assert model_identity(config, weights_id="mine").facts["model"]["weights"]["stated"] == "mine"
+        whole_identity(config)
+    assert whole_identity(config, weights_id="mine").facts["model"]["weights"]["stated"] == "mine"
 
 
 def test_kv_that_only_its_engine_can_read_is_refused(base: VllmConfig) -> None:
     base.cache_config.calculate_kv_scales = True
     with pytest.raises(ConfigError, match="no other engine can read its blocks") as caught:
-        model_identity(base)
+        whole_identity(base)
     assert caught.value.where == "calculate_kv_scales"
 
 
 def test_kv_that_its_prefix_does_not_determine_is_refused(base: VllmConfig) -> None:
     base.model_config.is_diffusion = True  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="a prefix does not determine its KV"):
-        model_identity(base)
-
-
-def test_weights_that_change_while_the_engine_runs_are_refused(base: VllmConfig) -> None:
-    base.weight_transfer_config = SimpleNamespace(backend="nccl")
-    with pytest.raises(ConfigError, match="replaced while it runs"):
-        model_identity(base)
+        whole_identity(base)
 
 
 @pytest.mark.parametrize(
@@ -241,14 +242,14 @@ def test_weights_that_change_while_the_engine_runs_are_refused(base: VllmConfig)
     ],
 )
 def test_a_namespace_can_be_read_and_stored_anywhere(model: str, prefix: str) -> None:
-    identity = model_identity(VllmConfig(ModelConfig(model, revision=COMMIT)))
+    identity = whole_identity(VllmConfig(ModelConfig(model, revision=COMMIT)))
     found = namespace(identity, "tp0of1-pp0of1-g0-b16")
     assert re.fullmatch(re.escape(prefix) + r"[0-9a-f]{32}/tp0of1-pp0of1-g0-b16", found)
     assert re.fullmatch(r"[a-z0-9._/-]+", found)
 
 
 def test_the_record_for_operators_says_everything(base: VllmConfig) -> None:
-    identity = model_identity(base)
+    identity = whole_identity(base)
     record = json.loads(identity.to_json())
     assert record["digest"] == identity.digest.hex()
     assert {"name": "llama", **identity.facts} == {key: value for key, value in record.items() if key != "digest"}
@@ -257,11 +258,10 @@ def test_the_record_for_operators_says_everything(base: VllmConfig) -> None:
 SCRIPT = """
 import sys
 from types import SimpleNamespace
-from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig
-from ucm.hashing.model_identity import model_identity
+from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, whole_identity
 config = VllmConfig(ModelConfig(sys.argv[1]))
 config.additional_config = {"names": {"b", "a", "c"}}
-print(model_identity(config).digest.hex())
+print(whole_identity(config).digest.hex())
 """
 
 
@@ -278,3 +278,118 @@ def test_every_process_comes_to_the_same(base: VllmConfig) -> None:
         )
         digests.add(done.stdout)
     assert len(digests) == 1
+
+
+class Backend(Enum):
+    FLASH = "flash"
+    TORCH = "torch"
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@dataclass
+class Options:
+    backend: Backend
+    layers: frozenset[int]
+
+
+class Opaque:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Described:
+    def to_dict(self) -> dict[Any, Any]:
+        return {"theta": 1e4, 1: (None, True)}
+
+
+def override(config: Any, theta: float) -> Any:
+    return config, theta
+
+
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, None),
+        (True, True),
+        (0.5, 0.5),
+        ("a", "a"),
+        (Text("a"), "a"),
+        (np.float32(2), "2.0"),
+        (Path("/a"), "/a"),
+        ((1, [2]), [1, [2]]),
+        ({3, 1, 2}, [1, 2, 3]),
+        (Backend.FLASH, "FLASH"),
+        (Options(Backend.TORCH, frozenset({2, 1})), {"backend": "TORCH", "layers": [1, 2]}),
+        (Options, f"{HERE}.Options"),
+        (override, f"{HERE}.override"),
+        (functools.partial(override, theta=2.0), [f"{HERE}.override", [], {"theta": 2.0}]),
+        (Opaque(3), {"type": f"{HERE}.Opaque", "value": 3}),
+        (Described(), {"theta": 1e4, "1": [None, True]}),
+    ],
+)
+def test_what_becomes_of_it(value: Any, wanted: Any) -> None:
+    assert plain(value) == wanted
+    assert type(plain(value)) is type(wanted)
+    assert frame(plain(value))
+    assert json.dumps(plain(value))
+
+
+def test_something_that_holds_itself_ends() -> None:
+    chain = Opaque(1)
+    chain.value = chain  # type: ignore[assignment]
+    assert json.dumps(plain(chain)).count("Opaque") == 5
+
+
+def config(**device: Any) -> Any:
+    return SimpleNamespace(device_config=SimpleNamespace(**device))
+
+
+def test_a_cpu_by_the_instructions_that_choose_a_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
+    found = platform_facts(config(device_type="cpu"))
+    assert found["device"] == "cpu"
+    assert found["machine"]
+    assert set(found["instructions"]) <= set(module._CPU_FLAGS)
+    assert found == platform_facts(config(device_type="cpu"))
+
+
+def test_an_accelerator_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for capability in ((9, 0), (8, 0), None):
+        platform = SimpleNamespace(get_device_capability=lambda value=capability: value)
+        monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+        found.append(platform_facts(config(device_type="cuda"))["capability"])
+    assert found == ["(9, 0)", "(8, 0)", None]
+    monkeypatch.delitem(sys.modules, "vllm.platforms")
+    assert platform_facts(config(device_type="npu"))["capability"] is None
+
+
+@pytest.mark.parametrize("name", ["VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT", "VLLM_MLA_DISABLE"])
+def test_variables_that_choose_a_layout(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = platform_facts(config(device_type="cpu"))
+    monkeypatch.setenv(name, "X")
+    assert platform_facts(config(device_type="cpu"))["environment"] == {**before["environment"], name: "X"}
+
+
+def test_a_device_as_older_releases_name_it() -> None:
+    assert platform_facts(config(device="cpu"))["device"] == "cpu"
+    assert platform_facts(SimpleNamespace())["device"] == ""
+
+
+def test_the_release_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(metadata, "version", {"vllm": "0.31.0"}.__getitem__)
+    assert vllm_release() == "0.31.0"
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0+mine"))
+    assert vllm_release() == "0.32.0+mine"
+
+
+def test_no_release() -> None:
+    assert "vllm" not in sys.modules
+    assert vllm_release() == ""

@@ -5,6 +5,7 @@ With stand-ins for vLLM's objects; `test_with_vllm.py` has the real ones, and to
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,10 @@ from tests.ucm.hashing.stand_ins import (
 from ucm.hashing.request_content import ContentReader, NotCacheableError
 from ucm.hashing.request_hasher import RequestHasher
 
+pytestmark = pytest.mark.usefixtures("later")
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 TOKENS = list(range(64))
@@ -34,8 +38,8 @@ CAT, DOG = "c" * 64, "d" * 64
 CONFIG = VllmConfig(ModelConfig("m"))
 
 
-def keys(request: Any, config: VllmConfig = CONFIG) -> list[bytes]:
-    content = ContentReader(config).read(request)
+def keys(request: Any, config: VllmConfig = CONFIG, *, trusting: bool = False) -> list[bytes]:
+    content = ContentReader(config, trust_media_names=trusting).read(request)
     return RequestHasher(b"engine").generate_block_hashes(request.all_token_ids, SIZE, content)
 
 
@@ -47,7 +51,17 @@ def shared(one: list[bytes], other: list[bytes]) -> int:
 
 
 def image(identifier: str, offset: int, length: int = 4, **more: Any) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(identifier, PlaceholderRange(offset, length, more.pop("is_embed", None)), **more)
+    """An input with data of its own, unless another's is given."""
+    data = more.pop("data", pixels(identifier))
+    return MultiModalFeatureSpec(
+        identifier, PlaceholderRange(offset, length, more.pop("is_embed", None)), data=data, **more
+    )
+
+
+def pixels(name: str) -> dict[str, Any]:
+    """What a processor makes of an input."""
+    values = np.frombuffer(name.encode().ljust(128), np.uint8).astype(np.float32)
+    return {"pixel_values": values.reshape(4, -1), "grid": [1, (2, 2)]}
 
 
 def test_a_plain_request_is_its_tokens() -> None:
@@ -104,25 +118,80 @@ def test_an_input_without_placeholders_counts_too() -> None:
 
 
 def test_requests_of_0_9_1_are_read_alike() -> None:
-    cat, dog = (keys(OldRequest("r", TOKENS, [name], [PlaceholderRange(30, 4)])) for name in (CAT, DOG))
-    assert shared(cat, dog) == 3
+    both = [OldRequest("r", TOKENS, [name], [PlaceholderRange(30, 4)]) for name in (CAT, DOG)]
+    assert shared(*(keys(one, trusting=True) for one in both)) == 3
+    for one, name in zip(both, (CAT, DOG), strict=True):
+        one.mm_inputs = [pixels(name)]
+    assert shared(*map(keys, both)) == 3
     assert keys(OldRequest("r", TOKENS)) == keys(Request("r", TOKENS))
 
 
 def test_the_name_that_a_vision_tower_with_lora_adds_does_not_count() -> None:
-    plain = keys(Request("r", TOKENS, mm_features=[image(CAT, 9)]))
-    assert keys(Request("r", TOKENS, mm_features=[image(f"sql:{CAT}", 9)])) == plain
-    assert keys(Request("r", TOKENS, mm_features=[image(f"sql:{CAT}", 9, mm_hash=CAT)])) == plain
+    plain = keys(Request("r", TOKENS, mm_features=[image(CAT, 9)]), trusting=True)
+    assert keys(Request("r", TOKENS, mm_features=[image(f"sql:{CAT}", 9)]), trusting=True) == plain
+    assert keys(Request("r", TOKENS, mm_features=[image(f"sql:{CAT}", 9, mm_hash=CAT)]), trusting=True) == plain
 
 
 @pytest.mark.parametrize("identifier", ["0-image-0", "renderer0-mm-3-image-0", "my-cat", "c" * 63, "", "C" * 64])
 def test_an_input_that_is_only_named_is_not_cacheable(identifier: str) -> None:
     with pytest.raises(NotCacheableError, match="a name in place of a hash of its content"):
-        keys(Request("r", TOKENS, mm_features=[image(identifier, 9)]))
+        keys(Request("r", TOKENS, mm_features=[image(identifier, 9)]), trusting=True)
+
+
+def test_a_clients_name_does_not_count_for_an_inputs_content() -> None:
+    """Also one that looks like a hash: two images of one name are two, and one image of two names is one."""
+    one, other = (Request("r", TOKENS, mm_features=[image(CAT, 9, data=pixels(of))]) for of in (CAT, DOG))
+    assert shared(keys(one), keys(other)) == 1
+    assert shared(keys(one, trusting=True), keys(other, trusting=True)) == 8
+    named = Request("r", TOKENS, mm_features=[image("my-cat", 9, data=pixels(CAT))])
+    assert keys(named) == keys(one)
+    assert not set(keys(one)[1:]) & set(keys(one, trusting=True)[1:])
+
+
+def test_two_inputs_of_one_name_in_one_engine_are_not_both_stored() -> None:
+    """vLLM keeps encodings by name: the second is computed with the encoding of the first."""
+    reader = ContentReader(CONFIG)
+    one, other = (Request("r", TOKENS, mm_features=[image(CAT, 9, data=pixels(of))]) for of in (CAT, DOG))
+    assert reader.read(one) == reader.read(one)
+    with pytest.raises(NotCacheableError, match="the name of another one"):
+        reader.read(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data | {"pixel_values": data["pixel_values"] + 1},
+        lambda data: data | {"pixel_values": data["pixel_values"].reshape(2, -1)},
+        lambda data: data | {"pixel_values": data["pixel_values"].view(np.int32)},
+        lambda data: data | {"pixel_values": [data["pixel_values"]]},
+        lambda data: data | {"grid": [1, (2, 3)]},
+        lambda data: data | {"grid": [1, 2, 2]},
+        lambda data: {"values": data["pixel_values"], "grid": data["grid"]},
+        lambda data: data | {"more": None},
+    ],
+)
+def test_all_of_an_inputs_data_counts(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    requests = [Request("r", TOKENS, mm_features=[image(CAT, 9, data=d)]) for d in (pixels(CAT), change(pixels(CAT)))]
+    assert shared(*map(keys, requests)) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "comes without its data"),
+        ({"a": object()}, "of type object"),
+        ({"a": {1, 2}}, "of type set"),
+        ({"address": 4096, "monotonic_id": 1}, "a reference in place of its data"),
+        ({"address": 4096, "monotonic_id": 1, "signature": [7, 9]}, "a reference in place of its data"),
+    ],
+)
+def test_an_input_whose_data_cannot_be_read_is_not_cacheable(data: Any, message: str) -> None:
+    with pytest.raises(NotCacheableError, match=message):
+        keys(Request("r", TOKENS, mm_features=[image(CAT, 9, data=data)]))
 
 
 def test_an_input_without_any_identifier_is_not_cacheable() -> None:
-    with pytest.raises(NotCacheableError, match="a name in place of a hash"):
+    with pytest.raises(NotCacheableError, match="comes without its data"):
         keys(OldRequest("r", TOKENS, None, [PlaceholderRange(0, 4)]))
 
 
@@ -133,12 +202,12 @@ def test_with_all_caches_off_vllm_hashes_no_input(holder: str) -> None:
     place: Any = config.model_config.multimodal_config if holder == "multimodal_config" else config.model_config
     request = Request("r", TOKENS, mm_features=[image(CAT, 9)])
     place.mm_processor_cache_gb = 0
-    wanted = keys(request, config)
+    wanted = keys(request, config, trusting=True)
     config.cache_config.enable_prefix_caching = False
     with pytest.raises(NotCacheableError, match="both off"):
-        keys(request, config)
+        keys(request, config, trusting=True)
     place.mm_processor_cache_gb = 4
-    assert keys(request, config) == wanted
+    assert keys(request, config, trusting=True) == wanted
 
 
 def embeddings(dtype: Any = np.float32, changed: int | None = None) -> np.ndarray[Any, Any]:
@@ -182,6 +251,25 @@ def test_an_adapter_that_cannot_be_read_makes_a_request_not_cacheable(tmp_path: 
     request = Request("r", TOKENS, lora_request=LoRARequest("a", 1, str(tmp_path)))
     with pytest.raises(NotCacheableError, match="holds no weights"):
         keys(request)
+
+
+@pytest.mark.parametrize(
+    ("device", "lora", "cacheable"), [("cpu", True, False), ("cpu", False, True), ("cuda", True, True)]
+)
+def test_where_adapters_reach_other_requests_those_are_not_cacheable(
+    tmp_path: Path, *, device: str, lora: bool, cacheable: bool
+) -> None:
+    """vLLM's LoRA on the CPU takes -1, for no adapter, as the number of the last one."""
+    config = copy.deepcopy(CONFIG)
+    config.device_config.device_type = device
+    config.lora_config = SimpleNamespace(lora_dtype="float32") if lora else None
+    with_adapter = Request("r", TOKENS, lora_request=LoRARequest("a", 1, str(write_adapter(tmp_path, b"A"))))
+    assert keys(with_adapter, config)
+    if cacheable:
+        assert keys(Request("r", TOKENS), config) == keys(Request("r", TOKENS))
+    else:
+        with pytest.raises(NotCacheableError, match="without an adapter with another request's adapter"):
+            keys(Request("r", TOKENS), config)
 
 
 class LaterRequest(Request):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.ucm.hashing.fake_vllm import FakeVllm, old_sha256, sha256
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, Request, VllmConfig
-from ucm.hashing.vllm_hashes import HashPlan, has_hashes, plan_hashes, verified_block_size
+from ucm.hashing.vllm_hashes import HashPlan, finds_adapters_by_name, has_hashes, plan_hashes, verified_block_size
 
 TOKENS = list(range(100))
 
@@ -131,3 +133,22 @@ def test_requests_that_vllm_did_not_hash() -> None:
     request.block_hashes = [b"h" * 32]
     assert has_hashes(request)
     assert not has_hashes(object())
+
+
+@pytest.mark.parametrize(
+    ("keys", "by_name"),
+    [
+        (lambda request: [request.lora_request.lora_name], True),
+        (lambda request: [request.lora_request.lora_name, request.lora_request.lora_path], False),
+        (None, True),
+    ],
+)
+def test_whether_vllm_finds_adapters_by_name_is_asked_of_it(
+    monkeypatch: pytest.MonkeyPatch, keys: Any, *, by_name: bool
+) -> None:
+    assert not finds_adapters_by_name()  # there is no vLLM
+    vllm = FakeVllm(monkeypatch)
+    vllm.release("0.29.0")
+    if keys is not None:
+        vllm.utils._gen_lora_extra_hash_keys = keys
+    assert finds_adapters_by_name() == by_name

@@ -2,90 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.hashing.stand_ins import HfConfig, ModelConfig, write_model
-from ucm.hashing.weights import WeightsUnknownError, sampled_digest, weights_identity
+from tests.ucm.hashing.stand_ins import HfConfig, ModelConfig, read_files, write_model
+from ucm.hashing.weights import WeightsUnknownError, find_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 LOAD = SimpleNamespace(load_format="auto")
-LYING = struct.pack("<Q", 50) + b'{"a":{"data_offsets":[7,3]},"b":{"data_offsets":[0,%d]}}' % (10**30)
 
 
-def safetensors(path: Path, tensors: int = 40, size: int = 100_000, changed: int | None = None) -> Path:
-    """A file with a header and tensors of zeros, one of which may be filled with something else."""
-    offsets = [[i * size, (i + 1) * size] for i in range(tensors)]
-    header = json.dumps(
-        {f"layers.{i}": {"dtype": "BF16", "shape": [size // 2], "data_offsets": offsets[i]} for i in range(tensors)}
-    )
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header.encode())
-        begin = file.tell()
-        file.truncate(begin + tensors * size)
-        if changed is not None:
-            file.seek(begin + changed * size)
-            file.write(b"\x01" * size)
-    return path
-
-
-def test_each_tensor_is_looked_at(tmp_path: Path) -> None:
-    digests = [sampled_digest(safetensors(tmp_path / f"{i}.safetensors", changed=i)) for i in range(40)]
-    digests.append(sampled_digest(safetensors(tmp_path / "none.safetensors")))
-    assert len(set(digests)) == 41
-
-
-def test_of_very_many_tensors_some_are(tmp_path: Path) -> None:
-    changed = [sampled_digest(safetensors(tmp_path / f"{i}.safetensors", 5000, 64, i)) for i in range(0, 5000, 500)]
-    assert len(set(changed)) == 10
-
-
-@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 8 + b"no header", struct.pack("<Q", 3) + b"{}}", LYING])
-def test_a_file_that_is_no_safetensors_after_all(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    before = sampled_digest(path)
-    path.write_bytes(content + b"x")
-    assert sampled_digest(path) != before
-
-
-@pytest.mark.parametrize("place", [0, 10, 500_000, 999_999])
-def test_other_files_are_looked_at_in_many_places(tmp_path: Path, place: int) -> None:
-    path = tmp_path / "model.gguf"
-    content = bytearray(1_000_000)
-    path.write_bytes(content)
-    before = sampled_digest(path)
-    content[place] = 1
-    path.write_bytes(content)
-    assert sampled_digest(path) != before
-
-
-def test_a_long_file_is_not_read_whole(tmp_path: Path) -> None:
-    """Sparse, so that reading it whole would take minutes."""
-    path = safetensors(tmp_path / "model.safetensors", 80, 1 << 32)
-    assert path.stat().st_size > 1 << 38
-    assert len(sampled_digest(path)) == 64
+def identity(model_config: Any, load_config: Any = LOAD) -> tuple[Any, Any]:
+    """The facts of some weights, and the digests of their files by name."""
+    found = find_weights(model_config, load_config)
+    digests = read_files(found.files.values())
+    return found.facts, {name: digests[path] for name, path in found.files.items()}
 
 
 def test_two_models_with_one_basename(tmp_path: Path) -> None:
     one = write_model(tmp_path / "one" / "llama", b"A" * 200_000)
     other = write_model(tmp_path / "other" / "llama", b"B" * 200_000)
-    assert weights_identity(ModelConfig(str(one)), LOAD) != weights_identity(ModelConfig(str(other)), LOAD)
+    assert identity(ModelConfig(str(one))) != identity(ModelConfig(str(other)))
 
 
 def test_a_copy_elsewhere_is_the_same_model(tmp_path: Path) -> None:
     one, other = write_model(tmp_path / "one"), write_model(tmp_path / "two")
     os.utime(other / "config.json", (0, 0))
-    assert weights_identity(ModelConfig(str(one)), LOAD) == weights_identity(ModelConfig(str(other)), LOAD)
+    assert identity(ModelConfig(str(one))) == identity(ModelConfig(str(other)))
 
 
 @pytest.mark.parametrize(
@@ -102,18 +52,18 @@ def test_a_copy_elsewhere_is_the_same_model(tmp_path: Path) -> None:
 )
 def test_which_files_count(tmp_path: Path, name: str, *, counts: bool) -> None:
     path = write_model(tmp_path / "model")
-    before = weights_identity(ModelConfig(str(path)), LOAD)
+    before = identity(ModelConfig(str(path)))
     (path / name).write_text("{}", encoding="utf-8")
-    assert (weights_identity(ModelConfig(str(path)), LOAD) != before) == counts
+    assert (identity(ModelConfig(str(path))) != before) == counts
 
 
 def test_random_weights_are_their_seed_and_configuration(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", config='{"a": 1}')
     dummy = SimpleNamespace(load_format="dummy")
-    found = [weights_identity(ModelConfig(str(path), seed=seed), dummy) for seed in (0, 1)]
-    found.append(weights_identity(ModelConfig(str(write_model(tmp_path / "m2", config='{"a": 2}'))), dummy))
+    found = [identity(ModelConfig(str(path), seed=seed), dummy) for seed in (0, 1)]
+    found.append(identity(ModelConfig(str(write_model(tmp_path / "m2", config='{"a": 2}'))), dummy))
     assert found[0] != found[1] != found[2] != found[0]
-    assert "files" not in found[0]
+    assert set(found[0][1]) == {"config.json"}
 
 
 def test_a_single_file(tmp_path: Path) -> None:
@@ -121,14 +71,23 @@ def test_a_single_file(tmp_path: Path) -> None:
     for content in (b"A", b"B"):
         path = tmp_path / "model.gguf"
         path.write_bytes(content * 1000)
-        found.append(weights_identity(ModelConfig(str(path)), LOAD)["files"])
+        found.append(identity(ModelConfig(str(path)))[1])
     assert found[0] != found[1]
 
 
-def test_a_hub_snapshot_by_its_path_names_its_commit(tmp_path: Path) -> None:
+def test_a_hub_repository_is_known_by_its_files_as_their_directory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_model(tmp_path / "models--a--b" / "snapshots" / COMMIT)
-    assert weights_identity(ModelConfig(str(path)), LOAD)["commit"] == COMMIT
-    assert weights_identity(ModelConfig(str(write_model(tmp_path / COMMIT))), LOAD)["commit"] is None
+
+    def try_to_load_from_cache(repository: str, name: str, revision: str, cache_dir: str | None) -> str:
+        assert (repository, name, revision, cache_dir) == ("a/b", "config.json", COMMIT, "/kept")
+        return str(path / name)
+
+    hub = SimpleNamespace(try_to_load_from_cache=try_to_load_from_cache)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    load = SimpleNamespace(load_format="auto", download_dir="/kept")
+    assert identity(ModelConfig("a/b", revision=COMMIT), load) == identity(ModelConfig(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -139,21 +98,27 @@ def test_a_hub_snapshot_by_its_path_names_its_commit(tmp_path: Path) -> None:
         {"revision": COMMIT, "hf_config": HfConfig({}, _commit_hash=OTHER), "hf_config_path": "c/d"},
     ],
 )
-def test_a_hub_repository_by_its_commit(config: dict[str, Any]) -> None:
-    found = weights_identity(ModelConfig("a/b", **config), LOAD)
+def test_a_hub_repository_that_is_not_in_the_cache_by_its_commit(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    found, _ = identity(ModelConfig("a/b", **config))
     assert found == {"load_format": "auto", "repository": "a/b", "commit": COMMIT}
 
 
 def test_a_hub_repository_whose_commit_the_cache_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def try_to_load_from_cache(repository: str, name: str, revision: str | None) -> str | None:
+    def try_to_load_from_cache(
+        repository: str, name: str, revision: str | None, cache_dir: str | None = None
+    ) -> str | None:
+        assert cache_dir is None
         assert (repository, name) == ("a/b", "config.json")
         return f"/hub/models--a--b/snapshots/{COMMIT}/config.json" if revision is None else None
 
     hub = SimpleNamespace(try_to_load_from_cache=try_to_load_from_cache)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert weights_identity(ModelConfig("a/b"), LOAD)["commit"] == COMMIT
+    assert identity(ModelConfig("a/b"))[0]["commit"] == COMMIT
     with pytest.raises(WeightsUnknownError, match="whose commit is known"):
-        weights_identity(ModelConfig("a/b", revision="other"), LOAD)
+        find_weights(ModelConfig("a/b", revision="other"), LOAD)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +139,39 @@ def test_weights_that_cannot_be_told(
     config = ModelConfig(str(tmp_path) if model == "EMPTY" else model, **more)
     load = SimpleNamespace(load_format=load_format)
     with pytest.raises(WeightsUnknownError, match=message) as caught:
-        weights_identity(config, load)
+        find_weights(config, load)
     assert caught.value.where in {config.model, config.model_weights}
     assert "weights_id" in caught.value.fix
-    assert weights_identity(config, load, "mine-1") != weights_identity(config, load, "mine-2")
+    assert find_weights(config, load, "mine-1") != find_weights(config, load, "mine-2")
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_another_repository_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, trusted: bool) -> None:
+    model, code = write_model(tmp_path / "model"), tmp_path / "snapshots" / COMMIT
+    code.mkdir(parents=True)
+    (code / "modeling.py").write_text("import layers", encoding="utf-8")
+    (code / "layers.py").write_text("1", encoding="utf-8")
+
+    def try_to_load_from_cache(repository: str, name: str, revision: str | None) -> str | None:
+        return str(code / name) if (repository, revision) == ("org/code", "v1") else None
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(try_to_load_from_cache=try_to_load_from_cache))
+    auto_map = {
+        "AutoModel": "org/code--modeling.Model",
+        "AutoConfig": "own.Config",
+        "AutoTokenizer": ["org/absent--a.B", None],
+    }
+    config = SimpleNamespace(
+        **vars(ModelConfig(str(model)))
+        | {"trust_remote_code": trusted, "hf_config": SimpleNamespace(auto_map=auto_map)}
+    )
+    config.code_revision = "v1"
+    before = identity(config)
+    (code / "layers.py").write_text("2", encoding="utf-8")
+    assert (identity(config) == before) == (not trusted)
+    config.code_revision = None
+    if trusted:
+        with pytest.raises(WeightsUnknownError, match="code of a repository that is not in the hub's cache"):
+            identity(config)
+    else:
+        assert identity(config) == before

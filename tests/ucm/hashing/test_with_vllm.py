@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -15,14 +16,23 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from tests.ucm.hashing.stand_ins import write_adapter
-from ucm.hashing import request_content
+from tests.ucm.hashing.stand_ins import whole_identity, write_adapter
+from ucm import vllm_types
+from ucm.hashing import adapters, request_content
 from ucm.hashing.block_keys import BlockKeys
-from ucm.hashing.model_identity import model_identity, namespace
+from ucm.hashing.model_identity import namespace
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
 from ucm.hashing.request_hasher import RequestHasher
 from ucm.hashing.vllm_hashes import plan_hashes
@@ -86,6 +96,19 @@ def request(number: int, tokens: list[int] | None = TOKENS, **more: Any) -> Requ
     return Request(f"r{number}", tokens, SamplingParams(max_tokens=200), None, **more)
 
 
+def test_objects_have_what_their_types_declare(path: str) -> None:
+    real = {
+        vllm_types.Request: set(dir(request(1))),
+        vllm_types.VllmConfig: set(dir(engine_config(path))),
+        vllm_types.SchedulerOutput: {field.name for field in dataclasses.fields(SchedulerOutput)},
+        vllm_types.KVCacheConfig: {field.name for field in dataclasses.fields(KVCacheConfig)},
+    }
+    for protocol, there in real.items():
+        declared = {name for name in vars(protocol) if not name.startswith("_")}
+        assert declared
+        assert declared <= there, protocol
+
+
 def test_all_that_a_request_may_carry_is_known() -> None:
     assert set(inspect.signature(Request.__init__).parameters) <= request_content._KNOWN_FIELDS
 
@@ -125,12 +148,21 @@ def test_what_names_blocks_depends_on_the_algorithm(path: str, monkeypatch: pyte
 
 def test_what_a_request_holds_beside_tokens(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(adapters, "process_started", lambda: float("inf"))  # the adapters are written before it
     config = engine_config(path)
     hasher = vllm_hasher(config)
-    loras = [LoRARequest("sql", n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in (1, 2)]
+    loras = [LoRARequest(f"sql-{n}", n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in (1, 2)]
+
+    def field(values: torch.Tensor) -> MultiModalFieldElem:
+        about = {
+            name: "image" for name in ("modality", "key") if name in inspect.signature(MultiModalFieldElem).parameters
+        }
+        return MultiModalFieldElem(data=values, field=MultiModalBatchedField(), **about)
 
     def image(name: str, offset: int, is_embed: Any = None) -> list[MultiModalFeatureSpec]:
-        return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, 4, is_embed))]
+        data = MultiModalKwargsItem({"pixel_values": field(torch.tensor(list(name.encode()), dtype=torch.bfloat16))})
+        return [MultiModalFeatureSpec(data, "image", name, PlaceholderRange(offset, 4, is_embed))]
 
     kinds: list[dict[str, Any]] = [
         {},
@@ -172,7 +204,7 @@ def test_engines_that_must_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyP
         engine_config(one, seed=1),
         engine_config(one, prefix_caching_hash_algo="sha256_cbor"),
     ]
-    found = [namespace(model_identity(config)) for config in configs]
+    found = [namespace(whole_identity(config)) for config in configs]
     assert len(set(found)) == len(configs)
     assert {name.rpartition("-")[0] for name in found} == {"llama"}
 
@@ -184,14 +216,14 @@ def test_block_sizes_that_must_not_share(path: str) -> None:
 
 def _in_worker(worker: Any) -> tuple[str, str, bool]:
     config = worker.vllm_config
-    return namespace(model_identity(config)), rank_tag(config, 0), must_save(config)
+    return namespace(whole_identity(config)), rank_tag(config, 0), must_save(config)
 
 
 def test_all_processes_of_an_engine_agree(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers of their own, asked after they have loaded the model."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    before = namespace(model_identity(engine_config(path, tensor_parallel_size=2)))
+    before = namespace(whole_identity(engine_config(path, tensor_parallel_size=2)))
     llm = LLM(
         path,
         load_format="dummy",
@@ -202,7 +234,7 @@ def test_all_processes_of_an_engine_agree(path: str, monkeypatch: pytest.MonkeyP
     )
     config = llm.llm_engine.vllm_config
     workers = llm.collective_rpc(_in_worker)
-    assert {name for name, _, _ in workers} == {before, namespace(model_identity(config))}
+    assert {name for name, _, _ in workers} == {before, namespace(whole_identity(config))}
     assert [tag for _, tag, _ in workers] == rank_tags(config, 0)
     assert [tag[:7] for _, tag, _ in workers] == ["tp0of2-", "tp1of2-"]
     assert [saves for _, _, saves in workers] == [True, True]

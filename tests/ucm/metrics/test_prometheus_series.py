@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.metrics.client import CLASSES, Metric
-from ucm.integration.vllm import prometheus_series
+from ucm.integration.vllm import prometheus
 from ucm.integration.vllm.metric_names import METRICS, Kind
-from ucm.integration.vllm.prometheus_series import SeriesSet
+from ucm.integration.vllm.prometheus import SeriesSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,10 +22,10 @@ LABELS = ["model_name", "engine"]
 @pytest.fixture(autouse=True)
 def _new_process() -> Iterator[None]:
     """Nothing is registered yet."""
-    prometheus_series._metrics.cache_clear()
+    prometheus._metrics.cache_clear()
     Metric.taken.clear()
     yield
-    prometheus_series._metrics.cache_clear()
+    prometheus._metrics.cache_clear()
 
 
 def series() -> SeriesSet:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +12,7 @@ from tests.ucm.overlay.miniature import write_miniature
 from transforms.pipeline.checks import check_overlay
 from transforms.pipeline.lock import accept, check_reviewed
 from transforms.pipeline.package import build_package, build_runtime
+from transforms.pipeline.product import UCM
 from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources.local import open_directory
 
@@ -40,8 +41,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
     overlay = rewrite(open_directory(write_miniature(root / "upstream"), None))
     assert not overlay.failures
     check_overlay(overlay)
-    accept(overlay, overlays=root / "overlays")
-    built = build_package(overlay, check_reviewed(overlay, root / "overlays"), root)
+    overlay = replace(overlay, product=replace(UCM, overlays=root / "overlays"))
+    accept(overlay)
+    built = build_package(overlay, check_reviewed(overlay), root)
     return Wheels(built.wheel, build_runtime(root))
 
 

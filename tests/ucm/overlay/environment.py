@@ -60,7 +60,7 @@ class Environment:
         environ = {"PATH": os.environ["PATH"], "HOME": str(self.root), **variables}
         command = [str(self.python), *arguments]
         return subprocess.run(
-            command, check=False, capture_output=True, text=True, env=environ, cwd=self.root, timeout=60
+            command, check=False, capture_output=True, text=True, env=environ, cwd=self.root, timeout=240
         )
 
     def run(self, code: str, *flags: str, **variables: str) -> str:

@@ -17,7 +17,7 @@ RELEASE = "0.99.0"
 LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 ATTENTION = "vllm.model_executor.layers.attention.attention"
-WORKER = "vllm.v1.worker.gpu_worker"
+WORKER = "vllm.v1.worker.worker_base"
 
 _DECODER = '''\
 """A decoder model in miniature."""
@@ -65,24 +65,23 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self):
-        num_new_tokens, num_external_computed_tokens, req_index = 1, 0, 0
+        num_new_tokens, req_index = 1, 0
         while req_index < len(self.running):
             request = self.running[req_index]
+            if hasattr(request, "num_tokens"):
+                num_new_tokens = (
+                    request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+                )
             self.kv_cache_manager.allocate_slots(request, num_new_tokens)
             req_index += 1
         while self.waiting:
-            request_queue = self
-            request = request_queue.peek_request()
-            self.kv_cache_manager.allocate_slots(
-                request,
-                num_new_tokens,
-            )
+            request, num_computed_tokens = self.waiting[0], 0
+            if hasattr(request, "num_tokens"):
+                num_new_tokens = request.num_tokens - num_computed_tokens
+            self.kv_cache_manager.allocate_slots(self.waiting[0], num_new_tokens)
             self.running.append(self.waiting.pop(0))
         scheduler_output = SchedulerOutput(total=len(self.running))
         return scheduler_output
-
-    def peek_request(self):
-        return self.waiting[0]
 
     def _preempt_request(self, request):
         request.status = RequestStatus.PREEMPTED
@@ -108,17 +107,16 @@ class SchedulerOutput:
 
 
 class KVCacheManager:
-    def allocate_slots(
-        self,
-        request,
-        num_new_tokens,
-        num_new_computed_tokens=0,
-        new_computed_blocks=None,
-        num_external_computed_tokens=0,
-    ):
-        if num_new_tokens == 0 and num_external_computed_tokens == 0 and num_new_computed_tokens == 0:
-            raise ValueError("nothing to allocate")
+    def allocate_slots(self, request, num_new_tokens):
         return [num_new_tokens]
+''',
+    "vllm/v1/engine/core.py": '''\
+"""EngineCore in miniature."""
+
+
+class EngineCore:
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
 ''',
     "vllm/model_executor/layers/attention/attention.py": '''\
 """Attention operators in miniature."""
@@ -148,16 +146,13 @@ class MLAAttention:
 def unified_mla_attention_with_output(layer, q, kv_c_normed, k_pe, kv_cache, attn_metadata, output, layer_name):
     layer.forward_impl(q, kv_c_normed, k_pe, kv_cache, attn_metadata, output=output)
 ''',
-    "vllm/v1/worker/gpu_worker.py": '''\
-"""A worker in miniature."""
+    "vllm/v1/worker/worker_base.py": '''\
+"""The wrapper of a worker in miniature."""
 
 
-def ensure_model_parallel_initialized(size):
-    return size
-
-
-def init_worker_distributed_environment(vllm_config):
-    ensure_model_parallel_initialized(1)
+class WorkerWrapperBase:
+    def init_device(self):
+        self.worker.init_device()
 ''',
     "vllm/v1/worker/gpu_model_runner.py": '''\
 """The V1 model runner in miniature."""

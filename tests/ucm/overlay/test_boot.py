@@ -97,7 +97,7 @@ def test_the_import_of_vllm_itself_needs_no_more(shared: Environment) -> None:
 
 def test_the_first_shadowed_import_brings_the_standard_library_and_ucm_alone(shared: Environment) -> None:
     code = (
-        "import sys; before = set(sys.modules); import vllm.v1.worker.gpu_worker; "
+        "import sys; before = set(sys.modules); import vllm.v1.worker.worker_base; "
         "print(*sorted({n.split('.')[0] for n in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     assert shared.run(code) == "ucm vllm"

@@ -42,7 +42,7 @@ def test_another_release_is_installed(overlaid: Environment) -> None:
     expected = hash_of(file)
     (overlaid.site / f"vllm-{RELEASE}.dist-info").rename(overlaid.site / "vllm-0.98.0.dist-info")
     overlaid.write("vllm-0.98.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 0.98.0\n")
-    file.write_text(file.read_text().replace("1, 0, 0", "2, 0, 0"))
+    file.write_text(file.read_text().replace("num_new_tokens, req_index = 1, 0", "num_new_tokens, req_index = 2, 0"))
 
     error = overlaid.fail(IMPORT)
 
@@ -193,10 +193,10 @@ def test_a_manifest_that_is_not_the_finder_s(overlaid: Environment) -> None:
 def test_an_overlay_that_is_newer_than_the_runtime(overlaid: Environment) -> None:
     """It calls a hook that the runtime lacks: refused at the first import, with the hook's name."""
     hooks = overlaid.site / "ucm" / "integration" / "vllm" / "hooks.py"
-    hooks.write_text(hooks.read_text().replace('    "request_added",\n', ""))
+    hooks.write_text(hooks.read_text().replace('    "request_freed",\n', ""))
     error = overlaid.fail(IMPORT)
-    assert "SeamMismatchError: UCM overlay: it calls hooks that the installed runtime does not have" in error
-    assert "hooks: request_added\n" in error
+    assert "SeamMismatchError: UCM overlay: it calls hooks that the installed runtime lacks" in error
+    assert "hooks: request_freed\n" in error
     assert "pip install --force-reinstall --no-deps <ucm_runtime wheel>" in error
     assert f"- {RUN_UPSTREAM}" in error
 

@@ -64,9 +64,9 @@ class CheckedEngine:
 
     # From outside
 
-    def submit(self, prompt: Sequence[int], max_tokens: int) -> Any:
+    def submit(self, prompt: Sequence[int], max_tokens: int, asked: object = None) -> Any:
         """A new request, of some importance."""
-        request = self._new.make(prompt, max_tokens, self.chance.randrange(3))
+        request = self._new.make(prompt, max_tokens, self.chance.randrange(3), asked)
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)
         return request

@@ -74,10 +74,13 @@ class Requests:
         self._stop = list(stop)
         self._number = 0
 
-    def make(self, prompt: Sequence[int], max_tokens: int, priority: int = 0) -> Any:
-        """vLLM's ``Request``."""
+    def make(self, prompt: Sequence[int], max_tokens: int, priority: int = 0, asked: object = None) -> Any:
+        """vLLM's ``Request``; what it asks of a sparse method is not None."""
         self._number += 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=self._stop, detokenize=False)
+        extra = None if asked is None else {"ucm_sparse": asked}
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=self._stop, detokenize=False, extra_args=extra
+        )
         params.update_from_generation_config({}, 1)
         return Request(f"{self._number}", list(prompt), params, None, block_hasher=self._hasher, priority=priority)
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KEY = "ucm_sparse_config"
+#: What stands there in UCM's files and is no sparse method: settings of `BlendConnector`.
+BLEND = "Blend"
 #: How UCM's older files name a method without options.
 OLD_KEY = "ucm_sparse_method"
 #: The connector's key for a file with its settings; the same as ``ucm.config.document.FILE_KEY``, which is not
@@ -59,7 +61,7 @@ def _of_connectors(place: str, extra: object) -> Iterator[tuple[str, object]]:
     if not isinstance(extra, dict):
         return
     found = _of_connector(place, extra)
-    if found is not None:
+    if found is not None and not (isinstance(found[1], dict) and found[1].keys() == {BLEND}):
         yield found
     within = extra.get("connectors")
     for number, one in enumerate(within if isinstance(within, list) else []):

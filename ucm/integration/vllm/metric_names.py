@@ -42,13 +42,13 @@ class Metric:
     known: tuple[tuple[str, ...], ...] = field(default=((),))
 
 
-#: A lookup is some microseconds in memory and some milliseconds on a slow directory.
+#: A lookup is some microseconds where all is staged, and the time to read a long prompt where nothing is.
 LOOKUP_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 #: A transfer is a millisecond for one small block and seconds for a long prompt from a cold disk.
 TRANSFER_BUCKETS = (1e-3, 3e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0, 2.0, 5.0, 10.0)
 
 _TIERS = (("dram",), ("posix",))
-_CAUSES = ("corrupt", "foreign", "full", "incomplete", "missing", "other", "unavailable")
+_CAUSES = ("corrupt", "foreign", "full", "incomplete", "missing", "other", "timeout", "unavailable", "unreadable")
 _FAILURES = tuple(product(("dump", "load"), _CAUSES))
 
 
@@ -77,7 +77,12 @@ LOOKUPS = _counter(
     (("hit",), ("miss",)),
 )
 LOOKUP_DURATION = Metric(
-    "ucm:lookup_duration_seconds", Kind.HISTOGRAM, "Time to look up one request.", (), "seconds", LOOKUP_BUCKETS
+    "ucm:lookup_duration_seconds",
+    Kind.HISTOGRAM,
+    "Time from the question for a request to its answer, with the blocks staged.",
+    (),
+    "seconds",
+    LOOKUP_BUCKETS,
 )
 HASHED_BLOCKS = _counter("hashed_blocks_total", "Blocks whose keys were computed.", "blocks")
 HASH_SECONDS = _counter("hash_seconds_total", "Time spent computing keys.", "seconds")
@@ -111,6 +116,25 @@ TIER_FAILURES = _counter(
     ("tier", "operation", "cause"),
     tuple((*tier, *failure) for tier, failure in product(_TIERS, _FAILURES)),
 )
+TIER_LOOKUP_CALLS = _counter("tier_lookup_calls_total", "Lookups in a tier.", "calls", ("tier",), _TIERS)
+TIER_LOOKUP_SECONDS = _counter("tier_lookup_seconds_total", "Time that lookups took.", "seconds", ("tier",), _TIERS)
+TIER_LOAD_SECONDS = _counter(
+    "tier_load_seconds_total", "Time that reading took, of all threads together.", "seconds", ("tier",), _TIERS
+)
+TIER_DUMP_SECONDS = _counter(
+    "tier_dump_seconds_total", "Time that writing took, of all threads together.", "seconds", ("tier",), _TIERS
+)
+TIER_RESTING = Metric(
+    "ucm:tier_resting_ratio",
+    Kind.GAUGE,
+    "The share of a tier that is left alone after failures, 0 to 1.",
+    ("tier",),
+    "ratio",
+    known=(),
+)
+TIER_QUEUED = Metric(
+    "ucm:tier_queued_bytes", Kind.GAUGE, "Bytes that wait to be written behind.", ("tier",), "bytes", known=()
+)
 TIER_USED = Metric(
     "ucm:tier_used_bytes", Kind.GAUGE, "Bytes in a tier, of all who use it.", ("tier",), "bytes", known=()
 )
@@ -122,6 +146,44 @@ TIER_CAPACITY = Metric(
     "bytes",
     known=(),
 )
+
+BLEND_REQUESTS = _counter(
+    "blend_requests_total",
+    "Requests with chunks, by whether they were blended, or why not.",
+    "requests",
+    ("outcome",),
+    (("blended",), ("miss",)),
+)
+BLEND_REUSED_TOKENS = _counter("blend_reused_tokens_total", "Tokens of blended prompts taken from chunks.", "tokens")
+BLEND_COMPUTED_TOKENS = _counter(
+    "blend_computed_tokens_total", "Tokens of blended stretches that were computed: gaps and selected ones.", "tokens"
+)
+BLEND_GATE_FAILURES = _counter(
+    "blend_gate_failures_total", "Chunks computed because their KV was not what the model computes.", "chunks"
+)
+BLEND_SAVED_CHUNKS = _counter("blend_saved_chunks_total", "Chunks handed to the store.", "chunks")
+
+SPARSE_REQUESTS = _counter(
+    "sparse_requests_total",
+    "Requests of which a sparse method left something out, and those that were dense, by why.",
+    "requests",
+    ("outcome",),
+    (("failed",), ("opted_out",), ("refused",), ("restricted",)),
+)
+SPARSE_ROWS = _counter("sparse_rows_total", "Rows of steps, mostly decodes, that read less than their context.", "rows")
+SPARSE_READ_TOKENS = _counter(
+    "sparse_read_tokens_total", "Tokens that these rows read, added up over restricted layers.", "tokens"
+)
+SPARSE_HELD_TOKENS = _counter(
+    "sparse_held_tokens_total", "Tokens that they would have read there with dense attention.", "tokens"
+)
+SPARSE_SELECT_SECONDS = _counter(
+    "sparse_select_seconds_total", "Time that the first rank's thread spent on what to read.", "seconds"
+)
+SPARSE_FETCHED_BLOCKS = _counter(
+    "sparse_fetched_blocks_total", "Blocks that were brought back from where they were offloaded to.", "blocks"
+)
+SPARSE_LOST_BLOCKS = _counter("sparse_lost_blocks_total", "Offloaded blocks that could not be brought back.", "blocks")
 
 #: All of them, by name, in the order of docs/metrics.md.
 METRICS = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)}

@@ -11,6 +11,7 @@ The API is vLLM's ``KVConnectorBase_V1`` as it stands from 0.9.1 on; what a rele
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,15 +21,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.config.load import load_connector_config
+from ucm.errors import ConfigError
+from ucm.integration.vllm.connector.metadata import WeightsReport
 from ucm.integration.vllm.connector.refusal import refusals_logged
 from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
 from ucm.integration.vllm.connector.worker_side import WorkerSide
+from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ucm.config.settings import ConnectorConfig
-    from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
@@ -37,6 +41,8 @@ except ImportError:  # until 0.11.0: a connector means one KV-cache group
     class SupportsHMA:  # type: ignore[no-redef]
         """Stands in for vLLM's mark of connectors that know hybrid KV-cache groups."""
 
+
+logger = get_logger(__name__)
 
 #: From 0.11.0 on vLLM asks for what was counted; before, each side publishes it itself, once per step.
 VLLM_TAKES_STATS = hasattr(KVConnectorBase_V1, "get_kv_connector_stats")
@@ -47,6 +53,28 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
+
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+except ImportError:  # workers tell the scheduler nothing
+
+    class KVConnectorWorkerMetadata:  # type: ignore[no-redef]
+        """Stands in for vLLM's message from the workers to the scheduler."""
+
+
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is untyped here
+    """What a worker found out about its weights, on its way to the scheduler."""
+
+    def __init__(self, report: WeightsReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
+        """The same of two workers."""
+        one, two = self.report, other.report
+        return WorkerMetadata(
+            WeightsReport(max(one.changed, two.changed), max(one.looked, two.looked), one.adapters | two.adapters)
+        )
 
 
 class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM is untyped here
@@ -63,6 +91,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     #: What the configuration says, unless a class below fixes it.
     kind: ClassVar[str | None] = None
+    #: Whether chunks are blended.
+    blends: ClassVar[bool] = False
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         if kv_cache_config is None:
@@ -81,7 +111,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     @classmethod
     def _settings(cls, extra_config: dict[str, Any] | None) -> ConnectorConfig:
         fixed = {} if cls.kind is None else {"connector": cls.kind}
-        return load_connector_config({**(extra_config or {}), **fixed})
+        found = load_connector_config({**(extra_config or {}), **fixed})
+        if found.blend is not None and not cls.blends:
+            raise ConfigError(
+                f"{cls.__name__} blends nothing",
+                where="blend",
+                fix="use BlendConnector, from ucm.integration.vllm.blend_connector; or remove the section",
+            )
+        return found
 
     @property
     def _scheduler(self) -> SchedulerSide:
@@ -102,22 +139,36 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
         None tells vLLM to ask again with the next step.
         """
+        self._scheduler.poll()
         tokens = self._scheduler.planner.matched_tokens(request, num_computed_tokens)
+        logger.debug(
+            "[UCM.Load] request %s: %s of %d tokens found behind the first %d",
+            request.request_id,
+            "not yet known how many" if tokens is None else tokens,
+            request.num_tokens,
+            num_computed_tokens,
+        )
         return tokens, bool(tokens) and self._scheduler.policy.between_steps
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""
         self._scheduler.planner.allocated(request, blocks, num_external_tokens)
+        logger.debug("[UCM.Load] request %s: %d tokens to load", request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's plan for the workers."""
         if not VLLM_TAKES_STATS:
             self._scheduler.counters.take_data()
-        return StepMetadata(self._scheduler.planner.plan(scheduler_output))
+        plan = self._scheduler.plan(scheduler_output)
+        if logger.isEnabledFor(logging.DEBUG):
+            saves = _count(plan.dumps) + _count(plan.late_dumps)
+            logger.debug("[UCM.Connector] step %d: %d blocks to load, %d to save", plan.step, _count(plan.loads), saves)
+        return StepMetadata(plan)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Never delays the free: what is still being read is waited for before it is written again."""
         self._scheduler.planner.finished(request)
+        logger.debug("[UCM.Save] request %s: ended after %d tokens", request.request_id, request.num_computed_tokens)
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -125,14 +176,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         return self.request_finished(request, block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take note of load failures that any rank reported."""
-        failed = getattr(connector_output, "invalid_block_ids", None)
-        if failed and not self._scheduler.policy.between_steps:
-            self._scheduler.load_failed(failed)
+        """Take note of changed weights that any rank reported."""
+        told = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(told, WorkerMetadata):
+            self._scheduler.reported(told.report)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Where blocks that failed to load are taken out of vLLM's prefix cache."""
-        self._scheduler.block_pool = gpu_block_pool
+        """What shows that vLLM's prefix cache was emptied."""
+        self._scheduler.bind(gpu_block_pool)
 
     def reset_cache(self) -> bool:
         """Use nothing any more that was stored until now, as after a change of the weights in place.
@@ -162,11 +213,15 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Make the step's blocks free to be written."""
         super().bind_connector_metadata(connector_metadata)
+        logger.debug("[UCM.Connector] step %d: begins on this worker", connector_metadata.plan.step)
         self._worker.begin(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Load the step's blocks."""
-        self._worker.mover.load(self._plan())
+        if self._worker.has_begun:
+            plan = self._plan()
+            self._worker.mover.load(plan)
+            _log_moves("[UCM.Load] request %s: %d blocks of KV-cache group %d to load", plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where blocks are loaded layer by layer."""
@@ -180,17 +235,29 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def wait_for_save(self) -> None:
         """Start the step's dumps."""
-        self._worker.mover.dump(self._plan())
+        if self._worker.has_begun:
+            plan = self._plan()
+            self._worker.mover.dump(plan)
+            _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.dumps)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002
         """The requests whose loads have ended, well or not; dumps delay nobody."""
         if not VLLM_TAKES_STATS:
             self._worker.counters.take_data()
-        return None, self._worker.mover.take_loaded() or None
+        self._worker.end()
+        loaded = self._worker.mover.take_loaded() if self._worker.has_begun else set()
+        for request_id in loaded:
+            logger.debug("[UCM.Load] request %s: its blocks are there", request_id)
+        return None, loaded or None
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """News about the weights, for the scheduler."""
+        report = self._worker.take_report()
+        return None if report is None else WorkerMetadata(report)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks whose tokens have to be computed again."""
-        return self._worker.mover.take_failed_blocks()
+        return self._worker.mover.take_failed_blocks() if self._worker.has_begun else set()
 
     def shutdown(self) -> None:
         """Finish what is under way."""
@@ -237,6 +304,18 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         """Layer by layer needs Python between the layers, which a full graph skips."""
         with refusals_logged("UCM.Config"):
             return cls._settings(extra_config).connector == "layerwise"
+
+
+def _count(moves: Iterable[BlockMoves]) -> int:
+    """How many blocks move."""
+    return sum(len(one.keys) for one in moves)
+
+
+def _log_moves(text: str, moves: Iterable[BlockMoves]) -> None:
+    """A line for each request whose blocks move."""
+    if logger.isEnabledFor(logging.DEBUG):
+        for one in moves:
+            logger.debug(text, one.request_id, len(one.keys), one.group)
 
 
 class UCMDirectConnector(UCMConnector):

@@ -14,6 +14,7 @@ import pytest
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
 from ucm.integration.vllm.connector import scheduled
+from ucm.integration.vllm.connector.engine_facts import asks_again
 
 ROOM = Path(__file__).parents[4] / "ucm/integration/vllm"
 #: Modules that call a connector, wherever a release has them.
@@ -52,6 +53,13 @@ def test_vllm_knows_each_of_our_methods() -> None:
     """A method that no release calls is misspelt, or was never one."""
     known = {name for release in REVIEWED for name in api(release)}
     assert ours().keys() <= known
+
+
+@pytest.mark.parametrize("release", REVIEWED)
+def test_which_releases_ask_again(release: str) -> None:
+    base = type("Base", (), dict.fromkeys(api(release)))
+    schedule = ast.unparse(vllm.methods(release, vllm.SCHEDULER, "Scheduler")["schedule"])
+    assert asks_again(base) == ("external_computed_tokens is None" in schedule or "ext_tokens is None" in schedule)
 
 
 @pytest.mark.parametrize("release", REVIEWED)

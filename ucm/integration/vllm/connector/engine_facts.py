@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
-from dataclasses import dataclass, field
+import traceback
+from dataclasses import dataclass
 from typing import Any
 
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
-from ucm.sparse.in_flight import batches_in_flight
 
 #: The name under which rewritten modules import what they call.
 HOOKS = "_ucm_hooks"
@@ -25,102 +24,72 @@ def ranks(vllm_config: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
-    """How loads are made so that a failed one never shows in a token.
+    """When loads are made.
 
     Args:
-        recovers: vLLM computes the tokens of blocks that failed to load. If not, blocks are verified and held before
-            they are promised.
-        between_steps: A request waits for its load between steps, in vLLM's state for remote KV.
+        between_steps: A request waits for its load between steps, in vLLM's state for remote KV; vLLM then computes the
+            tokens of blocks that failed to load. Else they are loaded within the step that needs them, and must not
+            fail.
         background: A step may end before the loads that it started.
         reloads_preempted: A request that was preempted may load again.
-        gap: For the operator: why vLLM does not recover, and what helps.
     """
 
-    recovers: bool
-    between_steps: bool = False
+    between_steps: bool
     background: bool = False
     reloads_preempted: bool = True
-    gap: str = field(default="", compare=False)
 
 
-def load_policy(connector_base: type, vllm_config: Any, num_groups: int, kind: str) -> LoadPolicy:
+def load_policy(connector_base: type, num_groups: int, kind: str) -> LoadPolicy:
     """Choose by what vLLM's recovery can be trusted with.
 
     It came with 0.11.1, for models with one KV-cache group. For requests that wait between steps it is sound, but for
-    preempted ones before 0.19.1. For loads within a step it is not where further steps were scheduled already, where
-    the V2 runner keeps its own count of computed tokens, or where failed blocks stay in vLLM's prefix cache and a
-    connector cannot evict them.
+    preempted ones before 0.19.1.
 
     Args:
         connector_base: vLLM's connector class.
-        vllm_config: vLLM's ``VllmConfig``.
         num_groups: KV-cache groups of the model.
         kind: How blocks are moved; ``layerwise`` needs loads within a step.
     """
-    reaches_pool = hasattr(connector_base, "bind_gpu_block_pool")
-    if not hasattr(connector_base, "get_block_ids_with_load_errors"):
-        return LoadPolicy(
-            recovers=False, gap="vLLM computes the tokens of failed blocks from 0.11.1 on; use such a one"
-        )
-    if num_groups > 1:
-        gap = f"vLLM computes the tokens of failed blocks with one KV-cache group, and this model has {num_groups}"
-        return LoadPolicy(recovers=False, gap=gap)
-    if kind == "layerwise":
-        gap = _gap_within_a_step(vllm_config, reaches_pool=reaches_pool)
-        return LoadPolicy(recovers=not gap, gap=gap)
+    if not hasattr(connector_base, "get_block_ids_with_load_errors") or num_groups > 1 or kind == "layerwise":
+        return LoadPolicy(between_steps=False)
     # From 0.17.1 at the latest, the blocks of an aborted request are kept until its load has ended.
     background = hasattr(connector_base, "requires_piecewise_for_cudagraph")
-    return LoadPolicy(recovers=True, between_steps=True, background=background, reloads_preempted=reaches_pool)
+    reaches_pool = hasattr(connector_base, "bind_gpu_block_pool")
+    return LoadPolicy(between_steps=True, background=background, reloads_preempted=reaches_pool)
 
 
-def _gap_within_a_step(vllm_config: Any, *, reaches_pool: bool) -> str:
-    """What keeps vLLM from recovering loads within a step, and what helps; empty if nothing does."""
-    asynchronous = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
-    pipeline = int(vllm_config.parallel_config.pipeline_parallel_size) > 1
-    v2_runner = uses_v2_runner(vllm_config)
-    causes = {
-        "asynchronous scheduling": asynchronous,
-        "several batches in flight": batches_in_flight(vllm_config) > 1 and (pipeline or not asynchronous),
-        "the V2 model runner": v2_runner,
-        "a release before 0.19.1": not reaches_pool,
-    }
-    met = [name for name, there in causes.items() if there]
-    if not met:
-        return ""
-    fix = "set connector: direct"
-    if set(met) <= {"asynchronous scheduling", "the V2 model runner"}:
-        switches = {"--no-async-scheduling": asynchronous, "VLLM_USE_V2_MODEL_RUNNER=0": v2_runner}
-        fix += ", or start vLLM with " + " and ".join(name for name, needed in switches.items() if needed)
-    return (
-        f"with connector: layerwise, vLLM cannot compute the tokens of failed blocks under {' and '.join(met)}; {fix}"
-    )
+def asks_again(connector_base: type) -> bool:
+    """Whether vLLM may be told that the outcome of a lookup is not known yet, as from 0.10.2 on."""
+    return hasattr(connector_base, "shutdown")  # came with the same release
 
 
-def reserves_blocks() -> bool:
-    """Whether vLLM admits a load between steps only if those admitted before can still get the rest of their blocks.
+def outer_transfer(vllm_config: Any) -> Any:
+    """The ``KVTransferConfig`` of the engine if this connector is one of several, as in ``MultiConnector``; else None.
 
-    It does from 0.23.0 on. Before, requests whose blocks were loaded may hold all blocks between them, and none of them
-    has the last one that it needs.
+    Such a connector is made with a configuration of its own, and vLLM's is in the frame of whoever makes it.
     """
-    try:
-        from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: PLC0415 - ucm imports without vLLM
-    except ImportError:
-        return False
-    return "reserved_blocks" in inspect.signature(KVCacheManager.allocate_slots).parameters
-
-
-def uses_v2_runner(vllm_config: Any) -> bool:
-    """Whether the worker runs vLLM's V2 model runner, as far as the configuration tells."""
-    chosen = getattr(vllm_config, "use_v2_model_runner", None)
-    if chosen is None:
-        chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0").strip().lower() in {"1", "true"}
-    return bool(chosen)
+    mine = vllm_config.kv_transfer_config.kv_connector
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        found = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        if found is not None and found.kv_connector != mine:
+            return found
+    return None
 
 
 def runs_micro_batches(vllm_config: Any) -> bool:
     """Whether the worker may split a batch, so that a layer runs several times in a step, and in several threads."""
     parallel = vllm_config.parallel_config
     return bool(getattr(parallel, "enable_dbo", False)) or int(getattr(parallel, "ubatch_size", 0) or 0) > 1
+
+
+def weights_move(vllm_config: Any) -> bool:
+    """Whether a rank's weights change though the model does not, so that a look at them tells nothing.
+
+    Experts may move between ranks, and layers that are offloaded may take turns in one buffer on the device.
+    """
+    offload = getattr(vllm_config, "offload_config", None)
+    turns = int(getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) or 0) > 0
+    return turns or bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
 
 
 def drafts_look_ahead(vllm_config: Any) -> bool:

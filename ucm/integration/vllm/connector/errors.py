@@ -14,7 +14,7 @@ class UnsupportedModelError(ConfigError):
 
 
 class PromisedBlockLostError(UcmError):
-    """A block that was verified before it was promised could not be loaded, and nothing can recompute its tokens.
+    """Blocks were promised that must not be used: the weights were changed in place since, and nothing can recompute.
 
     Raised where vLLM has no load-failure recovery: the engine stops rather than go on with wrong KV.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.logger import get_logger
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FailureLog:
-    """Failures of one operation, by cause.
+    """Failures of one operation, by cause; any thread may tell of some.
 
     Args:
         area: What the log lines start with, for instance ``[UCM.Load]``.
@@ -25,13 +26,17 @@ class FailureLog:
     def __init__(self, area: str, consequence: str) -> None:
         self._area = area
         self._consequence = consequence
+        self._lock = Lock()
         self.counts: Counter[str] = Counter()
 
     def record(self, failed: Mapping[BlockKey, StoreError]) -> None:
         """Count failed blocks; the first of each cause is logged with its reason."""
         for key, error in failed.items():
-            if error.cause not in self.counts:
-                get_logger().warning(
+            with self._lock:
+                self.counts[error.cause] += 1
+                is_new = self.counts[error.cause] == 1
+            if is_new:
+                get_logger(__name__).warning(
                     "%s block %s: %s (cause %s; %s; further ones are only counted)",
                     self._area,
                     key.hex()[:16],
@@ -39,4 +44,3 @@ class FailureLog:
                     error.cause,
                     self._consequence,
                 )
-            self.counts[error.cause] += 1

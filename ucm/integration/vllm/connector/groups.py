@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FULL_ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec"}
 SLIDING_WINDOW = {"SlidingWindowSpec"}
 UNIFORM = "UniformTypeKVCacheSpecs"
+#: What specifications call what decides how a block's bytes are read.
+_SHAPE = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,13 @@ class CacheGroup:
     layer_names: tuple[str, ...]
     spec: Any = None
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What two engines must have in common to read each other's blocks of this group."""
+        specs = {} if self.spec is None else _layer_specs(self.spec, self.layer_names)
+        layers = {name: [*_shape(spec), str(self.page_sizes[name])] for name, spec in specs.items()}
+        return {"block_size": self.block_size, "window": self.window, "layers": layers}
+
     def first_needed(self, num_tokens: int) -> int:
         """The first block that is still read once ``num_tokens`` tokens are computed; whole blocks are counted."""
         if self.window is None:
@@ -51,9 +60,20 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """All groups of a model."""
+    """All groups of a model.
+
+    Args:
+        groups: In vLLM's order.
+        layout: vLLM's name for the order of a block's dimensions; empty where the release does not tell.
+    """
 
     groups: tuple[CacheGroup, ...]
+    layout: str = ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How the layers are put together and their KV is laid out, as a part of the engine's identity."""
+        return {"groups": [group.facts for group in self.groups], "layout": self.layout}
 
     @property
     def alignment(self) -> int:
@@ -80,11 +100,11 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> CacheGroups:
         raise UnsupportedModelError(
             "the model has no KV cache", where="kv_transfer_config", fix="run it without a connector"
         )
-    return CacheGroups(tuple(found))
+    return CacheGroups(tuple(found), str(getattr(kv_cache_config, "kv_cache_layout", None) or ""))
 
 
 def _group(index: int, group: Any) -> CacheGroup:
-    specs = _layer_specs(group)
+    specs = _layer_specs(group.kv_cache_spec, group.layer_names)
     for name, spec in specs.items():
         kind = type(spec).__name__
         if kind not in FULL_ATTENTION | SLIDING_WINDOW or not getattr(group, "enable_kv_transfer", True):
@@ -105,11 +125,15 @@ def _group(index: int, group: Any) -> CacheGroup:
     )
 
 
-def _layer_specs(group: Any) -> dict[str, Any]:
-    spec = group.kv_cache_spec
+def _shape(spec: Any) -> list[str]:
+    """What a specification says of a block beside its size in bytes."""
+    return [type(spec).__name__, *(str(getattr(spec, name, "")) for name in _SHAPE)]
+
+
+def _layer_specs(spec: Any, layer_names: Sequence[str]) -> dict[str, Any]:
     if type(spec).__name__ == UNIFORM:
         return dict(spec.kv_cache_specs)
-    return dict.fromkeys(group.layer_names, spec)
+    return dict.fromkeys(layer_names, spec)
 
 
 def _window(spec: Any) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ucm.integration.vllm.connector.commit_gate import Pending
 from ucm.integration.vllm.connector.worker import TransferWorker
 
 if TYPE_CHECKING:
@@ -13,15 +12,15 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.store.base import Task
 
-#: Layers are loaded in this many portions. Each portion opens every block's file once more.
+#: Layers are loaded in this many portions.
 PORTIONS = 4
 
 
 class LayerWiseWorker(TransferWorker):
     """Loads and dumps in portions of layers.
 
-    All portions are asked for at once, first layers first; the store reads them in that order, so that the next
-    portion is in flight while the layers of this one compute.
+    All portions are asked for at once, first layers first; they are copied in that order, so that the next portion is
+    in flight while the layers of this one compute.
     """
 
     #: Whether Python surely runs between the layers of a step that loads. If not, the forward waits for all of them.
@@ -62,7 +61,7 @@ class LayerWiseWorker(TransferWorker):
 
     def layer_computed(self, layer_name: str) -> None:
         """Start dumping the layer of the blocks that the step fills."""
-        if self._plan is None or not self._plan.dumps or self.gate.is_wrong(self._plan.step):
+        if self._plan is None or not self._plan.dumps:
             return
         for group, index in self._where(layer_name):
             wanted = [moves for moves in self.own(self._plan.dumps) if moves.group == group]
@@ -77,15 +76,11 @@ class LayerWiseWorker(TransferWorker):
         self._stand_back(active=False)
         self._finish_all()
         for moves in self.own(plan.dumps):
-            if self.gate.is_wrong(plan.step):
-                self.groups[moves.group].discard(moves.keys)
-                continue
             done = self._dumped.get(moves.group, set())
             missing = [index for index in self.all_layers(moves.group) if index not in done]
             for index in missing:
                 self.start_dump(moves, range(index, index + 1), whole=index == missing[-1])
-            self.gate.add(Pending(plan.step, moves.group, moves.keys))
-        self.settle(plan.settled, plan.void)
+            self.commit(moves)
 
     def _finish_all(self) -> None:
         for place in list(self._portions_loading):
@@ -95,7 +90,7 @@ class LayerWiseWorker(TransferWorker):
         group, portion = place
         whole = portion == max(p for p in range(PORTIONS) if self._portion(group, p))
         for moves, task in self._portions_loading.pop(place, ()):
-            self.finish_load(self._plan.step if self._plan else 0, moves, task, whole=whole)
+            self.finish_load(moves, task, whole=whole)
 
     def _portion(self, group: int, portion: int) -> range:
         count = len(self.groups[group].layer_names)

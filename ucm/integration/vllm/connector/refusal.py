@@ -28,5 +28,5 @@ def refusals_logged(tag: str) -> Iterator[None]:
     try:
         yield
     except UcmError as error:
-        get_logger().error("[%s] refused: %s", tag, error)
+        get_logger(__name__).error("[%s] refused: %s", tag, error)
         raise

@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ucm.integration.vllm.connector.holding import Hold
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.request_state import PendingLoad, RequestState
+from ucm.integration.vllm.connector.other_connectors import OtherLoads
 from ucm.integration.vllm.connector.scheduled import admitted_requests, block_ids_by_group, grown_requests
-from ucm.integration.vllm.connector.suspect_blocks import SuspectBlocks
+from ucm.integration.vllm.connector.staging import Lookup, Query
 
 if TYPE_CHECKING:
-    from ucm.integration.vllm.connector.lookup import PrefixLookup
+    from collections.abc import Callable, Container, Sequence
 
-#: A request that waits for room is asked about at every step; what the store said is good for this many seconds.
-LOOKUP_KEEPS = 1.0
+    from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+    from ucm.integration.vllm.connector.metadata import WeightsReport
+    from ucm.integration.vllm.connector.staging import Stager
+    from ucm.store.base import BlockKey
+    from ucm.store.slab import Row
+
+#: Where vLLM cannot ask again, a lookup is waited for on the scheduler's thread, for so many seconds.
+PATIENCE_SECONDS = 0.05
+#: How long a step with nothing to do waits for lookups, so that an idle engine does not spin.
+IDLE_SECONDS = 0.002
+
+
+def all_tokens(num_prompt_tokens: int) -> int:
+    """More than any request has."""
+    del num_prompt_tokens
+    return sys.maxsize
+
+
+def adapter_number(request: Any) -> int:
+    """The number by which vLLM knows the request's LoRA adapter; 0 for none."""
+    return int(getattr(getattr(request, "lora_request", None), "lora_int_id", 0))
+
+
+class KeySource(Protocol):
+    """Gives requests the keys of their blocks."""
+
+    def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
+        """The keys of a request's whole blocks of known tokens, from ``first`` on; None if it must not be cached."""
+
+    def may_change(self, request: Any) -> bool:
+        """Whether the engine reads some of what shapes the request's KV after its keys are made, at its first step."""
+
+    def is_same(self, request: Any) -> bool:
+        """Whether what the engine has read by now is what the keys were made of."""
+
+    def is_void(self, request: Any) -> bool:
+        """Whether the engine has replaced some of what shapes the request's KV since: a LoRA adapter, in place."""
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
 
 
 class LookupCounters(Protocol):
@@ -28,6 +66,9 @@ class LookupCounters(Protocol):
     def hashed(self, blocks: int, seconds: float) -> None:
         """A request's blocks were named."""
 
+    def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
+        """Blocks could not be read, or not be saved."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
@@ -38,52 +79,132 @@ class PlanningOptions:
         min_hit_tokens: Shorter hits are not worth a load.
         hit_ratio: Largest share of a request's tokens that may come from caches; 1 for all.
         save_decode_blocks: Whether blocks of generated tokens are stored as well.
+        lasting_tokens: From a prompt's length to how many of the request's tokens have KV that another request with the
+            same tokens has, too; blocks behind them are neither stored nor looked up.
         loads: Whether the engine's role lets it load (vLLM's ``kv_consumer`` or ``kv_both``).
         saves: Whether it lets it save (``kv_producer`` or ``kv_both``).
         prefix_caching: Whether vLLM's own prefix cache is on; it turns it off for models that need all outputs.
         reloads_preempted: Whether a load of a request that was preempted is safe in this release.
-        namespace: Where the engine's blocks are kept, for the workers.
         drops_last_block: Whether a draft model's KV in the last slot of a block depends on the token behind it, so
             that the last block of a hit is computed; as vLLM does in its own prefix cache.
-        room: The blocks that may be promised to requests that wait for their loads between steps. None where vLLM
-            itself keeps such requests from waiting for each other's blocks for ever.
+        confirms: Whether there are several ranks, which tell of their looks at the weights: what a step dumped counts
+            once all have.
+        others: Whether other connectors may load as well, as in vLLM's ``MultiConnector``.
+        asks_again: Whether vLLM asks again when it is told that a lookup is under way, as it does from 0.10.2 on.
+        room: The KV cache's blocks, where requests wait for their loads between steps; else None.
     """
 
     batches: int
     min_hit_tokens: int = 0
     hit_ratio: float = 1.0
     save_decode_blocks: bool = True
+    lasting_tokens: Callable[[int], int] = all_tokens
     loads: bool = True
     saves: bool = True
     prefix_caching: bool = True
     reloads_preempted: bool = True
     drops_last_block: bool = False
-    namespace: str = ""
+    confirms: bool = False
+    others: bool = False
+    asks_again: bool = True
     room: int | None = None
 
 
-class PrefixCacheScheduler:
-    """Decides what is loaded and dumped; never touches KV itself.
+@dataclass(slots=True)
+class PendingLoad:
+    """Tokens that the scheduler has decided to load with its next step.
 
     Args:
-        lookup: Finds requests in the stores.
+        start: Computed tokens before the load.
+        end: Computed tokens after it.
+        block_ids: The blocks of each group that the request had been given by then.
+    """
+
+    start: int
+    end: int
+    block_ids: list[list[int]]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request that the scheduler knows.
+
+    Args:
+        request: vLLM's request.
+        block_ids: The block ids of each group, in order; entries below a sliding window may be out of date.
+        saved: For each group, the blocks from the start that need no dump any more.
+        computed: The tokens whose KV vLLM's own prefix cache had when it asked last.
+        known: These, and those that we have loaded behind them.
+        lookup: What was asked of the store, with what it has staged; until the load, or the start without one.
+        asked: When that was; None once it is counted.
+        confirmed: What shapes its KV is known to be what the keys were made of.
+        begun: The step that started or resumed it last.
+        ran: The last step that computed of it.
+        excluded: Nothing is loaded or saved for it.
+    """
+
+    request: Any
+    block_ids: list[list[int]]
+    saved: list[int]
+    computed: int = 0
+    known: int = 0
+    lookup: Lookup | None = None
+    asked: float | None = None
+    confirmed: bool = True
+    begun: int = 0
+    ran: int = 0
+    excluded: bool = False
+
+
+def left_alone(late: Sequence[BlockMoves], written: Container[int], counters: LookupCounters) -> list[BlockMoves]:
+    """Late dumps but for blocks that a step may write before they are dumped: those are lost, and counted."""
+    for moves in late:
+        left = [(key, block) for key, block in zip(moves.keys, moves.block_ids, strict=True) if block not in written]
+        if len(left) < len(moves.keys):
+            counters.failed("dump", "other", len(moves.keys) - len(left))
+            moves.keys, moves.block_ids = [key for key, _ in left], [block for _, block in left]
+    return [moves for moves in late if moves.keys]
+
+
+class PrefixCacheScheduler:
+    """Decides what is loaded and dumped; never touches KV itself, nor waits for a medium.
+
+    Args:
+        groups: The model's KV-cache groups.
+        key_source: Names blocks.
+        stager: Finds requests in the stores.
         counters: What was looked up.
         options: What is wanted, and possible.
     """
 
-    def __init__(self, lookup: PrefixLookup, counters: LookupCounters, options: PlanningOptions) -> None:
-        self._lookup = lookup
-        self._groups = lookup.groups
+    def __init__(
+        self,
+        groups: CacheGroups,
+        key_source: KeySource,
+        stager: Stager,
+        counters: LookupCounters,
+        options: PlanningOptions,
+    ) -> None:
+        self._groups = groups
+        self._key_source = key_source
+        self.stager = stager
         self._counters = counters
         self._options = options
-        self._requests: dict[str, RequestState | None] = {}
+        self._requests: dict[str, RequestState] = {}
         self._to_load: dict[str, PendingLoad] = {}
+        #: Requests whose load has begun and which have not started since, with the blocks that each needs in all.
+        self._loading: dict[str, int] = {}
+        self._first = ""  # the request that waits for the loads of others to end, and lets no further one begin
         self._late: list[BlockMoves] = []
-        self._ended: list[list[int]] = []
-        self._holds: list[tuple[int, Hold]] = []
-        self._suspects = SuspectBlocks(self._groups.groups[0].block_size)
-        self._step = 0
-        self._void = 0
+        self._holds: list[tuple[int, list[Row]]] = []
+        self._others = OtherLoads()
+        self.step = 0  #: the last one that was planned
+        self._epoch = 0
+        self._doubted_at = 0  # the step that looks at all weights
+        self._waits = False
+        self._confirmed = 0  # the last step before which no rank has seen a change of its weights
+        self.namespace = ""  #: where the engine's blocks are kept, for the workers; empty until that is known
+        self.prepares = False  #: what can be looked up will be known with one of the next steps
 
     def matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens beyond the computed ones whose KV the store can give.
@@ -93,23 +214,31 @@ class PrefixCacheScheduler:
             num_computed_tokens: Tokens whose KV the engine has itself.
 
         Returns:
-            How many; None if the request must wait until others that were promised blocks have begun.
+            How many; None if that is not known yet, or if the request must wait until others that were promised blocks
+            have begun: vLLM asks again with the next step.
         """
         state = self._state(request)
-        if state is None or not self._options.loads or self._must_compute(request):
+        state.computed = state.known = num_computed_tokens
+        found = self._found(state, num_computed_tokens)
+        return None if found is None or self._must_wait(state, loads=found > 0) else found
+
+    def _found(self, state: RequestState, num_computed_tokens: int) -> int | None:
+        request = state.request
+        if self._is_excluded(state) or not self._options.loads or self._must_compute(request):
             return 0
-        if state.tried:
+        if request.request_id in self._loading:
             # vLLM asks again because not even the first block came. It might not come the next time either.
             return 0
-        now = time.monotonic()
-        if state.looked_up is not None:
-            computed, when, found = state.looked_up
-            if computed == num_computed_tokens and now - when < LOOKUP_KEEPS:
-                return self._promise(state, found)
-        found = self._look_up(state, num_computed_tokens)
-        state.looked_up = (num_computed_tokens, now, found)
-        self._counters.looked_up(request.num_tokens - num_computed_tokens, found, time.monotonic() - now)
-        return self._promise(state, found)
+        if self._waits:
+            return None
+        lookup = self._look_up(state, num_computed_tokens)
+        if lookup is None:
+            return None
+        found = lookup.end - num_computed_tokens
+        if state.asked is not None:
+            self._counters.looked_up(request.num_tokens - num_computed_tokens, found, time.monotonic() - state.asked)
+            state.asked = None
+        return found
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request was given blocks at its admission.
@@ -120,15 +249,15 @@ class PrefixCacheScheduler:
             num_external_tokens: Tokens to load into them.
         """
         state = self._state(request)
-        if state is None:
+        if state.excluded:
             return
-        start = 0 if state.looked_up is None else state.looked_up[0]
-        state.looked_up = None
+        start = 0 if state.lookup is None else state.lookup.query.computed
         self._skip_stored(state, start)
         if num_external_tokens > 0:
             load = PendingLoad(start, start + num_external_tokens, block_ids_by_group(blocks))
             self._to_load[request.request_id] = load
-            state.tried = True
+            state.known = load.end
+            self._loading[request.request_id] = self._whole(state)
         else:
             self._let_go(state)
 
@@ -138,44 +267,54 @@ class PrefixCacheScheduler:
         Args:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step.
         """
-        self._step += 1
-        self._end_holds(self._step - self._options.batches)
+        self.step += 1
+        self._end_holds(self.step - self._options.batches)
+        self._take_answers()
         plan = StepPlan(
-            self._step,
-            self._options.namespace,
+            self.step,
+            self.namespace,
             idle=not scheduler_output.total_num_scheduled_tokens,
-            settled=self._step - self._options.batches,
-            void=self._void,
+            epoch=self._epoch,
+            verify=self._doubted_at == self.step,
+            confirmed=self._confirmed if self._options.confirms else None,
         )
         fresh = self._take_blocks(scheduler_output)
         for request_id, load in self._to_load.items():
-            state = self._requests.get(request_id)
-            if state is not None:
-                plan.loads += self._loads(state, load)
+            plan.loads += self._loads(self._requests[request_id], load)
         self._to_load = {}
-        loaded = {block_id for moves in plan.loads for block_id in moves.block_ids}
-        fresh |= loaded
-        plan.failed_block_ids = self._suspects.begin(loaded, scheduler_output.num_scheduled_tokens, self._requests)
+        fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids)
         dumping: set[tuple[int, bytes]] = set()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is not None and request_id not in self._suspects:
+            if state is None:
+                continue
+            state.ran = self.step
+            if self._may_save(state):
                 plan.dumps += self._dumps(state, state.request.num_computed_tokens + num_scheduled, dumping)
-        plan.late_dumps = [moves for moves in self._late if fresh.isdisjoint(moves.block_ids)]
-        plan.fresh_block_ids, self._late, self._ended = fresh, [], []
+        late, self._late = self._late, []
+        plan.late_dumps, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
+        if plan.idle and not plan.loads:
+            pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
+            if pending and not any(lookup.finished for lookup in pending):
+                self.stager.wait(pending, IDLE_SECONDS)
         return plan
 
     def _take_blocks(self, scheduler_output: Any) -> set[int]:
         """Note which blocks the scheduled requests have; returns those that the step may write."""
         # A sparse method may have taken blocks of its own, which are in no request's row.
-        fresh = set[int](getattr(getattr(scheduler_output, "ucm_sparse_metadata", None), "taken_blocks", ()))
-        for request_id, ids, computed in admitted_requests(scheduler_output):
+        fresh = set[int](getattr(getattr(scheduler_output, "ucm_sparse_meta", None), "taken_blocks", ()))
+        admitted = list(admitted_requests(scheduler_output))
+        if self._options.others:
+            self._exclude_others(admitted)
+        for request_id, ids, computed in admitted:
             for group, group_ids in zip(self._groups.groups, ids, strict=True):
                 fresh.update(group_ids[computed // group.block_size :])
             state = self._requests.get(request_id)
             if state is not None:
                 state.block_ids = ids
-                state.tried = False
+                self._loading.pop(request_id, None)
+                # The engine may read an adapter's files with this step, even if it had them before.
+                state.confirmed, state.begun = not self._key_source.may_change(state.request), self.step
         for request_id, new_ids in grown_requests(scheduler_output):
             state = self._requests.get(request_id)
             for number, group_ids in enumerate(new_ids):
@@ -184,60 +323,118 @@ class PrefixCacheScheduler:
                     state.block_ids[number].extend(group_ids)
         return fresh
 
+    def _exclude_others(self, admitted: Sequence[tuple[str, list[list[int]], int]]) -> None:
+        """Neither load nor save for requests with blocks that another connector has loaded, for them or before."""
+        size = self._groups.alignment
+        found = [(self._requests[name], computed) for name, _, computed in admitted if name in self._requests]
+        for state, computed in found:
+            if computed > state.known:
+                self._others.add(self._key_source.of(state.request, size) or [], state.known // size)
+                self.exclude(state.request)
+        for state, _ in found:
+            if not state.excluded:
+                keys = self._key_source.of(state.request, size) or []
+                if self._others.may_be_in(keys[: -(-state.computed // size)]):
+                    self.exclude(state.request)
+
+    def forget_others(self) -> None:
+        """What other connectors had loaded is gone: vLLM's own prefix cache was emptied."""
+        self._others.forget()
+
     def finished(self, request: Any) -> None:
         """A request ended; blocks of it that were filled but not dumped yet are dumped with the next step."""
         state = self._requests.pop(request.request_id, None)
+        self._loading.pop(request.request_id, None)
+        if self._first == request.request_id:
+            self._first = ""
         if state is not None:
             self._let_go(state)
-            self._ended.append(state.block_ids[0])
-            self._late += self._dumps(state, request.num_computed_tokens, set())
-        self._lookup.key_source.forget(request.request_id)
+            self._to_load.pop(request.request_id, None)
+            if self._may_save(state, ended=True):
+                self._late += self._dumps(state, request.num_computed_tokens, set())
+        self._key_source.forget(request.request_id)
 
-    def load_failed(self, block_ids: set[int]) -> set[int]:
-        """A rank reported blocks that failed to load: steps scheduled until now may have computed with them.
+    def doubt(self, *, waits: bool) -> None:
+        """The weights may have changed: the workers look at all of them with the next step.
 
         Args:
-            block_ids: The blocks, of a model with one KV-cache group.
-
-        Returns:
-            These blocks, and those behind them in the requests that have them.
+            waits: Promise nothing until they have, because a promise could not be broken.
         """
-        lists = [state.block_ids[0] for state in self._requests.values() if state is not None]
-        found = self._suspects.failed(block_ids, lists + self._ended)
-        if found:
-            self._void = self._step
-        return found
+        self._doubted_at, self._waits = self.step + 1, waits
+
+    def reported(self, report: WeightsReport) -> bool:
+        """All workers have looked at their weights before a step; whether some changed since the last start anew.
+
+        Their reports of a step come together, so those who were silent have seen nothing.
+        """
+        if report.looked >= self._doubted_at:
+            self._waits = False
+        if report.changed >= self._epoch:
+            return True
+        self._confirmed = max(self._confirmed, report.looked)
+        return False
 
     def start_anew(self) -> None:
         """Blocks that were computed or loaded until now must not be found under the names that are given from now on.
 
         So no more is loaded or dumped for requests that have such blocks.
         """
-        for request_id, state in list(self._requests.items()):
-            if state is not None:
-                self._let_go(state)
-                state.looked_up = None
-                if state.tried or any(state.block_ids):
-                    self._requests[request_id] = None
+        self._epoch += 1
+        self._others.rename()
+        for request_id, state in self._requests.items():
+            self._let_go(state)
+            state.excluded |= request_id in self._loading or any(state.block_ids)
+        self.stager.start_anew()
         self._late = []
 
-    def _state(self, request: Any) -> RequestState | None:
+    @property
+    def epoch(self) -> int:
+        """Counts up with each start anew."""
+        return self._epoch
+
+    def exclude(self, request: Any) -> None:
+        """From now on nothing of a request is loaded or saved: its KV is no longer what its tokens say."""
+        state = self._state(request)
+        self._let_go(state)
+        state.excluded = True
+
+    def _may_save(self, state: RequestState, *, ended: bool = False) -> bool:
+        """Whether the request's KV is what its keys say; asked when the step that began it has surely run.
+
+        Until then none of its blocks is dumped; afterwards all are, or none.
+        """
+        if self._is_excluded(state) or state.confirmed:
+            return not state.excluded
+        ran = ended or state.begun <= self.step - self._options.batches
+        if not ran or not state.begun:
+            return False
+        state.confirmed = self._key_source.is_same(state.request)
+        state.excluded = not state.confirmed
+        return state.confirmed
+
+    def _is_excluded(self, state: RequestState) -> bool:
+        if not state.excluded and self._key_source.is_void(state.request):
+            self._let_go(state)
+            state.excluded = True
+        return state.excluded
+
+    def _state(self, request: Any) -> RequestState:
         request_id = request.request_id
         if request_id not in self._requests:
             self._requests[request_id] = self._new_state(request)
         return self._requests[request_id]
 
-    def _new_state(self, request: Any) -> RequestState | None:
-        if getattr(request, "resumable", False):
-            # A streaming session replaces tokens that it has computed, so its blocks have no lasting names.
-            return None
+    def _new_state(self, request: Any) -> RequestState:
         begun = time.monotonic()
-        keys = self._lookup.key_source.of(request, self._groups.alignment)
-        if keys is None:
-            return None
-        self._counters.hashed(len(keys), time.monotonic() - begun)
+        keys = self._key_source.of(request, self._groups.alignment)
         count = len(self._groups.groups)
-        return RequestState(request, [[] for _ in range(count)], [0] * count)
+        state = RequestState(request, [[] for _ in range(count)], [0] * count)
+        if keys is None or getattr(request, "resumable", False):
+            # A streaming session replaces tokens that it has computed, so its blocks have no lasting names.
+            state.excluded = True
+        else:
+            self._counters.hashed(len(keys), time.monotonic() - begun)
+        return state
 
     def _must_compute(self, request: Any) -> bool:
         """Whether every token must be computed: its outputs are asked for, or vLLM could not mend a failed load."""
@@ -250,77 +447,134 @@ class PrefixCacheScheduler:
             return not (self._options.prefix_caching and hasattr(request, "skip_reading_prefix_cache"))
         return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
 
-    def _look_up(self, state: RequestState, num_computed_tokens: int) -> int:
-        step = self._groups.alignment
+    def _limit(self, state: RequestState) -> int:
+        """The most tokens that may come from caches."""
+        step, request = self._groups.alignment, state.request
         # At least one token is computed: its logits give the next one.
-        limit = (state.request.num_tokens - 1) // step * step
-        limit = min(limit, int(self._options.hit_ratio * state.request.num_tokens) // step * step)
-        self._let_go(state)
-        if limit <= num_computed_tokens:
-            return 0
-        end, state.hold = self._lookup.find(state.request, num_computed_tokens, limit)
-        if self._options.drops_last_block and end > num_computed_tokens:
-            # Not merely less of what was found: a sliding window reads other blocks from there.
-            self._let_go(state)
-            end, state.hold = self._lookup.find(state.request, num_computed_tokens, end - step)
-        if end - num_computed_tokens < max(self._options.min_hit_tokens, 1):
-            self._let_go(state)
-            return 0
-        return end - num_computed_tokens
+        limit = min(request.num_tokens - 1, int(self._options.hit_ratio * request.num_tokens))
+        return int(min(limit, self._options.lasting_tokens(request.num_prompt_tokens))) // step * step
 
-    def _promise(self, state: RequestState, found: int) -> int | None:
-        """What was found, unless the requests that wait for loads might then not all get the rest of their blocks."""
-        if found and self._options.room is not None:
-            waiting = [other for other in self._requests.values() if other is not None and other.tried]
-            if waiting and sum(self._whole(other) for other in [*waiting, state]) > self._options.room:
+    def _look_up(self, state: RequestState, computed: int) -> Lookup | None:
+        """Ask for a request, or look how that went; None while it is not known."""
+        if state.lookup is None or state.lookup.query.computed != computed:
+            self._let_go(state)
+            limit = self._limit(state)
+            if not self.stager.has_begun:
+                if self.prepares and self._options.asks_again and limit > computed:
+                    return None
+                limit = 0
+            state.asked = time.monotonic()
+            state.lookup = self.stager.submit(self._query(state, computed, limit))
+        lookup = state.lookup
+        if not self.stager.poll(lookup):
+            if self._options.asks_again:
                 return None
-        return found
+            if not self.stager.wait([lookup], PATIENCE_SECONDS):
+                self.stager.give_up(lookup)
+        return lookup
+
+    def _query(self, state: RequestState, computed: int, limit: int) -> Query:
+        keys = (
+            [
+                self._keys(state.request, group, computed // group.block_size, limit // group.block_size)
+                for group in self._groups.groups
+            ]
+            if limit > computed
+            else []
+        )
+        options = self._options
+        return Query(tuple(keys), computed, limit, options.min_hit_tokens, options.drops_last_block)
+
+    def _keys(self, request: Any, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
+        """The keys of a group's blocks from ``first`` up to, but not including, ``last``, as far as they are known."""
+        keys = self._key_source.of(request, group.block_size, first) or []
+        return cast("list[BlockKey]", keys[: last - first])
+
+    def _must_wait(self, state: RequestState, *, loads: bool) -> bool:
+        """Whether a request must wait until the loads of others have ended: the KV cache might not hold them all.
+
+        Requests that load hold blocks. vLLM starts them when it comes to them in its queue, and it goes no further than
+        the first request that it has no blocks for. So with that one before them, all would wait for ever. One that
+        vLLM is to ask again is passed over instead. Until it has started no further load begins, or it might never.
+        """
+        request_id = state.request.request_id
+        others = sum(blocks for name, blocks in self._loading.items() if name != request_id)
+        if not others or self._options.room is None:
+            waits = False
+        elif others + self._whole(state) > self._options.room:
+            waits, self._first = True, self._first or request_id
+        else:
+            waits = loads and self._first not in {"", request_id}
+        if not waits and self._first == request_id:
+            self._first = ""
+        return waits
 
     def _whole(self, state: RequestState) -> int:
         """The blocks of a whole request, with one for the tokens to come."""
         return sum(state.request.num_tokens // group.block_size + 2 for group in self._groups.groups)
 
     def _let_go(self, state: RequestState) -> None:
-        self._lookup.release(state.hold)
-        state.hold = Hold()
+        if state.lookup is not None:
+            self.stager.release(state.lookup)
+            state.lookup = None
 
-    def _end_holds(self, settled: int) -> None:
+    def _end_holds(self, ended: int) -> None:
         """Let go of what was loaded by a step that has ended."""
-        while self._holds and self._holds[0][0] <= settled:
-            self._lookup.release(self._holds.pop(0)[1])
+        while self._holds and self._holds[0][0] <= ended:
+            self.stager.let_go(self._holds.pop(0)[1])
 
     def _skip_stored(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Dump no block of what the engine had already, unless the store has lost the last one of them."""
-        for group in self._groups.groups:
-            last = num_computed_tokens // group.block_size
-            keys = self._lookup.keys(state.request, group, max(last - 1, 0), last)
-            if self._lookup.has(group, keys):
-                state.saved[group.index] = max(state.saved[group.index], last)
+        """Dump no block of what the engine had already, unless the store turns out to have lost the last one."""
+        for group in self._groups.groups if self.stager.has_begun else ():
+            lasting = self._options.lasting_tokens(state.request.num_prompt_tokens)
+            last = min(num_computed_tokens, lasting) // group.block_size
+            if last > state.saved[group.index]:
+                state.saved[group.index] = last
+                for key in self._keys(state.request, group, last - 1, last):
+                    self.stager.ask(state.request.request_id, group.index, key)
+
+    def _take_answers(self) -> None:
+        for request_id, group, there in self.stager.answers():
+            state = self._requests.get(request_id)
+            if state is not None and not there:
+                state.saved[group] = 0
+        for cause in self.stager.failures():
+            self._counters.failed("load", cause)
 
     def _loads(self, state: RequestState, load: PendingLoad) -> list[BlockMoves]:
-        moves = []
+        moves, held = [], []
+        lookup, state.lookup = state.lookup, None
         for group, block_ids in zip(self._groups.groups, load.block_ids, strict=True):
-            blocks = self._lookup.needed(group, load.start, load.end)
+            blocks = self.stager.needed(group, load.start, load.end)
             if blocks:
-                keys = self._lookup.keys(state.request, group, blocks.start, blocks.stop)
+                keys = self._keys(state.request, group, blocks.start, blocks.stop)
                 ids = block_ids[blocks.start : blocks.stop]
-                leases = state.hold.tokens(group.index)
-                moves.append(BlockMoves(state.request.request_id, group.index, keys, ids, leases))
+                found = BlockMoves(
+                    state.request.request_id, group.index, keys, ids, adapter=adapter_number(state.request)
+                )
+                if lookup is not None and not self.stager.promises_names:
+                    rows = [lookup.rows[group.index].pop(place) for place in blocks]
+                    found.places, found.shares = self.stager.offsets(rows), self.stager.shares[group.index]
+                    found.tiers = [row.tier for row in rows]
+                    held += rows
+                moves.append(found)
             state.saved[group.index] = max(state.saved[group.index], load.end // group.block_size)
-        if state.hold.leases:
-            self._holds.append((self._step, state.hold))
-            state.hold = Hold()
+        if held:
+            self._holds.append((self.step, held))
+        if lookup is not None:
+            self.stager.release(lookup)
         return moves
 
     def _dumps(self, state: RequestState, num_tokens: int, dumping: set[tuple[int, bytes]]) -> list[BlockMoves]:
         """The blocks that are full once ``num_tokens`` tokens are computed, as far as their tokens are known."""
         moves: list[BlockMoves] = []
-        if not self._options.saves:
+        if not self._options.saves or not self.namespace:
             return moves
         request = state.request
         num_tokens = min(num_tokens, request.num_tokens)
         if not self._options.save_decode_blocks:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
+        num_tokens = min(num_tokens, self._options.lasting_tokens(request.num_prompt_tokens))
         for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
             # After a failed load, or a preemption, fewer tokens are computed than were before.
             done = min(state.saved[group.index], request.num_computed_tokens // group.block_size)
@@ -328,8 +582,10 @@ class PrefixCacheScheduler:
             last = min(num_tokens // group.block_size, len(block_ids))
             state.saved[group.index] = max(first, last)
             if first < last:
-                found = BlockMoves(request.request_id, group.index, [], [])
-                keys = self._lookup.keys(request, group, first, last)
+                found = BlockMoves(
+                    request.request_id, group.index, [], [], step=state.ran, adapter=adapter_number(request)
+                )
+                keys = self._keys(request, group, first, last)
                 for key, block_id in zip(keys, block_ids[first:last], strict=False):
                     if (group.index, key) not in dumping:
                         dumping.add((group.index, key))

@@ -2,54 +2,152 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.hashing.block_keys import BlockKeys
+from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
 from ucm.hashing.model_identity import model_identity, namespace
 from ucm.hashing.rank_geometry import rank_tags
-from ucm.integration.vllm.config import KEY as SPARSE_KEY
-from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.engine_facts import (
+    asks_again,
     drafts_look_ahead,
     load_policy,
+    outer_transfer,
+    ranks,
     refuse_method_without_hooks,
     refuse_what_cannot_work,
-    reserves_blocks,
 )
 from ucm.integration.vllm.connector.groups import cache_groups
-from ucm.integration.vllm.connector.holding import BlockHolder
-from ucm.integration.vllm.connector.lookup import PrefixLookup
+from ucm.integration.vllm.connector.metadata import geometries_of
+from ucm.integration.vllm.connector.method_identity import lasting_tokens, method_identity
 from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
-from ucm.sparse.factory import method_class
 from ucm.sparse.in_flight import batches_in_flight
 from ucm.store.factory import open_store
 from ucm.store.identity_file import write_identity
+from ucm.store.slab import Slab, default_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from ucm.config.settings import ConnectorConfig
+    from ucm.hashing.file_contents import Digests
     from ucm.hashing.model_identity import ModelIdentity
+    from ucm.integration.vllm.connector.metadata import StepPlan, WeightsReport
+    from ucm.store.base import KVStore
+
+#: Bytes of weights that are read before the engine goes on: less than a tenth of a second. For a medium that does not
+#: answer, the start waits this long.
+AT_ONCE, START_SECONDS = 64 << 20, 10.0
+#: How long the end waits for a medium that does not answer.
+CLOSE_SECONDS = 5.0
 
 
-def engine_identity(vllm_config: Any, settings: ConnectorConfig) -> ModelIdentity:
-    """What the engine's blocks depend on; a sparse method's options among it, for it changes what later tokens see.
+def engine_identity(
+    vllm_config: Any, settings: ConnectorConfig, geometry: Mapping[str, Any] | None = None
+) -> ModelIdentity:
+    """What the engine's blocks depend on, as far as it is known without reading the weights.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        settings: The connector's settings.
+        geometry: How layers are grouped and their KV is laid out.
 
     Raises:
         ConfigError: As ``model_identity``, and if there is no such sparse method.
     """
-    return model_identity(vllm_config, weights_id=settings.weights_id, more=_sparse_method(vllm_config))
+    # A sparse method changes what later tokens see, and with it their KV.
+    more = {**method_identity(vllm_config), "geometry": dict(geometry or {})}
+    return model_identity(vllm_config, weights_id=settings.weights_id, more=more)
 
 
-def _sparse_method(vllm_config: Any) -> dict[str, Any]:
-    """The configured method, wherever that is, with the options that shape the KV of tokens computed under it."""
-    found = sparse_method_config(vllm_config)
-    if found is None:
-        return {}
-    name, options = found
-    declared = method_class(name).options_type
-    beside = declared.beside_kv if declared else frozenset[str]()
-    return {SPARSE_KEY: {name: {option: value for option, value in options.items() if option not in beside}}}
+class WeightReader:
+    """Finds out which weights the engine serves, and where blocks of theirs are kept.
+
+    A thread reads the files, which are in the page cache at that time, beside the engine's work. What is known without
+    reading, or read in a moment, is waited for.
+
+    Args:
+        identity: Of the engine, with the files that are still to be told.
+        settle: Makes that place from the whole identity, and returns its name.
+        since: From when on the engine may have read the files, in seconds of the system's clock.
+    """
+
+    def __init__(
+        self, identity: ModelIdentity, settle: Callable[[ModelIdentity], str], since: float | None = None
+    ) -> None:
+        self._identity = identity
+        self._settle = settle
+        self._contents = FileContents(process_started() if since is None else since, DigestCache())
+        self._namespace = ""
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._is_alone = False  # nobody waits for the thread any more
+        try:
+            found = self._contents.look_up(identity.unread.values())
+        except (OSError, FileChangedError) as error:
+            self._refuse(error)
+            return
+        nbytes = sum(path.stat().st_size for path in found.unread)
+        self._is_alone = nbytes > AT_ONCE
+        if self._is_alone:
+            get_logger(__name__).info(
+                "[UCM.Hasher] %.1f GB of weights are read in the background to tell which they are; until then nothing "
+                "is loaded or saved",
+                nbytes / 1e9,
+            )
+        self._thread = threading.Thread(target=self._read, args=(found,), name="ucm-identity", daemon=True)
+        self._thread.start()
+        if not self._is_alone:
+            self._wait(self._thread)
+
+    @property
+    def namespace(self) -> str:
+        """Where the engine's blocks are kept; empty until that is known."""
+        return self._namespace
+
+    def close(self) -> None:
+        """End reading; a medium that does not answer keeps the thread, and nobody else."""
+        self._contents.close()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _wait(self, thread: threading.Thread) -> None:
+        thread.join(START_SECONDS)
+        self._is_alone = True
+        if self._failure is not None:
+            raise self._failure
+        if thread.is_alive():
+            get_logger(__name__).warning(
+                "[UCM.Hasher] the store's directories, or the weights, have not answered for %.0f s: until they do, "
+                "nothing is loaded or saved",
+                START_SECONDS,
+            )
+
+    def _read(self, found: Digests) -> None:
+        try:
+            found = self._contents.read(found)
+            where = self._settle(self._identity.with_contents(found.of))
+        except (OSError, FileChangedError) as error:
+            self._refuse(error)
+        except Exception as error:  # noqa: BLE001 - told to who waits, or logged
+            self._failure = error
+            if self._is_alone:
+                get_logger(__name__).exception("[UCM.Hasher] this engine runs without the store")
+        else:
+            if found.of:
+                get_logger(__name__).info("[UCM.Hasher] the weights are known after %.2f s: %s", found.seconds, found)
+            self._namespace = where
+
+    def _refuse(self, error: Exception) -> None:
+        get_logger(__name__).warning(
+            "[UCM.Hasher] this engine loads and saves nothing, because its weights cannot be told: %s", error
+        )
 
 
 class SchedulerSide:
@@ -65,66 +163,188 @@ class SchedulerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
         refuse_what_cannot_work(vllm_config, kv_cache_config)
         refuse_method_without_hooks(vllm_config)
-        transfer = vllm_config.kv_transfer_config
-        if hasattr(transfer, "kv_load_failure_policy"):
+        transfer, outer = vllm_config.kv_transfer_config, outer_transfer(vllm_config)
+        engines = outer or transfer
+        if hasattr(engines, "kv_load_failure_policy"):
             # vLLM's own default ends a request whose blocks cannot be loaded; ours computes them.
-            transfer.kv_load_failure_policy = settings.load_failure
+            engines.kv_load_failure_policy = settings.load_failure
         groups = cache_groups(vllm_config, kv_cache_config)
-        identity = engine_identity(vllm_config, settings)
-        self.namespace = namespace(identity)
-        config = settings.store.as_store_config()
-        tags = {group.index: rank_tags(vllm_config, group.index, spec=group.spec) for group in groups.groups}
-        stores = {
-            group: [open_store(config, f"{self.namespace}/{tag}", None) for tag in of_group]
-            for group, of_group in tags.items()
-        }
-        for tag in dict.fromkeys(tag for of_group in tags.values() for tag in of_group):
-            write_identity(config, f"{self.namespace}/{tag}", identity.to_json())
-        self._stores = [store for of_group in stores.values() for store in of_group]
+        identity = engine_identity(vllm_config, settings, groups.facts)
+        self._config = settings.store.as_store_config()
+        self._tags = {group.index: rank_tags(vllm_config, group.index, spec=group.spec) for group in groups.groups}
+        self._stores: dict[int, list[KVStore]] = {}
         self.block_pool: Any = None
+        self._table: Any = None
+        self._outlived = False  # vLLM's prefix cache may hold blocks from before the names that are given now
+        self.hears_workers = hasattr(connector_base, "build_connector_worker_meta")
         self.counters = create_counters(vllm_config, settings)
-        for store in self._stores:
-            self.counters.watch(store)
-        self._keys = BlockKeys(vllm_config, identity.digest)
-        self.policy = load_policy(connector_base, vllm_config, len(groups.groups), settings.connector)
-        if transfer.is_kv_consumer and not self.policy.recovers:
-            get_logger().warning(
-                "[UCM.Connector] a block that is lost between lookup and load will stop the engine: %s", self.policy.gap
-            )
+        self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names)
+        self.policy = load_policy(connector_base, len(groups.groups), settings.connector)
+        self._batches = batches_in_flight(vllm_config)
+        self._ranks = ranks(vllm_config)
+        self._slab = Slab(settings.staging or default_bytes(), self._ranks) if transfer.is_kv_consumer else None
+        self._offered = 0  # the first step that told the ranks of it
+        self._opening: threading.Thread | None = None
+        self._opened: Callable[[], None] | None = None
+        self._ready_by = 0.0  # when requests wait for the stores no longer
+        self._new_stager = partial(
+            Stager, groups, seconds=settings.staging_deadline, rest_seconds=self._config.rest_seconds
+        )
         self.planner = PrefixCacheScheduler(
-            PrefixLookup(groups, stores, self._keys, None if self.policy.recovers else BlockHolder(stores)),
+            groups,
+            self._keys,
+            self._new_stager(self._slab),
             self.counters,
             PlanningOptions(
-                batches=batches_in_flight(vllm_config),
+                batches=self._batches,
                 min_hit_tokens=settings.min_hit_tokens,
                 hit_ratio=settings.hit_ratio,
                 save_decode_blocks=settings.save_decode_blocks,
+                lasting_tokens=lasting_tokens(vllm_config),
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 reloads_preempted=self.policy.reloads_preempted,
                 drops_last_block=drafts_look_ahead(vllm_config),
-                namespace=self.namespace,
-                room=kv_cache_config.num_blocks - 1 if self.policy.between_steps and not reserves_blocks() else None,
+                asks_again=asks_again(connector_base),
+                others=outer is not None,
+                confirms=self._ranks > 1 and self.hears_workers,
+                room=kv_cache_config.num_blocks - 1 if self.policy.between_steps else None,
             ),
         )
-        count = len(self._stores)
-        get_logger().info(
-            "[UCM.Connector] namespace %s, %d %s to look up", self.namespace, count, "store" if count == 1 else "stores"
-        )
+        self._weights = WeightReader(identity, self._settle)
+        self.poll()
 
-    def load_failed(self, block_ids: set[int]) -> None:
-        """Blocks failed to load within a step: nobody may find them, or what was computed behind them, by their hash.
+    @property
+    def namespace(self) -> str:
+        """Where the engine's blocks are kept; empty until it is known which weights it serves."""
+        return self.planner.namespace
 
-        vLLM's recovery leaves them in its prefix cache, for they are about to be computed; but their request may be
-        aborted or preempted before that.
+    def bind(self, block_pool: Any) -> None:
+        """Keep vLLM's pool of blocks, and note its prefix cache."""
+        self.block_pool = block_pool
+        self.poll()
+
+    def poll(self) -> None:
+        """Begin to look up and to save as soon as it is known whose blocks these are; called with each step.
+
+        Whoever changes weights empties vLLM's prefix cache; it has another table then. If that comes late, requests
+        have found blocks of the old weights there, and have saved them, and what is behind them, under new names.
         """
-        behind = self.planner.load_failed(block_ids)
-        if self.block_pool is not None:
-            self.block_pool.evict_blocks(behind)
+        table = getattr(self.block_pool, "cached_block_hash_to_block", None)
+        if table is not self._table:
+            if self._outlived:
+                self.start_anew()
+            if self._table is not None:
+                self.planner.doubt(waits=self.hears_workers and not self.policy.between_steps)
+                self.planner.forget_others()
+            self._table, self._outlived = table, False
+        if not self.planner.namespace and self._weights.namespace:
+            self.planner.namespace = self._weights.namespace
+            self.planner.prepares = self._slab is not None
+            if self._slab is None:
+                get_logger(__name__).info("[UCM.Connector] namespace %s, nothing is looked up", self.planner.namespace)
+        if self.planner.prepares or self._opened is not None:
+            self._prepare()
+
+    def plan(self, scheduler_output: Any) -> StepPlan:
+        """The workers' part of a step."""
+        self.poll()
+        plan = self.planner.plan(scheduler_output)
+        if self._slab is not None and self._opening is None:
+            plan.slab = self._slab.address
+            self._offered = self._offered or plan.step
+        return plan
+
+    def _prepare(self) -> None:
+        """Open the stores as soon as every rank has said what its blocks are."""
+        if self._opened is not None:
+            self.planner.prepares = False
+            self._opened()
+        if self._opening is not None:
+            # A medium that cannot be opened, or does not answer, keeps no request waiting.
+            over = not self._opening.is_alive() or time.monotonic() >= self._ready_by
+            self.planner.prepares = self.planner.prepares and not over
+            return
+        if self._slab is None:
+            return
+        records = self._slab.records()
+        if len(records) == self._ranks:
+            self._begin_opening(records)
+        elif self._offered and self.planner.step - self._batches >= self._offered:
+            # Every rank has been through a step that told it.
+            self._do_without_slab(set(range(self._ranks)) - set(records))
+
+    def _do_without_slab(self, missing: set[int]) -> None:
+        if not self.policy.between_steps:
+            get_logger(__name__).warning(
+                "[UCM.Load] ranks %s do not share this host's memory: nothing is loaded, because a load that fails "
+                "could not be recomputed here; set connector: direct, with vLLM 0.11.1 or newer",
+                sorted(missing),
+            )
+            self.planner.prepares = False
+            return
+        get_logger(__name__).warning(
+            "[UCM.Load] ranks %s do not share this host's memory: every rank reads the store itself, and blocks are "
+            "promised before they are verified",
+            sorted(missing),
+        )
+        self._slab = None
+        self.planner.stager.close()
+        self.planner.stager = self._new_stager(None)
+        self._begin_opening({})
+
+    def _begin_opening(self, records: dict[int, dict[str, Any]]) -> None:
+        where = self.planner.namespace
+
+        def work() -> None:
+            try:
+                places = {group: len(tags) for group, tags in self._tags.items()}
+                geometries = geometries_of(records, places) if records else None
+                stores = {}
+                for group, tags in self._tags.items():
+                    of_group = [None] * len(tags) if geometries is None else geometries[group]
+                    stores[group] = [
+                        open_store(self._config, f"{where}/{tag}", geometry)
+                        for tag, geometry in zip(tags, of_group, strict=True)
+                    ]
+            except Exception:  # noqa: BLE001 - whatever it is, the engine goes on
+                get_logger(__name__).exception("[UCM.Load] nothing is loaded")
+                return
+
+            def begin() -> None:
+                self._stores, self._opened = stores, None
+                opened = [store for of_group in stores.values() for store in of_group]
+                for store in opened:
+                    self.counters.watch(store)
+                count = f"{len(opened)} {'store' if len(opened) == 1 else 'stores'}"
+                get_logger(__name__).info("[UCM.Connector] namespace %s, %s to look up", where, count)
+                self.planner.stager.begin(stores, geometries)
+
+            self._opened = begin
+
+        self._ready_by = time.monotonic() + self.planner.stager.seconds
+        self._opening = threading.Thread(target=work, name="ucm-open", daemon=True)
+        self._opening.start()
+
+    def _settle(self, identity: ModelIdentity) -> str:
+        """See that an identity's blocks can be kept, and say of what they are; in any thread."""
+        where = namespace(identity)
+        for tag in dict.fromkeys(tag for of_group in self._tags.values() for tag in of_group):
+            open_store(self._config, f"{where}/{tag}", None).close()
+            write_identity(self._config, f"{where}/{tag}", identity.to_json())
+        return where
+
+    def reported(self, report: WeightsReport) -> None:
+        """The workers have looked at their weights."""
+        for number in report.adapters:
+            self._keys.adapter_replaced(number)
+        if self.planner.reported(report):
+            self.start_anew()
 
     def start_anew(self) -> None:
         """Use keys from now on that nobody has used before."""
+        self._outlived = getattr(self.block_pool, "cached_block_hash_to_block", None) is self._table
         self._keys.start_anew()
         self.planner.start_anew()
 
@@ -134,6 +354,17 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the stores."""
+        self._weights.close()
+        if self._opening is not None:
+            self._opening.join(CLOSE_SECONDS)
+            self._prepare()
+        self.planner.stager.close()
         self.counters.close()
-        for store in self._stores:
-            store.close()
+        closing = threading.Thread(target=self._close_stores, name="ucm-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+
+    def _close_stores(self) -> None:
+        for of_group in self._stores.values():
+            for store in of_group:
+                store.close()

@@ -1,6 +1,7 @@
 """One group's blocks between a device and a store, through page-locked host memory and in chunks.
 
-Loads and dumps have a thread each: while one chunk crosses the bus, the store reads or writes the next.
+Loads and dumps have a thread each. While one chunk crosses the bus, the store reads the next, or writes those before.
+The thread that dumps waits for the device alone, never for the store.
 """
 
 from __future__ import annotations
@@ -8,41 +9,46 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.connector.dump_room import DumpRoom
-from ucm.integration.vllm.connector.transfer import GroupTransfer, load_from
-from ucm.store.background import enter_background
+from ucm.background import enter_background
+from ucm.integration.vllm.connector.saving import DumpTask, Saver
+from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged, start_load
 from ucm.store.base import BlockTransfer, Task, TaskResult
 from ucm.store.config import StoreConfig
-from ucm.store.errors import IncompleteBlockError, StoreUnavailableError
+from ucm.store.errors import StoreUnavailableError
+from ucm.store.slab import CopyTask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ucm.integration.vllm.connector.device_memory import DeviceMemory
-    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.base import BlockKey, Buffer, KVStore
     from ucm.store.errors import StoreError
+    from ucm.store.slab import SlabReader
 
+#: Hears how something ended: with an error of the device's, or with none.
+Ended = Callable[[Exception | None], None]
 #: Page-locked memory of one direction, in bytes; two chunks share it.
 STAGING_BYTES = 64 << 20
 
 
 class StagedTask(Task):
-    """A transfer that one of the threads works on.
+    """A load that the thread for loads works on.
 
     Args:
         keys: What it is to move.
-        failed: What it was asked for, and is not going to be tried.
     """
 
-    def __init__(self, keys: Sequence[BlockKey], failed: Mapping[BlockKey, StoreError] | None = None) -> None:
+    def __init__(self, keys: Sequence[BlockKey]) -> None:
         self.keys = keys
         self.finished = threading.Event()
         self.done: dict[BlockKey, str] = {}
-        self.failed: dict[BlockKey, StoreError] = dict(failed or {})
+        self.failed: dict[BlockKey, StoreError] = {}
         self.nbytes = 0
         self.started = time.monotonic()
         self.seconds = 0.0
@@ -53,15 +59,18 @@ class StagedTask(Task):
         self.failed.update(result.failed)
         self.nbytes += result.nbytes
 
-    def give_up(self, error: Exception) -> None:
-        """The device failed: what is not done by now has failed."""
-        reason = StoreUnavailableError(f"the device could not copy: {error}")
-        self.failed.update({key: reason for key in self.keys if key not in self.done})
-
-    def finish(self) -> None:
-        """No more chunks."""
+    def end(self, error: Exception | None) -> None:
+        """No more chunks; if the device failed, what is not done by now has failed."""
+        if error is not None:
+            reason = device_failed(error)
+            self.failed.update({key: reason for key in self.keys if key not in self.done})
         self.seconds = time.monotonic() - self.started
         self.finished.set()
+
+
+def device_failed(error: Exception) -> StoreUnavailableError:
+    """What is told of blocks that could not be copied."""
+    return StoreUnavailableError(f"the device could not copy: {error}")
 
 
 @dataclass(slots=True)
@@ -114,79 +123,88 @@ class StagedTransfer(GroupTransfer):
     Args:
         memory: Where the blocks are.
         store: Their store.
+        slab: Where they are staged.
         staging_bytes: Page-locked host memory for each direction.
-        dump_queue_bytes: What may wait for being written. The store sees no more than two chunks of it at a time, so
-            its own limit never shows; until a block is written, the KV cache cannot be written there either.
+        dump_queue_bytes: What may wait for being written.
     """
 
     def __init__(
         self,
         memory: DeviceMemory,
         store: KVStore,
+        slab: SlabReader,
         staging_bytes: int = STAGING_BYTES,
         *,
         dump_queue_bytes: int = StoreConfig.dump_queue_bytes,
     ) -> None:
         self._memory = memory
         self._store = store
+        self._slab = slab
         self.layer_names = [layout.name for layout in memory.layouts]
         self.block_bytes = memory.geometry.nbytes
         self.tokens_per_block = memory.group.block_size
         self._chunk = max(1, staging_bytes // 2 // self.block_bytes)
-        self._loader = _Lane(memory, self._chunk, "ucm-load")
-        self._dumper = _Lane(memory, self._chunk, "ucm-dump")
-        self._room = DumpRoom(dump_queue_bytes)
+        self._loader = _Lane(memory, self._chunk, "ucm-load", stagings=2)
+        self._dumper = _Lane(memory, self._chunk, "ucm-gather", stagings=1)
+        self._saver = Saver(store, dump_queue_bytes)
 
-    def load(
-        self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, *, lease: str | None = None
-    ) -> Task:
+    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
         """Bring some layers of blocks onto the device."""
         task = StagedTask(keys)
-        return self._loader.submit(task, lambda event: self._load(task, event, keys, block_ids, layers, lease))
+        self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged), task.end)
+        return task
 
     def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
         """Take some layers of blocks off the device; blocks that there is no room for fail at once."""
-        nbytes = sum(self._memory.geometry.shard_sizes[layer] for layer in layers)
-        places = self._room.take(keys, nbytes)
-        taken, ids = [keys[place] for place in places], [block_ids[place] for place in places]
-        let_in, full = set(taken), self._room.error()
-        task = StagedTask(taken, {key: full for key in keys if key not in let_in})
-        if not taken:
-            task.finish()
+        task = self._saver.begin(keys, self._memory.geometry.shard_sizes[layers.start : layers.stop], layers.start)
+        if not task.rows:
+            task.copied.set()
             return task
+        left = deque(task.rows)
 
-        def work(event: Any) -> None:
-            try:
-                self._dump(task, event, taken, ids, layers)
-            finally:
-                self._room.give_back(nbytes * len(taken))
+        def ended(error: Exception | None) -> None:
+            if error is not None:
+                self._saver.drop(task, left, device_failed(error))
+            task.copied.set()
 
-        return self._dumper.submit(task, work)
+        self._dumper.submit(lambda event: self._dump(task, event, left, block_ids, layers), ended)
+        return task
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
         """Make blocks visible; those that something was refused of fail, and leave nothing."""
-        refused = self._room.forget(keys)
-        whole = [key for key in keys if key not in refused]
-        incomplete = {key: IncompleteBlockError(f"block {key.hex()} had no room among the dumps") for key in refused}
-        task = StagedTask(whole, incomplete)
+        task = self._saver.begin_commit(keys)
 
-        def work(_: Any) -> None:
-            self._store.discard(list(refused))
-            task.take(self._store.wait(self._store.commit(whole)))
+        def ended(error: Exception | None) -> None:
+            if error is not None:
+                task.failed.update({key: device_failed(error) for key in task.keys if key not in task.failed})
+            task.copied.set()
 
-        return self._dumper.submit(task, work)
+        self._dumper.submit(lambda _: self._saver.commit(task), ended)
+        return task
+
+    def copied(self, task: Task) -> None:
+        """Wait until a dump reads the device's memory no longer."""
+        if isinstance(task, DumpTask):
+            task.copied.wait()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What was dumped and is not written yet."""
+        return self._saver.waiting_bytes
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Forget what was dumped of blocks."""
-        self._room.forget(keys)
-        self._dumper.submit(StagedTask(keys), lambda _: self._store.discard(keys))
+        """Forget blocks, after the dumps called before."""
+        self._saver.forget(keys)
+        self._dumper.submit(lambda _: self._store.discard(keys), lambda _: None)
 
     def check(self, task: Task) -> bool:
         """Whether a task is finished."""
-        return _staged(task).finished.is_set()
+        return self._saver.check(task) if isinstance(task, DumpTask) else _staged(task).finished.is_set()
 
     def wait(self, task: Task) -> TaskResult:
         """Wait for a task."""
+        if isinstance(task, DumpTask):
+            return self._saver.wait(task)
         staged = _staged(task)
         staged.finished.wait()
         return TaskResult(staged.done, staged.failed, staged.nbytes, staged.seconds)
@@ -204,9 +222,9 @@ class StagedTransfer(GroupTransfer):
         keys: Sequence[BlockKey],
         block_ids: Sequence[int],
         layers: range,
-        lease: str | None,
+        staged: Staged | None,
     ) -> None:
-        lane = self._loader
+        lane, geometry = self._loader, self._memory.geometry
         reading: list[tuple[list[Any], Sequence[BlockKey], Sequence[int], Task]] = []
         try:
             for number, (some_keys, some_ids) in enumerate(_chunks(keys, block_ids, self._chunk)):
@@ -214,13 +232,16 @@ class StagedTransfer(GroupTransfer):
                     self._place(task, event, layers, reading.pop(0))
                 staging = lane.staging[number % len(lane.staging)]
                 transfers = _transfers(some_keys, staging, layers)
-                reading.append((staging, some_keys, some_ids, load_from(self._store, transfers, lease)))
+                task_of_chunk = start_load(
+                    self._store, self._slab, transfers, _part(staged, number * self._chunk, len(some_keys)), geometry
+                )
+                reading.append((staging, some_keys, some_ids, task_of_chunk))
             while reading:
                 self._place(task, event, layers, reading.pop(0))
         finally:
             # Should the device have failed: the next task must find the staging memory at rest.
             for *_, portion in reading:
-                self._store.wait(portion)
+                self._wait(portion)
 
     def _place(
         self,
@@ -230,7 +251,7 @@ class StagedTransfer(GroupTransfer):
         portion: tuple[list[Any], Sequence[BlockKey], Sequence[int], Task],
     ) -> None:
         staging, keys, block_ids, reading = portion
-        result = self._store.wait(reading)
+        result = self._wait(reading)
         rows = [row for row, key in enumerate(keys) if key in result.done]
         if rows:
             with self._loader.stream.after(event):
@@ -238,38 +259,44 @@ class StagedTransfer(GroupTransfer):
             self._loader.stream.synchronize()
         task.take(result)
 
+    def _wait(self, task: Task) -> TaskResult:
+        return (self._slab if isinstance(task, CopyTask) else self._store).wait(task)
+
     def _dump(
-        self, task: StagedTask, event: Any, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range
+        self, task: DumpTask, event: Any, left: deque[tuple[int, Buffer]], block_ids: Sequence[int], layers: range
     ) -> None:
+        """Copy blocks into their rows, chunk by chunk; what has been copied leaves ``left``."""
         lane = self._dumper
-        writing: list[Task] = []
-        try:
-            for number, (some_keys, some_ids) in enumerate(_chunks(keys, block_ids, self._chunk)):
-                if len(writing) == len(lane.staging):
-                    task.take(self._store.wait(writing.pop(0)))
-                staging = lane.staging[number % len(lane.staging)]
-                with lane.stream.after(event):
-                    self._memory.gather(some_ids, layers, staging)
-                lane.stream.synchronize()
-                writing.append(self._store.dump(_transfers(some_keys, staging, layers)))
-        finally:
-            for portion in writing:
-                task.take(self._store.wait(portion))
+        [staging] = lane.staging
+        while left:
+            some = [left[number] for number in range(min(self._chunk, len(left)))]
+            with lane.stream.after(event):
+                self._memory.gather([block_ids[place] for place, _ in some], layers, staging)
+            lane.stream.synchronize()
+            for number, (_, row) in enumerate(some):
+                at = 0
+                for layer in layers:
+                    shard = staging[layer][number].numpy()
+                    row[at : at + shard.nbytes] = memoryview(shard)
+                    at += shard.nbytes
+            for _ in some:
+                left.popleft()
+            self._saver.write(task, some)
 
 
 class _Lane:
     """A thread that works off transfers in one direction, with its stream and its staging memory."""
 
-    def __init__(self, memory: DeviceMemory, chunk: int, name: str) -> None:
+    def __init__(self, memory: DeviceMemory, chunk: int, name: str, stagings: int) -> None:
         self.stream = Stream.on(memory.device)
-        self.staging = [memory.staging(chunk), memory.staging(chunk)]
-        self._queue: queue.SimpleQueue[tuple[StagedTask, Callable[[Any], None], Any] | None] = queue.SimpleQueue()
+        self.staging = [memory.staging(chunk) for _ in range(stagings)]
+        self._queue: queue.SimpleQueue[tuple[Callable[[Any], object], Ended, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, task: StagedTask, work: Callable[[Any], None]) -> StagedTask:
-        self._queue.put((task, work, self.stream.mark()))
-        return task
+    def submit(self, work: Callable[[Any], object], ended: Ended) -> None:
+        """Do some work after what was asked of the device until now, then tell how it ended."""
+        self._queue.put((work, ended, self.stream.mark()))
 
     def close(self) -> None:
         self._queue.put(None)
@@ -278,15 +305,16 @@ class _Lane:
     def _run(self) -> None:
         enter_background()
         while (item := self._queue.get()) is not None:
-            task, work, event = item
+            work, ended, event = item
+            failure = None
             try:
                 self.stream.use_device()
                 work(event)
             except Exception as error:  # noqa: BLE001 - what the device says ends no thread; it is told per block
                 with suppress(Exception):
                     self.stream.synchronize()  # copies that were begun must not end later than the task
-                task.give_up(error)
-            task.finish()
+                failure = error
+            ended(failure)
 
 
 def _chunks(
@@ -294,6 +322,12 @@ def _chunks(
 ) -> Iterator[tuple[Sequence[BlockKey], Sequence[int]]]:
     for start in range(0, len(keys), size):
         yield keys[start : start + size], block_ids[start : start + size]
+
+
+def _part(staged: Staged | None, first: int, count: int) -> Staged | None:
+    if staged is None:
+        return None
+    return Staged(staged.places[first : first + count], staged.tiers[first : first + count])
 
 
 def _transfers(keys: Sequence[BlockKey], staging: list[Any], layers: range) -> list[BlockTransfer]:

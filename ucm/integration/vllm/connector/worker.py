@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ucm.integration.vllm.connector.commit_gate import CommitGate, Pending
+from ucm.background import call_within, wait_while_it_shrinks
+from ucm.integration.vllm.connector.confirmation import Unconfirmed
 from ucm.integration.vllm.connector.errors import PromisedBlockLostError
 from ucm.integration.vllm.connector.failures import FailureLog
+from ucm.integration.vllm.connector.transfer import Staged
 from ucm.logger import get_logger
 from ucm.store.errors import IncompleteBlockError
 
@@ -36,9 +38,15 @@ class TransferCounters(Protocol):
         """Blocks failed to load or to be dumped."""
 
 
+#: How long the end waits for a medium that does nothing.
+STILL_SECONDS = 10.0
+#: And how long for the stores to close: no less than they go on writing behind.
+CLOSE_SECONDS = 20.0
+
+
 @dataclass(slots=True)
 class DumpUnderWay:
-    """A dump that may still read the KV cache; ``whole`` if the blocks are complete with it."""
+    """A dump that has not ended; ``whole`` if the blocks are complete with it."""
 
     group: int
     transfer: GroupTransfer
@@ -58,19 +66,18 @@ class LoadUnderWay:
 class TransferWorker:
     """Loads before the forward, dumps in the background after it.
 
-    On the host a dump reads the KV cache in place. So before a step may write a block that is still being read, it
-    waits for that dump; usually there is none, because vLLM reuses the block that was freed longest ago.
+    Before a step may write a block that is still being copied, it waits for the copy. No step waits for a medium that
+    is written to.
 
     Args:
         groups: Each group's way between KV cache and store.
-        gate: When dumped blocks may become visible.
         counters: What was moved.
         places: For each group, this rank's place among those that hold different KV of it.
         saves: The groups whose blocks this rank dumps; of ranks that hold the same KV only one does.
-        recovers: Whether vLLM recomputes the tokens of blocks that failed to load.
         between_steps: Whether requests wait for their loads between steps, so that no step computes with their blocks
-            before the loads were reported as finished.
-        background: Whether a step may end before such loads do.
+            before the loads were reported as finished, and vLLM recomputes the tokens of blocks that failed to load.
+        background: Whether a step may end before such loads do. Those of staged blocks end with it in any case, because
+            the slab is used again afterwards.
     """
 
     #: The group whose loaded blocks are counted in tokens; None where another rank counts them.
@@ -79,28 +86,26 @@ class TransferWorker:
     def __init__(
         self,
         groups: Mapping[int, GroupTransfer],
-        gate: CommitGate,
         counters: TransferCounters,
         *,
         places: Mapping[int, int],
         saves: Container[int],
-        recovers: bool,
         between_steps: bool = False,
         background: bool = False,
     ) -> None:
         self.groups = groups
-        self.gate = gate
         self.counters = counters
         self._places = places
         self._saves = saves
-        self._recovers = recovers
         self._counted: set[tuple[str, int, BlockKey]] = set()
         self._between_steps = between_steps
         self._background = background
         self._loading: list[LoadUnderWay] = []
         self._under_way: list[DumpUnderWay] = []
         self._failed_blocks: set[int] = set()
+        self._refused: set[str] = set()
         self._step, self._idle = 0, False
+        self._unconfirmed = Unconfirmed(self._commit, self._discard)
         self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
         self.save_failures = FailureLog("[UCM.Save]", "the block is not stored")
 
@@ -113,14 +118,46 @@ class TransferWorker:
             return
         self._step, self._idle = plan.step, plan.idle
         self._counted.clear()
-        self._failed_blocks |= plan.failed_block_ids
         self._finish_loads(plan.fresh_block_ids)
         self._finish_dumps(plan.fresh_block_ids)
-        self.settle(plan.settled, plan.void)
+        self._unconfirmed.begin(plan)
         for moves in self.own(plan.late_dumps):
-            self._dump(plan.step, moves)
+            self._dump(moves)
         # A step without a forward may have no end that we are told of.
         self._stand_back(active=not plan.idle)
+
+    def refuse(self, plan: StepPlan, adapters: Container[int] | None = None) -> None:
+        """Move nothing of a step: the weights were changed in place, and its blocks are named after the old ones.
+
+        Args:
+            plan: Of the step; it is left with what may be moved.
+            adapters: The LoRA adapters whose weights were changed; None for those of the model.
+
+        Raises:
+            PromisedBlockLostError: If blocks were promised, and vLLM cannot compute their tokens.
+        """
+
+        def stays(moves: BlockMoves) -> bool:
+            return adapters is not None and moves.adapter not in adapters
+
+        ended = [load for load in self._loading if not stays(load.moves)]
+        for load in ended:
+            self.groups[load.moves.group].wait(load.task)
+        refused = [*(load.moves for load in ended), *(moves for moves in plan.loads if not stays(moves))]
+        self._loading = [load for load in self._loading if stays(load.moves)]
+        plan.loads, plan.dumps, plan.late_dumps = (
+            [moves for moves in of_kind if stays(moves)] for of_kind in (plan.loads, plan.dumps, plan.late_dumps)
+        )
+        for moves in refused:
+            self.counters.failed("load", "other", len(moves.keys))
+            self._failed_blocks.update(moves.block_ids)
+            self._refused.add(moves.request_id)
+        if refused and not self._between_steps:
+            raise PromisedBlockLostError(
+                "the weights were changed in place when blocks of the old ones were promised already",
+                where=f"request {refused[0].request_id}",
+                fix="call reset_prefix_cache after each change of the weights",
+            )
 
     def load(self, plan: StepPlan) -> None:
         """Load what the plan asks for; returns when it is there, or for requests that wait between steps, at once."""
@@ -130,7 +167,7 @@ class TransferWorker:
             return
         started = [(moves, self.start_load(moves, self.all_layers(moves.group))) for moves in plan.loads]
         for moves, task in started:
-            self.finish_load(plan.step, moves, task)
+            self.finish_load(moves, task)
 
     def take_loaded(self) -> set[str]:
         """The requests whose loads have ended since the last call, well or not.
@@ -142,13 +179,14 @@ class TransferWorker:
         ended: list[LoadUnderWay] = []
         still: list[LoadUnderWay] = []
         for load in self._loading:
-            done = wait or self.groups[load.moves.group].check(load.task)
+            done = wait or load.moves.places or self.groups[load.moves.group].check(load.task)
             (ended if done else still).append(load)
         self._loading = still
         for load in ended:
-            self.finish_load(self._step, load.moves, load.task)
+            self.finish_load(load.moves, load.task)
         waiting = {load.moves.request_id for load in still}
-        return {load.moves.request_id for load in ended} - waiting
+        refused, self._refused = self._refused if self._between_steps else set(), set()
+        return refused | {load.moves.request_id for load in ended} - waiting
 
     def all_layers(self, group: int) -> range:
         """The layers of a group."""
@@ -156,14 +194,16 @@ class TransferWorker:
 
     def start_load(self, moves: BlockMoves, layers: range) -> Task:
         """Start loading blocks, some layers of them."""
-        lease = moves.leases[self._places[moves.group]] if moves.leases else None
-        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, lease=lease)
+        staged = None
+        if moves.places:
+            share = moves.shares[self._places[moves.group]]
+            staged = Staged([place + share for place in moves.places], moves.tiers)
+        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, staged)
 
-    def finish_load(self, step: int, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
+    def finish_load(self, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
         """Wait for a load; what failed is told to vLLM at the end of the step.
 
         Args:
-            step: The step that the load belongs to.
             moves: What was loaded.
             task: The load.
             whole: Whether the blocks are complete with it, all layers.
@@ -176,16 +216,12 @@ class TransferWorker:
         if not result.failed:
             return
         self._count_failures("load", moves.group, result.failed, self.load_failures)
-        if not self._recovers:
+        if not self._between_steps:
             first = next(iter(result.failed.values()))
             raise PromisedBlockLostError(
-                f"{len(result.failed)} blocks that were there when they were promised could not be loaded",
+                f"{len(result.failed)} staged blocks could not be copied, and vLLM cannot recompute their tokens here",
                 where=f"request {moves.request_id}: {first}",
-                fix="look after the store's medium; vLLM cannot recompute their tokens here, so it stops: "
-                "the scheduler's log says at the start why, and what helps",
             )
-        if not self._between_steps:
-            self.gate.failed(step)
         self._failed_blocks |= {b for key, b in zip(moves.keys, moves.block_ids, strict=True) if key in result.failed}
 
     def _count_failures(
@@ -202,8 +238,7 @@ class TransferWorker:
         """After a step's forward: dump the blocks that it filled."""
         self._stand_back(active=False)
         for moves in self.own(plan.dumps):
-            self._dump(plan.step, moves)
-        self.settle(plan.settled, plan.void)
+            self._dump(moves)
 
     def _stand_back(self, *, active: bool) -> None:
         for transfer in self.groups.values():
@@ -225,14 +260,28 @@ class TransferWorker:
         return failed
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish what is under way, as long as it gets on; a medium that does nothing is left to itself."""
         started = time.monotonic()
-        for load in self._loading:
-            self.groups[load.moves.group].wait(load.task)
-        self._finish_dumps(None)
+        self._unconfirmed.close()
+        self._stand_back(active=False)
+        left = wait_while_it_shrinks(self._left, STILL_SECONDS)
+        if not call_within(self._close_transfers, "ucm-close", CLOSE_SECONDS) or left:
+            get_logger(__name__).warning(
+                "[UCM.Save] the store does not answer: it is left to itself, and %d transfers that were under way",
+                len(self._under_way) + len(self._loading),
+            )
+        get_logger(__name__).info("[UCM.Save] closed after %.1f s", time.monotonic() - started)
+
+    def _left(self) -> int:
+        """How many transfers have not ended and how many bytes are not written, added up."""
+        self._finish_dumps(set())
+        self._loading = [load for load in self._loading if not self.groups[load.moves.group].check(load.task)]
+        waiting = sum(transfer.waiting_bytes for transfer in self.groups.values())
+        return len(self._loading) + len(self._under_way) + waiting
+
+    def _close_transfers(self) -> None:
         for transfer in self.groups.values():
             transfer.close()
-        get_logger().info("[UCM.Save] closed after %.1f s", time.monotonic() - started)
 
     def start_dump(self, moves: BlockMoves, layers: range, *, whole: bool = True) -> None:
         """Start dumping blocks, some layers of them; ``whole`` with the last."""
@@ -240,23 +289,22 @@ class TransferWorker:
         task = transfer.dump(moves.keys, moves.block_ids, layers)
         self._under_way.append(DumpUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole))
 
-    def _dump(self, step: int, moves: BlockMoves) -> None:
-        if not self.gate.is_wrong(step):
-            self.start_dump(moves, self.all_layers(moves.group))
-            self.gate.add(Pending(step, moves.group, moves.keys))
+    def commit(self, moves: BlockMoves) -> None:
+        """Make blocks visible once they are written, and it is known that no rank's weights had changed."""
+        self._unconfirmed.add(moves, moves.step)
 
-    def settle(self, settled: int, void: int) -> None:
-        """Make visible what may be, drop what must be."""
-        commit, drop = self.gate.open(settled, void)
-        if drop:
-            # The same keys may be dumped again from blocks that are about to be computed anew.
-            self._finish_dumps(None)
-        for pending in drop:
-            self.groups[pending.group].discard(pending.keys)
-        for pending in commit:
-            transfer = self.groups[pending.group]
-            task = transfer.commit(pending.keys)
-            self._under_way.append(DumpUnderWay(pending.group, transfer, task, frozenset(), whole=False))
+    def _commit(self, moves: BlockMoves) -> None:
+        transfer = self.groups[moves.group]
+        task = transfer.commit(moves.keys)
+        self._under_way.append(DumpUnderWay(moves.group, transfer, task, frozenset(), whole=False))
+
+    def _discard(self, moves: BlockMoves) -> None:
+        self.groups[moves.group].discard(moves.keys)
+        self.counters.failed("dump", "other", len(moves.keys))
+
+    def _dump(self, moves: BlockMoves) -> None:
+        self.start_dump(moves, self.all_layers(moves.group))
+        self.commit(moves)
 
     def _finish_loads(self, block_ids: set[int]) -> None:
         """Wait for loads into blocks that have gone to another request, as they do when the first is aborted."""
@@ -264,16 +312,17 @@ class TransferWorker:
             if not block_ids.isdisjoint(load.moves.block_ids):
                 self.groups[load.moves.group].wait(load.task)
 
-    def _finish_dumps(self, block_ids: set[int] | None) -> None:
-        """Take note of finished dumps; wait for those that read one of these blocks, or for all."""
+    def _finish_dumps(self, block_ids: set[int]) -> None:
+        """Take note of finished dumps; wait until none reads one of these blocks."""
         still: list[DumpUnderWay] = []
         for dump in self._under_way:
-            must = block_ids is None or not dump.block_ids.isdisjoint(block_ids)
-            if not must and not dump.transfer.check(dump.task):
+            if not dump.block_ids.isdisjoint(block_ids):
+                dump.transfer.copied(dump.task)
+            if not dump.transfer.check(dump.task):
                 still.append(dump)
                 continue
             result = dump.transfer.wait(dump.task)
-            if dump.block_ids:
+            if dump.block_ids and result.done:
                 self.counters.dumped(len(result.done) if dump.whole else 0, result.nbytes, result.seconds)
             # A commit of what failed to be dumped fails as well; it was counted when the dump failed.
             failed = {key: e for key, e in result.failed.items() if not isinstance(e, IncompleteBlockError)}

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
-from ucm.integration.vllm.connector.commit_gate import CommitGate
+from ucm.integration.vllm import hooks
 from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.engine_facts import (
     load_policy,
     ranks,
     runs_micro_batches,
+    weights_move,
 )
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
+from ucm.integration.vllm.connector.live_adapters import LiveAdapters
+from ucm.integration.vllm.connector.live_weights import LiveWeights, running_model
+from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
-from ucm.sparse.in_flight import batches_in_flight
 from ucm.store.factory import open_store
+from ucm.store.opening import OpeningStore
+from ucm.store.slab import SlabReader, default_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.groups import CacheGroup
     from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.store.slab import SlabAddress
 
 
 #: What the log says at the start of each KV-cache group: its layers, and a block's tokens and bytes on this rank.
@@ -51,19 +60,29 @@ class WorkerSide:
         self._settings = settings
         self._connector_base = connector_base
         self.counters = create_counters(vllm_config, settings)
+        self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
         self._mover: TransferWorker | None = None
+        self._slab = SlabReader()
+        self._offered: SlabAddress | None = None
+        self._weights: LiveWeights | None = None
+        self._adapters: LiveAdapters | None = None
+        self._step = 0
+        self.report, self._reported = WeightsReport(), WeightsReport()
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was begun; graphs are captured, and memory is profiled, before."""
+        """Whether blocks are moved: a step was begun, and it is known whose blocks they are.
+
+        Graphs are captured, and memory is profiled, before any step.
+        """
         return self._mover is not None
 
     @property
     def mover(self) -> TransferWorker:
-        """What moves the blocks; there from the first step on."""
+        """What moves the blocks, once they are moved."""
         if self._mover is None:
-            raise RuntimeError("vLLM asked for a transfer before it began a step")
+            raise RuntimeError("vLLM asked for a transfer before it began a step that may have one")
         return self._mover
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
@@ -85,28 +104,97 @@ class WorkerSide:
         said = "; ".join(
             LAYERS.format(len(one.layouts), one.group.block_size, one.geometry.nbytes) for one in self._memories
         )
-        get_logger().info("[UCM.Connector] %s: %s", self._settings.connector, said)
+        get_logger(__name__).info("[UCM.Connector] %s: %s", self._settings.connector, said)
+        self._adapters = LiveAdapters.of(running_model())
+        self._watch_weights()
 
     def begin(self, plan: StepPlan) -> None:
-        """Before a step; the first one says where the blocks are kept."""
+        """Before a step; the first one that knows it says where the blocks are kept."""
+        if plan.step != self._step:
+            self._step = plan.step
+            self._look_at_weights(plan)
+            if self._adapters is not None:
+                self.report.adapters = self._adapters.replaced()
+        if plan.slab is not None and plan.slab != self._offered:
+            self._offered = plan.slab
+            self._answer(plan.slab)
         if self._mover is None:
+            if not plan.namespace:
+                return
             self._mover = self._create_mover(plan.namespace)
+        if plan.epoch <= self.report.changed:
+            self._mover.refuse(plan)
+        elif self.report.adapters:
+            self._mover.refuse(plan, self.report.adapters)
         self._mover.begin(plan)
+
+    def _answer(self, address: SlabAddress) -> None:
+        """Open the slab where blocks are staged, and write into it what this rank's blocks are."""
+        groups = {
+            memory.group.index: geometry_record(self._place(memory.group), memory.geometry) for memory in self._memories
+        }
+        rank = self._vllm_config.parallel_config.rank % ranks(self._vllm_config)
+        if not self._slab.attach(address, rank, {"groups": groups}):
+            get_logger(__name__).info("[UCM.Load] rank %d does not reach the memory in which blocks are staged", rank)
+
+    def end(self) -> None:
+        """After a step."""
+        if self._weights is not None:
+            self._weights.stepped()
+
+    def take_report(self) -> WeightsReport | None:
+        """What was found out about the weights, if that is news to the scheduler."""
+        if self.report == self._reported:
+            return None
+        self._reported = replace(self.report)
+        return self._reported
+
+    def _watch_weights(self) -> None:
+        """Begin to watch the weights, in a call of the runner that has them."""
+        begun = time.monotonic()
+        model = None if weights_move(self._vllm_config) else running_model()
+        transferred = getattr(self._vllm_config, "weight_transfer_config", None) is not None
+        reason = "they move, or their model is out of reach"
+        try:
+            self._weights = None if model is None else LiveWeights(model, thorough=transferred)
+        except (RuntimeError, NotImplementedError) as error:  # tensors that are made of others have no memory
+            reason = str(error)
+        if self._weights is None:
+            get_logger(__name__).info(
+                "[UCM.Connector] a change of the weights in place is noticed only by reset_connector=True (%s)", reason
+            )
+            return
+        get_logger(__name__).info(
+            "[UCM.Connector] weights are watched for changes in place (%.2f s)", time.monotonic() - begun
+        )
+
+    def _look_at_weights(self, plan: StepPlan) -> None:
+        looks = plan.verify or plan.looks or bool(plan.loads or plan.dumps or plan.late_dumps)
+        if looks and (plan.verify or plan.confirmed is not None):
+            self.report.looked = plan.step
+        if self._weights is None:
+            return
+        self._weights.step()
+        if not looks:
+            return
+        if self._weights.changed(wholly=plan.verify):
+            self.report.changed = plan.epoch
+            get_logger(__name__).warning(
+                "[UCM.Connector] the weights were changed in place: nothing is loaded or saved under their old name"
+            )
 
     def _create_mover(self, namespace: str) -> TransferWorker:
         config = self._vllm_config
         groups = [memory.group for memory in self._memories]
-        policy = load_policy(self._connector_base, config, len(groups), self._settings.connector)
+        policy = load_policy(self._connector_base, len(groups), self._settings.connector)
         # A layer of a micro-batch is there, or done, before it is for the whole batch.
         layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config)
         kind = LayerWiseWorker if layer_by_layer else TransferWorker
         mover = kind(
             {memory.group.index: self._transfer(memory, namespace) for memory in self._memories},
-            CommitGate(ranks(config), batches_in_flight(config)),
             self.counters,
             places={group.index: self._place(group) for group in groups},
             saves={group.index for group in groups if must_save(config, spec=group.spec)},
-            recovers=policy.recovers,
             between_steps=policy.between_steps,
             background=policy.background,
         )
@@ -125,11 +213,21 @@ class WorkerSide:
         """A group's way to its store: in place where the KV cache lies in host memory, else through staging memory."""
         tag = rank_tag(self._vllm_config, memory.group.index, spec=memory.group.spec)
         config = self._settings.store.as_store_config()
-        store = open_store(config, f"{namespace}/{tag}", memory.geometry)
+        make = partial(open_store, config, f"{namespace}/{tag}", memory.geometry)
+        store = OpeningStore(make, config.stuck_seconds)
         self.counters.watch(store)
+        # What waits is copied out of the KV cache, by every rank and for each group.
+        room = min(config.dump_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))
         if isinstance(memory, HostMemory):
-            return HostTransfer(memory, store)
-        return StagedTransfer(memory, store, dump_queue_bytes=config.dump_queue_bytes)
+            return HostTransfer(memory, store, self._slab, room)
+        return StagedTransfer(memory, store, self._slab, dump_queue_bytes=room)
+
+    def _method_figures(self) -> Mapping[str, float]:
+        """What a sparse method beside this connector has counted."""
+        method = hooks.worker_method(self._vllm_config)
+        if method is None or self._vllm_config.parallel_config.rank != 0:  # all ranks do the same with a request
+            return {}
+        return method.figures()
 
     def take_stats(self) -> Any:
         """What was counted since the last call; None for nothing."""
@@ -139,4 +237,5 @@ class WorkerSide:
         """Finish what is under way."""
         if self._mover is not None:
             self._mover.close()
+        self._slab.close()
         self.counters.close()

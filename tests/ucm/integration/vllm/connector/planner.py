@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +11,12 @@ from tests.ucm.integration.vllm.connector.simulation.pool import Blocks
 from tests.ucm.integration.vllm.connector.simulation.request import Request
 from tests.ucm.integration.vllm.connector.simulation.truth import Keys
 from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
-from ucm.integration.vllm.connector.lookup import PrefixLookup
 from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
-from ucm.store.leases import Lease, LeasingStore
+from ucm.integration.vllm.connector.staging import Stager
+from ucm.store.base import BlockGeometry, KVStore
+from ucm.store.errors import BlockCorruptError
+from ucm.store.slab import PAGE, Slab
+from ucm.store.tasks import TransferTask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,41 +25,45 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
 
 SIZE = 4
+BLOCK = BlockGeometry((8, 8), b"f" * 16)
 
 
-class KeyStore(LeasingStore):
-    """Looks keys up, leases them, and does nothing else."""
+class KeyStore(KVStore):
+    """Looks keys up, reads blocks that are their keys' first bytes, and does nothing else."""
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
         self.damaged: set[bytes] = set()
         self.lookups = 0
-        self.leased: dict[str, frozenset[BlockKey]] = {}
-        self._leases = 0
+        self.read: list[bytes] = []
+        #: While it is not set, nothing that is asked of the medium returns.
+        self.answers = threading.Event()
+        self.answers.set()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.answers.wait()
         self.lookups += 1
         return [key in self.keys for key in keys]
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
+        self.answers.wait()
         self.lookups += 1
         return next((place for place, key in enumerate(keys) if key not in self.keys), len(keys))
-
-    def lease(self, keys: Sequence[BlockKey], *, verify: bool = False) -> Lease:
-        assert verify
-        self._leases += 1
-        lease = Lease(f"lease-{self._leases}", frozenset(keys) & self.keys - self.damaged)
-        self.leased[lease.token] = lease.keys
-        return lease
-
-    def release(self, lease: Lease) -> None:
-        del self.leased[lease.token]
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         raise NotImplementedError
 
-    def load(self, blocks: Sequence[BlockTransfer], lease: str | None = None) -> Task:
-        raise NotImplementedError
+    def load(self, blocks: Sequence[BlockTransfer]) -> Task:
+        task = TransferTask(len(blocks))
+        for block in blocks:
+            self.read.append(block.key)
+            if block.key in self.keys - self.damaged:
+                for shard in block.shards:
+                    shard[:] = block.key[:1] * shard.nbytes
+                task.succeeded(block.key, "posix", BLOCK.nbytes)
+            else:
+                task.failed(block.key, BlockCorruptError("damaged"))
+        return task
 
     def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
         raise NotImplementedError
@@ -66,7 +75,9 @@ class KeyStore(LeasingStore):
         raise NotImplementedError
 
     def wait(self, task: Task) -> TaskResult:
-        raise NotImplementedError
+        assert isinstance(task, TransferTask)
+        self.answers.wait()
+        return task.result()
 
     def check(self, task: Task) -> bool:
         raise NotImplementedError
@@ -83,6 +94,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
+        self.failures: list[str] = []
 
     def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
         assert seconds >= 0
@@ -91,27 +103,68 @@ class Counted:
     def hashed(self, blocks: int, seconds: float) -> None:
         pass
 
+    def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
+        self.failures += [f"{operation}.{cause}"] * blocks
+
 
 class Planner:
     """The scheduler's side of an engine whose scheduler is the test.
 
     Args:
         windows: For each group of the model, its window.
-        holder: Makes what verifies and holds, from the stores.
+        begins: Whether it is known from the start whose blocks these are.
+        rows: How many blocks may be staged; 0 where the workers read the store, and names are promised.
+        ranks: How many of them there are.
+        seconds: How long a lookup may take.
         options: Other than the defaults.
     """
 
-    def __init__(self, *windows: int | None, holder: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *windows: int | None,
+        begins: bool = True,
+        rows: int = 64,
+        ranks: int = 1,
+        seconds: float = 60.0,
+        **options: Any,
+    ) -> None:
         groups = [CacheGroup(index, SIZE, window, {}, ()) for index, window in enumerate(windows or (None,))]
         self.groups = CacheGroups(tuple(groups))
-        self.stores = {group.index: [KeyStore()] for group in groups}
+        self.stores = {group.index: [KeyStore() for _ in range(ranks)] for group in groups}
         self.store = self.stores[0][0]
         self.keys = Keys()
         self.counted = Counted()
-        held = None if holder is None else holder(self.stores)
-        lookup = PrefixLookup(self.groups, self.stores, self.keys, held)
-        self.side = PrefixCacheScheduler(lookup, self.counted, PlanningOptions(**{"batches": 1, **options}))
+        self.slab = Slab(rows * PAGE * ranks, ranks) if rows else None
+        self.stager = Stager(self.groups, self.slab, seconds, 3600.0)
+        self.options = PlanningOptions(**{"batches": 1, **options})
+        self.side = PrefixCacheScheduler(self.groups, self.keys, self.stager, self.counted, self.options)
+        if begins:
+            self.begin()
         self._next_block = 1
+
+    def begin(self) -> None:
+        """It becomes known whose blocks these are."""
+        self.side.namespace = "model"
+        self.stager.begin(self.stores, {group: [BLOCK] * len(stores) for group, stores in self.stores.items()})
+
+    @property
+    def used(self) -> int:
+        """Staged blocks that somebody holds."""
+        assert self.slab is not None
+        return sum(row.users > 0 for row in self.slab._table.values())
+
+    def staged(self, place: int) -> bytes:
+        """The bytes of a staged block of the first rank."""
+        assert self.slab is not None
+        return bytes(self.slab._memory[place : place + BLOCK.nbytes])
+
+    def matched(self, request: Request, computed: int = 0) -> int:
+        """What is found in the end."""
+        until = time.monotonic() + 60
+        while (found := self.side.matched_tokens(request, computed)) is None:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return found
 
     def keep(self, tokens: Sequence[int], group: int = 0) -> list[bytes]:
         """Have blocks in the store."""
@@ -122,8 +175,7 @@ class Planner:
 
     def admit(self, request: Request, computed: int = 0, had: Sequence[int] = ()) -> int:
         """Look a request up and give it blocks, those it had first; returns the tokens to be loaded."""
-        external = self.side.matched_tokens(request, computed)
-        assert external is not None
+        external = self.matched(request, computed)
         self.give(request, computed, external, had)
         return external
 

@@ -13,10 +13,10 @@ from ucm.integration.vllm.connector.engine_facts import (
     LoadPolicy,
     drafts_look_ahead,
     load_policy,
+    outer_transfer,
     ranks,
     refuse_method_without_hooks,
     refuse_what_cannot_work,
-    reserves_blocks,
     runs_micro_batches,
 )
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
@@ -80,113 +80,22 @@ class Reaches(Piecewise):
         raise NotImplementedError(pool)
 
 
-HELD = LoadPolicy(recovers=False)
+WITHIN = LoadPolicy(between_steps=False)
 
 
 @pytest.mark.parametrize(
     ("base", "expected"),
     [
-        (Old, HELD),
-        (Reports, LoadPolicy(recovers=True, between_steps=True, reloads_preempted=False)),
-        (Piecewise, LoadPolicy(recovers=True, between_steps=True, background=True, reloads_preempted=False)),
-        (Reaches, LoadPolicy(recovers=True, between_steps=True, background=True)),
+        (Old, WITHIN),
+        (Reports, LoadPolicy(between_steps=True, reloads_preempted=False)),
+        (Piecewise, LoadPolicy(between_steps=True, background=True, reloads_preempted=False)),
+        (Reaches, LoadPolicy(between_steps=True, background=True)),
     ],
 )
 def test_loads_are_made_between_steps_where_vllm_mends_those(base: type, expected: LoadPolicy) -> None:
-    assert load_policy(base, config(), 1, "direct") == expected
-    assert load_policy(base, config(scheduler={"async_scheduling": True}), 1, "direct") == expected
-    assert load_policy(base, config(), 2, "direct") == HELD
-
-
-def test_layer_by_layer_they_are_made_within_a_step_or_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    within = LoadPolicy(recovers=True)
-    assert load_policy(Reaches, config(), 1, "layerwise") == within
-    assert load_policy(Reaches, config(use_v2_model_runner=False), 1, "layerwise") == within
-    for held in (
-        load_policy(Reaches, config(), 2, "layerwise"),
-        load_policy(Piecewise, config(), 1, "layerwise"),
-        load_policy(Reaches, config(scheduler={"async_scheduling": True}), 1, "layerwise"),
-        load_policy(Reaches, config(use_v2_model_runner=True), 1, "layerwise"),
-    ):
-        assert held == HELD
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert load_policy(Reaches, config(), 1, "layerwise") == HELD
-
-
-SCHEDULER = {"async_scheduling": True}
-LAYERWISE = "with connector: layerwise, vLLM cannot compute the tokens of failed blocks under "
-
-
-@pytest.mark.parametrize(
-    ("base", "given_config", "groups", "kind", "gap"),
-    [
-        (Reaches, config(), 1, "layerwise", ""),
-        (Reaches, config(scheduler=SCHEDULER), 1, "direct", ""),
-        (Old, config(), 1, "direct", "vLLM computes the tokens of failed blocks from 0.11.1 on; use such a one"),
-        (
-            Reaches,
-            config(),
-            2,
-            "direct",
-            "vLLM computes the tokens of failed blocks with one KV-cache group, and this model has 2",
-        ),
-        (
-            Reaches,
-            config(scheduler=SCHEDULER, max_concurrent_batches=2),
-            1,
-            "layerwise",
-            LAYERWISE + "asynchronous scheduling; set connector: direct, or start vLLM with --no-async-scheduling",
-        ),
-        (
-            Reaches,
-            config(scheduler=SCHEDULER, use_v2_model_runner=True),
-            1,
-            "layerwise",
-            LAYERWISE + "asynchronous scheduling and the V2 model runner; set connector: direct, "
-            "or start vLLM with --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        (
-            Reaches,
-            config(use_v2_model_runner=True),
-            1,
-            "layerwise",
-            LAYERWISE + "the V2 model runner; set connector: direct, or start vLLM with VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        (
-            Reaches,
-            config(pipeline=2, scheduler=SCHEDULER),
-            1,
-            "layerwise",
-            LAYERWISE + "asynchronous scheduling and several batches in flight; set connector: direct",
-        ),
-        (Piecewise, config(), 1, "layerwise", LAYERWISE + "a release before 0.19.1; set connector: direct"),
-    ],
-)
-def test_the_operator_is_told_what_keeps_vllm_from_recovering(
-    monkeypatch: pytest.MonkeyPatch, base: type, given_config: Any, groups: int, kind: str, gap: str
-) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    policy = load_policy(base, given_config, groups, kind)
-    assert (policy.gap, policy.recovers) == (gap, not gap)
-
-
-def test_whether_vllm_reserves_blocks_is_read_from_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not reserves_blocks()
-    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.kv_cache_manager"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    manager = sys.modules["vllm.v1.core.kv_cache_manager"]
-
-    class Before:
-        def allocate_slots(self, request: object, full_sequence_must_fit: bool = False) -> None: ...
-
-    class Since:
-        def allocate_slots(self, request: object, reserved_blocks: int = 0) -> None: ...
-
-    manager.KVCacheManager = Before  # type: ignore[attr-defined]
-    assert not reserves_blocks()
-    manager.KVCacheManager = Since  # type: ignore[attr-defined]
-    assert reserves_blocks()
+    assert load_policy(base, 1, "direct") == expected
+    assert load_policy(base, 2, "direct") == WITHIN
+    assert load_policy(base, 1, "layerwise") == WITHIN
 
 
 def test_micro_batches() -> None:
@@ -268,3 +177,22 @@ def test_a_sparse_method_without_hooks_is_refused(monkeypatch: pytest.MonkeyPatc
         refuse_method_without_hooks(sparse)
     module._ucm_hooks = object()  # type: ignore[attr-defined] # what a rewritten module has
     refuse_method_without_hooks(sparse)
+
+
+def test_a_connector_among_several_knows_the_engines_own_configuration() -> None:
+    """vLLM gives each of them one of its own."""
+    alone, again, inner = (
+        SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=name))
+        for name in ("MultiConnector", "MultiConnector", "UCMConnector")
+    )
+
+    def create(vllm_config: Any) -> Any:
+        return outer_transfer(vllm_config)
+
+    def create_several(vllm_config: Any, one: Any) -> Any:
+        assert vllm_config is not one
+        return create(one)
+
+    assert create(alone) is None
+    assert create_several(alone, again) is None
+    assert create_several(alone, inner) is alone.kv_transfer_config

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,6 +44,24 @@ def test_each_is_counted_and_the_first_of_a_cause_is_logged(said: list[str]) -> 
     assert len(said) == 3
     assert said[0].startswith(f"[UCM.Load] block {key(1).hex()[:16]}: the checksum of shard 3 is wrong")
     assert "cause corrupt; its tokens are recomputed" in said[0]
+
+
+def test_threads_that_meet_a_cause_at_once_log_it_once(said: list[str]) -> None:
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            del record
+            time.sleep(0.05)
+
+    slow, log = Slow(), FailureLog("[UCM.Load]", "its tokens are recomputed")
+    get_logger().addHandler(slow)
+    threads = [Thread(target=log.record, args=({key(n): BlockCorruptError("cut short")},)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    get_logger().removeHandler(slow)
+    assert log.counts == {"corrupt": 8}
+    assert len(said) == 1
 
 
 def test_nothing_failed(said: list[str]) -> None:

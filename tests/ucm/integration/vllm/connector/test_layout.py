@@ -260,7 +260,7 @@ def test_a_layer_without_a_cache_is_told() -> None:
 
 @pytest.fixture
 def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_storage", lambda given_tensor: memoryview(given_tensor.raw))
+    monkeypatch.setattr(host_memory, "_storage", lambda tensor: memoryview(tensor.raw))
 
 
 @pytest.mark.usefixtures("_without_torch")

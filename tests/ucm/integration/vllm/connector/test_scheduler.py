@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
 
 import pytest
 
 from tests.ucm.integration.vllm.connector.planner import SIZE, Planner, request
-from ucm.integration.vllm.connector import scheduler
-from ucm.integration.vllm.connector.holding import BlockHolder
+from ucm.integration.vllm.connector.metadata import WeightsReport
 
 if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import BlockMoves
@@ -34,74 +34,73 @@ def finish_computing(planner: Planner, count: int) -> Any:
 
 def test_the_whole_blocks_that_the_store_has_are_found() -> None:
     planner = Planner()
-    assert planner.side.matched_tokens(request(TOKENS, "none"), 0) == 0
+    assert planner.matched(request(TOKENS, "none"), 0) == 0
     planner.keep(TOKENS[:8])
-    assert planner.side.matched_tokens(request(TOKENS, "two"), 0) == 8
-    assert planner.side.matched_tokens(request(TOKENS, "one more"), 4) == 4
-    assert planner.side.matched_tokens(request(TOKENS, "as many"), 8) == 0
+    assert planner.matched(request(TOKENS, "two"), 0) == 8
+    assert planner.matched(request(TOKENS, "one more"), 4) == 4
+    assert planner.matched(request(TOKENS, "as many"), 8) == 0
     assert planner.counted.calls == [(18, 0), (18, 8), (14, 4), (10, 0)]
 
 
 def test_the_last_token_is_computed() -> None:
     planner = Planner()
     planner.keep(TOKENS)
-    assert planner.side.matched_tokens(request(TOKENS[:16], "on the boundary"), 0) == 12
-    assert planner.side.matched_tokens(request(TOKENS[:17], "one beyond"), 0) == 16
-    assert planner.side.matched_tokens(request(TOKENS[:4], "one block"), 0) == 0
-    assert planner.side.matched_tokens(request(TOKENS[:1], "one token"), 0) == 0
+    assert planner.matched(request(TOKENS[:16], "on the boundary"), 0) == 12
+    assert planner.matched(request(TOKENS[:17], "one beyond"), 0) == 16
+    assert planner.matched(request(TOKENS[:4], "one block"), 0) == 0
+    assert planner.matched(request(TOKENS[:1], "one token"), 0) == 0
 
 
 def test_a_gap_ends_a_hit() -> None:
     planner = Planner()
     chain = planner.keep(TOKENS)
     planner.store.keys.discard(chain[2])
-    assert planner.side.matched_tokens(request(TOKENS, "from the start"), 0) == 8
-    assert planner.side.matched_tokens(request(TOKENS, "behind it"), 12) == 4
+    assert planner.matched(request(TOKENS, "from the start"), 0) == 8
+    assert planner.matched(request(TOKENS, "behind it"), 12) == 4
 
 
 def test_every_rank_must_have_a_block() -> None:
-    planner = Planner()
-    second = type(planner.store)()
-    planner.stores[0].append(second)
-    second.keys.update(planner.keep(TOKENS)[:3])
-    assert planner.side.matched_tokens(request(TOKENS), 0) == 16
-    second.keys.difference_update(planner.keys.chain(TOKENS, SIZE)[1:])
-    assert planner.side.matched_tokens(request(TOKENS, "again"), 0) == 4
+    planner = Planner(ranks=2)
+    planner.keep(TOKENS)
+    assert planner.matched(request(TOKENS), 0) == 16
+    planner = Planner(ranks=2)
+    planner.keep(TOKENS)
+    planner.stores[0][1].keys.difference_update(planner.keys.chain(TOKENS, SIZE)[1:])
+    assert planner.matched(request(TOKENS, "again"), 0) == 4
 
 
 @pytest.mark.parametrize(("ratio", "hit"), [(1.0, 16), (0.9, 16), (0.5, 8), (0.1, 0)])
 def test_the_share_of_a_request_that_may_come_from_caches(ratio: float, hit: int) -> None:
     planner = Planner(hit_ratio=ratio)
     planner.keep(TOKENS)
-    assert planner.side.matched_tokens(request(TOKENS), 0) == hit
+    assert planner.matched(request(TOKENS), 0) == hit
 
 
 def test_short_hits_are_left_alone() -> None:
     planner = Planner(min_hit_tokens=8)
     planner.keep(TOKENS[:8])
-    assert planner.side.matched_tokens(request(TOKENS, "long enough"), 0) == 8
-    assert planner.side.matched_tokens(request(TOKENS, "too short"), 4) == 0
+    assert planner.matched(request(TOKENS, "long enough"), 0) == 8
+    assert planner.matched(request(TOKENS, "too short"), 4) == 0
 
 
 def test_a_draft_model_computes_the_last_block_of_a_hit() -> None:
     planner = Planner(drops_last_block=True)
     planner.keep(TOKENS[:12])
-    assert planner.side.matched_tokens(request(TOKENS), 0) == 8
+    assert planner.matched(request(TOKENS), 0) == 8
 
 
 def test_a_window_that_reaches_back_from_there_is_looked_at_anew() -> None:
-    planner = Planner(None, 6, drops_last_block=True, holder=BlockHolder)
+    planner = Planner(None, 6, drops_last_block=True)
     planner.keep(TOKENS[:16])
     planner.stores[1][0].keys.update(planner.keys.chain(TOKENS[:16], SIZE)[2:])
     new = request(TOKENS)
-    assert planner.side.matched_tokens(new, 0) == 0  # 16 would do, for 12 a block of the window is missing
-    assert not planner.store.leased
+    assert planner.matched(new, 0) == 0  # 16 would do, for 12 a block of the window is missing
+    assert planner.used == 0
     planner.keep(TOKENS[:16], group=1)
     again = request(TOKENS, "again")
     assert planner.admit(again) == 12
     plan = planner.run(again, 2, planner.rows)
     assert [len(moves.keys) for moves in plan.loads] == [3, 2]
-    assert set(plan.loads[1].keys) <= planner.stores[1][0].leased[plan.loads[1].leases[0]]
 
 
 @pytest.mark.parametrize(
@@ -117,35 +116,107 @@ def test_a_window_that_reaches_back_from_there_is_looked_at_anew() -> None:
 def test_requests_whose_every_token_must_be_computed(more: dict[str, Any]) -> None:
     planner = Planner()
     planner.keep(TOKENS)
-    assert planner.side.matched_tokens(request(TOKENS, "plain"), 0) == 16
-    assert planner.side.matched_tokens(request(TOKENS, "special", **more), 0) == 0
+    assert planner.matched(request(TOKENS, "plain"), 0) == 16
+    assert planner.matched(request(TOKENS, "special", **more), 0) == 0
 
 
 def test_roles() -> None:
     writes, reads = Planner(loads=False), Planner(saves=False)
     writes.keep(TOKENS)
     reads.keep(TOKENS[:8])
-    assert writes.side.matched_tokens(request(TOKENS, "writes"), 0) == 0
+    assert writes.matched(request(TOKENS, "writes"), 0) == 0
     new = request(TOKENS, "reads")
     assert reads.admit(new) == 8
     assert reads.run(new, 10, reads.rows).dumps == []
 
 
-def test_a_request_that_waits_is_looked_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_what_the_engine_itself_has_is_another_question() -> None:
     planner = Planner()
-    new = request(TOKENS)
-    assert planner.side.matched_tokens(new, 0) == 0
-    asked = planner.store.lookups
     planner.keep(TOKENS)
-    now += scheduler.LOOKUP_KEEPS / 2
-    assert planner.side.matched_tokens(new, 0) == 0
-    assert planner.store.lookups == asked
-    now += scheduler.LOOKUP_KEEPS
-    assert planner.side.matched_tokens(new, 0) == 16
-    now += scheduler.LOOKUP_KEEPS / 2
-    assert planner.side.matched_tokens(new, 4) == 12  # what the engine itself has is another question
+    new = request(TOKENS)
+    assert planner.matched(new, 0) == 16
+    assert planner.matched(new, 0) == 16
+    assert planner.matched(new, 4) == 12
+    assert planner.counted.calls == [(18, 16), (14, 12)]
+    assert planner.used == 3
+
+
+# While a lookup is pending
+
+
+def test_the_outcome_is_asked_for_again() -> None:
+    planner = Planner()
+    planner.keep(TOKENS)
+    planner.store.answers.clear()
+    new = request(TOKENS)
+    assert planner.side.matched_tokens(new, 0) is None
+    assert planner.side.matched_tokens(new, 0) is None
+    planner.store.answers.set()
+    assert planner.matched(new, 0) == 16
+    assert planner.counted.calls == [(18, 16)]
+
+
+def test_a_request_that_needs_nothing_waits_for_nobody() -> None:
+    planner = Planner()
+    planner.store.answers.clear()
+    assert planner.side.matched_tokens(request(TOKENS, "looked up"), 0) is None
+    assert planner.side.matched_tokens(request(TOKENS, "has all"), 16) == 0
+    assert planner.side.matched_tokens(request(TOKENS[:4], "short"), 0) == 0
+    plan = planner.step({"has all": 2})  # a step with something to do does not wait
+    assert not plan.idle
+    planner.store.answers.set()
+
+
+@pytest.mark.parametrize("how", ["aborted", "other blocks", "anew"])
+def test_a_lookup_that_nobody_wants_any_more_keeps_nothing(how: str) -> None:
+    planner = Planner()
+    planner.keep(TOKENS)
+    planner.store.answers.clear()
+    new = request(TOKENS)
+    assert planner.side.matched_tokens(new, 0) is None
+    if how == "aborted":
+        planner.side.finished(new)
+    elif how == "anew":
+        planner.side.start_anew()
+    else:
+        assert planner.side.matched_tokens(new, 12) is None
+    planner.store.answers.set()
+    if how == "other blocks":
+        assert planner.matched(new, 12) == 4
+        planner.side.finished(new)
+    planner.matched(request([7] * 9, "another that is looked up behind it"), 0)
+    assert planner.used == 0
+
+
+def test_a_preempted_request_is_looked_up_again() -> None:
+    planner = Planner()
+    planner.keep(TOKENS)
+    new = request(TOKENS)
+    assert planner.admit(new) == 16
+    planner.run(new, 2, planner.rows)
+    new.num_computed_tokens, new.num_preemptions = 0, 1
+    assert planner.admit(new) == 16
+    assert len(moved(planner.run(new, 2, planner.rows).loads)) == 4
+
+
+def test_an_idle_engine_waits_for_a_lookup_but_not_for_long() -> None:
+    planner = Planner()
+    planner.keep(TOKENS)
+    planner.store.answers.clear()
+    new = request(TOKENS)
+    assert planner.side.matched_tokens(new, 0) is None
+    assert planner.step({}).idle  # returns although the store does not answer
+    planner.store.answers.set()
+    assert planner.matched(new, 0) == 16
+
+
+def test_where_vllm_cannot_ask_again_a_lookup_is_waited_for_a_moment() -> None:
+    planner = Planner(asks_again=False)
+    planner.keep(TOKENS)
+    assert planner.side.matched_tokens(request(TOKENS), 0) == 16
+    planner.store.answers.clear()
+    assert planner.side.matched_tokens(request(TOKENS[::-1], "frozen"), 0) == 0
+    planner.store.answers.set()
 
 
 # Loads
@@ -189,12 +260,12 @@ def test_a_load_that_brought_nothing_is_not_tried_again() -> None:
     assert planner.admit(new) == 16
     planner.step({})
     new.num_computed_tokens = 0
-    assert planner.side.matched_tokens(new, 0) == 0
+    assert planner.matched(new, 0) == 0
     rows = planner.give(new, 0, 0)
     assert planner.run(new, 18, rows).loads == []
     # Once it was started, another try is another matter.
     new.num_computed_tokens = 0
-    assert planner.side.matched_tokens(new, 0) == 16
+    assert planner.matched(new, 0) == 16
 
 
 def test_several_groups_load_what_each_still_reads() -> None:
@@ -210,31 +281,68 @@ def test_several_groups_load_what_each_still_reads() -> None:
     assert plan.loads[1].block_ids == planner.rows[1][2:4]
 
 
-def test_requests_that_wait_for_loads_are_left_room_for_the_rest_of_their_blocks() -> None:
+def test_requests_that_load_are_left_room_for_the_rest_of_their_blocks() -> None:
     planner = Planner(room=12)
+
+    def room_for(new: Any) -> int | None:
+        planner.side.matched_tokens(new, 0)
+        planner.step({})  # its lookup ends
+        return planner.side.matched_tokens(new, 0)
+
     planner.keep(TOKENS)
     first, second = request(TOKENS, "first"), request(TOKENS, "second")
     assert planner.admit(first) == 16  # its 18 tokens and the next ones need six blocks
-    assert planner.side.matched_tokens(second, 0) == 16
+    assert planner.matched(second, 0) == 16
     third = request(TOKENS, "third")
     planner.give(second, 0, 16)
-    assert planner.side.matched_tokens(third, 0) is None
-    assert planner.side.matched_tokens(request([99] * 18, "finds nothing"), 0) == 0
+    assert room_for(third) is None
+    # vLLM would stop at it, as it has no blocks for it, and never come to those that load.
+    assert room_for(request([99] * 18, "finds nothing")) is None
+    assert planner.side.matched_tokens(request(TOKENS, "is computed", skip_reading_prefix_cache=True), 0) is None
     planner.step({})
-    assert planner.side.matched_tokens(third, 0) is None
+    assert room_for(third) is None
     planner.run(first, 2, [[1, 2, 3, 4, 5]])
-    assert planner.side.matched_tokens(third, 0) == 16
+    assert planner.matched(third, 0) == 16
     planner.give(third, 0, 16)
     fourth = request(TOKENS, "fourth")
-    assert planner.side.matched_tokens(fourth, 0) is None
+    assert room_for(fourth) is None
     planner.side.finished(second)
-    assert planner.side.matched_tokens(fourth, 0) == 16
+    assert planner.matched(fourth, 0) == 16
+
+
+def test_small_requests_that_load_do_not_keep_a_large_one_waiting_for_ever() -> None:
+    planner = Planner(room=12)
+    planner.keep(TOKENS)
+
+    def loading(name: str) -> Any:
+        new = request(TOKENS[:9], name)  # four blocks
+        assert planner.matched(new, 0) == 8
+        planner.give(new, 0, 8)
+        return new
+
+    first, second = loading("first"), loading("second")
+    large, small = request(TOKENS * 2, "large"), request(TOKENS[:9], "small")
+    until = time.monotonic() + 60
+    while planner.side._first != "large":
+        assert planner.side.matched_tokens(large, 0) is None
+        assert time.monotonic() < until
+    planner.side.matched_tokens(small, 0)
+    lookup = planner.side._requests["small"].lookup
+    assert lookup is not None
+    assert planner.side.stager.wait([lookup], 60)
+    assert planner.side.matched_tokens(small, 0) is None, "it fits, but is not the first that waits"
+    assert planner.matched(request([99] * 5, "loads nothing"), 0) == 0
+    planner.side.finished(first)
+    assert planner.side.matched_tokens(small, 0) is None
+    planner.side.finished(second)
+    assert planner.side.matched_tokens(large, 0) == 16
+    assert planner.side.matched_tokens(small, 0) == 8
 
 
 def test_one_that_waits_alone_may_need_all_there_is() -> None:
     planner = Planner(room=1)
     planner.keep(TOKENS)
-    assert planner.side.matched_tokens(request(TOKENS), 0) == 16
+    assert planner.matched(request(TOKENS), 0) == 16
 
 
 # Dumps
@@ -286,6 +394,37 @@ def test_but_not_from_a_block_that_was_given_away() -> None:
     planner.side.finished(new)
     other = request([90, 91], "other")
     assert planner.step({"other": 2}, [(other, [[planner.rows[0][1]]])]).late_dumps == []
+    assert planner.counted.failures == ["dump.other"]
+
+
+def test_a_block_that_was_given_away_costs_no_other_of_its_request() -> None:
+    planner = Planner(batches=2)
+    new = request(TOKENS[:12])
+    planner.admit(new)
+    planner.step({}, [(new, planner.rows)])
+    new.num_computed_tokens = 12
+    planner.side.finished(new)
+    rows, chain = planner.rows[0], planner.keys.chain(TOKENS[:12], SIZE)
+    other = request([90, 91], "other")
+    late = planner.step({"other": 2}, [(other, [[rows[1]]])]).late_dumps
+    assert moved(late) == [(chain[0], rows[0]), (chain[2], rows[2])]
+    assert planner.counted.failures == ["dump.other"]
+
+
+def test_nothing_is_found_or_dumped_until_it_is_known_whose_blocks_these_are() -> None:
+    """What a request has computed by then is dumped then."""
+    planner = Planner(begins=False)
+    planner.keep(TOKENS)
+    new = request(TOKENS)
+    assert planner.admit(new) == 0
+    plan = planner.run(new, 10, planner.rows)
+    assert (plan.namespace, plan.dumps) == ("", [])
+    planner.begin()
+    plan = planner.run(new, 8)
+    assert plan.namespace == "model"
+    chain = planner.keys.chain(TOKENS, SIZE)
+    assert moved(plan.dumps) == list(zip(chain, planner.rows[0], strict=False))
+    assert planner.matched(request(TOKENS, "later"), 0) == 16
 
 
 def test_a_key_is_dumped_once_in_a_step() -> None:
@@ -309,16 +448,44 @@ def test_generated_tokens_may_be_left_out() -> None:
     assert moved(planner.run(new, 18, planner.rows).dumps) == [(chain[0], planner.rows[0][0])]
 
 
+def test_tokens_whose_kv_is_their_requests_own_are_neither_stored_nor_looked_up() -> None:
+    """As those that are generated under a method that leaves prompts dense; also when the request was preempted."""
+    planner = Planner(lasting_tokens=lambda prompt: prompt)
+    new = request(TOKENS[:7])
+    new.output += TOKENS[7:]
+    chain = planner.keep(TOKENS)
+    assert planner.admit(new) == SIZE
+    planner.store.keys.clear()
+    planner = Planner(lasting_tokens=lambda prompt: prompt)
+    planner.admit(new)
+    assert moved(planner.run(new, 18, planner.rows).dumps) == [(chain[0], planner.rows[0][0])]
+    planner.side.finished(new)
+    assert moved(planner.step({}).late_dumps) == []
+
+
+def test_a_request_without_a_lasting_block_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's names of its blocks are its own: they do not show how those of others are made."""
+    planner = Planner(lasting_tokens=lambda prompt: prompt)
+    new = request(TOKENS[: SIZE - 1])
+    planner.admit(new)
+    new.output += TOKENS[SIZE - 1 :]
+    named = create_autospec(planner.keys.of, return_value=[])
+    monkeypatch.setattr(planner.keys, "of", named)
+    planner.admit(new)
+    planner.run(new, 18, planner.rows)
+    named.assert_not_called()
+
+
 def test_what_the_engine_had_is_dumped_if_the_store_has_it_not() -> None:
     planner = Planner()
     chain = planner.keys.chain(TOKENS, SIZE)
     new = request(TOKENS)
     planner.admit(new, computed=8, had=[70, 71])
-    assert moved(planner.run(new, 4, planner.rows).dumps) == [
-        (chain[0], 70),
-        (chain[1], 71),
-        (chain[2], planner.rows[0][2]),
-    ]
+    assert moved(planner.run(new, 4, planner.rows).dumps) == [(chain[2], planner.rows[0][2])]
+    until = time.monotonic() + 60
+    while not (dumps := moved(planner.step({"r": 0}).dumps)):
+        assert time.monotonic() < until
+    assert dumps == [(chain[0], 70), (chain[1], 71), (chain[2], planner.rows[0][2])]
 
 
 def test_what_the_engine_had_is_not_dumped_again() -> None:
@@ -351,73 +518,53 @@ def test_a_window_dumps_what_has_not_slid_out_of_it() -> None:
     assert [(moves.group, len(moves.keys)) for moves in plan.dumps] == [(0, 4), (1, 2)]
 
 
-# Failures
-
-
-def test_a_failed_load_makes_the_steps_until_now_void() -> None:
-    planner = Planner()
-    assert finish_computing(planner, 6).void == 0
-    planner.side.load_failed({planner.rows[0][0]})
-    plan = planner.step({})
-    assert plan.void == 1
-    assert plan.settled == 1
-
-
-def test_what_is_behind_a_failed_block_is_told() -> None:
-    planner = Planner()
-    first, second = request(TOKENS, "first"), request(TOKENS, "second")
-    planner.admit(first)
-    planner.run(first, 18, [[1, 2, 3, 4, 5]])
-    planner.admit(second)
-    planner.run(second, 18, [[1, 2, 8, 9, 10]])
-    assert planner.side.load_failed({2}) == {2, 3, 4, 5, 8, 9, 10}
-    assert planner.side.load_failed({9}) == {9, 10}
-    assert planner.side.load_failed({77}) == {77}
-
-
-# Holding
+# Staging
 
 
 def test_what_is_promised_was_verified_and_stays_until_it_is_loaded() -> None:
-    planner = Planner(None, 6, holder=BlockHolder, batches=2)
-    planner.keep(TOKENS[:16])
+    planner = Planner(None, 6, batches=2)
+    chain = planner.keep(TOKENS[:16])
     planner.keep(TOKENS[:16], group=1)
     new = request(TOKENS)
     assert planner.admit(new) == 16
-    leases = {group: dict(stores[0].leased) for group, stores in planner.stores.items()}
     plan = planner.run(new, 2, planner.rows)
+    assert planner.used == 6
+    assert [len(moves.places) for moves in plan.loads] == [4, 2]
     for moves in plan.loads:
-        assert set(moves.keys) == leases[moves.group][moves.leases[0]]
+        for key, place in zip(moves.keys, moves.places, strict=True):
+            assert planner.staged(place) == key[:1] * 16
+    assert planner.store.read == chain
     planner.run(new, 1)
-    assert all(stores[0].leased for stores in planner.stores.values())
+    assert planner.used == 6
     planner.run(new, 1)  # the step of the load is known to have ended
-    assert not any(stores[0].leased for stores in planner.stores.values())
+    assert planner.used == 0
 
 
 def test_a_damaged_block_is_not_promised() -> None:
-    planner = Planner(holder=BlockHolder)
+    planner = Planner()
     chain = planner.keep(TOKENS)
     planner.store.damaged.add(chain[2])
-    assert planner.side.matched_tokens(request(TOKENS), 0) == 8
-    (held,) = planner.store.leased.values()
-    assert held == set(chain[:2])
+    assert planner.matched(request(TOKENS), 0) == 8
+    assert planner.used == 2
+    planner.step({})
+    assert planner.counted.failures == ["load.corrupt"]
 
 
 def test_what_is_not_loaded_is_let_go() -> None:
-    planner = Planner(holder=BlockHolder)
+    planner = Planner()
     planner.keep(TOKENS)
     new = request(TOKENS, "ends while it waits")
-    assert planner.side.matched_tokens(new, 0) == 16
+    assert planner.matched(new, 0) == 16
     planner.side.finished(new)
-    assert not planner.store.leased
+    assert planner.used == 0
     other = request(TOKENS, "is given blocks without a load")
-    assert planner.side.matched_tokens(other, 0) == 16
+    assert planner.matched(other, 0) == 16
     planner.give(other, 0, 0)
-    assert not planner.store.leased
-    short = Planner(holder=BlockHolder, min_hit_tokens=100)
+    assert planner.used == 0
+    short = Planner(min_hit_tokens=100)
     short.keep(TOKENS)
-    assert short.side.matched_tokens(request(TOKENS, "too short a hit"), 0) == 0
-    assert not short.store.leased
+    assert short.matched(request(TOKENS, "too short a hit"), 0) == 0
+    assert short.store.read == []
 
 
 # Starting anew
@@ -432,7 +579,7 @@ def test_what_was_computed_before_is_not_dumped_under_new_names() -> None:
     planner.run(ended, 7, planner.rows)
     ended.num_computed_tokens = 8
     planner.side.finished(ended)
-    assert planner.side.matched_tokens(waiting, 0) == 0
+    assert planner.matched(waiting, 0) == 0
     planner.side.start_anew()
     plan = planner.run(running, 12)
     assert plan.dumps == []
@@ -442,15 +589,181 @@ def test_what_was_computed_before_is_not_dumped_under_new_names() -> None:
 
 
 def test_what_was_found_before_is_not_loaded() -> None:
-    planner = Planner(holder=BlockHolder)
+    planner = Planner()
     planner.keep(TOKENS)
     waiting, loading = request(TOKENS, "waiting"), request(TOKENS, "loading")
-    assert planner.side.matched_tokens(waiting, 0) == 16
+    assert planner.matched(waiting, 0) == 16
     assert planner.admit(loading) == 16
     planner.step({})
     planner.step({})
     planner.store.keys.clear()  # under the new names there is nothing
     planner.side.start_anew()
-    assert not planner.store.leased
-    assert planner.side.matched_tokens(waiting, 0) == 0
+    assert planner.used == 0
+    assert planner.matched(waiting, 0) == 0
     assert planner.run(loading, 2, planner.rows).dumps == []
+
+
+# Adapters
+
+
+def adapted(tokens: list[int], adapter: str) -> Any:
+    return request(tokens, adapter=adapter)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_blocks_of_an_adapter_are_dumped_when_the_engine_has_surely_read_what_was_hashed(batches: int) -> None:
+    """The engine reads an adapter's files with the request's first step, after its keys were made."""
+    planner = Planner(batches=batches)
+    new = adapted(TOKENS, "same")
+    planner.admit(new)
+    assert planner.run(new, 9, planner.rows).dumps == []
+    for _ in range(batches - 1):
+        assert planner.run(new, 1).dumps == []
+    chain = planner.keys.chain(TOKENS, SIZE)
+    dumped = moved(planner.run(new, 1).dumps)
+    assert dumped == list(zip(chain[:2], planner.rows[0], strict=False))
+
+
+def test_blocks_of_an_adapter_that_changed_before_the_engine_read_it_are_never_dumped() -> None:
+    planner = Planner()
+    new = adapted(TOKENS, "same")
+    planner.admit(new)
+    assert planner.run(new, 9, planner.rows).dumps == []
+    new.adapter = "changed"
+    assert planner.run(new, 8).dumps == []
+    new.adapter = "same"
+    assert planner.run(new, 1).dumps == []
+    planner.side.finished(new)
+    assert planner.step({}).late_dumps == []
+
+
+@pytest.mark.parametrize(("adapter", "count"), [("same", 4), ("changed", 0)])
+def test_blocks_of_an_adapters_request_that_ends_early(adapter: str, count: int) -> None:
+    planner = Planner()
+    new = adapted(TOKENS, adapter)
+    planner.admit(new)
+    assert planner.run(new, 18, planner.rows).dumps == []
+    planner.side.finished(new)
+    assert len(moved(planner.step({}).late_dumps)) == count
+
+
+def test_what_another_connector_has_loaded_is_not_saved_nor_found_again_in_vllms_cache() -> None:
+    planner = Planner(others=True)
+    foreign, behind, resumed = (request(TOKENS, name) for name in ("foreign", "behind", "resumed"))
+    planner.admit(foreign)
+    foreign.num_computed_tokens = SIZE
+    assert planner.run(foreign, 14, planner.rows).dumps == []
+    for later in (behind, resumed):
+        planner.admit(later, SIZE)
+        assert planner.run(later, 14, planner.rows).dumps == []
+    planner.side.finished(behind)
+    planner.side.finished(resumed)
+    assert planner.step({}).late_dumps == []
+    planner.side.forget_others()
+    planner.admit(behind, SIZE)
+    assert len(moved(planner.run(behind, 14, planner.rows).dumps)) > 0
+
+
+def test_what_is_computed_is_saved_though_another_connector_has_loaded_it_elsewhere() -> None:
+    planner = Planner(others=True)
+    foreign, computed = request(TOKENS, "foreign"), request(TOKENS, "computed")
+    planner.admit(foreign)
+    foreign.num_computed_tokens = SIZE
+    planner.run(foreign, 14, planner.rows)
+    planner.admit(computed)
+    assert len(moved(planner.run(computed, 18, planner.rows).dumps)) == 4
+
+
+def test_what_we_have_loaded_is_no_other_connectors() -> None:
+    planner = Planner(others=True)
+    planner.keep(TOKENS[:SIZE])
+    new = request(TOKENS)
+    assert planner.admit(new) == SIZE
+    assert len(moved(planner.run(new, 14, planner.rows).dumps)) == 3
+
+
+def test_after_new_names_nothing_in_vllms_cache_is_known_to_be_ours() -> None:
+    planner = Planner(others=True)
+    foreign, other = request(TOKENS, "foreign"), request([*range(50, 70)], "other")
+    planner.admit(foreign)
+    foreign.num_computed_tokens = SIZE
+    planner.run(foreign, 14, planner.rows)
+    planner.side.start_anew()
+    planner.admit(other, SIZE)
+    assert planner.run(other, 16, planner.rows).dumps == []
+
+
+def test_nothing_more_is_saved_or_found_for_an_adapter_that_was_replaced_in_place() -> None:
+    """A request that runs goes on with other weights, and what is behind its blocks has read their KV."""
+    planner = Planner()
+    planner.keep(TOKENS)
+    new, waiting = adapted(TOKENS, "same"), adapted(TOKENS, "same")
+    new.lora_request, waiting.request_id = SimpleNamespace(lora_int_id=7), "waiting"
+    planner.admit(new)
+    loads = planner.run(new, 1, planner.rows).loads
+    assert [moves.adapter for moves in loads] == [7]
+    planner.store.keys.clear()
+    assert planner.matched(waiting) == 16
+    new.adapter = waiting.adapter = "replaced"
+    assert planner.matched(waiting) == 0
+    new.output += [1] * 8
+    assert planner.run(new, 8).dumps == []
+    planner.side.finished(new)
+    assert planner.step({}).late_dumps == []
+
+
+# Weights that were changed in place
+
+
+def test_workers_look_at_all_weights_once_they_are_in_doubt() -> None:
+    planner = Planner()
+    assert [planner.step({}).verify for _ in range(2)] == [False, False]
+    planner.side.doubt(waits=False)
+    assert [planner.step({}).verify for _ in range(2)] == [True, False]
+
+
+def test_promises_that_cannot_be_broken_wait_for_that() -> None:
+    planner = Planner()
+    planner.keep(TOKENS)
+    planner.side.doubt(waits=True)
+    assert planner.side.matched_tokens(request(TOKENS), 0) is None
+    assert planner.step({}).verify
+    assert not planner.side.reported(WeightsReport(looked=0))
+    assert planner.side.matched_tokens(request(TOKENS), 0) is None
+    assert not planner.side.reported(WeightsReport(looked=1))
+    assert planner.matched(request(TOKENS), 0) == 16
+
+
+def test_each_start_anew_is_another_epoch_and_news_of_an_old_one_starts_nothing() -> None:
+    planner = Planner()
+    assert planner.step({}).epoch == 0
+    assert planner.side.reported(WeightsReport(changed=0))
+    planner.side.start_anew()
+    assert planner.step({}).epoch == 1
+    assert not planner.side.reported(WeightsReport(changed=0))
+    assert planner.side.reported(WeightsReport(changed=1))
+
+
+def test_a_step_is_confirmed_when_all_ranks_have_looked_and_seen_nothing() -> None:
+    planner = Planner(confirms=True)
+    assert planner.step({}).confirmed == 0
+    planner.side.reported(WeightsReport(looked=1))
+    assert planner.step({}).confirmed == 1
+    planner.side.reported(WeightsReport(changed=0, looked=2))
+    assert planner.step({}).confirmed == 1
+    assert Planner().step({}).confirmed is None
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_dump_says_which_step_was_the_last_to_compute_of_it(others: int) -> None:
+    """What an ended request leaves is not kept back for later steps, in which others run."""
+    planner = Planner(batches=2)
+    new = request(TOKENS[:7])
+    planner.admit(new)
+    assert [moves.step for moves in planner.run(new, 7, planner.rows).dumps] == [1]
+    planner.run(new, 1)
+    new.output.append(7)
+    for _ in range(others):
+        planner.step({})
+    planner.side.finished(new)
+    assert [moves.step for moves in planner.step({}).late_dumps] == [2]

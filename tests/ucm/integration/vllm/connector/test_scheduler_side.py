@@ -1,28 +1,35 @@
-"""The scheduler's part says at its start what a lost block will do to the engine."""
+"""The scheduler's part at its start: what a lost block will do to the engine, and whose blocks it looks up."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, write_model
+from tests.ucm.store.frozen import FrozenDirectory
 from ucm.config.load import load_connector_config
+from ucm.errors import ConfigError
+from ucm.hashing.file_contents import FileContents
+from ucm.integration.vllm.connector import scheduler_side
+from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
 from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
 from ucm.logger import get_logger
+from ucm.store.base import BlockGeometry
+from ucm.store.factory import open_store
+from ucm.store.slab import SlabReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-
-SENTENCE = (
-    "[UCM.Connector] a block that is lost between lookup and load will stop the engine: with connector: layerwise, "
-    "vLLM cannot compute the tokens of failed blocks under asynchronous scheduling; "
-    "set connector: direct, or start vLLM with --no-async-scheduling"
-)
+    from ucm.hashing.file_contents import Digests
+    from ucm.store.base import KVStore
+    from ucm.store.config import StoreConfig
 
 
 class Base:
@@ -48,47 +55,313 @@ class FullAttentionSpec:
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     get_logger().addHandler(caplog.handler)
-    with caplog.at_level(logging.WARNING, "ucm"):
-        yield caplog
+    caplog.set_level(logging.WARNING, "ucm")
+    yield caplog
     get_logger().removeHandler(caplog.handler)
 
 
-def start(directory: Path, connector: str, *, asynchronous: bool, loads: bool = True) -> None:
-    """Create the scheduler's part, and close it."""
+def create(
+    model: Path, directory: Path, connector: str = "direct", *, asynchronous: bool = False, loads: bool = True
+) -> SchedulerSide:
+    """Create the scheduler's part."""
     extra = {"store": {"directories": str(directory / "store")}, "connector": connector, "metrics": False}
-    engine: Any = VllmConfig(ModelConfig(str(write_model(directory / "model"))))
+    engine: Any = VllmConfig(ModelConfig(str(model)))
     engine.scheduler_config = SimpleNamespace(async_scheduling=asynchronous)
     engine.kv_transfer_config = SimpleNamespace(
-        kv_connector_extra_config=extra, is_kv_consumer=loads, is_kv_producer=True
+        kv_connector="UCMConnector", kv_connector_extra_config=extra, is_kv_consumer=loads, is_kv_producer=True
     )
     engine.cache_config.enable_prefix_caching = True
     group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=FullAttentionSpec())
     kv_cache = SimpleNamespace(num_blocks=9, kv_cache_groups=[group])
-    SchedulerSide(engine, kv_cache, load_connector_config(extra), Base).close()
+    return SchedulerSide(engine, kv_cache, load_connector_config(extra), Base)
 
 
-def test_where_vllm_cannot_mend_a_lost_block_the_operator_is_warned(
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process begins after the test has written its model, and has a cache of digests of its own."""
+    monkeypatch.setattr(scheduler_side, "process_started", lambda: time.time() + 60)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("later")
+def test_a_small_model_is_known_at_once(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    log.set_level(logging.INFO, "ucm")
+    model = write_model(tmp_path / "model")
+    names = []
+    for _ in range(2):
+        side = create(model, tmp_path)
+        names.append(side.namespace)
+        side.close()
+    assert names[0] == names[1] != ""
+    said = [text for text in log.messages if "weights are known after" in text]
+    assert ["GB read" in text for text in said] == [True, False]  # the second engine has it from the cache
+    write_model(tmp_path / "model", b"W" + b"w" * 299_999)
+    side = create(model, tmp_path)
+    assert side.namespace not in {*names, ""}
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_a_large_model_is_read_beside_the_engines_work(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    start(tmp_path, "layerwise", asynchronous=True)
-    warned = [text for text in log.messages if "lost between lookup and load" in text]
-    assert warned == [SENTENCE]
+    log.set_level(logging.INFO, "ucm")
+    monkeypatch.setattr(scheduler_side, "AT_ONCE", 0)
+    go_on, read = threading.Event(), FileContents.read
+
+    def slowly(self: FileContents, found: Digests) -> Digests:
+        go_on.wait()
+        return read(self, found)
+
+    monkeypatch.setattr(FileContents, "read", slowly)
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    side.poll()
+    assert side.namespace == ""
+    assert list((tmp_path / "store").iterdir()) == []
+    assert any("read in the background to tell which they are" in text for text in log.messages)
+    go_on.set()
+    deadline = time.monotonic() + 60
+    while not side.namespace and time.monotonic() < deadline:
+        side.poll()
+    assert side.namespace.startswith("model-")
+    assert list((tmp_path / "store").iterdir()) != []
+    side.close()
 
 
-@pytest.mark.parametrize(
-    ("connector", "asynchronous", "loads"),
-    [("direct", True, True), ("layerwise", False, True), ("layerwise", True, False)],
-)
-def test_else_nobody_is(
-    tmp_path: Path,
-    log: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    connector: str,
-    asynchronous: bool,
-    loads: bool,
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("gone", [True, False])
+def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, gone: bool
 ) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    start(tmp_path, connector, asynchronous=asynchronous, loads=loads)
-    assert not [text for text in log.messages if "will stop the engine" in text]
+    """Changed while they are read, or since the process began; either way the engine runs without the store."""
+    model = write_model(tmp_path / "model")
+    if gone:
+        read = FileContents.read
+
+        def after_a_change(self: FileContents, found: Digests) -> Digests:
+            (model / "config.json").unlink()
+            return read(self, found)
+
+        monkeypatch.setattr(FileContents, "read", after_a_change)
+    else:
+        monkeypatch.setattr(scheduler_side, "process_started", lambda: time.time() - 3600)
+    side = create(model, tmp_path)
+    assert side.namespace == ""
+    warned = [text for text in log.messages if "loads and saves nothing, because its weights cannot be told" in text]
+    assert len(warned) == 1
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_an_engine_may_end_before_its_weights_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read them would take longer than a test may."""
+    monkeypatch.setattr(scheduler_side, "AT_ONCE", 0)
+    model = write_model(tmp_path / "model")
+    with (model / "large.safetensors").open("wb") as file:
+        file.truncate(1 << 40)
+    create(model, tmp_path).close()
+
+
+@pytest.mark.usefixtures("later")
+def test_an_engine_ends_beside_a_medium_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_side, "AT_ONCE", 0)
+    monkeypatch.setattr(scheduler_side, "CLOSE_SECONDS", 0.05)
+    asked, answers = threading.Event(), threading.Event()
+
+    def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
+        asked.set()
+        answers.wait()
+        return open_store(config, namespace, geometry)
+
+    monkeypatch.setattr(scheduler_side, "open_store", late)
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    assert asked.wait(60)
+    closing = threading.Thread(target=side.close)
+    closing.start()
+    closing.join(60)
+    ended = not closing.is_alive()
+    answers.set()
+    closing.join()
+    assert ended
+
+
+@pytest.mark.usefixtures("later")
+def test_an_engine_starts_beside_a_directory_that_does_not_answer(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_side, "START_SECONDS", 0.05)
+    model = write_model(tmp_path / "model")
+    # Not the directory itself, which is looked at when the configuration is read.
+    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "store" / "model-"))
+    made: list[SchedulerSide] = []
+    starting = threading.Thread(target=lambda: made.append(create(model, tmp_path)), daemon=True)
+    starting.start()
+    starting.join(60)
+    assert made, "it waits for the directory"
+    [side] = made
+    side.poll()
+    assert side.namespace == ""
+    assert any("until they do, nothing is loaded or saved" in text for text in log.messages)
+    frozen.thawed.set()
+    deadline = time.monotonic() + 60
+    while not side.namespace and time.monotonic() < deadline:
+        side.poll()
+    assert side.namespace.startswith("model-")
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_a_store_that_cannot_be_opened_refuses_the_start_of_a_small_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(0o777)
+    with pytest.raises(ConfigError, match="everybody may write"):
+        create(model, tmp_path)
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("requests_before", [0, 2])
+def test_an_empty_table_of_vllms_own_cache_puts_the_weights_in_doubt(tmp_path: Path, requests_before: int) -> None:
+    """Whoever changes weights calls ``reset_prefix_cache``, of which a connector is not told."""
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    step = SimpleNamespace(
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=[],
+    )
+    said = []
+    tables: list[dict[str, str]] = [{}, {}]
+    before_the_reset = [tables[0]] * requests_before
+    pool = SimpleNamespace(cached_block_hash_to_block=tables[0])
+    side.bind(pool)
+    for table in (*before_the_reset, tables[1], tables[1]):
+        pool.cached_block_hash_to_block = table
+        side.poll()
+        said.append(side.planner.plan(step).verify)
+    assert said == [*[False] * requests_before, True, False]
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_news_of_changed_weights_starts_anew(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    side.reported(WeightsReport(looked=3))
+    assert not any("found by no other engine" in text for text in log.messages)
+    side.reported(WeightsReport(changed=0))
+    assert any("found by no other engine" in text for text in log.messages)
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("late", [True, False])
+def test_blocks_that_outlived_their_weights_in_vllms_cache_lose_the_names_they_were_saved_under(
+    tmp_path: Path, log: pytest.LogCaptureFixture, *, late: bool
+) -> None:
+    """With ``late``, requests have run between the change of the weights and the reset of the prefix cache."""
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    pool = SimpleNamespace(cached_block_hash_to_block={})
+    side.bind(pool)
+    started = []
+    for resets, starts_anew in ((False, late), (True, not late), (False, False), (True, False)):
+        if resets:
+            pool.cached_block_hash_to_block = {}
+        if starts_anew:
+            side.start_anew()
+        side.poll()
+        started.append(sum("found by no other engine" in text for text in log.messages))
+    assert started == ([1, 2, 2, 2] if late else [0, 1, 1, 1])
+    side.close()
+
+
+STEP = SimpleNamespace(
+    num_scheduled_tokens={}, total_num_scheduled_tokens=0, scheduled_new_reqs=[], scheduled_cached_reqs=[]
+)
+GEOMETRY = BlockGeometry((512, 512), b"f" * 16)
+
+
+def plan_until(side: SchedulerSide, happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        side.plan(STEP)
+
+
+@pytest.mark.usefixtures("later")
+def test_blocks_are_staged_once_every_rank_has_answered(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    log.set_level(logging.INFO, "ucm")
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    first = side.plan(STEP)
+    assert first.slab is not None
+    waits = [side.planner.prepares]
+    reader = SlabReader()
+    assert reader.attach(first.slab, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
+    plan_until(side, lambda: side.planner.stager.has_begun)
+    assert [*waits, side.planner.prepares] == [True, False]
+    assert not side.planner.stager.promises_names
+    assert side.plan(STEP).slab is None
+    assert any("1 store to look up" in text for text in log.messages)
+    side.close()
+    side.close()  # vLLM may ask twice
+    reader.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_ranks_on_other_hosts_read_the_store_themselves(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    plan_until(side, lambda: side.planner.stager.has_begun)
+    assert side.planner.stager.promises_names
+    assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_where_a_load_must_not_fail_nothing_is_loaded_without_shared_memory(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    side = create(write_model(tmp_path / "model"), tmp_path, "layerwise")
+    plan_until(side, lambda: not side.planner.prepares)
+    assert not side.planner.stager.has_begun
+    assert [text for text in log.messages if "nothing is loaded, because a load that fails" in text]
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_ranks_that_cannot_be_understood_cost_the_loads_and_not_the_engine(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    address = side.plan(STEP).slab
+    assert address is not None
+    reader = SlabReader()
+    assert reader.attach(address, 0, {"groups": {"0": geometry_record(7, GEOMETRY)}})
+    plan_until(side, lambda: any("nothing is loaded" in text for text in log.messages))
+    plan_until(side, lambda: not side.planner.prepares)
+    assert not side.planner.stager.has_begun
+    side.close()
+    reader.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_stores_that_take_long_to_open_keep_no_request_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a mount whose server does not answer; they are used when they are open."""
+    answers = threading.Event()
+
+    def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
+        if geometry is not None:
+            answers.wait()
+        return open_store(config, namespace, geometry)
+
+    monkeypatch.setattr(scheduler_side, "open_store", late)
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    side.planner.stager.seconds = 0.05
+    address = side.plan(STEP).slab
+    assert address is not None
+    reader = SlabReader()
+    assert reader.attach(address, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
+    plan_until(side, lambda: not side.planner.prepares)
+    assert not side.planner.stager.has_begun
+    answers.set()
+    plan_until(side, lambda: side.planner.stager.has_begun)
+    side.close()
+    reader.close()

@@ -75,46 +75,75 @@ OTHER_SIZES = ((2, 3, 2), (4, None, 2))
 
 #: Engines, and what has to have happened for the test to mean anything.
 ENGINES: dict[str, tuple[Setting, set[str]]] = {
-    "loads between steps": (Setting(blocks=20), {"preempted"}),
+    "staged": (Setting(blocks=20), {"preempted"}),
+    "little room to stage": (Setting(rows=2, ranks=2), set()),
     "several ranks": (Setting(ranks=3, failing_dumps=0.05), {"injected"}),
     "a slow store": (Setting(late=0.97, blocks=20), {"preempted"}),
-    "blocks get lost": (Setting(losses=0.2), {"lost", "invalid", "recovered"}),
-    "loads fail": (Setting(ranks=2, failing_loads=0.3), {"invalid", "recovered"}),
-    "all loads fail": (Setting(failing_loads=1.0), {"invalid", "recovered"}),
-    "aborts": (Setting(aborts=0.3, failing_loads=0.1), {"aborts", "invalid"}),
-    "no room is reserved": (Setting(reserves=False, blocks=20, failing_loads=0.1, aborts=0.1), {"recovered"}),
-    "aborts that free at once": (Setting(aborts=0.3, background=False), {"aborts"}),
-    "asynchronous": (Setting(batches=2, asynchronous=True, ranks=2, failing_loads=0.1, aborts=0.1), {"invalid"}),
-    "drafts": (Setting(drafts=3, failing_dumps=0.1), {"injected"}),
-    "asynchronous with drafts": (Setting(batches=2, asynchronous=True, drafts=3, failing_loads=0.1), {"recovered"}),
-    "a pipeline": (Setting(batches=3, ranks=2, failing_loads=0.1, aborts=0.1), {"invalid", "aborts"}),
-    "no prefix cache of its own": (Setting(caching=False, ranks=2, batches=2, failing_loads=0.1), {"invalid"}),
-    "prompts alone are stored": (Setting(save_decode_blocks=False), set()),
-    "layer by layer": (Setting(loads="within", layerwise=True, drafts=1), {"preempted"}),
-    "layer by layer, loads fail": (
-        Setting(loads="within", layerwise=True, ranks=2, failing_loads=0.3, aborts=0.2, budget=8, chunk=5),
-        {"invalid", "recovered", "aborts"},
+    "blocks get lost": (Setting(losses=0.2), {"lost"}),
+    "reads fail": (Setting(ranks=2, failing_loads=0.3, aborts=0.2), {"injected", "aborts"}),
+    "reads fail, asynchronous": (
+        Setting(batches=2, asynchronous=True, ranks=2, failing_loads=0.1, aborts=0.1),
+        {"injected"},
     ),
-    "within a step, loads fail": (Setting(loads="within", failing_loads=0.3, aborts=0.2), {"recovered", "aborts"}),
-    "held": (Setting(loads="held", losses=0.2, aborts=0.1), {"lost"}),
-    "held, layer by layer": (
-        Setting(loads="held", layerwise=True, losses=0.2, batches=2, asynchronous=True, ranks=2),
-        {"lost"},
+    "aborts": (Setting(aborts=0.3), {"aborts"}),
+    "aborts that free at once": (Setting(aborts=0.3, background=False), {"aborts"}),
+    "drafts": (Setting(drafts=3, failing_dumps=0.1), {"injected"}),
+    "prompts alone are stored": (Setting(save_decode_blocks=False), set()),
+    "direct": (Setting(loads="direct", blocks=20), {"preempted"}),
+    "direct, blocks get lost": (Setting(loads="direct", losses=0.2), {"lost", "invalid", "recovered"}),
+    "direct, loads fail": (Setting(loads="direct", ranks=2, failing_loads=0.3), {"invalid", "recovered"}),
+    "direct, aborts": (Setting(loads="direct", aborts=0.3, failing_loads=0.1), {"aborts", "invalid"}),
+    "direct, no room is reserved": (
+        Setting(loads="direct", reserves=False, blocks=20, failing_loads=0.1, aborts=0.1),
+        {"recovered"},
+    ),
+    "direct, asynchronous with drafts": (
+        Setting(loads="direct", batches=2, asynchronous=True, drafts=3, failing_loads=0.1),
+        {"recovered"},
+    ),
+    "direct, a pipeline": (
+        Setting(loads="direct", batches=3, ranks=2, failing_loads=0.1, aborts=0.1),
+        {"invalid", "aborts"},
+    ),
+    "direct, no prefix cache of its own": (
+        Setting(loads="direct", caching=False, ranks=2, batches=2, failing_loads=0.1),
+        {"invalid"},
+    ),
+    "layer by layer": (Setting(loads="within", layerwise=True, drafts=1), {"preempted"}),
+    "layer by layer, reads fail": (
+        Setting(loads="within", layerwise=True, ranks=2, failing_loads=0.3, aborts=0.2, budget=8, chunk=5),
+        {"injected", "aborts"},
+    ),
+    "within a step, asynchronous": (
+        Setting(loads="within", losses=0.2, batches=2, asynchronous=True, ranks=2, aborts=0.2),
+        {"lost", "aborts"},
     ),
     "a window beside full attention": (
-        Setting(groups=HYBRID, loads="held", losses=0.1, blocks=48, batches=2, asynchronous=True),
+        Setting(groups=HYBRID, loads="within", losses=0.1, blocks=48, batches=2, asynchronous=True),
         {"lost"},
     ),
-    "blocks of different sizes": (Setting(groups=OTHER_SIZES, loads="held", ranks=2, blocks=64, layerwise=True), set()),
+    "a window, and little room to stage": (Setting(groups=HYBRID, loads="within", rows=4, blocks=48), set()),
+    "blocks of different sizes": (
+        Setting(groups=OTHER_SIZES, loads="within", ranks=2, blocks=64, layerwise=True),
+        set(),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines(name: str, tmp_path: Path) -> None:
+    """Runs until all that the engine is for has happened: threads share the draws, so no seed fixes what happens."""
     setting, expected = ENGINES[name]
-    happened = run(setting, tmp_path, seed=1)
-    print(name, dict(happened))
-    assert all(happened[what] for what in {"stored", "loads", "finished", *expected})
+    wanted = {"stored", "loads", "finished", *expected}
+    happened: Counter[str] = Counter()
+    for seed in range(1, 9):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        happened += run(setting, directory, seed)
+        print(name, dict(happened))
+        if all(happened[what] for what in wanted):
+            return
+    pytest.fail(f"{wanted - set(+happened)} did not happen")
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -124,8 +153,8 @@ def test_any_engine(seed: int, tmp_path: Path) -> None:
     assert run(setting, tmp_path, seed)["finished"] == STARTS * REQUESTS
 
 
-@pytest.mark.parametrize("loads", ["between", "held"])
-def test_two_engines_on_one_store(loads: Literal["between", "held"], tmp_path: Path) -> None:
+@pytest.mark.parametrize("loads", ["staged", "direct"])
+def test_two_engines_on_one_store(loads: Literal["staged", "direct"], tmp_path: Path) -> None:
     setting = Setting(loads=loads, losses=0.1, failing_dumps=0.05, ranks=2)
     assert run(setting, tmp_path, seed=2, engines=2)["loads"] > 0
 

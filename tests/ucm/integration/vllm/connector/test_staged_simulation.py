@@ -29,10 +29,11 @@ def test_any_engine(seed: int, tmp_path: Path) -> None:
     [
         Setting(staged=True, blocks=20, failing_loads=0.1, failing_dumps=0.1),
         Setting(staged=True, blocks=20, loads="within", layerwise=True, failing_loads=0.1),
+        Setting(staged=True, blocks=20, loads="direct", failing_loads=0.1),
     ],
-    ids=["direct", "layer by layer"],
+    ids=["staged", "layer by layer", "direct"],
 )
 def test_blocks_are_loaded(setting: Setting, tmp_path: Path) -> None:
     happened = run(setting, tmp_path, seed=1)
     print(dict(happened))
-    assert all(happened[what] for what in ("loads", "stored", "recovered", "preempted"))
+    assert all(happened[what] for what in ("loads", "stored", "injected", "preempted"))

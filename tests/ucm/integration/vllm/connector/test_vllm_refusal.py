@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from ucm.errors import ConfigError
+from ucm.integration.vllm.blend_connector import BlendConnector
 from ucm.integration.vllm.ucm_connector import UCMConnector, UCMDirectConnector
 from ucm.logger import get_logger
 
@@ -25,6 +26,8 @@ from ucm.logger import get_logger
         (UCMConnector, {"store": {"pipeline": "Empty"}, "conector": "layerwise"}, "'conector' is not a setting"),
         (UCMConnector, {}, "no store is configured"),
         (UCMDirectConnector, {}, "no store is configured"),
+        (UCMConnector, {"store": {"pipeline": "Empty"}, "blend": {}}, "UCMConnector blends nothing"),
+        (BlendConnector, {"store": {"pipeline": "Empty"}, "blend": {"edges": 8}}, "'edges' is not a setting"),
     ],
 )
 def test_a_refused_configuration(

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+import re
+import time
+from collections import Counter
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec, patch
 
 import pytest
 
+from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting
-from tests.ucm.integration.vllm.connector.simulation.vllm_runs import check_happened, serve
+from tests.ucm.integration.vllm.connector.simulation.vllm_runs import serve
 from tests.ucm.integration.vllm.connector.test_simulation import prompts
 
 pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
 
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
+from ucm.integration.vllm.connector.live_weights import LiveWeights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ENGINES = {
-    "direct": Setting(),
-    "direct, loads fail": Setting(ranks=2, failing_loads=0.3, failing_dumps=0.05, aborts=0.2),
-    "direct, all loads fail": Setting(failing_loads=1.0),
-    "direct, asynchronous": Setting(asynchronous=True, ranks=2, failing_loads=0.2, aborts=0.2),
-    "direct, no prefix cache": Setting(caching=False, failing_loads=0.1),
+    "staged": Setting(),
+    "staged, reads fail": Setting(ranks=2, failing_loads=0.3, failing_dumps=0.05, aborts=0.2),
+    "staged, asynchronous": Setting(asynchronous=True, ranks=2, failing_loads=0.2, aborts=0.2),
+    "direct": Setting(loads="direct", ranks=2),
+    "direct, loads fail": Setting(loads="direct", ranks=2, failing_loads=0.3, failing_dumps=0.05, aborts=0.2),
+    "direct, all loads fail": Setting(loads="direct", failing_loads=1.0),
+    "direct, asynchronous": Setting(loads="direct", asynchronous=True, ranks=2, failing_loads=0.2, aborts=0.2),
+    "direct, no prefix cache": Setting(loads="direct", caching=False, failing_loads=0.1),
     "layer by layer": Setting(layerwise=True, ranks=2),
     "layer by layer, loads fail": Setting(layerwise=True, failing_loads=0.3, aborts=0.3, budget=8, chunk=5),
     "layer by layer, asynchronous": Setting(layerwise=True, asynchronous=True, aborts=0.2),
@@ -40,4 +50,71 @@ def test_engines(name: str, tmp_path: Path) -> None:
     chance = random.Random(1)  # noqa: S311 - no secret
     happened = serve(VllmEngine, setting, tmp_path, chance, setting.truth(), prompts(chance), range(1, 13))
     print(name, dict(happened))
-    check_happened(happened, setting)
+
+
+def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tmp_path: Path) -> None:
+    """They hold the blocks, and vLLM starts them only when it comes to them behind it in its queue."""
+    chance = random.Random(5)  # noqa: S311 - no secret
+    setting = Setting(loads="direct")
+    truth = setting.truth()
+    large, *small = (list(range(first, first + count)) for first, count in ((1, 38), (50, 18), (80, 18), (110, 18)))
+    before = VllmEngine(setting, tmp_path, chance, truth)
+    for prompt in (large, *small):
+        before.submit(prompt, 1)
+        before.drain()
+    before.close()
+    engine = VllmEngine(setting, tmp_path, chance, truth)
+    planner = engine.connector._scheduler.planner
+    matched, loading = planner.matched_tokens, set[str]()
+
+    def matched_late(request: Any, num_computed_tokens: int) -> int | None:
+        """The lookup of the large one takes longer than those of the others."""
+        found: int | None = matched(request, num_computed_tokens)
+        if len(request.prompt_token_ids) == len(large):
+            return found if len(loading) == len(small) else None
+        loading.update([request.request_id] if found else [])
+        return found
+
+    with patch.object(planner, "matched_tokens", matched_late):
+        for prompt in (large, *small):
+            engine.submit(prompt, 4)
+        engine.drain()
+    assert len(loading) == len(small)
+    assert engine.happened["finished"] == 4
+    engine.close()
+
+
+def visible(engine: VllmEngine) -> Counter[Path]:
+    """How many blocks each rank has in the store."""
+    until = time.monotonic() + PATIENCE
+    while any(worker._worker_side.mover._left() for worker in engine.workers):
+        time.sleep(IDLE)
+        assert time.monotonic() < until, "a dump does not end"
+    files = (path for path in engine.store_directory.rglob("*") if path.is_file())
+    return Counter(path.parents[1] for path in files if re.fullmatch("[0-9a-f]{32,}", path.parent.name + path.name))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
+    tmp_path: Path, *, asynchronous: bool, layerwise: bool
+) -> None:
+    """As where later layers of a pipeline keep their weights, but not what goes into them."""
+    chance = random.Random(3)  # noqa: S311 - no secret
+    setting = Setting(ranks=2, asynchronous=asynchronous, layerwise=layerwise)
+    engine = VllmEngine(setting, tmp_path, chance, setting.truth())
+    watching: list[Any] = [create_autospec(LiveWeights, instance=True) for _ in engine.workers]
+    for worker, weights in zip(engine.workers, watching, strict=True):
+        weights.changed.return_value = False
+        worker._worker_side._weights = weights
+
+    def serve_one(first: int) -> list[int]:
+        engine.submit(list(range(first, first + 30)), 1)
+        engine.drain()
+        return sorted(visible(engine).values())
+
+    assert serve_one(0) == [7, 7]
+    watching[1].changed.side_effect = chain([True], repeat(False))
+    assert serve_one(40) == [7, 7]
+    assert serve_one(80) == [14, 14]
+    engine.close()

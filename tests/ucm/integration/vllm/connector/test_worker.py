@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.integration.vllm.connector.commit_gate import CommitGate
+from ucm.integration.vllm.connector import worker
 from ucm.integration.vllm.connector.errors import PromisedBlockLostError
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.transfer import GroupTransfer
+from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged
 from ucm.integration.vllm.connector.worker import TransferWorker
 from ucm.store.base import BlockKey, Task, TaskResult
 from ucm.store.errors import BlockCorruptError, BlockMissingError, IncompleteBlockError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ucm.store.errors import StoreError
 
@@ -42,16 +43,14 @@ class Scripted(GroupTransfer):
         self.log: list[str] = []
         self.calls: list[Call] = []
         self.failing: dict[tuple[str, BlockKey], StoreError] = {}
-        self.leases: list[str | None] = []
+        self.staged: list[Staged | None] = []
         self.stands_back: list[bool] = []
 
     def stand_back(self, *, active: bool) -> None:
         self.stands_back.append(active)
 
-    def load(
-        self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, *, lease: str | None = None
-    ) -> Task:
-        self.leases.append(lease)
+    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
+        self.staged.append(staged)
         return self._call("load", keys, layers, f" into {list(block_ids)}")
 
     def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
@@ -62,6 +61,14 @@ class Scripted(GroupTransfer):
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         self.log.append(f"discard {_names(keys)}")
+
+    def copied(self, task: Task) -> None:
+        assert isinstance(task, Call)
+        self.log.append(f"copied {_names(task.keys)}{_layers(task.layers)}")
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self.block_bytes * sum(len(call.keys) for call in self.calls if not call.finished)
 
     def check(self, task: Task) -> bool:
         assert isinstance(task, Call)
@@ -129,9 +136,7 @@ class Setup:
         self,
         kind: type[TransferWorker] = TransferWorker,
         *,
-        ranks: int = 1,
         saves: bool = True,
-        recovers: bool = True,
         between_steps: bool = False,
         background: bool = False,
     ) -> None:
@@ -139,19 +144,17 @@ class Setup:
         self.counts = Counts()
         self.worker = kind(
             {0: self.transfer},
-            CommitGate(ranks, 1),
             self.counts,
             places={0: 1},
             saves={0} if saves else set(),
-            recovers=recovers,
             between_steps=between_steps,
             background=background,
         )
 
 
-def moves(*blocks: int, request_id: str = "r", leases: tuple[str, ...] = ()) -> BlockMoves:
+def moves(*blocks: int, request_id: str = "r", step: int = 0, adapter: int = 0) -> BlockMoves:
     """Blocks with the keys of their numbers."""
-    return BlockMoves(request_id, 0, [KEYS[block] for block in blocks], list(blocks), leases)
+    return BlockMoves(request_id, 0, [KEYS[block] for block in blocks], list(blocks), step=step, adapter=adapter)
 
 
 # Dumps
@@ -164,21 +167,23 @@ def test_dumps_are_started_after_the_forward_and_committed() -> None:
     setup.worker.load(plan)
     assert setup.transfer.said() == []
     setup.worker.dump(plan)
-    assert setup.transfer.said() == ["dump 1 2 from [1, 2]", "dump 3 from [3]", "commit 1 2", "commit 3"]
+    assert setup.transfer.said() == ["dump 1 2 from [1, 2]", "commit 1 2", "dump 3 from [3]", "commit 3"]
 
 
-def test_a_step_waits_only_for_dumps_that_read_what_it_writes() -> None:
+def test_a_step_waits_only_for_copies_of_what_it_writes_and_for_no_medium() -> None:
     setup = Setup()
     first = StepPlan(1, dumps=[moves(1, 2), moves(3), moves(4)])
     setup.worker.begin(first)
     setup.worker.dump(first)
     setup.transfer.said()
-    setup.transfer.calls[2].finished = True
+    setup.transfer.calls[4].finished = True  # the third dump
     setup.worker.begin(StepPlan(2, fresh_block_ids={2, 7}))
-    assert setup.transfer.said() == ["wait dump 1 2", "wait dump 4"]
+    assert setup.transfer.said() == ["copied 1 2", "wait dump 4"]
     setup.transfer.finish()
     setup.worker.begin(StepPlan(3))
-    assert setup.transfer.said() == ["wait dump 3", "wait commit 1 2", "wait commit 3", "wait commit 4"]
+    assert setup.transfer.said() == [
+        *("wait dump 1 2", "wait commit 1 2", "wait dump 3", "wait commit 3", "wait commit 4")
+    ]
     assert setup.counts.blocks["dumped"] == 4
 
 
@@ -199,7 +204,7 @@ def test_a_step_begins_once() -> None:
     plan = StepPlan(1, late_dumps=[moves(5)])
     setup.worker.begin(plan)
     setup.worker.begin(plan)
-    assert setup.transfer.said() == ["dump 5 from [5]"]
+    assert setup.transfer.said() == ["dump 5 from [5]", "commit 5"]
 
 
 def test_a_rank_that_does_not_save_dumps_nothing() -> None:
@@ -210,17 +215,6 @@ def test_a_rank_that_does_not_save_dumps_nothing() -> None:
     assert setup.transfer.said() == []
 
 
-def test_several_ranks_commit_when_the_scheduler_knows_all_outcomes() -> None:
-    setup = Setup(ranks=2)
-    for step, settled in ((1, 0), (2, 1)):
-        plan = StepPlan(step, dumps=[moves(step)], settled=settled)
-        setup.worker.begin(plan)
-        setup.worker.dump(plan)
-    assert setup.transfer.said() == ["dump 1 from [1]", "commit 1", "dump 2 from [2]"]
-    setup.worker.begin(StepPlan(3, settled=2, void=2))
-    assert setup.transfer.said() == ["wait dump 1", "wait commit 1", "wait dump 2", "discard 2"]
-
-
 def test_what_could_not_be_dumped_is_counted_once() -> None:
     setup = Setup()
     setup.transfer.failing["dump", KEYS[1]] = StoreFullError("full")
@@ -228,20 +222,49 @@ def test_what_could_not_be_dumped_is_counted_once() -> None:
     plan = StepPlan(1, dumps=[moves(1, 2)])
     setup.worker.begin(plan)
     setup.worker.dump(plan)
+    setup.transfer.finish()
     setup.worker.close()
     assert setup.counts.blocks == {"dumped": 1, "dump.full": 1}
     assert setup.worker.save_failures.counts == {"full": 1}
 
 
-def test_closing_waits_for_everything() -> None:
+def test_closing_waits_for_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(between_steps=True, background=True)
     plan = StepPlan(1, loads=[moves(4)], dumps=[moves(1)])
     setup.worker.begin(plan)
     setup.worker.load(plan)
     setup.worker.dump(plan)
     setup.transfer.said()
+    calls = list(setup.transfer.calls)
+
+    def one_more(left: Callable[[], int], seconds: float) -> int:
+        assert seconds == worker.STILL_SECONDS
+        seen = [left()]
+        while calls:
+            calls.pop(0).finished = True
+            seen.append(left())
+        assert seen == [33, 22, 11, 0], "it gets on with each"
+        return seen[-1]
+
+    monkeypatch.setattr(worker, "wait_while_it_shrinks", one_more)
     setup.worker.close()
-    assert setup.transfer.said() == ["wait load 4", "wait dump 1", "wait commit 1", "close"]
+    assert setup.transfer.said() == ["wait dump 1", "wait commit 1", "close"]
+
+
+def test_closing_leaves_a_medium_that_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "STILL_SECONDS", 0.05)
+    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.05)
+    setup = Setup()
+    over = threading.Event()
+    monkeypatch.setattr(setup.transfer, "close", lambda: over.wait(60))
+    plan = StepPlan(1, dumps=[moves(1, 2)])
+    setup.worker.begin(plan)
+    setup.worker.dump(plan)
+    setup.worker.close()
+    over.set()
+    assert "does not answer: it is left to itself, and 2 transfers that were under way" in caplog.text
 
 
 # Loads within a step
@@ -249,44 +272,37 @@ def test_closing_waits_for_everything() -> None:
 
 def test_all_loads_are_started_before_the_first_is_waited_for() -> None:
     setup = Setup()
-    setup.worker.load(StepPlan(1, loads=[moves(1, 2), moves(3, leases=("other rank's", "ours"))]))
+    there = moves(3)
+    there.places, there.shares, there.tiers = [4096], (0, 512), ["posix"]
+    setup.worker.load(StepPlan(1, loads=[moves(1, 2), there]))
     assert setup.transfer.said() == ["load 1 2 into [1, 2]", "load 3 into [3]", "wait load 1 2", "wait load 3"]
-    assert setup.transfer.leases == [None, "ours"]
+    assert setup.transfer.staged == [None, Staged([4096 + 512], ["posix"])]
     assert setup.counts.blocks == {"loaded": 3, "posix": 3}
 
 
-def test_blocks_that_failed_are_told_once_and_nothing_is_dumped() -> None:
+def test_a_staged_block_that_cannot_be_copied_stops_the_engine() -> None:
     setup = Setup()
-    setup.transfer.failing["load", KEYS[2]] = BlockMissingError("gone")
-    plan = StepPlan(1, loads=[moves(1, 2)], dumps=[moves(3)])
-    setup.worker.begin(plan)
-    setup.worker.load(plan)
-    setup.worker.dump(plan)
-    assert setup.transfer.said() == ["load 1 2 into [1, 2]", "wait load 1 2"]
-    assert setup.worker.take_failed_blocks() == {2}
-    assert setup.worker.take_failed_blocks() == set()
-    assert setup.counts.blocks == {"loaded": 1, "posix": 1, "load.missing": 1}
-
-
-def test_blocks_that_failed_before_are_reported_again() -> None:
-    setup = Setup()
-    setup.worker.begin(StepPlan(1, failed_block_ids={7}))
-    assert setup.worker.take_failed_blocks() == {7}
-
-
-def test_a_broken_promise_stops_the_engine() -> None:
-    setup = Setup(recovers=False)
-    setup.transfer.failing["load", KEYS[2]] = BlockCorruptError("the checksum of shard 3 is wrong")
+    setup.transfer.failing["load", KEYS[2]] = BlockCorruptError("the slab is gone")
     plan = StepPlan(1, loads=[moves(1, 2, request_id="chat-7")])
     setup.worker.begin(plan)
-    with pytest.raises(PromisedBlockLostError, match="1 blocks") as stopped:
+    with pytest.raises(PromisedBlockLostError, match="1 staged blocks") as stopped:
         setup.worker.load(plan)
-    assert stopped.value.where == "request chat-7: the checksum of shard 3 is wrong"
-    assert stopped.value.fix
+    assert stopped.value.where == "request chat-7: the slab is gone"
     assert setup.counts.blocks["load.corrupt"] == 1
 
 
 # Loads between steps
+
+
+def test_a_step_waits_for_copies_of_staged_blocks() -> None:
+    """The slab is used again when the step has ended."""
+    setup = Setup(between_steps=True, background=True)
+    there = moves(1)
+    there.places, there.shares, there.tiers = [4096], (0, 0), ["posix"]
+    plan = StepPlan(1, loads=[there, moves(2, request_id="direct")])
+    setup.worker.begin(plan)
+    setup.worker.load(plan)
+    assert setup.worker.take_loaded() == {"r"}
 
 
 def test_a_request_is_told_when_all_its_loads_have_ended() -> None:
@@ -311,7 +327,7 @@ def test_a_step_waits_where_it_must_or_has_nothing_else_to_do(background: bool, 
     assert setup.worker.take_loaded() == {"r"}
 
 
-def test_a_failed_load_between_steps_makes_no_step_wrong() -> None:
+def test_a_failed_load_between_steps_is_told_and_leaves_the_step_s_dumps_alone() -> None:
     setup = Setup(between_steps=True)
     setup.transfer.failing["load", KEYS[1]] = BlockMissingError("gone")
     plan = StepPlan(1, loads=[moves(1)], dumps=[moves(3)])
@@ -320,6 +336,8 @@ def test_a_failed_load_between_steps_makes_no_step_wrong() -> None:
     setup.worker.dump(plan)
     assert setup.worker.take_loaded() == {"r"}
     assert setup.worker.take_failed_blocks() == {1}
+    assert setup.worker.take_failed_blocks() == set()
+    assert setup.counts.blocks["load.missing"] == 1
     assert "commit 3" in setup.transfer.said()
 
 
@@ -331,6 +349,96 @@ def test_blocks_that_were_given_away_are_not_written_by_a_load_any_more() -> Non
     setup.transfer.said()
     setup.worker.begin(StepPlan(2, fresh_block_ids={2}))
     assert setup.transfer.said() == ["wait load 1 2"]
+
+
+# Weights that were changed in place
+
+
+def test_a_refused_step_moves_nothing_and_has_its_tokens_computed() -> None:
+    """Loads that were started before it as well: the request would go on from the old weights' KV."""
+    setup = Setup(between_steps=True, background=True)
+    first = StepPlan(1, loads=[moves(1, request_id="a")])
+    setup.worker.begin(first)
+    setup.worker.load(first)
+    setup.transfer.said()
+    plan = StepPlan(2, loads=[moves(2, 3, request_id="b")], dumps=[moves(4)], late_dumps=[moves(5)])
+    setup.worker.refuse(plan)
+    setup.worker.begin(plan)
+    setup.worker.load(plan)
+    setup.worker.dump(plan)
+    assert setup.transfer.said() == ["wait load 1"]
+    assert setup.worker.take_failed_blocks() == {1, 2, 3}
+    assert setup.worker.take_loaded() == {"a", "b"}
+    assert (setup.worker.take_loaded(), setup.worker.take_failed_blocks()) == (set(), set())
+
+
+def test_requests_of_a_replaced_adapter_alone_are_refused() -> None:
+    setup = Setup(between_steps=True, background=True)
+    first = StepPlan(1, loads=[moves(1, request_id="a", adapter=7), moves(2, request_id="b")])
+    setup.worker.begin(first)
+    setup.worker.load(first)
+    kept = [moves(4, adapter=3)], [moves(6)], [moves(0)]
+    plan = StepPlan(
+        2,
+        loads=[moves(3, request_id="c", adapter=7), *kept[0]],
+        dumps=[moves(5, adapter=7), *kept[1]],
+        late_dumps=[moves(7, adapter=7), *kept[2]],
+    )
+    setup.worker.refuse(plan, {7})
+    assert (plan.loads, plan.dumps, plan.late_dumps) == kept
+    assert setup.worker.take_failed_blocks() == {1, 3}
+    setup.transfer.finish()
+    assert setup.worker.take_loaded() == {"a", "b", "c"}
+
+
+def test_promises_that_cannot_be_broken_stop_the_engine() -> None:
+    setup = Setup()
+    setup.worker.refuse(StepPlan(1, dumps=[moves(4)]))
+    with pytest.raises(PromisedBlockLostError, match="changed in place"):
+        setup.worker.refuse(StepPlan(2, loads=[moves(1)]))
+
+
+# Changes that another rank has seen
+
+
+def test_what_is_not_confirmed_is_not_visible() -> None:
+    setup = Setup()
+    for step, confirmed in ((1, 0), (2, 0), (3, 1), (4, 2)):
+        plan = StepPlan(step, dumps=[moves(step, step=step)] if step < 3 else [], confirmed=confirmed)
+        setup.worker.begin(plan)
+        setup.worker.dump(plan)
+        setup.transfer.finish()
+    said = [line for line in setup.transfer.said() if not line.startswith("wait")]
+    assert said == ["dump 1 from [1]", "dump 2 from [2]", "commit 1", "commit 2"]
+
+
+def test_late_dumps_of_confirmed_steps_are_visible_at_once() -> None:
+    setup = Setup()
+    setup.worker.begin(StepPlan(5, late_dumps=[moves(1, step=3), moves(2, step=4)], confirmed=3))
+    assert setup.transfer.said() == ["dump 1 from [1]", "commit 1", "dump 2 from [2]"]
+
+
+def test_what_an_earlier_epoch_left_unconfirmed_is_forgotten() -> None:
+    """Even if a later report covers its step: that report came from the ranks that saw nothing."""
+    setup = Setup()
+    plan = StepPlan(1, dumps=[moves(1, 2, step=1)], confirmed=0)
+    setup.worker.begin(plan)
+    setup.worker.dump(plan)
+    setup.transfer.said()
+    setup.worker.begin(StepPlan(2, epoch=1, confirmed=1))
+    assert setup.transfer.said() == ["discard 1 2"]
+    assert setup.counts.blocks["dump.other"] == 2
+
+
+def test_nothing_confirms_what_the_end_finds() -> None:
+    setup = Setup()
+    plan = StepPlan(1, dumps=[moves(1, step=1)], confirmed=0)
+    setup.worker.begin(plan)
+    setup.worker.dump(plan)
+    setup.transfer.said()
+    setup.transfer.finish()
+    setup.worker.close()
+    assert setup.transfer.said() == ["discard 1", "wait dump 1", "close"]
 
 
 # Layer by layer
@@ -360,6 +468,7 @@ def test_a_layer_waits_for_its_portion_and_is_dumped_when_computed() -> None:
     ]
     setup.worker.dump(plan)
     assert setup.transfer.said() == ["commit 2"]
+    setup.transfer.finish()
     setup.worker.close()
     assert setup.counts.blocks == {"loaded": 1, "posix": 4, "dumped": 1}
 
@@ -381,33 +490,6 @@ def test_a_layer_is_dumped_once() -> None:
     plan = StepPlan(1, dumps=[moves(2)])
     forward(setup, plan, ["layer.0", "layer.0"])
     assert setup.transfer.said() == ["layer.0", "dump 2 layers 0-1 from [2]", "layer.0"]
-
-
-def test_a_load_that_fails_on_the_way_takes_back_what_was_dumped() -> None:
-    setup = Setup(LayerWiseWorker)
-    setup.transfer.failing["load", KEYS[1]] = BlockMissingError("gone")
-    plan = StepPlan(1, loads=[moves(1)], dumps=[moves(2)])
-    setup.worker.begin(plan)
-    setup.worker.load(plan)
-    setup.worker.layer_computed("layer.0")
-    setup.worker.wait_for_layer("layer.1")
-    setup.worker.layer_computed("layer.1")
-    setup.transfer.said()
-    setup.worker.dump(plan)
-    said = setup.transfer.said()
-    assert said[-1] == "discard 2"
-    assert not any(line.startswith(("dump", "commit")) for line in said)
-    assert setup.worker.take_failed_blocks() == {1}
-    assert setup.counts.blocks["load.missing"] == 1
-
-
-def test_failures_are_known_when_vllm_asks_before_the_dump() -> None:
-    setup = Setup(LayerWiseWorker)
-    setup.transfer.failing["load", KEYS[1]] = BlockMissingError("gone")
-    plan = StepPlan(1, loads=[moves(1)])
-    setup.worker.begin(plan)
-    setup.worker.load(plan)
-    assert setup.worker.take_failed_blocks() == {1}
 
 
 def test_where_nothing_runs_between_the_layers_the_forward_waits_for_all() -> None:

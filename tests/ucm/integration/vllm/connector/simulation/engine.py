@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,11 @@ from tests.ucm.integration.vllm.connector.simulation.rank import Rank
 from tests.ucm.integration.vllm.connector.simulation.request import Request
 from tests.ucm.integration.vllm.connector.simulation.scheduler import Scheduler
 from tests.ucm.integration.vllm.connector.simulation.truth import END, VOCABULARY, next_token
-from ucm.integration.vllm.connector.holding import BlockHolder
-from ucm.integration.vllm.connector.lookup import PrefixLookup
 from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.integration.vllm.connector.staging import Stager
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.leases import LeasingStore
+from ucm.store.slab import PAGE, Slab
 
 if TYPE_CHECKING:
     import random
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.step import Step, Work
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
-    from ucm.store.base import BlockGeometry
+    from ucm.store.base import BlockGeometry, KVStore
+
+#: Seconds that an engine without work leaves to the threads that it waits for, and in which it must get on.
+IDLE, PATIENCE = 0.0002, 120.0
 
 
-def open_blocks(directory: Path, rank: int, group: int, geometry: BlockGeometry | None) -> LeasingStore:
+def open_blocks(directory: Path, rank: int, group: int, geometry: BlockGeometry | None) -> KVStore:
     """A rank's store of one group."""
     config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, dump_nice=0)
-    store = open_store(config, f"model/rank{rank}-g{group}", geometry)
-    assert isinstance(store, LeasingStore)
-    return store
+    return open_store(config, f"model/rank{rank}-g{group}", geometry)
 
 
 class Uncounted:
@@ -45,6 +46,9 @@ class Uncounted:
         pass
 
     def hashed(self, blocks: int, seconds: float) -> None:
+        pass
+
+    def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
         pass
 
 
@@ -68,24 +72,33 @@ class Engine:
         self.happened: Counter[str] = Counter()
         self.stores: list[FaultyStore] = []
         groups = setting.cache_groups()
-        # Opened for lookup, as in the scheduler's process.
-        self._looking = {
-            group.index: [open_blocks(directory, rank, group.index, None) for rank in range(setting.ranks)]
-            for group in groups.groups
+        self.ranks = [Rank(number, groups, setting, self._faulty) for number in range(setting.ranks)]
+        geometries = {group.index: [rank.geometries[group.index] for rank in self.ranks] for group in groups.groups}
+        row = max(sum(-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group) for of_group in geometries.values())
+        slab = None if setting.loads == "direct" else Slab(setting.rows * row, setting.ranks)
+        # Opened as in the scheduler's process; there are other stores only to dump.
+        self._looking: dict[int, list[FaultyStore]] = {
+            group: [self._faulty(rank, group, geometry) for rank, geometry in enumerate(of_group)]
+            for group, of_group in geometries.items()
         }
-        holder = BlockHolder(self._looking) if setting.loads == "held" else None
-        planner = PrefixCacheScheduler(
-            PrefixLookup(groups, self._looking, keys, holder),
+        stager = Stager(groups, slab, 60.0, 0.0)
+        self.planner = planner = PrefixCacheScheduler(
+            groups,
+            keys,
+            stager,
             Uncounted(),
             PlanningOptions(
                 batches=setting.batches,
                 save_decode_blocks=setting.save_decode_blocks,
-                room=setting.blocks - 1 if setting.loads == "between" and not setting.reserves else None,
+                room=setting.blocks - 1 if setting.between_steps else None,
             ),
         )
+        planner.namespace = "model"
+        stager.begin(self._looking, None if slab is None else geometries)
+        if slab is not None:
+            assert all(rank.slab.attach(slab.address, rank.number, {}) for rank in self.ranks)
         pool = Pool(setting.blocks, groups, keys, caching=setting.caching)
         self.scheduler = Scheduler(pool, planner, setting)
-        self.ranks = [Rank(number, groups, setting, self._faulty) for number in range(setting.ranks)]
         self._planned: deque[Step] = deque()
         self._executed: deque[tuple[Step, dict[str, list[int]], set[int], set[str]]] = deque()
         self._tokens: dict[str, list[int]] = {}
@@ -115,7 +128,9 @@ class Engine:
             self.happened["loads"] += sum(len(moves.keys) for moves in step.plan.loads)
             self._planned.append(step)
             # An empty step goes to the workers too.
-            if step.work and chance.random() < 0.7:
+            if not step.work:
+                time.sleep(IDLE)
+            elif chance.random() < 0.7:
                 return
         if chance.random() < setting.aborts and self.scheduler.requests:
             self.scheduler.finish(chance.choice(list(self.scheduler.requests.values())))
@@ -127,17 +142,17 @@ class Engine:
 
     def drain(self) -> None:
         """Until every request has ended and every outcome is known."""
-        turns = 0
+        until = time.monotonic() + PATIENCE
         while self.scheduler.busy or self._planned or self._executed:
             self.turn()
-            turns += 1
-            assert turns < 5000, "the engine does not get on"
+            assert time.monotonic() < until, "the engine does not get on"
         assert self.scheduler.pool.in_use == 0
 
     def close(self) -> None:
         for rank in self.ranks:
             rank.worker.close()
         assert not any(store.overwritten for store in self.stores)
+        self.planner.stager.close()
         for of_group in self._looking.values():
             for store in of_group:
                 store.close()
@@ -149,7 +164,7 @@ class Engine:
         inputs = [(work, *self._inputs(work)) for work in step.work]
         chunks = [Chunk(start, tokens, work.block_ids) for work, start, tokens, _ in inputs]
         invalid: set[int] = set()
-        loads_last = self.setting.loads == "between" and self.chance.random() < 0.5
+        loads_last = self.setting.between_steps and self.chance.random() < 0.5
         for rank in self.ranks:
             rank.begin(pickle.loads(plan), loads_last=loads_last)  # noqa: S301 - our own, as vLLM does
         memories, hidden = [rank.memory for rank in self.ranks], embedded(chunks)

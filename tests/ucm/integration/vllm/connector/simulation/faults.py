@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
-from ucm.store.base import Task, TaskResult
+from ucm.store.base import KVStore, Task, TaskResult
 from ucm.store.errors import BlockMissingError, StoreFullError, StoreUnavailableError
-from ucm.store.leases import LeasingStore
 
 if TYPE_CHECKING:
     import random
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from ucm.store.base import BlockKey, BlockTransfer, TierStats
     from ucm.store.errors import StoreError
-    from ucm.store.leases import Lease
 
 Item = TypeVar("Item")
 
@@ -29,7 +28,7 @@ class Deferred(Task):
         self.result: TaskResult | None = None
 
 
-class FaultyStore(LeasingStore):
+class FaultyStore(KVStore):
     """Carries transfers out late, at the latest when someone waits, and lets some of them fail.
 
     Loads are in order among themselves, and so is all that leads to visible blocks.
@@ -43,13 +42,14 @@ class FaultyStore(LeasingStore):
     """
 
     def __init__(
-        self, inner: LeasingStore, chance: random.Random, failing_loads: float, failing_dumps: float, late: float
+        self, inner: KVStore, chance: random.Random, failing_loads: float, failing_dumps: float, late: float
     ) -> None:
         self.inner = inner
         self._chance = chance
         self._failing_loads = failing_loads
         self._failing_dumps = failing_dumps
         self._late = late
+        self._lock = threading.RLock()  # the scheduler's side asks from several threads
         self._loads: deque[Deferred] = deque()
         self._dumps: deque[Deferred] = deque()
         self.failed = 0
@@ -65,18 +65,12 @@ class FaultyStore(LeasingStore):
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
         self.inner.prefetch(keys)
 
-    def lease(self, keys: Sequence[BlockKey], *, verify: bool = False) -> Lease:
-        return self.inner.lease(keys, verify=verify)
-
-    def release(self, lease: Lease) -> None:
-        self.inner.release(lease)
-
-    def load(self, blocks: Sequence[BlockTransfer], lease: str | None = None) -> Task:
+    def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         error = BlockMissingError("injected")
         good, failed = self._split(blocks, lambda block: block.key, error, self._failing_loads)
 
         def run() -> TaskResult:
-            result = self.inner.wait(self.inner.load(good, lease))
+            result = self.inner.wait(self.inner.load(good))
             for block in blocks:
                 if block.key in failed or block.key in result.failed:
                     for shard in block.shards:  # the memory of a block that failed holds anything
@@ -116,13 +110,15 @@ class FaultyStore(LeasingStore):
 
     def wait(self, task: Task) -> TaskResult:
         assert isinstance(task, Deferred)
-        while task.result is None:
-            _carry_out(task.queue)
-        return task.result
+        with self._lock:
+            while task.result is None:
+                _carry_out(task.queue)
+            return task.result
 
     def check(self, task: Task) -> bool:
         assert isinstance(task, Deferred)
-        self._some(task.queue)
+        with self._lock:
+            self._some(task.queue)
         return task.result is not None
 
     def stats(self) -> Mapping[str, TierStats]:
@@ -135,8 +131,9 @@ class FaultyStore(LeasingStore):
 
     def _defer(self, queue: deque[Deferred], run: Callable[[], TaskResult]) -> Deferred:
         task = Deferred(queue, run)
-        queue.append(task)
-        self._some(queue)
+        with self._lock:
+            queue.append(task)
+            self._some(queue)
         return task
 
     def _some(self, queue: deque[Deferred]) -> None:

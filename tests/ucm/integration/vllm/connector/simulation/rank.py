@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
 from ucm.integration.vllm.connector import host_memory
-from ucm.integration.vllm.connector.commit_gate import CommitGate
 from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
+from ucm.store.slab import SlabReader
 
 if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
@@ -58,18 +58,17 @@ class Rank:
         self.memory = KVMemory(groups, setting.blocks, number)
         self.geometries: dict[int, BlockGeometry] = {}
         self._open_store = open_store
+        self.slab = SlabReader()
         transfers = {group.index: self._transfer(group, setting) for group in groups.groups}
         self.worker = (LayerWiseWorker if setting.layerwise else TransferWorker)(
             transfers,
-            CommitGate(setting.ranks, setting.batches),
             Uncounted(),
             places={group.index: number for group in groups.groups},
             saves=set(transfers),
-            recovers=setting.loads != "held",
-            between_steps=setting.loads == "between",
+            between_steps=setting.between_steps,
             background=setting.background,
         )
-        self._between_steps = setting.loads == "between"
+        self._between_steps = setting.between_steps
         self._loads: dict[str, list[BlockMoves]] = {}
 
     def begin(self, plan: StepPlan, *, loads_last: bool) -> None:
@@ -108,8 +107,10 @@ class Rank:
             self.geometries[group.index] = device.geometry
             # Room for two blocks in each direction, so that there are several chunks.
             store = self._open_store(self.number, group.index, device.geometry)
-            return StagedTransfer(device, store, 2 * device.geometry.nbytes)
+            room = setting.rows * device.geometry.nbytes
+            return StagedTransfer(device, store, self.slab, 2 * device.geometry.nbytes, dump_queue_bytes=room)
         with patch.object(host_memory, "_storage", lambda tensor: memoryview(tensor.raw)):
             host = HostMemory(group, caches, setting.blocks, {})
         self.geometries[group.index] = host.geometry
-        return HostTransfer(host, self._open_store(self.number, group.index, host.geometry))
+        store = self._open_store(self.number, group.index, host.geometry)
+        return HostTransfer(host, store, self.slab, setting.rows * host.geometry.nbytes)

@@ -35,7 +35,7 @@ class Scheduler:
         self._setting = setting
         self._chunk = setting.chunk or setting.budget
         self._asynchronous = setting.asynchronous
-        self._between_steps = setting.loads == "between"
+        self._between_steps = setting.between_steps
         #: Aborted while they were being loaded; their blocks are freed when the load has ended.
         self._dying: dict[str, Request] = {}
 
@@ -69,7 +69,9 @@ class Scheduler:
             invalid: Blocks that failed to load on any rank.
             loaded: Requests whose loads have ended on every rank.
         """
-        affected = self._recover(invalid, step.num_scheduled_tokens) if invalid else set()
+        for loading in self.waiting if invalid else ():
+            if loading.status == "loading":
+                self._cut_back(loading, invalid)
         for found in step.work:
             request = self.requests.get(found.request_id)
             if request is None:
@@ -78,8 +80,6 @@ class Scheduler:
             stale = request.num_stale_output_tokens > 0
             if stale:
                 request.num_stale_output_tokens -= found.count
-            if request.request_id in affected:
-                continue
             tokens = sampled.get(request.request_id, [])
             if found.drafts and tokens and not stale:
                 rejected = found.drafts - (len(tokens) - 1)
@@ -87,8 +87,6 @@ class Scheduler:
                 if self._asynchronous:
                     request.num_output_placeholders -= rejected
             self._append(request, tokens, stale=stale)
-        if invalid and not self._between_steps:
-            self.pool.evict(self.planner.load_failed(invalid))
         for request_id in loaded:
             self._end_load(request_id)
 
@@ -264,31 +262,13 @@ class Scheduler:
         if request.status == "running" and tokens:
             self.pool.cache(request, request.num_computed_tokens - request.num_output_placeholders)
 
-    def _recover(self, invalid: set[int], num_scheduled: dict[str, int]) -> set[str]:
-        """Cut back what counts as computed behind blocks that failed, as vLLM does.
-
-        Returns:
-            The running requests among those; the first that has a block computes it again, for the others as well.
-        """
-        for request in self.waiting:
-            if request.status == "loading":
-                self._cut_back(request, invalid, set(), request.num_computed_tokens)
-        affected: set[str] = set()
-        marked: set[int] = set()
-        for request in self.running:
-            computed = request.num_computed_tokens - num_scheduled.get(request.request_id, 0)
-            if self._cut_back(request, invalid, marked, computed):
-                affected.add(request.request_id)
-        return affected
-
-    def _cut_back(self, request: Request, invalid: set[int], marked: set[int], computed: int) -> bool:
+    def _cut_back(self, request: Request, invalid: set[int]) -> None:
+        """Cut back what counts as computed behind blocks that failed, as vLLM does."""
         size = self.pool.groups.groups[0].block_size
         (blocks,) = self.pool.of[request.request_id]
-        bad = [place for place, block in enumerate(blocks[: -(-computed // size)]) if block in invalid]
-        if not bad:
-            return False
-        mine = [place for place in bad if blocks[place] not in marked]
-        marked.update(blocks[place] for place in mine)
-        request.num_computed_tokens = mine[0] * size if mine else computed
-        self.recovered += 1
-        return True
+        bad = [
+            place for place, block in enumerate(blocks[: -(-request.num_computed_tokens // size)]) if block in invalid
+        ]
+        if bad:
+            request.num_computed_tokens = bad[0] * size
+            self.recovered += 1

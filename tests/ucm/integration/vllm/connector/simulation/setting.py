@@ -23,8 +23,9 @@ class Setting(EngineSetting):
         batches: Steps in flight.
         drafts: Draft tokens per step.
         layerwise: Whether blocks are moved layer by layer.
-        loads: When blocks are loaded: ``between`` two steps, while the request waits; ``within`` a step, which computes
-            with them; or ``held``, within a step and after they were verified and held.
+        loads: How blocks are loaded: ``staged`` ones between two steps, while the request waits, or ``within`` the step
+            that computes with them; or ``direct``, between steps and from the store.
+        rows: How many blocks may be staged.
         background: Whether a step may end before loads between steps do.
         reserves: Whether the scheduler keeps room for requests that it has given some of their blocks (vLLM 0.23.0).
         failing_loads: The share of block loads that fail.
@@ -41,7 +42,8 @@ class Setting(EngineSetting):
     batches: int = 1
     drafts: int = 0
     layerwise: bool = False
-    loads: Literal["between", "within", "held"] = "between"
+    loads: Literal["staged", "within", "direct"] = "staged"
+    rows: int = 64
     background: bool = True
     reserves: bool = True
     failing_loads: float = 0.0
@@ -54,6 +56,10 @@ class Setting(EngineSetting):
     blocks: int = field(default=24, kw_only=True)
     budget: int = field(default=16, kw_only=True)
     running: int = field(default=4, kw_only=True)
+
+    @property
+    def between_steps(self) -> bool:
+        return self.loads != "within"
 
     def cache_groups(self) -> CacheGroups:
         names = iter(f"layer.{number}" for number in range(sum(count for _, _, count in self.groups)))
@@ -81,9 +87,9 @@ _GROUPS: tuple[tuple[tuple[int, int | None, int], ...], ...] = (
 
 def any_setting(chance: random.Random) -> Setting:
     """An engine as the connector may meet it; which loads go with what is the connector's own choice."""
-    loads: Literal["between", "within", "held"] = chance.choice(("between", "within", "held"))
-    groups = chance.choice(_GROUPS) if loads == "held" else _ONE_GROUP
-    batches = 1 if loads == "within" else chance.randint(1, 3)
+    loads: Literal["staged", "within", "direct"] = chance.choice(("staged", "within", "direct"))
+    groups = chance.choice(_GROUPS) if loads == "within" else _ONE_GROUP
+    batches = chance.randint(1, 3)
     return Setting(
         groups=groups,
         ranks=chance.choice((1, 1, 2, 3)),
@@ -94,12 +100,13 @@ def any_setting(chance: random.Random) -> Setting:
         budget=chance.choice((8, 16, 40)),
         chunk=chance.choice((0, 0, 5)),
         running=chance.choice((2, 4, 6)),
-        layerwise=loads != "between" and chance.random() < 0.6,
+        layerwise=loads == "within" and chance.random() < 0.6,
         caching=chance.random() < 0.75,
         loads=loads,
         background=chance.random() < 0.7,
         reserves=chance.random() < 0.7,
-        failing_loads=0.0 if loads == "held" else chance.choice((0, 0.05, 0.3)),
+        rows=chance.choice((3, 64)),
+        failing_loads=chance.choice((0, 0.05, 0.3)),
         failing_dumps=chance.choice((0, 0.1, 0.3)),
         late=chance.choice((0, 0.5, 0.9)),
         aborts=chance.choice((0, 0.05, 0.3)),

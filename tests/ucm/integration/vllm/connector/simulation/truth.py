@@ -109,5 +109,14 @@ class Keys:
             parent = key
         return keys
 
+    def may_change(self, request: Any) -> bool:
+        return bool(getattr(request, "adapter", False))
+
+    def is_same(self, request: Any) -> bool:
+        return bool(request.adapter == "same")
+
+    def is_void(self, request: Any) -> bool:
+        return bool(getattr(request, "adapter", "") == "replaced")
+
     def forget(self, request_id: str) -> None:
         """Nothing is kept by request."""

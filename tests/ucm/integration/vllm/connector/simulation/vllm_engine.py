@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections import Counter, deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -23,15 +25,16 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from tests.e2e.model import write_model
+from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
 from tests.ucm.integration.vllm.connector.simulation.faults import FaultyStore
 from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemory, embedded, forward
 from tests.ucm.integration.vllm.connector.simulation.truth import END, next_token
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
-from ucm.integration.vllm.connector import worker_side
+from ucm.integration.vllm.connector import scheduler_side, worker_side
 from ucm.integration.vllm.ucm_connector import UCMConnector
 from ucm.store.factory import open_store
-from ucm.store.leases import LeasingStore
+from ucm.store.slab import SlabReader
 
 if TYPE_CHECKING:
     import random
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from ucm.integration.vllm.connector.groups import CacheGroup
+    from ucm.store.base import KVStore
 
 LENGTH = 256
 
@@ -72,7 +76,7 @@ class VllmEngine:
         self.store_directory = directory / "store"
         self.store_directory.mkdir(exist_ok=True)
         self.happened: Counter[str] = Counter()
-        self.stores: list[FaultyStore] = []
+        self.stores: dict[str, FaultyStore] = {}  # by what their namespaces say of rank and group
         self.known: dict[bytes, tuple[int, ...]] = {}
         groups = setting.cache_groups()
         self._size = groups.groups[0].block_size
@@ -80,11 +84,17 @@ class VllmEngine:
         config = self._configuration(write_model(directory / "model"))
         specs = [KVCacheGroupSpec(list(group.layer_names), _specification(group)) for group in groups.groups]
         caches = KVCacheConfig(setting.blocks, [], specs)
-        self.scheduler = make_scheduler(config, caches)
+        self._looking: list[FaultyStore] = []
+        self._patched = ExitStack()
+        self._patched.enter_context(patch.object(worker_side, "open_store", self._open))
+        self._patched.enter_context(patch.object(scheduler_side, "open_store", self._open_to_look))
+        if setting.loads == "direct":  # as if the workers were on other hosts
+            self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
+        # The process is older than the model, which a real engine would not believe.
+        with patch.object(scheduler_side, "process_started", lambda: float("inf")):
+            self.scheduler = make_scheduler(config, caches)
         self.connector: Any = self.scheduler.connector
         self._config = config
-        self._patched = patch.object(worker_side, "open_store", self._open)
-        self._patched.start()
         self.memories = [KVMemory(groups, setting.blocks, rank) for rank in range(setting.ranks)]
         self.workers = [self._worker(config, caches, memory) for memory in self.memories]
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], setting.ranks)
@@ -109,7 +119,9 @@ class VllmEngine:
             self._planned.append((output, self._work(output)))
             self.happened["steps"] += 1
             self.happened["loads"] += sum(len(moves.keys) for moves in output.kv_connector_metadata.plan.loads)
-            if output.total_num_scheduled_tokens and self.chance.random() < 0.7:
+            if not output.total_num_scheduled_tokens:
+                time.sleep(IDLE)
+            elif self.chance.random() < 0.7:
                 return
         if self.chance.random() < self.setting.aborts:
             alive = [request for request in self._requests if not request.is_finished()]
@@ -124,18 +136,18 @@ class VllmEngine:
 
     def drain(self) -> None:
         """Until every request has ended and every outcome is known."""
-        turns = 0
+        until = time.monotonic() + PATIENCE
         while self.scheduler.has_requests() or self._planned or self._executed:
             self.turn()
-            turns += 1
-            assert turns < 5000, "the engine does not get on"
+            assert time.monotonic() < until, "the engine does not get on"
 
     def close(self) -> None:
         for worker in self.workers:
             worker.shutdown()
         self.connector.shutdown()
-        self._patched.stop()
-        assert not any(store.overwritten for store in self.stores)
+        self._patched.close()
+        assert not any(store.overwritten for store in self.stores.values())
+        self.happened["injected"] += sum(store.failed for store in self._looking)
 
     # Within
 
@@ -143,7 +155,8 @@ class VllmEngine:
         setting = self.setting
         extra = {
             "connector": "layerwise" if setting.layerwise else "direct",
-            "store": {"pipeline": "Posix", "directories": [str(self.store_directory)]},
+            "store": {"pipeline": "Posix", "directories": [str(self.store_directory)], "dump_nice": 0},
+            "staging_deadline": PATIENCE,
             "metrics_log_interval": 0,
         }
         transfer = KVTransferConfig(
@@ -164,10 +177,18 @@ class VllmEngine:
 
     def _open(self, config: Any, namespace: str, geometry: Any) -> FaultyStore:
         inner = open_store(config, namespace, geometry)
-        assert isinstance(inner, LeasingStore)
         setting = self.setting
         store = FaultyStore(inner, self.chance, setting.failing_loads, setting.failing_dumps, setting.late)
-        self.stores.append(store)
+        self.stores[namespace.rpartition("/")[2]] = store
+        return store
+
+    def _open_to_look(self, config: Any, namespace: str, geometry: Any) -> KVStore:
+        """In the scheduler's process; before it is known what blocks are, nothing is read."""
+        inner = open_store(config, namespace, geometry)
+        if geometry is None:
+            return inner
+        store = FaultyStore(inner, self.chance, self.setting.failing_loads, 0.0, self.setting.late)
+        self._looking.append(store)
         return store
 
     def _work(self, output: Any) -> list[Work]:

@@ -1,0 +1,19 @@
+"""Engines whose process begins after a test has written its files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.hashing import adapters
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files that the test has written are older than the process, whose digests are kept apart from the user's."""
+    monkeypatch.setattr(adapters, "process_started", lambda: float("inf"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

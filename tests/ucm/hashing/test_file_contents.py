@@ -1,0 +1,358 @@
+"""Files are known by every byte of them, and only as the engine can have read them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ucm.hashing.stand_ins import read_files
+from ucm.hashing import file_contents
+from ucm.hashing.file_contents import (
+    DigestCache,
+    FileChangedError,
+    FileContents,
+    FileState,
+    process_started,
+)
+
+ANY_TIME = float("inf")
+HUB = "models--a--b"
+
+
+@pytest.fixture(autouse=True)
+def _no_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of these tests are young; one test waits for its clock's tick."""
+    monkeypatch.setattr(file_contents, "_TICK", -1e9)
+    monkeypatch.setattr(file_contents, "_COARSE_TICK", -1e9)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> DigestCache:
+    return DigestCache(tmp_path / "cache" / "digests.json")
+
+
+def known(path: Path, cache: DigestCache, since: float = ANY_TIME) -> bool:
+    """Whether a file's digest is known without reading it; it is read then."""
+    contents = FileContents(since, cache)
+    found = contents.look_up([path])
+    unread = bool(found.unread)
+    assert contents.read(found).of == {path: hashlib.sha256(path.read_bytes()).hexdigest()}
+    return not unread
+
+
+def safetensors(path: Path, tensors: int, source: random.Random) -> None:
+    """A file with a header and tensors of random sizes and values."""
+    offsets, end = [], 0
+    for _ in range(tensors):
+        begin, end = end, end + 2 * source.randrange(1, 400)
+        offsets.append([begin, end])
+    names = {
+        f"layers.{n}.weight": {"dtype": "BF16", "shape": [(b - a) // 2], "data_offsets": [a, b]}
+        for n, (a, b) in enumerate(offsets)
+    }
+    header = json.dumps(names).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + source.randbytes(end))
+
+
+def test_no_change_of_a_single_byte_goes_undetected(tmp_path: Path) -> None:
+    source, detected = random.Random(9), 0  # noqa: S311 - the same changes each time
+    for tensors in (10, 50, 300, 2000):
+        path = tmp_path / f"{tensors}.safetensors"
+        safetensors(path, tensors, source)
+        before, size = read_files([path])[path], path.stat().st_size
+        for _ in range(60):
+            with path.open("r+b") as file:
+                at = source.randrange(size)
+                file.seek(at)
+                (was,) = file.read(1)
+                file.seek(at)
+                file.write(bytes([was ^ (1 << source.randrange(8))]))
+                file.flush()
+                detected += read_files([path])[path] != before
+                file.seek(at)
+                file.write(bytes([was]))
+        assert read_files([path])[path] == before
+    assert detected == 240
+
+
+def test_a_files_digest_is_its_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_contents, "_CHUNK", 1000)
+    contents = {tmp_path / str(size): os.urandom(size) for size in (0, 1, 999, 1000, 1001, 5432)}
+    for path, content in contents.items():
+        path.write_bytes(content)
+    assert read_files(contents) == {path: hashlib.sha256(content).hexdigest() for path, content in contents.items()}
+
+
+def test_a_second_look_reads_nothing(tmp_path: Path, cache: DigestCache) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"A" * 100_000)
+    assert [known(path, cache) for _ in range(3)] == [False, True, True]
+    path.write_bytes(b"B" * 100_000)
+    assert [known(path, cache) for _ in range(2)] == [False, True]
+
+
+def test_times_that_somebody_sets_do_not_hide_a_change(tmp_path: Path, cache: DigestCache) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"A" * 100_000)
+    before = path.stat()
+    assert not known(path, cache)
+    with path.open("r+b") as file:
+        file.write(b"B")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert not known(path, cache)
+
+
+def test_a_file_that_takes_anothers_place_is_read(tmp_path: Path, cache: DigestCache) -> None:
+    path, other = tmp_path / "model.safetensors", tmp_path / "other"
+    for each, content in ((path, b"A"), (other, b"B")):
+        each.write_bytes(content * 100_000)
+        os.utime(each, (1e9, 1e9))
+    assert not known(path, cache)
+    other.rename(path)
+    assert not known(path, cache)
+
+
+@pytest.mark.parametrize("spoil", ["mode", "directory", "text", "format", "digest", "link", "owner"])
+def test_a_cache_that_others_may_have_written_is_not_believed(
+    tmp_path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"A" * 1000)
+    assert [known(path, cache) for _ in range(2)] == [False, True]
+    assert stat.S_IMODE(cache.path.stat().st_mode) == 0o600
+    text = cache.path.read_text(encoding="ascii")
+    if spoil == "mode":
+        cache.path.chmod(0o666)
+    elif spoil == "directory":
+        cache.path.parent.chmod(0o777)
+    elif spoil == "text":
+        cache.path.write_text(text[:-5], encoding="ascii")
+    elif spoil == "format":
+        cache.path.write_text(text.replace("digests/1", "digests/0"), encoding="ascii")
+    elif spoil == "digest":
+        cache.path.write_text(text.replace('": "', '": "x'), encoding="ascii")
+    elif spoil == "link":
+        cache.path.rename(tmp_path / "elsewhere")
+        cache.path.symlink_to(tmp_path / "elsewhere")
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert cache.load() == {}
+    assert not known(path, cache)
+
+
+def test_a_cache_that_cannot_be_written_costs_reading_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    cache = DigestCache(tmp_path / "file" / "digests.json")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"A")
+    assert [known(path, cache) for _ in range(2)] == [False, False]
+
+
+def test_the_cache_forgets_the_oldest(cache: DigestCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_contents, "_KEPT", 3)
+    for number in range(5):
+        cache.add({str(number): f"{number:064x}"})
+    assert list(cache.load()) == ["2", "3", "4"]
+
+
+def test_it_lies_in_the_users_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert DigestCache().path == Path("/elsewhere/ucm/digests.json")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert DigestCache().path == Path("/home/me/.cache/ucm/digests.json")
+
+
+def test_what_is_written_after_the_engines_start_is_not_what_it_loaded(tmp_path: Path, cache: DigestCache) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"A")
+    started = time.time()
+    assert not known(path, cache, started)
+    time.sleep(0.05)
+    with path.open("r+b") as file:
+        file.write(b"A")
+    os.utime(path, (1e9, 1e9))
+    for _ in range(2):  # that another process has read it since does not help
+        with pytest.raises(FileChangedError, match="written or moved after this process started") as caught:
+            FileContents(started, cache).look_up([path])
+        assert caught.value.where == str(path)
+        assert "weights_id" in caught.value.fix
+        known(path, cache)
+
+
+@pytest.mark.parametrize("how", ["file", "link", "directory", "above"])
+def test_older_files_that_come_into_place_after_the_start_are_not_what_it_loaded(tmp_path: Path, how: str) -> None:
+    """Their own times may be those of years ago."""
+    for name, content in (("one", b"A"), ("other", b"B")):
+        directory = tmp_path / name / "model"
+        directory.mkdir(parents=True)
+        (directory / "w.bin").write_bytes(content)
+        (directory / "more").write_bytes(content)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "one" / "model")
+    path = link / "w.bin" if how == "link" else tmp_path / "one" / "model" / "w.bin"
+    time.sleep(0.02)
+    started = time.time()
+    FileContents(started).look_up([path])
+    time.sleep(0.05)
+    if how == "file":
+        (tmp_path / "other" / "model" / "w.bin").rename(path)
+    elif how == "link":
+        link.unlink()
+        link.symlink_to(tmp_path / "other" / "model")
+    else:
+        one, other = (
+            (path.parent, tmp_path / "other" / "model")
+            if how == "directory"
+            else (
+                tmp_path / "one",
+                tmp_path / "other",
+            )
+        )
+        one.rename(tmp_path / "gone")
+        other.rename(one)
+    assert path.read_bytes() == b"B"
+    with pytest.raises(FileChangedError, match="written or moved"):
+        FileContents(started).look_up([path])
+
+
+def test_new_neighbours_of_a_file_do_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "model" / "w.bin"
+    path.parent.mkdir()
+    path.write_bytes(b"A")
+    time.sleep(0.02)
+    contents = FileContents(time.time())
+    time.sleep(0.02)
+    found = contents.look_up([path])
+    (path.parent / "notes.txt").write_bytes(b"")
+    assert list(contents.read(found).of) == [path]
+
+
+@pytest.mark.parametrize("how", ["write", "replace", "touch", "remove", "move"])
+def test_a_file_that_changes_while_it_is_read(
+    tmp_path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    path = tmp_path / "model" / "w.bin"
+    path.parent.mkdir()
+    path.write_bytes(b"A" * 3000)
+    real = hashlib.sha256
+
+    def change() -> None:
+        if how == "write":
+            with path.open("r+b") as file:
+                file.write(b"B")
+        elif how == "replace":
+            (tmp_path / "new").write_bytes(b"A" * 3000)
+            (tmp_path / "new").rename(path)
+        elif how == "touch":
+            os.utime(path)
+        elif how == "remove":
+            path.unlink()
+        else:
+            path.parent.rename(tmp_path / "moved")
+
+    def sha256(string: bytes = b"", *, usedforsecurity: bool = True) -> object:
+        change()
+        return real(string, usedforsecurity=usedforsecurity)
+
+    contents = FileContents(time.time() + 0.01, cache)
+    found = contents.look_up([path])
+    time.sleep(0.05)
+    monkeypatch.setattr(hashlib, "sha256", sha256)
+    with pytest.raises((FileChangedError, FileNotFoundError)):
+        contents.read(found)
+
+
+def test_a_file_that_has_just_been_written_is_read_when_a_change_would_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_contents, "_TICK", 0.3)
+    path = tmp_path / "w.bin"
+    path.write_bytes(b"A")
+    state = FileState.of(path)
+    assert state.settles == pytest.approx(state.changed + 0.3)
+    assert state._replace(ctime_ns=state.ctime_ns // 10**9 * 10**9).settles < time.time() - 1e8
+    read_files([path])
+    assert time.time() >= state.settles
+
+
+def test_reading_can_be_ended(tmp_path: Path) -> None:
+    path = tmp_path / "w.bin"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    contents = FileContents(ANY_TIME)
+    found = contents.look_up([path])
+    threading.Timer(0.1, contents.close).start()
+    with pytest.raises(FileChangedError, match="ended early"):  # to the end it would take longer than a test may
+        contents.read(found)
+
+
+def hub_file(root: Path, content: bytes, name: str) -> Path:
+    """A file of a hub's cache: a link to a blob."""
+    blob, link = root / HUB / "blobs" / name, root / HUB / "snapshots" / ("c" * 40) / "w.bin"
+    for directory in (blob.parent, link.parent):
+        directory.mkdir(parents=True)
+    blob.write_bytes(content)
+    link.symlink_to(Path("..") / ".." / "blobs" / name)
+    return link
+
+
+def test_a_hub_files_own_digest_counts(tmp_path: Path, cache: DigestCache) -> None:
+    """Also of one that the engine itself has loaded from the hub, after its start."""
+    name = "5" * 64
+    path = hub_file(tmp_path, b"something else, so that reading would show", name)
+    found = FileContents(0.0, cache).look_up([path])
+    assert (found.of, found.unread, found.read_bytes) == ({path: name}, [], 0)
+
+
+def test_a_hub_file_that_was_changed_through_its_link_is_read(tmp_path: Path, cache: DigestCache) -> None:
+    content = b"weights" * 1000
+    path = hub_file(tmp_path, content, hashlib.sha256(content).hexdigest())
+    time.sleep(0.02)
+    with path.open("r+b") as file:
+        file.write(b"W")
+    assert not known(path, cache)
+    with pytest.raises(FileChangedError):
+        FileContents(0.0, cache).look_up([path])
+
+
+def test_a_small_hub_file_is_known_by_gits_hash(tmp_path: Path) -> None:
+    content = b'{"model_type": "llama"}'
+    name = hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()  # noqa: S324 - it is git's
+    path = hub_file(tmp_path, content, name)
+    assert FileContents(0.0).look_up([path]).of == {path: hashlib.sha256(content).hexdigest()}
+    time.sleep(0.02)
+    path.resolve().write_bytes(content + b" ")
+    assert FileContents(ANY_TIME).look_up([path]).unread == [path]
+
+
+@pytest.mark.parametrize("name", ["5" * 63, "x" * 64])
+def test_a_link_to_something_else_is_read(tmp_path: Path, name: str, cache: DigestCache) -> None:
+    assert not known(hub_file(tmp_path, b"A", name), cache)
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no regular file"):
+        read_files([tmp_path])
+
+
+def test_the_start_of_a_process() -> None:
+    before = time.time()
+    code = (
+        "import time; from ucm.hashing.file_contents import process_started; time.sleep(.3); print(process_started())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert before - 0.05 <= float(done.stdout) <= time.time() - 0.25
+    assert process_started() < before

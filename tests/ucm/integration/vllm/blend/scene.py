@@ -1,0 +1,178 @@
+"""The scheduler's side of blending over a real store and a real slab, with what vLLM calls and a rank beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ucm.blend.chunks import Chunk, ChunkNames
+from ucm.config.settings import BlendSettings
+from ucm.integration.vllm.blend.scheduler import REFUSED, BlendScheduler
+from ucm.integration.vllm.blend.staging import ChunkStager
+from ucm.store.base import BlockGeometry, BlockTransfer
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.slab import Slab, SlabReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Self
+
+    from ucm.integration.vllm.blend.metadata import BlendPlan
+    from ucm.store.base import BlockKey
+
+BLOCK = 16
+#: Two layers of so many bytes for each piece.
+GEOMETRY = BlockGeometry((4096, 4096), b"geometry of test")
+
+
+def chained(before: bytes, tokens: Sequence[int]) -> bytes:
+    """A block's name, as vLLM makes it."""
+    return hashlib.sha256(before + repr(list(tokens)).encode()).digest()
+
+
+@dataclass(eq=False)
+class Request:
+    """What is read of vLLM's ``Request``."""
+
+    request_id: str
+    all_token_ids: list[int]
+    chunks: Any = None
+    num_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.kv_transfer_params = None if self.chunks is None else {"ucm_chunks": self.chunks}
+        for name, value in self.more.items():
+            setattr(self, name, value)
+        self.name_blocks()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def name_blocks(self) -> None:
+        """Name the blocks that are full and have no name."""
+        while (len(self.block_hashes) + 1) * BLOCK <= self.num_tokens:
+            start = len(self.block_hashes) * BLOCK
+            before = self.block_hashes[-1] if self.block_hashes else b""
+            self.block_hashes.append(chained(before, self.all_token_ids[start : start + BLOCK]))
+
+    def generate(self, tokens: Sequence[int]) -> None:
+        """Append tokens, as a decode does."""
+        self.all_token_ids.extend(tokens)
+        self.name_blocks()
+
+
+class Counted:
+    """Outcomes, in order."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def blend_planned(self, outcome: str) -> None:
+        self.outcomes.append(outcome)
+
+
+class Scene:
+    """One engine."""
+
+    def __init__(self, directory: Path, ranks: int = 1, seconds: float = 60.0, **settings: Any) -> None:
+        self.settings = BlendSettings(**{"min_tokens": 32, **settings})
+        self.counted = Counted()
+        self.slab = Slab(1 << 24, ranks)
+        self.stager = ChunkStager(self.slab, seconds)
+        self.scheduler = BlendScheduler(self.settings, BLOCK, self.slab, self.stager, self.counted)
+        directory.mkdir(exist_ok=True)
+        config = StoreConfig(directories=(str(directory),))
+        self.stores = [open_store(config, f"test/chunks/{rank}", GEOMETRY) for rank in range(ranks)]
+        self.scheduler.prepare(ranks, lambda _: self.stores)
+        self.readers = [SlabReader() for _ in range(ranks)]
+
+    def answer(self, rank: int = 0, *, refused: bool = False) -> None:
+        """A rank says what its pieces look like."""
+        record = {"sizes": list(GEOMETRY.shard_sizes), "fingerprint": GEOMETRY.fingerprint.hex(), REFUSED: refused}
+        writer = SlabReader()
+        assert writer.attach(self.slab.address, rank, record)
+        writer.close()
+
+    def put(self, tokens: Sequence[int], ranks: Sequence[int] = (0,), salt: str | None = None) -> list[BlockKey]:
+        """A chunk is in the stores of some ranks."""
+        keys = ChunkNames(b"").pieces(list(tokens), salt)
+        for rank in ranks:
+            store = self.stores[rank]
+            transfers = [
+                BlockTransfer(key, [memoryview(bytearray([number + 1]) * size) for size in GEOMETRY.shard_sizes])
+                for number, key in enumerate(keys)
+            ]
+            assert not store.wait(store.dump(transfers)).failed
+            assert not store.wait(store.commit(keys)).failed
+        return keys
+
+    def matched(self, request: Request, computed: int = 0, exact: int = 0) -> int:
+        """What vLLM is told in the end; it asks again as long as it must."""
+        until = time.monotonic() + 120
+        while (found := self.scheduler.matched(request, computed, exact)) is None:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return found
+
+    def admit(self, request: Request, computed: int, tokens: int, block_ids: list[int]) -> bool:
+        """vLLM gives a request blocks."""
+        blocks = SimpleNamespace(get_block_ids=lambda: (block_ids,))
+        return self.scheduler.allocated(request, blocks, tokens)
+
+    def step(self, *admitted: tuple[Request, list[int], int, int]) -> BlendPlan:
+        """A step with new requests: their blocks, computed tokens, and tokens to compute."""
+        new = [
+            SimpleNamespace(req_id=request.request_id, block_ids=(ids,), num_computed_tokens=computed)
+            for request, ids, computed, _ in admitted
+        ]
+        for request, _, computed, _ in admitted:
+            request.num_computed_tokens = computed
+        return self._plan(new, {request.request_id: number for request, _, _, number in admitted})
+
+    def idle(self) -> BlendPlan:
+        """A step without requests."""
+        return self._plan([], {})
+
+    def go_on(self, request: Request, number: int) -> BlendPlan:
+        """A step in which a running request computes so many tokens."""
+        return self._plan([], {request.request_id: number})
+
+    def _plan(self, new: list[Any], scheduled: dict[str, int]) -> BlendPlan:
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+        )
+        return self.scheduler.plan(output)
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for store in self.stores:
+            store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def tokens(start: int, number: int) -> list[int]:
+    """Tokens that no other call gives."""
+    return list(range(start * 1000, start * 1000 + number))
+
+
+def marks(*chunks: Chunk) -> list[list[int]]:
+    """As a request marks them."""
+    return [[chunk.start, chunk.end] for chunk in chunks]

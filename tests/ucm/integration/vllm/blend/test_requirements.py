@@ -1,0 +1,116 @@
+"""What blending refuses, by name."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ucm.config.settings import BlendSettings
+from ucm.errors import ConfigError
+from ucm.integration.vllm.blend import requirements
+from ucm.integration.vllm.blend.requirements import require_alone, require_engine
+from ucm.integration.vllm.connector.groups import CacheGroup
+
+GROUP = CacheGroup(0, 16, None, {}, ())
+
+
+def config(**changes: Any) -> Any:
+    """A configuration that can be blended, but for some changes: ``part__name`` is a field of a part."""
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "model": "m",
+            "runner_type": "generate",
+            "use_mla": False,
+            "is_encoder_decoder": False,
+            "uses_mrope": False,
+            "is_hybrid": False,
+            "enforce_eager": False,
+            "hf_text_config": SimpleNamespace(),
+        },
+        "parallel_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
+    }
+    top: dict[str, Any] = {"speculative_config": None, "kv_transfer_config": None, "additional_config": {}}
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            parts[part][field] = value
+        else:
+            top[name] = value
+    return SimpleNamespace(**{part: SimpleNamespace(**fields) for part, fields in parts.items()}, **top)
+
+
+def test_an_ordinary_engine_is_served() -> None:
+    require_engine(config(), BlendSettings(), [GROUP])
+    require_engine(config(model_config__enforce_eager=True), BlendSettings(select="deviation"), [GROUP])
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_config__runner_type": "pooling"}, "generate no text"),
+        ({"model_config__use_mla": True}, "MLA"),
+        ({"model_config__is_multimodal_model": True}, "multimodal"),
+        ({"lora_config": object()}, "maps adapters"),
+        ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_config__uses_mrope": True}, "mrope"),
+        ({"model_config__uses_xdrope_dim": 3}, "mrope"),
+        ({"model_config__is_hybrid": True}, "mix attention"),
+        ({"model_config__attention_chunk_size": 8192}, "within chunks"),
+        ({"model_config__hf_text_config": SimpleNamespace(no_rope_layers=[1, 1, 0])}, "do not all turn their keys"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "tensor-parallel group alone"),
+        ({"parallel_config__data_parallel_size": 2}, "tensor-parallel group alone"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "tensor-parallel group alone"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "tensor-parallel group alone"),
+        ({"parallel_config__enable_dbo": True}, "micro-batches"),
+        ({"cache_config__cache_dtype": "fp8"}, "cannot be turned"),
+        ({"speculative_config": object()}, "not that of a draft"),
+        ({"additional_config": {"ucm_sparse_config": {"BlockTopK": {}}}}, "sparse method"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_engine(config(**changes), BlendSettings(), [GROUP])
+    assert what in caught.value.what
+    assert caught.value.where
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("groups", [[GROUP, GROUP], [CacheGroup(0, 16, 128, {}, ())]])
+def test_windows_and_several_groups_are_refused(groups: list[CacheGroup]) -> None:
+    with pytest.raises(ConfigError, match="sliding windows"):
+        require_engine(config(), BlendSettings(), groups)
+
+
+def test_deviation_wants_an_eager_model() -> None:
+    with pytest.raises(ConfigError, match="compiled"):
+        require_engine(config(), BlendSettings(select="deviation"), [GROUP])
+
+
+def test_names_that_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 0.10.2: vLLM's own cache would hand blended blocks to others."""
+    monkeypatch.setattr(requirements, "names_are_kept_apart", lambda: False)
+    with pytest.raises(ConfigError, match="out of reach"):
+        require_engine(config(), BlendSettings(), [GROUP])
+    require_engine(config(cache_config__enable_prefix_caching=False), BlendSettings(), [GROUP])
+
+
+@pytest.mark.parametrize(("outer", "refused"), [("MultiConnector", True), ("BlendConnector", False), (None, False)])
+def test_other_connectors_beside_it_are_refused(
+    monkeypatch: pytest.MonkeyPatch, outer: str | None, refused: bool
+) -> None:
+    """They see the same requests and blocks, and nobody tells them that some are approximate."""
+    current = None if outer is None else SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=outer))
+    vllm = ModuleType("vllm.config")
+    vllm.get_current_vllm_config_or_none = lambda: current  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.config", vllm)
+    own = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="BlendConnector"))
+    if refused:
+        with pytest.raises(ConfigError, match="under exact names"):
+            require_alone(own)
+    else:
+        require_alone(own)

@@ -1,0 +1,451 @@
+"""Which requests are blended and how far, what is saved, and what never is."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ucm.integration.vllm.blend.scene import BLOCK, Request, Scene, chained, tokens
+from ucm.blend.chunks import PIECE, Chunk
+from ucm.integration.vllm.blend.metadata import BlendPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from ucm.integration.vllm.blend.staging import ChunkLookup
+    from ucm.store.base import BlockGeometry, BlockKey, KVStore
+
+A, B, C, QUESTION = tokens(1, 70), tokens(2, 40), tokens(3, 50), tokens(9, 10)
+PROMPT = [*B, *A, *C, *QUESTION]
+MARKS = [[0, 40], [40, 110], [110, 160]]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with Scene(tmp_path) as made:
+        made.answer()
+        yield made
+
+
+def request(name: str = "r", **more: Any) -> Request:
+    return Request(name, list(PROMPT), MARKS, more=more)
+
+
+def put_all(scene: Scene) -> None:
+    for chunk in (A, B, C):
+        scene.put(chunk)
+
+
+def blended(scene: Scene, one: Request, computed: int = 0) -> Any:
+    """A request's blend, planned in one step."""
+    found = scene.matched(one, computed)
+    ids = list(range(100, 112))
+    assert scene.admit(one, computed, found, ids)
+    (blend,) = scene.step((one, ids, computed + found, 10)).blends
+    return blend
+
+
+def test_chunks_in_a_new_order_are_one_hit(scene: Scene) -> None:
+    """Found by their content, whatever stood before them when they were stored (LMCache's issue 4663)."""
+    put_all(scene)
+    blend = blended(scene, request())
+    assert (blend.start, blend.end) == (0, 160)
+    assert blend.token_ids == PROMPT[:160]
+    assert blend.block_ids == list(range(100, 110))
+    assert blend.chunks == [Chunk(0, 40), Chunk(40, 110), Chunk(110, 160)]
+    assert [len(places) for places in blend.places] == [1, 2, 1]
+    assert len({place for places in blend.places for place in places}) == 4
+    assert scene.counted.outcomes == ["blended"]
+
+
+@pytest.mark.parametrize("computed", range(0, 161, BLOCK))
+def test_a_stretch_begins_where_the_exact_prefix_ends(scene: Scene, computed: int) -> None:
+    """Also within a chunk: UCM answers wrongly there (its issues 867 and 906)."""
+    put_all(scene)
+    one = request()
+    found = scene.matched(one, computed)
+    assert found == (160 - computed if 160 - computed >= 32 else 0)
+    if found:
+        ids = list(range(12))
+        assert scene.admit(one, computed, found, ids)
+        (blend,) = scene.step((one, ids, computed + found, 10)).blends
+        assert (blend.start, blend.end) == (computed, 160)
+        assert blend.token_ids == PROMPT[computed:160]
+        assert all(chunk.end > computed for chunk in blend.chunks)
+        assert scene.scheduler.written(BlendPlan([blend])) == set(ids[computed // BLOCK : 10])
+
+
+def test_stores_that_cannot_be_opened_keep_no_request_waiting(scene: Scene) -> None:
+    """The error ended EngineCore, out of the first request with chunks."""
+
+    def refuse(geometries: Sequence[BlockGeometry]) -> Sequence[KVStore]:
+        raise OSError(len(geometries))
+
+    scene.scheduler.prepare(1, refuse)
+    assert scene.matched(request()) == 0
+    assert scene.matched(request("next")) == 0
+    assert set(scene.counted.outcomes) == {"no store"}
+
+
+def test_a_store_that_does_not_answer_is_opened_beside_the_scheduler(tmp_path: Path) -> None:
+    answers = threading.Event()
+    with Scene(tmp_path) as scene:
+        scene.answer()
+
+        def late(geometries: Sequence[BlockGeometry]) -> Sequence[KVStore]:
+            del geometries
+            answers.wait()
+            return scene.stores
+
+        scene.scheduler.prepare(1, late)
+        assert scene.scheduler.matched(request(), 0, 0) is None
+        scene.scheduler._ready_by = 0.0
+        assert scene.matched(request()) == 0
+        answers.set()
+
+
+def test_a_prefix_that_the_same_step_computes_for_another_is_computed_ahead(scene: Scene) -> None:
+    """vLLM lets others find blocks as soon as they are allocated, and a stretch is filled ahead of the forward."""
+    put_all(scene)
+    shared = list(range(200, 204))
+    plain, one = Request("plain", list(PROMPT)), request()
+    assert scene.matched(plain, BLOCK) == 0
+    plain_ids = [*shared, *range(300, 308)]
+    scene.admit(plain, BLOCK, 0, plain_ids)
+    found = scene.matched(one, 3 * BLOCK)
+    ids = [*shared[:3], *range(103, 112)]
+    assert scene.admit(one, 3 * BLOCK, found, ids)
+    (blend,) = scene.step((plain, plain_ids, BLOCK, 100), (one, ids, 3 * BLOCK + found, 10)).blends
+    assert (blend.unwritten, blend.start, blend.end) == (BLOCK, 3 * BLOCK, 160)
+    assert blend.token_ids == PROMPT[BLOCK:160]
+
+
+def test_a_prefix_that_an_earlier_step_has_computed_is_read(scene: Scene) -> None:
+    put_all(scene)
+    plain, one = Request("plain", list(PROMPT)), request()
+    plain_ids = list(range(200, 212))
+    scene.matched(plain, 0)
+    scene.admit(plain, 0, 0, plain_ids)
+    scene.step((plain, plain_ids, 0, 3 * BLOCK))
+    plain.num_computed_tokens = 3 * BLOCK
+    found = scene.matched(one, 3 * BLOCK)
+    ids = [*plain_ids[:3], *range(103, 112)]
+    assert scene.admit(one, 3 * BLOCK, found, ids)
+    (blend,) = scene.step((one, ids, 3 * BLOCK + found, 10)).blends
+    assert blend.unwritten == blend.start == 3 * BLOCK
+
+
+def test_an_exact_hit_that_reaches_as_far_wins(scene: Scene) -> None:
+    put_all(scene)
+    assert scene.matched(request(), 0, exact=160) == 0
+    assert scene.matched(request("other"), 0, exact=144) == 0  # not worth it
+    assert scene.matched(request("third"), 0, exact=96) == 160
+
+
+def test_a_chunk_that_is_missing_is_a_gap(scene: Scene) -> None:
+    scene.put(A)
+    scene.put(C)
+    blend = blended(scene, request())
+    assert blend.chunks == [Chunk(40, 110), Chunk(110, 160)]
+    assert blend.start == 0
+
+
+def test_a_damaged_chunk_is_a_gap(scene: Scene, tmp_path: Path) -> None:
+    """Its bytes are checked before anything is promised."""
+    put_all(scene)
+    (key,) = scene.put(B)
+    name = key.hex()
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name + path.name == name]
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    assert blended(scene, request()).chunks == [Chunk(40, 110), Chunk(110, 160)]
+
+
+def test_a_chunk_that_one_rank_lacks_is_a_gap_for_all(tmp_path: Path) -> None:
+    with Scene(tmp_path, ranks=2) as scene:
+        scene.answer(0)
+        scene.answer(1)
+        scene.put(A, ranks=(0, 1))
+        scene.put(B, ranks=(0,))
+        scene.put(C, ranks=(0, 1))
+        blend = blended(scene, request())
+        assert blend.chunks == [Chunk(40, 110), Chunk(110, 160)]
+        assert scene.stager.shares == (0, 8192)
+
+
+def test_nothing_is_blended_before_all_workers_have_answered(tmp_path: Path) -> None:
+    with Scene(tmp_path, ranks=2) as scene:
+        one = request()
+        assert scene.scheduler.matched(one, 0, 0) is None
+        assert scene.idle().slab == scene.slab.address
+        scene.answer(0)
+        assert scene.scheduler.matched(one, 0, 0) is None
+        scene.answer(1)
+        assert scene.matched(one) == 0
+        assert scene.idle().slab is None
+
+
+def test_workers_on_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ucm.integration.vllm.blend.scheduler.ANSWERS_SECONDS", 0.0)
+    with Scene(tmp_path) as scene:
+        scene.idle()
+        assert scene.matched(request()) == 0
+        assert scene.idle().slab is None
+
+
+def test_a_model_that_a_worker_refused(scene: Scene) -> None:
+    """LMCache's issue 4666: some models answer garbage, and nothing says so."""
+    put_all(scene)
+    blended(scene, request())
+    scene.answer(refused=True)
+    assert scene.matched(request("next")) == 0
+    assert scene.matched(request("third")) == 0
+    assert scene.counted.outcomes == ["blended", "gate"]
+
+
+# Names
+
+
+def test_blended_blocks_have_names_of_their_own(scene: Scene) -> None:
+    put_all(scene)
+    one, other = request(), request("other")
+    exact = list(one.block_hashes)
+    blended(scene, one, computed=48)
+    assert one.block_hashes[:3] == exact[:3]
+    assert not set(one.block_hashes[3:]) & set(exact)
+    assert other.block_hashes == exact
+    blended(scene, other, computed=48)
+    assert not set(one.block_hashes[3:]) & set(other.block_hashes)
+
+
+def test_blocks_of_generated_tokens_follow_from_them(scene: Scene) -> None:
+    put_all(scene)
+    one = request()
+    exact = Request("exact", list(PROMPT))
+    blended(scene, one)
+    for each in (one, exact):
+        each.generate(tokens(7, 40))
+    assert len(one.block_hashes) == len(exact.block_hashes) == 13
+    assert not set(one.block_hashes) & set(exact.block_hashes)
+    assert one.block_hashes[-1] == chained(one.block_hashes[-2], one.all_token_ids[192:208])
+
+
+def test_a_request_that_got_no_blocks_and_then_is_not_blended_has_its_exact_names(scene: Scene) -> None:
+    put_all(scene)
+    one = request()
+    exact = list(one.block_hashes)
+    assert scene.matched(one) == 160
+    assert one.block_hashes != exact
+    assert scene.matched(one, 0, exact=160) == 0
+    assert one.block_hashes == exact
+    assert not scene.admit(one, 0, 160, list(range(12)))
+
+
+def test_a_preempted_request_keeps_its_names(scene: Scene) -> None:
+    """Its KV may still lie in vLLM's cache, under these; what is computed behind it must not get exact names."""
+    put_all(scene)
+    one = request()
+    exact = list(one.block_hashes)
+    blended(scene, one, computed=48)
+    own = list(one.block_hashes)
+    one.generate(tokens(7, 20))
+    # It finds all of its own blocks again.
+    assert scene.matched(one, 160) == 0
+    assert one.block_hashes[: len(own)] == own
+    # It finds none, and is blended from its beginning.
+    assert scene.matched(one, 0) == 160
+    assert one.block_hashes[3 : len(own)] == own[3:]
+    assert not set(one.block_hashes) & set(exact)
+    # It is computed as a whole: the names stay, whatever is exact now.
+    scene.scheduler.start_anew()
+    assert scene.matched(one, 0) == 0
+    assert not set(one.block_hashes) & set(exact)
+
+
+def test_a_request_that_waits_for_room_counts_once(scene: Scene) -> None:
+    one = request()
+    for _ in range(3):
+        assert scene.matched(one) == 0
+    assert scene.counted.outcomes == ["miss"]
+
+
+# What is let go
+
+
+def test_an_aborted_request_holds_nothing(scene: Scene) -> None:
+    put_all(scene)
+    for number in range(3):
+        one = request(f"aborted {number}")
+        assert scene.matched(one) == 160
+        if number:
+            scene.admit(one, 0, 160, list(range(12)))
+        scene.scheduler.finished(one)
+        assert not scene.step().blends
+    rows = scene.stager.submit([scene.put(A)]).rows[0]
+    assert rows is not None
+    assert all(row.users == 1 for row in rows)
+
+
+def test_staged_chunks_are_held_until_the_step_has_run(scene: Scene) -> None:
+    put_all(scene)
+    one = request()
+    assert scene.matched(one) == 160
+    lookup = scene.scheduler._requests["r"].lookup
+    assert lookup is not None
+    rows = [row for of_chunk in lookup.rows for row in of_chunk or []]
+    scene.admit(one, 0, 160, list(range(12)))
+    scene.step((one, list(range(12)), 160, 10))
+    assert all(row.users == 1 for row in rows)
+    scene.idle()
+    assert all(row.users == 0 for row in rows)
+
+
+def test_two_requests_in_a_step(scene: Scene) -> None:
+    put_all(scene)
+    one, other = request(), request("other")
+    plans = []
+    for each, ids in ((one, list(range(12))), (other, list(range(20, 32)))):
+        assert scene.admit(each, 0, scene.matched(each), ids)
+        plans.append((each, ids, 160, 10))
+    blends = scene.step(*plans).blends
+    assert [blend.request_id for blend in blends] == ["r", "other"]
+    assert blends[0].places == blends[1].places
+    assert blends[0].block_ids != blends[1].block_ids
+
+
+# Saves
+
+
+def test_the_chunk_that_begins_a_prompt_is_saved_once_it_is_computed(scene: Scene) -> None:
+    one = Request("r", [*A, *B], [[0, 70], [70, 110]])
+    ids = list(range(7))
+    assert scene.matched(one) == 0
+    assert not scene.step((one, ids, 0, 64)).saves
+    one.num_computed_tokens = 64
+    (save,) = scene.go_on(one, 46).saves
+    assert (save.tokens, save.block_ids) == (70, ids[:5])
+    assert save.keys == scene.put(A)
+    assert len(save.keys) == -(-70 // PIECE)
+    one.num_computed_tokens = 110
+    assert not scene.go_on(one, 1).saves
+
+
+def test_what_vllm_had_itself_is_saved_too(scene: Scene) -> None:
+    one = Request("r", [*A, *B], [[0, 70]])
+    scene.matched(one, 96)
+    assert scene.step((one, list(range(7)), 96, 14)).saves
+
+
+def test_a_chunk_behind_others_is_not_saved(scene: Scene) -> None:
+    """Its KV has seen them."""
+    one = Request("r", [*A, *B], [[70, 110]])
+    scene.matched(one)
+    assert not scene.step((one, list(range(7)), 0, 110)).saves
+
+
+def test_a_blended_request_saves_nothing(scene: Scene) -> None:
+    scene.put(A)
+    scene.put(C)
+    one = request()
+    ids = list(range(12))
+    found = scene.matched(one)
+    assert scene.admit(one, 0, found, ids)
+    plan = scene.step((one, ids, found, 10))
+    assert plan.blends
+    assert not plan.saves
+
+
+@pytest.mark.parametrize(
+    ("more", "outcome"),
+    [
+        ({"lora_request": object()}, "lora"),
+        ({"prompt_embeds": object()}, "prompt_embeds"),
+        ({"mm_features": [object()]}, "multimodal"),
+        ({"pooling_params": object()}, "pooling"),
+        ({"resumable": True}, "streaming"),
+    ],
+)
+def test_requests_whose_kv_is_not_of_their_tokens_alone(scene: Scene, more: dict[str, Any], outcome: str) -> None:
+    put_all(scene)
+    one = request(**more)
+    assert scene.matched(one) == 0
+    assert scene.counted.outcomes == [outcome]
+    assert not scene.step((one, list(range(12)), 0, 170)).saves
+
+
+@pytest.mark.parametrize(
+    ("more", "outcome"),
+    [
+        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache"),
+        ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "prompt_logprobs"),
+    ],
+)
+def test_requests_whose_tokens_must_all_be_computed(scene: Scene, more: dict[str, Any], outcome: str) -> None:
+    put_all(scene)
+    one = request(**more)
+    assert scene.matched(one) == 0
+    assert scene.counted.outcomes == [outcome]
+    assert scene.step((one, list(range(12)), 0, 170)).saves
+
+
+def test_another_tenants_chunks_are_not_found(scene: Scene) -> None:
+    scene.put(A, salt="one")
+    prompt = [*A, *QUESTION]
+    assert scene.matched(Request("r", prompt, [[0, 70]], more={"cache_salt": "two"})) == 0
+    assert scene.matched(Request("s", prompt, [[0, 70]], more={"cache_salt": "one"})) == 64
+
+
+def test_marks_that_cannot_be_followed_are_ignored(scene: Scene) -> None:
+    put_all(scene)
+    one = Request("r", list(PROMPT), [[0, 4000]])
+    assert scene.matched(one) == 0
+    assert scene.counted.outcomes == ["marks"]
+
+
+def test_separators_in_place_of_marks(tmp_path: Path) -> None:
+    with Scene(tmp_path, chunk_end_token_ids=(5,)) as scene:
+        scene.answer()
+        scene.put([*A, 5])
+        scene.put([*B, 5])
+        assert scene.matched(Request("r", [*B, 5, *A, 5, *QUESTION])) == 112
+        # Marks say it better, also where they say that there are none.
+        assert scene.matched(Request("s", [*B, 5, *A, 5, *QUESTION], [])) == 0
+
+
+def test_after_a_start_anew_nothing_is_found(scene: Scene) -> None:
+    put_all(scene)
+    scene.scheduler.start_anew()
+    assert scene.matched(request()) == 0
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, answers = threading.Event(), threading.Event()
+    with Scene(tmp_path) as scene:
+        scene.answer()
+        put_all(scene)
+        held, submit, lookups = scene.stores[0].lookup, scene.stager.submit, []
+
+        def stuck(keys: Any) -> list[bool]:
+            entered.set()
+            answers.wait()
+            return held(keys)
+
+        def submitted(pieces: list[list[BlockKey]]) -> ChunkLookup:
+            lookups.append(submit(pieces))
+            return lookups[-1]
+
+        monkeypatch.setattr(scene.stores[0], "lookup", stuck)
+        monkeypatch.setattr(scene.stager, "submit", submitted)
+        one = request()
+        while not lookups:  # the stores are opened beside
+            assert scene.scheduler.matched(one, 0, 0) is None
+        assert entered.wait(60)
+        assert scene.scheduler.matched(one, 0, 0) is None
+        lookups[0].deadline = 0.0
+        assert scene.scheduler.matched(one, 0, 0) == 0
+        answers.set()

@@ -1,0 +1,135 @@
+"""Within vLLM's own MultiConnector: what another connector has loaded is saved under no name of ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from tests.e2e.model import write_model
+from tests.ucm.stepping.setting import EngineSetting
+from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
+from ucm.integration.vllm.connector import scheduler_side
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZE = 4
+FOREIGN = list(range(10, 30))
+OURS = list(range(40, 60))
+
+
+class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM is untyped here
+    """Another connector, which has the KV of some tokens."""
+
+    has: ClassVar[dict[int, int]] = {}  # tokens, by the first token of a prompt
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return max(0, self.has.get(request.prompt_token_ids[0], 0) - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError
+
+
+class Engine:
+    """vLLM's scheduler with both connectors, of which ours only saves."""
+
+    def __init__(self, directory: Path) -> None:
+        store = {"pipeline": "Posix", "directories": [str(directory)]}
+        ours = {
+            "kv_connector": "UCMConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
+            "kv_connector_extra_config": {"store": store, "metrics_log_interval": 0},
+        }
+        other = {"kv_connector": "OtherConnector", "kv_role": "kv_both", "kv_connector_module_path": __name__}
+        transfer = KVTransferConfig(
+            kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [other, ours]}
+        )
+        setting = EngineSetting(blocks=64, budget=64)
+        config = engine_config(write_model(directory / "model"), setting, SIZE, 256, kv_transfer_config=transfer)
+        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, head_size_v=0, dtype=torch.int64)
+        with patch.object(scheduler_side, "process_started", lambda: float("inf")):
+            self.scheduler = make_scheduler(config, KVCacheConfig(64, [], [KVCacheGroupSpec(["layer.0"], spec)]))
+        self._new = Requests(SIZE)
+
+    def saved(self, prompt: list[int]) -> int:
+        """How many blocks of a request are saved, whose prompt is computed with one step."""
+        self.scheduler.add_request(self._new.make(prompt, 1))
+        count = 0
+        while self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            plan = output.kv_connector_metadata.metadata[1].plan
+            count += sum(len(moves.keys) for moves in (*plan.dumps, *plan.late_dumps))
+            sampled = {request_id: [3] for request_id in output.num_scheduled_tokens}
+            self.scheduler.update_from_output(output, runner_output(output, sampled))
+        return count
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(OtherConnector, "has", {FOREIGN[0]: 2 * SIZE})
+    return Engine(tmp_path)
+
+
+def test_what_another_connector_has_loaded_is_not_saved_nor_what_is_behind_it(engine: Engine) -> None:
+    assert engine.saved(FOREIGN) == 0
+
+
+def test_not_even_by_another_request_that_finds_it_in_vllms_own_prefix_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.saved(FOREIGN)
+    monkeypatch.setattr(OtherConnector, "has", {})
+    assert engine.saved([*FOREIGN, *range(90, 98)]) == 0
+    assert engine.saved([*FOREIGN[: 2 * SIZE], *range(70, 79)]) == 0
+    assert engine.saved([*FOREIGN[:SIZE], *range(70, 79)]) == 0
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.saved(FOREIGN) == 5
+
+
+def test_what_the_engine_has_computed_is_saved(engine: Engine) -> None:
+    """Also what it finds in its own prefix cache: one that looks nothing up leaves it to the store what that has."""
+    engine.saved(FOREIGN)
+    assert engine.saved(OURS) == 5
+    assert engine.saved([*OURS, *range(90, 98)]) == 7
+
+
+def test_a_prompt_that_another_connector_has_before_its_first_whole_block(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a block has no name yet, and gets one when it is whole."""
+    monkeypatch.setattr(OtherConnector, "has", {5: 2})
+    assert engine.saved([5, 6, 7]) == 0
+    assert engine.saved(OURS) == 5
+    assert engine.saved([*OURS, *range(90, 98)]) == 0  # which of vLLM's blocks are whose is not known any more
+
+
+def test_a_failed_load_is_computed_though_the_engine_has_another_configuration(engine: Engine) -> None:
+    assert engine.scheduler.recompute_kv_load_failures

@@ -1,0 +1,210 @@
+"""A first tier that is stuck within a write: it costs rows and blocks, never a forward, and nothing wrong is stored."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import pytest
+
+from tests.ucm.integration.vllm.connector.tensors import tensor
+from tests.ucm.integration.vllm.connector.test_worker import Counts
+from ucm.integration.vllm.connector import host_memory, worker
+from ucm.integration.vllm.connector.device_memory import DeviceMemory
+from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.integration.vllm.connector.host_memory import HostMemory
+from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
+from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
+from ucm.integration.vllm.connector.transfer import HostTransfer
+from ucm.integration.vllm.connector.worker import TransferWorker
+from ucm.store.base import BlockKey, BlockTransfer
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.posix import files
+from ucm.store.slab import SlabReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from ucm.integration.vllm.connector.transfer import GroupTransfer
+    from ucm.store.base import Buffer
+
+BLOCKS, LAYERS, ROOM = 12, 3, 4
+KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(BLOCKS)]
+LONG = 60.0
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None,
+    reason="torch is not installed; the end-to-end session runs these tests beside vLLM",
+)
+
+
+class Stuck:
+    """Writes that get stuck with half of their bytes read, until ``over``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.over = threading.Event()
+        self.began = threading.Semaphore(0)
+        write_from = files.write_from
+
+        def stuck(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
+            half = sum(memoryview(buffer).nbytes for buffer in buffers[: len(buffers) // 2])
+            write_from(descriptor, buffers[: len(buffers) // 2], offset, half)
+            self.began.release()
+            assert self.over.wait(2 * LONG)
+            write_from(descriptor, buffers[len(buffers) // 2 :], offset + half, nbytes - half)
+
+        monkeypatch.setattr(files, "write_from", stuck)
+
+
+class Setup:
+    """KV caches, a worker, and a store in a directory that has room for some waiting blocks."""
+
+    def __init__(self, directory: Path, kind: type[TransferWorker], *, on_device: bool) -> None:
+        self.others = set(threading.enumerate())  # threads of other tests
+        self.caches = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in range(LAYERS)}
+        group = CacheGroup(0, 4, None, {}, tuple(self.caches))
+        config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, dump_threads=2, dump_nice=0)
+        self.counts = Counts()
+        if on_device:
+            from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch  # noqa: PLC0415 - needs torch
+
+            device = DeviceMemory(group, all_as_torch(self.caches), BLOCKS, {})
+            nbytes, geometry = device.geometry.nbytes, device.geometry
+            make: Callable[..., GroupTransfer] = partial(StagedTransfer, device, staging_bytes=4 * nbytes)
+        else:
+            with patch.object(host_memory, "_storage", lambda found: memoryview(found.raw)):
+                host = HostMemory(group, self.caches, BLOCKS, {})
+            nbytes, geometry = host.geometry.nbytes, host.geometry
+            make = partial(HostTransfer, host)
+        self.geometry = geometry
+        self.reopen = partial(open_store, config, "model/rank0", geometry)
+        transfer = make(
+            store=open_store(config, "model/rank0", geometry), slab=SlabReader(), dump_queue_bytes=ROOM * nbytes
+        )
+        self.worker = kind({0: transfer}, self.counts, places={0: 0}, saves={0})
+        self._step = 0
+
+    def content(self, block: int) -> bytes:
+        return b"".join(cache.view()[:, block].tobytes() for cache in self.caches.values())
+
+    def step(self, dumps: Iterable[int], overwritten: Iterable[int] = ()) -> None:
+        """A step that writes over some blocks and fills others, in a thread, so that a stuck one is seen."""
+        self._step += 1
+        plan = StepPlan(self._step, dumps=[self.moves(block) for block in dumps], fresh_block_ids=set(overwritten))
+
+        def run() -> None:
+            self.worker.begin(plan)
+            self.worker.load(plan)
+            for name, cache in self.caches.items():
+                self.worker.wait_for_layer(name)
+                cache.view()[:, list(overwritten)] = 0xEE
+                self.worker.layer_computed(name)
+            self.worker.dump(plan)
+
+        gets_on(run)
+
+    def moves(self, block: int) -> BlockMoves:
+        return BlockMoves("r", 0, [KEYS[block]], [block])
+
+    def stored(self, key: BlockKey) -> bytes | None:
+        """What a new engine finds under a name."""
+        memory = bytearray(self.geometry.nbytes)
+        at, shards = 0, []
+        for size in self.geometry.shard_sizes:
+            shards.append(memoryview(memory)[at : at + size])
+            at += size
+        with self.reopen() as store:
+            result = store.wait(store.load([BlockTransfer(key, shards)]))
+        return bytes(memory) if result.done else None
+
+
+def gets_on(call: Callable[[], None]) -> None:
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - told below
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LONG)
+    assert ended == [None], ended or "it is stuck with the medium"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((TransferWorker, False), id="host"),
+        pytest.param((LayerWiseWorker, False), id="host, layer by layer"),
+        pytest.param((TransferWorker, True), id="device", marks=needs_torch),
+        pytest.param((LayerWiseWorker, True), id="device, layer by layer", marks=needs_torch),
+    ]
+)
+def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Setup:
+    kind, on_device = request.param
+    return Setup(tmp_path, kind, on_device=on_device)
+
+
+@pytest.fixture
+def stuck(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    del setup  # its own directories are made first
+    found = Stuck(monkeypatch)
+    yield found
+    found.over.set()
+
+
+def test_a_forward_reuses_blocks_that_a_stuck_write_was_given(setup: Setup, stuck: Stuck) -> None:
+    were = [setup.content(block) for block in range(BLOCKS)]
+    setup.step([0, 1])
+    assert stuck.began.acquire(timeout=LONG)
+    setup.step([2, 3], overwritten=[0, 1])
+    setup.step([], overwritten=[2, 3])
+    assert setup.content(0) != were[0]
+    stuck.over.set()
+    setup.worker.close()
+    assert setup.counts.blocks == {"dumped": 4}
+    assert [setup.stored(key) for key in KEYS[:4]] == were[:4]
+
+
+def test_what_has_no_row_is_not_saved_and_counted(setup: Setup, stuck: Stuck) -> None:
+    were = [setup.content(block) for block in range(BLOCKS)]
+    setup.step(range(ROOM))
+    assert stuck.began.acquire(timeout=LONG)
+    setup.step([6, 7, 8], overwritten=range(ROOM))
+    setup.step([9], overwritten=[6, 7, 8])
+    stuck.over.set()
+    setup.worker.close()
+    assert setup.counts.blocks == {"dumped": ROOM, "dump.full": 4}
+    found = [setup.stored(key) for key in KEYS]
+    assert found == [*were[:ROOM], *[None] * (BLOCKS - ROOM)]
+
+
+def test_closing_leaves_a_stuck_write_behind_and_what_it_ends_with_is_right_or_absent(
+    setup: Setup, stuck: Stuck, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "STILL_SECONDS", 0.1)
+    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.1)
+    were = [setup.content(block) for block in range(BLOCKS)]
+    setup.step([0, 1, 2])
+    assert stuck.began.acquire(timeout=LONG)
+    before = set(threading.enumerate())
+    gets_on(setup.worker.close)
+    assert "the store does not answer: it is left to itself" in caplog.text
+    for cache in setup.caches.values():
+        cache.raw[:] = 0xDD
+    stuck.over.set()
+    for thread in (before | set(threading.enumerate())) - setup.others:
+        if thread.name.startswith(("ucm-dump", "ucm-close")):
+            thread.join(LONG)
+            assert not thread.is_alive()
+    found = [setup.stored(key) for key in KEYS[:3]]
+    assert all(there in (None, right) for there, right in zip(found, were[:3], strict=True))

@@ -1,0 +1,274 @@
+"""The worker's part stands between vLLM's calls and what moves blocks: it begins, and refuses, by the plan."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec, patch
+
+import pytest
+
+from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig
+from tests.ucm.integration.vllm.connector.tensors import tensor
+from tests.ucm.integration.vllm.connector.test_worker import Counts
+from tests.ucm.store.conftest import Clock
+from tests.ucm.store.frozen import FrozenDirectory
+from ucm.config.load import load_connector_config
+from ucm.integration.vllm import hooks
+from ucm.integration.vllm.connector import host_memory, worker_side
+from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.integration.vllm.connector.host_memory import HostMemory
+from ucm.integration.vllm.connector.live_adapters import LiveAdapters
+from ucm.integration.vllm.connector.live_weights import LiveWeights
+from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan, WeightsReport
+from ucm.integration.vllm.connector.worker import TransferWorker
+from ucm.integration.vllm.connector.worker_side import WorkerSide
+from ucm.integration.vllm.metrics import ConnectorCounters, create_counters
+from ucm.sparse.base import SparseMethod
+from ucm.store import pool
+from ucm.store.base import BlockKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ucm.store.base import KVStore
+
+LONG = 60.0
+MOVES = [BlockMoves("r", 0, [], [])]
+
+
+class Side:
+    """A worker's part whose weights and transfers are the test's."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        extra = {"store": {"directories": str(directory / "store")}, "metrics": False}
+        engine = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        self.side = WorkerSide(engine, None, load_connector_config(extra), object)
+        self.mover: Any = create_autospec(TransferWorker, instance=True)
+        self.weights: Any = create_autospec(LiveWeights, instance=True)
+        self.weights.changed.return_value = False
+        monkeypatch.setattr(self.side, "_create_mover", self._made)
+        self.side._weights = self.weights
+        self.namespaces: list[str] = []
+
+    def _made(self, namespace: str) -> Any:
+        self.namespaces.append(namespace)
+        return self.mover
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Side:
+    return Side(tmp_path, monkeypatch)
+
+
+def test_nothing_is_moved_until_it_is_known_whose_blocks_these_are(made: Side) -> None:
+    made.side.begin(StepPlan(1))
+    made.mover.begin.assert_not_called()
+    made.side.begin(StepPlan(2, "model-1"))
+    made.side.begin(StepPlan(3, "model-1"))
+    assert made.side.has_begun
+    assert made.namespaces == ["model-1"]
+    assert made.mover.begin.call_count == 2
+
+
+def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
+    made.side.begin(StepPlan(1, "m"))
+    made.weights.changed.assert_not_called()
+    for step, kind in enumerate(("loads", "dumps", "late_dumps"), 2):
+        plan = StepPlan(step, "m", **{kind: MOVES})  # type: ignore[arg-type]
+        made.side.begin(plan)
+        made.side.begin(plan)  # vLLM calls in two places
+        assert made.weights.changed.call_count == step - 1
+    made.weights.changed.assert_called_with(wholly=False)
+    made.mover.refuse.assert_not_called()
+    assert made.side.take_report() is None
+
+
+def test_a_plan_of_changed_weights_is_refused_until_the_scheduler_starts_anew(made: Side) -> None:
+    made.weights.changed.side_effect = [True, False, False]
+    plans = [StepPlan(step, "m", loads=MOVES, epoch=epoch) for step, epoch in enumerate((0, 0, 1), 1)]
+    for plan in plans:
+        made.side.begin(plan)
+    assert [call.args[0] for call in made.mover.refuse.call_args_list] == plans[:2]
+    assert made.side.take_report() == WeightsReport(changed=0)
+    assert made.side.take_report() is None
+
+
+def test_moves_of_a_replaced_adapter_are_refused_for_good_and_reported_once(made: Side) -> None:
+    adapters = made.side._adapters = create_autospec(LiveAdapters, instance=True)
+    adapters.replaced.side_effect = [frozenset(), frozenset({7}), frozenset({7})]
+    plans = [StepPlan(step, "m", dumps=MOVES) for step in (1, 2, 3)]
+    told = []
+    for plan in plans:
+        made.side.begin(plan)
+        told.append(made.side.take_report())
+    assert [call.args for call in made.mover.refuse.call_args_list] == [(plan, {7}) for plan in plans[1:]]
+    assert told == [None, WeightsReport(adapters=frozenset({7})), None]
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_look_at_all_weights_is_reported(made: Side, *, watched: bool) -> None:
+    if not watched:
+        made.side._weights = None
+    made.side.begin(StepPlan(7, "m", verify=True))
+    assert made.side.take_report() == WeightsReport(looked=7)
+    if watched:
+        made.weights.changed.assert_called_once_with(wholly=True)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_each_look_is_reported_where_ranks_wait_for_each_other(made: Side, *, watched: bool) -> None:
+    if not watched:
+        made.side._weights = None
+    told = []
+    for plan in (
+        StepPlan(1, "m", dumps=MOVES, confirmed=0),
+        StepPlan(2, "m", confirmed=0),
+        StepPlan(3, "m", looks=True, confirmed=1),
+        StepPlan(4, "m", dumps=MOVES),
+    ):
+        made.side.begin(plan)
+        told.append(made.side.take_report())
+    assert told == [WeightsReport(looked=1), None, WeightsReport(looked=3), None]
+    assert made.weights.changed.call_count == (3 if watched else 0)
+
+
+def test_weights_are_looked_at_before_it_is_known_whose_blocks_these_are(made: Side) -> None:
+    """A large model is read for minutes: a pause, or a reset of the prefix cache, in that time counts, too."""
+    made.side.begin(StepPlan(1))
+    made.weights.step.assert_called_once_with()
+    made.side.begin(StepPlan(2, verify=True))
+    made.weights.changed.assert_called_once_with(wholly=True)
+    assert made.side.take_report() == WeightsReport(looked=2)
+    assert not made.side.has_begun
+
+
+@pytest.mark.parametrize(
+    ("eplb", "group", "model", "watches"),
+    [(False, 0, "model", True), (True, 0, "model", False), (False, 8, "model", False), (False, 0, None, False)],
+)
+def test_weights_are_watched_where_they_can_be(
+    made: Side, monkeypatch: pytest.MonkeyPatch, *, eplb: bool, group: int, model: str | None, watches: bool
+) -> None:
+    """Experts that move between ranks change their weights all the time, and so do layers that share a buffer."""
+    made.side._vllm_config.parallel_config = SimpleNamespace(enable_eplb=eplb)
+    made.side._vllm_config.offload_config = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=group))
+    made.side._weights = None
+    monkeypatch.setattr(worker_side, "running_model", lambda: model)
+    monkeypatch.setattr(worker_side, "LiveWeights", create_autospec(LiveWeights))
+    made.side._watch_weights()
+    assert (made.side._weights is not None) == watches
+
+
+def test_weights_without_memory_of_their_own_are_not_watched(made: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchao's, which torch will not show the memory of."""
+    made.side._vllm_config.parallel_config = SimpleNamespace()
+    made.side._weights = None
+    monkeypatch.setattr(worker_side, "running_model", lambda: "model")
+    refuses = create_autospec(LiveWeights, side_effect=RuntimeError("invalid python storage"))
+    monkeypatch.setattr(worker_side, "LiveWeights", refuses)
+    made.side._watch_weights()
+    assert made.side._weights is None
+
+
+@pytest.mark.parametrize(("rank", "counted"), [(0, {"ucm:sparse_rows_total": {"": 5}}), (1, None)])
+def test_the_first_rank_tells_what_a_sparse_method_has_counted(
+    rank: int, counted: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
+    method: Any = create_autospec(SparseMethod, instance=True)
+    method.figures.return_value = {"rows": 5}
+    methods = create_autospec(hooks.worker_method, return_value=method)
+    monkeypatch.setattr(hooks, "worker_method", methods)
+    made = create_autospec(create_counters, return_value=ConnectorCounters())
+    monkeypatch.setattr(worker_side, "create_counters", made)
+    side = WorkerSide(engine, None, load_connector_config({"store": {"directories": str(tmp_path)}}), object)
+    assert side.counters.take_data() == counted
+    methods.assert_called_once_with(engine)
+
+
+class Watching(Counts):
+    """Counters that keep the stores whose tiers they look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stores: list[KVStore] = []
+
+    def watch(self, store: KVStore) -> None:
+        self.stores.append(store)
+
+    def close(self) -> None:
+        pass
+
+
+class Begun:
+    """A worker's part with blocks of its own, in a thread: a step that waits for the medium is seen to."""
+
+    def __init__(self, directory: Path) -> None:
+        extra = {"store": {"directories": str(directory), "dump_nice": 0}, "metrics": False}
+        engine: Any = VllmConfig(ModelConfig("model"))
+        engine.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
+        self.settings = load_connector_config(extra)
+        self.side = WorkerSide(engine, None, self.settings, object)
+        self.counts = Watching()
+        self.side.counters = self.counts  # type: ignore[assignment] # as much of them as is used
+        group = CacheGroup(0, 4, None, {}, ("layer",))
+        self.cache = tensor((2, 4, 4, 8))
+        with patch.object(host_memory, "_storage", lambda found: memoryview(found.raw)):
+            self.side._memories = [HostMemory(group, {"layer": self.cache}, 4, {})]
+        self._step = 0
+
+    def step(self, *blocks: int) -> None:
+        """One that saves some blocks."""
+        self._step += 1
+        keys = [BlockKey(block.to_bytes(16, "big")) for block in blocks]
+        plan = StepPlan(self._step, "model-1", dumps=[BlockMoves("r", 0, keys, list(blocks), step=self._step)])
+
+        def run() -> None:
+            self.side.begin(plan)
+            self.side.mover.load(plan)
+            self.side.mover.dump(plan)
+
+        gets_on(run)
+
+
+def gets_on(call: Callable[[], None]) -> None:
+    ended: list[bool] = []
+
+    def run() -> None:
+        call()
+        ended.append(True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LONG)
+    assert ended, "it waits for the medium"
+
+
+def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS server that went away between the start of the engine and its first step."""
+    root = tmp_path / "store"
+    root.mkdir()
+    worker, clock = Begun(root), Clock()
+    monkeypatch.setattr(pool, "time", clock)
+    frozen = FrozenDirectory(monkeypatch, str(root))
+    worker.step(0, 1)
+    assert frozen.held.wait(LONG)
+    worker.step()
+    assert worker.counts.blocks == {}
+    clock.now += worker.settings.store.stuck_seconds
+    worker.step()
+    assert worker.counts.blocks == {"dump.timeout": 2}
+    frozen.thawed.set()
+    [store] = worker.counts.stores
+    while not store.stats():
+        store.flush(LONG)
+    worker.step(2, 3)
+    gets_on(worker.side.close)
+    assert worker.counts.blocks == {"dump.timeout": 2, "dumped": 2}
+    stored = {path.name for path in root.glob("*/00/*")}
+    assert stored == {block.to_bytes(16, "big").hex()[2:] for block in (2, 3)}

@@ -1,0 +1,86 @@
+"""Background threads are not bound to one processor as their starter may be, and nobody waits for them for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ucm.background import call_within, wait_while_it_shrinks
+from ucm.store.pool import Pool
+
+#: In a process of its own: what is bound stays bound. One thread has been started before, as by any library.
+PROGRAM = """
+import os, threading
+from tests.ucm.test_background import processors_of_a_job
+over = threading.Event()
+threading.Thread(target=over.wait).start()
+first = min(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {first})
+print(*sorted(processors_of_a_job()))
+over.set()
+"""
+
+
+def processors_of_a_job() -> set[int]:
+    """Where a pool's thread may run."""
+    found: set[int] = set()
+    pool = Pool("test", 1, 1)
+    pool.submit([lambda: found.update(os.sched_getaffinity(threading.get_native_id()))])
+    pool.close()
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind threads to processors")
+def test_a_bound_starter_does_not_bind_its_threads() -> None:
+    given = os.sched_getaffinity(0)
+    if len(given) < 2:
+        pytest.skip("there is one processor only")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert {int(word) for word in done.stdout.split()} == given
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind threads to processors")
+def test_a_process_keeps_to_what_it_was_given() -> None:
+    given = os.sched_getaffinity(0)
+    program = (
+        "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); "
+        "from tests.ucm.test_background import processors_of_a_job; print(*processors_of_a_job())"
+    )
+    for one in sorted(given)[:2]:
+        done = subprocess.run([sys.executable, "-c", program, str(one)], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(one)]
+
+
+def test_what_gets_on_is_waited_for() -> None:
+    left = iter((3, 3, 2, 1, 1, 0))
+    assert wait_while_it_shrinks(lambda: next(left), 60.0) == 0
+    assert list(left) == []
+
+
+def test_what_does_not_get_on_is_left() -> None:
+    seen: list[int] = []
+
+    def left() -> int:
+        seen.append(len(seen))
+        return max(5, 8 - len(seen))
+
+    assert wait_while_it_shrinks(left, 0.02) == 5
+    assert wait_while_it_shrinks(lambda: 0, 60.0) == 0
+
+
+def test_a_call_that_takes_too_long_is_left_to_its_thread() -> None:
+    over = threading.Event()
+
+    def call() -> None:
+        over.wait(60.0)
+
+    assert not call_within(call, "ucm-test", 0.02)
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "ucm-test"]
+    assert thread.daemon
+    over.set()
+    thread.join(60.0)
+    assert call_within(call, "ucm-test", 60.0)

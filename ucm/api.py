@@ -1,0 +1,99 @@
+"""The public names of the runtime: import them from here to write a sparse method, a store or a tool.
+
+Everything else below ``ucm`` is private and may change in any release. What vLLM and the overlay load by name
+(``ucm.integration.vllm.ucm_connector``, ``ucm.integration.vllm.hooks``) is configuration, not an interface for code.
+
+Importing this module needs numpy and pydantic, and neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ucm.errors import ConfigError, SparseMethodError, UcmError
+from ucm.hashing.request_hasher import BlockExtra, RequestHasher, RequestHashes
+from ucm.sparse.attention import AttentionView, QuerySplit, StepBatch
+from ucm.sparse.base import Role, SparseMethod
+from ucm.sparse.needed_hooks import require_hooks
+from ucm.sparse.options import MethodOptions, parse_options
+from ucm.sparse.own_blocks import keep_apart
+from ucm.store.base import (
+    BlockGeometry,
+    BlockKey,
+    BlockTransfer,
+    Buffer,
+    KVStore,
+    Task,
+    TaskResult,
+    TierStats,
+)
+from ucm.store.config import StoreConfig
+from ucm.store.errors import (
+    BlockCorruptError,
+    BlockForeignError,
+    BlockMissingError,
+    BlockUnreadableError,
+    IncompleteBlockError,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from ucm.store.factory import open_store
+from ucm.store.tier import BlockWriter, Tier, TierCounters, TierOptions, TierPlace, ValueTier
+from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
+
+__all__ = [
+    "API_VERSION",
+    "AttentionView",
+    "BlockCorruptError",
+    "BlockExtra",
+    "BlockForeignError",
+    "BlockGeometry",
+    "BlockKey",
+    "BlockMissingError",
+    "BlockTransfer",
+    "BlockUnreadableError",
+    "BlockWriter",
+    "Buffer",
+    "ConfigError",
+    "IncompleteBlockError",
+    "KVCacheConfig",
+    "KVStore",
+    "MethodOptions",
+    "QuerySplit",
+    "Request",
+    "RequestHasher",
+    "RequestHashes",
+    "Role",
+    "SchedulerOutput",
+    "SparseMethod",
+    "SparseMethodError",
+    "StepBatch",
+    "StoreConfig",
+    "StoreError",
+    "StoreFullError",
+    "StoreTimeoutError",
+    "StoreUnavailableError",
+    "Task",
+    "TaskResult",
+    "Tier",
+    "TierCounters",
+    "TierOptions",
+    "TierPlace",
+    "TierStats",
+    "UcmError",
+    "ValueTier",
+    "VllmConfig",
+    "keep_apart",
+    "open_store",
+    "parse_options",
+    "require_hooks",
+]
+
+API_VERSION: Final[tuple[int, int]] = (1, 0)
+"""The version of this interface, ``(major, minor)``.
+
+The minor number rises when a name or an optional argument is added. The major number rises when a name goes away or
+changes its meaning; the changelog announces that.
+"""

@@ -1,0 +1,389 @@
+"""The prefix cache without an engine: look up prompts and move test blocks with the settings of a real deployment.
+
+::
+
+    from ucm.debug import open_connector
+
+    with open_connector("ucm_config.yaml", model="/models/llama") as connector:
+        connector.namespace               # as an engine would name it
+        connector.lookup(token_ids)       # tokens that an engine would load
+        connector.roundtrip()             # save, load and compare test blocks
+        connector.timings                 # seconds of each operation so far
+
+No engine is started and no weight is loaded, but vLLM has to be installed: its model classes say what the KV of the
+model is. ``ucm try`` does the same in a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucm.config.document import FILE_KEY
+from ucm.config.load import load_connector_config
+from ucm.errors import UcmError
+from ucm.integration.vllm.connector.groups import longest_hit
+from ucm.integration.vllm.weightless import EngineFacts, describe_engine
+from ucm.store.base import BlockKey, BlockTransfer
+from ucm.store.errors import StoreError
+from ucm.store.factory import back_end_class, open_store, tier_options
+from ucm.store.posix.layout import Layout
+from ucm.store.tier import TierPlace, ValueTier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from ucm.config.settings import ConnectorConfig
+    from ucm.hashing.request_hasher import RequestHasher
+    from ucm.store.base import BlockGeometry, KVStore, TaskResult, TierStats
+    from ucm.store.config import StoreConfig
+
+#: Seconds in which a test block must have reached every tier.
+FLUSH_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the store has of a prompt.
+
+    Args:
+        tokens: Tokens of the prompt.
+        found_tokens: How many of the first ones an engine would load.
+        missing_key: The first block of the first KV-cache group that is not there, in hexadecimal digits; empty if all
+            whole blocks are there.
+        seconds: How long it took to name the blocks and to look them up.
+    """
+
+    tokens: int
+    found_tokens: int
+    missing_key: str
+    seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompt's tokens that was found, 0 to 1."""
+        return self.found_tokens / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """How test blocks of one KV-cache group went to the store and back.
+
+    Args:
+        group: The group's index.
+        blocks: How many blocks.
+        block_bytes: Bytes of one.
+        save_seconds: From the first byte to visible blocks.
+        load_seconds: Of each load of all blocks.
+        tiers: The tiers that served the last load.
+        problems: What went wrong; empty if every byte came back.
+    """
+
+    group: int
+    blocks: int
+    block_bytes: int
+    save_seconds: float
+    load_seconds: tuple[float, ...]
+    tiers: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.blocks * self.block_bytes
+
+
+@dataclass
+class Timings:
+    """Seconds of every operation so far, by name: ``open``, ``lookup``, ``save`` and ``load``."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, operation: str, seconds: float) -> None:
+        """Note one operation."""
+        self.seconds.setdefault(operation, []).append(seconds)
+
+    def median(self, operation: str) -> float:
+        """The median of an operation.
+
+        Raises:
+            KeyError: It was never run.
+        """
+        return median(self.seconds[operation])
+
+
+def open_connector(
+    config: str | Path | Mapping[str, Any],
+    model: str | Path,
+    *,
+    engine_args: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> DebugConnector:
+    """Open the stores of an engine without the engine.
+
+    Args:
+        config: A file with the connector's settings, or vLLM's ``kv_connector_extra_config``.
+        model: The model's directory.
+        engine_args: The engine's further arguments, as vLLM's ``EngineArgs`` names them. Give those that the engine is
+            started with: ``dtype``, ``block_size``, ``kv_cache_dtype`` and others are a part of the namespace.
+        device: The type of device that is expected, for instance ``cuda``; None for whatever vLLM finds.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        UcmError: There is no such model, or vLLM is not installed or refuses it.
+    """
+    began = time.perf_counter()
+    extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
+    settings = load_connector_config(extra)
+    facts = describe_engine(Path(model), extra, engine_args, device)
+    opened = DebugConnector(settings, facts)
+    opened.timings.add("open", time.perf_counter() - began)
+    return opened
+
+
+class DebugConnector:
+    """The stores of an engine; made by ``open_connector``.
+
+    Args:
+        settings: The connector's settings.
+        facts: What the engine would name and store.
+    """
+
+    def __init__(self, settings: ConnectorConfig, facts: EngineFacts) -> None:
+        self.settings = settings
+        self.facts = facts
+        self.timings = Timings()
+        self._config = settings.store.as_store_config()
+        self._profiling = False
+        with ExitStack() as stack:
+            self.stores: tuple[KVStore, ...] = tuple(
+                stack.enter_context(open_store(self._config, one.namespace, one.geometry)) for one in facts.stored
+            )
+            self._stack = stack.pop_all()
+
+    @property
+    def namespace(self) -> str:
+        """Where the engine keeps its blocks; its ranks and KV-cache groups have parts of their own below it."""
+        return self.facts.namespace
+
+    @property
+    def store(self) -> KVStore:
+        """The store of the first KV-cache group; a model with one kind of attention has no other."""
+        return self.stores[0]
+
+    @property
+    def request_hasher(self) -> RequestHasher:
+        """Names the blocks of a prompt as the engine does."""
+        return self.facts.hasher
+
+    @property
+    def tiers(self) -> dict[str, TierStats]:
+        """The tiers, fastest first, with what they counted."""
+        return dict(self.store.stats())
+
+    def lookup(self, token_ids: Sequence[int]) -> Found:
+        """Find the stored beginning of a prompt; nothing is loaded.
+
+        The answer is that of an engine whose own KV cache is empty: at least one token is left to compute, and
+        ``hit_ratio`` and ``min_hit_tokens`` are obeyed.
+
+        Args:
+            token_ids: The prompt.
+
+        Raises:
+            UcmError: The engine would not cache this prompt.
+        """
+        with self._span("ucm.lookup"):
+            began = time.perf_counter()
+            groups = [stored.group for stored in self.facts.stored]
+            keys = [self._keys(token_ids, group.block_size) for group in groups]
+            present = [store.lookup(of_group) for store, of_group in zip(self.stores, keys, strict=True)]
+            count = len(token_ids)
+            limit = min(count - 1, int(self.settings.hit_ratio * count))
+            step = int(np.lcm.reduce([group.block_size for group in groups]))
+            tokens = longest_hit(groups, present, limit, step) if count else 0
+            seconds = time.perf_counter() - began
+        self.timings.add("lookup", seconds)
+        missing = [key.hex() for key, there in zip(keys[0], present[0], strict=True) if not there]
+        return Found(count, tokens if tokens >= self.settings.min_hit_tokens else 0, next(iter(missing), ""), seconds)
+
+    def roundtrip(self, blocks: int = 8, loads: int = 1) -> list[RoundTrip]:
+        """Save test blocks, load them into other memory, and compare every byte.
+
+        The blocks have the geometry of the model's blocks and a namespace of their own. They are deleted afterwards;
+        only a tier or a store of others that cannot delete keeps them. On an accelerator they start on the device and
+        cross pinned host memory both ways.
+
+        Args:
+            blocks: How many of each KV-cache group.
+            loads: How often they are loaded.
+
+        Returns:
+            What came of each KV-cache group.
+        """
+        if blocks < 1 or loads < 1:
+            raise ValueError("a round trip needs at least one block and one load")
+        return [self._trip(index, stored.geometry, blocks, loads) for index, stored in enumerate(self.facts.stored)]
+
+    @contextmanager
+    def profile(self, file: str | Path) -> Iterator[None]:
+        """Record what runs meanwhile with torch's profiler.
+
+        Args:
+            file: Where the trace is written, for Perfetto or ``chrome://tracing``.
+
+        Raises:
+            UcmError: torch is not installed.
+        """
+        try:
+            from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415 - ucm imports without torch
+        except ImportError as error:
+            raise UcmError(f"torch cannot be imported: {error}", fix="leave out --profile") from error
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.facts.device == "cuda" else [])]
+        with profile(activities=activities) as profiler:
+            self._profiling = True
+            try:
+                yield
+            finally:
+                self._profiling = False
+        profiler.export_chrome_trace(str(file))
+
+    def close(self) -> None:
+        """Close the stores."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _keys(self, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:
+        return [BlockKey(key) for key in self.request_hasher.generate_block_hashes(list(token_ids), block_size)]
+
+    def _span(self, name: str) -> Any:
+        """A name in the trace for what runs within."""
+        if not self._profiling:
+            return nullcontext()
+        from torch.profiler import record_function  # noqa: PLC0415 - the profiler has imported it
+
+        return record_function(name)
+
+    def _trip(self, index: int, geometry: BlockGeometry, blocks: int, loads: int) -> RoundTrip:
+        namespace = f"ucm-try-{os.getpid()}-{os.urandom(4).hex()}/g{index}"
+        keys = [BlockKey(os.urandom(32)) for _ in range(blocks)]
+        memory = _Memory(self.facts.device, geometry, blocks)
+        saving, loading = partial(memory.transfers, keys, "out"), partial(memory.transfers, keys, "back")
+        problems: list[str] = []
+        result: TaskResult | None = None
+        times = []
+        try:
+            with open_store(self._config, namespace, geometry) as store:
+                began = time.perf_counter()
+                with self._span("ucm.save"):
+                    memory.leave_device()
+                    dumped, committed = store.dump(saving()), store.commit(keys)
+                    failed = {**store.wait(committed).failed, **store.wait(dumped).failed}
+                saved = time.perf_counter() - began
+                problems += [f"save: {reason}" for reason in dict.fromkeys(str(error) for error in failed.values())]
+                if not store.flush(FLUSH_SECONDS):
+                    problems.append(f"save: not in every tier after {FLUSH_SECONDS:.0f} s")
+                for _ in range(0 if failed else loads):
+                    memory.clear()
+                    began = time.perf_counter()
+                    with self._span("ucm.load"):
+                        result = store.wait(store.load(loading()))
+                        memory.enter_device()
+                    times.append(time.perf_counter() - began)
+                    problems += [f"load: {error}" for error in result.failed.values()]
+                    if not result.failed and not memory.is_intact():
+                        problems.append("load: other bytes came back than were saved, and no checksum told")
+        finally:
+            _remove(self._config, namespace, keys)
+        self.timings.add("save", saved)
+        for seconds in times:
+            self.timings.add("load", seconds)
+        tiers = tuple(dict.fromkeys(result.done.values())) if result is not None else ()
+        return RoundTrip(index, blocks, geometry.nbytes, saved, tuple(times), tiers, tuple(problems))
+
+
+def _remove(config: StoreConfig, namespace: str, keys: Sequence[BlockKey]) -> None:
+    """Delete a namespace of test blocks from every tier that can delete."""
+    roots = {"Posix": config.directories, "Dram": (config.dram_directory,), "Cache": (config.dram_directory,)}
+    for name in config.parts:
+        for root in roots.get(name, ()):
+            shutil.rmtree(Layout(root, namespace).base, ignore_errors=True)
+        back_end = back_end_class(name)
+        if isinstance(back_end, type) and issubclass(back_end, ValueTier):
+            options = tier_options(back_end, name, config.tiers.get(name, {}))
+            tier = back_end.open(options, TierPlace(name, namespace, None, None, config))
+            with suppress(StoreError), closing(tier):
+                for key in keys:
+                    tier.remove(key, time.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a ValueTier
+
+
+class _Memory:
+    """Test blocks in host memory; on an accelerator also on the device, and the host memory is pinned."""
+
+    def __init__(self, device: str, geometry: BlockGeometry, blocks: int) -> None:
+        self._geometry = geometry
+        nbytes = blocks * geometry.nbytes
+        content = np.frombuffer(np.random.default_rng().bytes(nbytes), dtype=np.uint8)
+        self._on_device: dict[str, Any] | None = None
+        if device == "cpu":
+            self._host = {"out": content, "back": np.zeros(nbytes, dtype=np.uint8)}
+            return
+        import torch  # noqa: PLC0415 - ucm imports without torch
+
+        self._pinned = {name: torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for name in ("out", "back")}
+        self._host = {name: tensor.numpy() for name, tensor in self._pinned.items()}
+        self._on_device = {
+            "out": torch.from_numpy(content.copy()).to(device),
+            "back": torch.zeros(nbytes, dtype=torch.uint8, device=device),
+        }
+
+    def leave_device(self) -> None:
+        """Copy the blocks to host memory; returns when they are there."""
+        if self._on_device is not None:
+            self._pinned["out"].copy_(self._on_device["out"])
+
+    def enter_device(self) -> None:
+        """Copy what was loaded to the device; returns when it is there."""
+        if self._on_device is not None:
+            self._on_device["back"].copy_(self._pinned["back"])
+
+    def clear(self) -> None:
+        """Forget what was loaded before."""
+        self._host["back"].fill(0)
+        if self._on_device is not None:
+            self._on_device["back"].zero_()
+
+    def is_intact(self) -> bool:
+        """Whether the same bytes are back."""
+        if self._on_device is None:
+            return bool(np.array_equal(self._host["out"], self._host["back"]))
+        return bool((self._on_device["out"] == self._on_device["back"]).all().item())
+
+    def transfers(self, keys: Sequence[BlockKey], name: str) -> list[BlockTransfer]:
+        """The memory of all blocks, for the store."""
+        whole, found, start = self._host[name].data, [], 0
+        for key in keys:
+            shards = []
+            for size in self._geometry.shard_sizes:
+                shards.append(whole[start : start + size])
+                start += size
+            found.append(BlockTransfer(key, shards))
+        return found

@@ -1,0 +1,36 @@
+"""The child of ``ucm doctor`` that loads vLLM's plug-ins: ``python -m ucm.doctor.plugin_run RESULT``.
+
+It does what a process of vLLM does before it has an engine, imports what the overlay shadows, and writes which of the
+overlay's functions are another's by then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from ucm.overlay.activation import boots, check_feature
+from ucm.overlay.finder import state
+
+
+def main() -> None:
+    """Load, look, write."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - in a process made for it
+    from vllm.plugins import load_general_plugins  # noqa: PLC0415
+
+    getattr(current_platform, "pre_register_and_update", lambda: None)()
+    load_general_plugins()
+    manifests = [state(boot.DIRECTORY).manifest for boot in boots()]
+    for name in [name for manifest in manifests for name in manifest.modules]:
+        with suppress(ImportError):  # not every module is for every platform
+            importlib.import_module(name)
+    groups = {group for manifest in manifests for group in manifest.needs}
+    found = [str(replacement) for replacement in check_feature(groups)]
+    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""Whole-content digests of files, and whether a file may have changed since a moment.
+
+Every byte counts: the digest of a file is its SHA-256. It is read once; a cache keeps it by device, inode, size and
+times of change, so that a restart reads nothing. A blob of the hub's cache is named by this very digest, and is not
+read either, unless it changed after the link to it was made.
+
+What was read must be what the engine loaded, and the engine reads the files itself, at another time. So a file counts
+only if its last change, by the file system's own account, lies before the moment from which the engine may have read
+it, and if nothing of it changes while we read: neither the file, nor a link, nor a directory's name on the way to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucm.background import enter_background, process_cores
+from ucm.errors import UcmError
+from ucm.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_CHUNK = 4 << 20
+_THREADS = 8
+_NICE = 10
+_LINKS = 40
+#: Bytes of the largest file that git keeps itself in a hub's repository.
+_SMALL = 64 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA1 = re.compile(r"[0-9a-f]{40}")
+#: A change within one tick of a file system's clock shows in no time. Seconds after a change until the next one must.
+_TICK, _COARSE_TICK = 0.1, 2.5
+_BILLION = 10**9
+_FORMAT = "ucm.digests/1"
+#: So many digests are kept; a model has some hundred files at most.
+_KEPT = 20_000
+
+
+class FileChangedError(UcmError):
+    """A file may not be the one that the engine has read."""
+
+
+class FileState(NamedTuple):
+    """Another state means that a file's content may be another; the same one that it is the same.
+
+    Args:
+        device: Of the file system.
+        inode: Of the file.
+        size: In bytes.
+        mtime_ns: When its content changed, as anybody may set it.
+        ctime_ns: When anything of it changed, as the kernel says.
+        path_ns: The newest change of a link or of a directory's name on the way to it.
+    """
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    path_ns: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """The state of a regular file.
+
+        Raises:
+            OSError: If there is none.
+        """
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(f"{path} is no regular file")
+        return cls._from(found, _newest_step(path))
+
+    @classmethod
+    def of_open(cls, descriptor: int) -> FileState:
+        """The state of an open file."""
+        return cls._from(os.fstat(descriptor), 0)
+
+    @classmethod
+    def _from(cls, found: os.stat_result, path_ns: int) -> FileState:
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, path_ns)
+
+    @property
+    def changed(self) -> float:
+        """When it changed last, in seconds of the system's clock."""
+        return max(self.ctime_ns, self.path_ns) / _BILLION
+
+    @property
+    def content(self) -> tuple[int, ...]:
+        """The part of the state that identifies the content, without the path."""
+        return self[:-1]
+
+    @property
+    def settles(self) -> float:
+        """From when on a further change shows in the times."""
+        coarse = self.ctime_ns % _BILLION == 0
+        return self.ctime_ns / _BILLION + (_COARSE_TICK if coarse else _TICK)
+
+
+def process_started() -> float:
+    """When this process began, in seconds of the system's clock; now, where the system does not tell (not Linux)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+        now = time.time()  # read first: a pause before the next line makes the process seem older, which is safe
+        uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+        return now - uptime + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return _IMPORTED
+
+
+_IMPORTED = time.time()
+
+
+@dataclass(slots=True)
+class Digests:
+    """The result of digesting some files.
+
+    Args:
+        of: The SHA-256 of each, 64 hexadecimal digits.
+        unread: Files that must be read for it.
+        read_bytes: Bytes that were read.
+        known_bytes: Bytes whose digest was known.
+        seconds: How long it took.
+    """
+
+    of: dict[Path, str] = field(default_factory=dict)
+    unread: list[Path] = field(default_factory=list)
+    read_bytes: int = 0
+    known_bytes: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """For the log."""
+        known = f"{self.known_bytes / 1e9:.2f} GB were known"
+        if not self.read_bytes:
+            return known
+        return f"{self.read_bytes / 1e9:.2f} GB read ({self.read_bytes / 1e9 / self.seconds:.2f} GB/s), {known}"
+
+
+class FileContents:
+    """Tells files' contents.
+
+    Args:
+        since: The moment from which on the engine may have read the files, in seconds of the system's clock.
+        cache: Where digests are kept; None for nowhere.
+    """
+
+    def __init__(self, since: float, cache: DigestCache | None = None) -> None:
+        self._since = since
+        self._cache = cache
+        self._states: dict[Path, FileState] = {}
+        self._closed = threading.Event()
+
+    def look_up(self, paths: Iterable[Path]) -> Digests:
+        """Note the files' states, and take the digests that are known without reading.
+
+        Raises:
+            FileChangedError: If a file has changed since the engine may have read it.
+            OSError: If one cannot be found.
+        """
+        begun, found, kept = time.monotonic(), Digests(), self._cache.load() if self._cache is not None else {}
+        for path in paths:
+            state = self._states[path] = FileState.of(path)
+            known = _named_by_the_hub(path)
+            if known is None and state.changed > self._since:
+                raise _changed(path, "was written or moved after this process started", state)
+            known = known or kept.get(_key(state))
+            if known is None:
+                found.unread.append(path)
+            else:
+                found.of[path] = known
+                found.known_bytes += state.size
+        found.seconds = time.monotonic() - begun
+        return found
+
+    def read(self, found: Digests) -> Digests:
+        """Read what is not known yet, in several threads, and keep it for others.
+
+        Args:
+            found: What ``look_up`` gave; completed and returned.
+
+        Raises:
+            FileChangedError: If a file changes meanwhile.
+            OSError: If one cannot be read.
+        """
+        if not found.unread:
+            self.confirm()
+            return found
+        begun = time.monotonic()
+        threads = max(1, min(_THREADS, len(process_cores()) or os.cpu_count() or 1, len(found.unread)))
+        largest_first = sorted(found.unread, key=lambda path: -self._states[path].size)
+        with ThreadPoolExecutor(threads, "ucm-weights", lambda: enter_background(_NICE)) as pool:
+            try:
+                digests = list(pool.map(self._digest, largest_first))
+            except BaseException:
+                self.close()
+                raise
+        found.of |= dict(zip(largest_first, digests, strict=True))
+        found.read_bytes += sum(self._states[path].size for path in found.unread)
+        if self._cache is not None:
+            self._cache.add({_key(self._states[path]): found.of[path] for path in found.unread})
+        found.unread = []
+        self.confirm()
+        found.seconds += time.monotonic() - begun
+        return found
+
+    def confirm(self) -> None:
+        """See that nothing has changed since the states were noted.
+
+        Raises:
+            FileChangedError: If something has.
+        """
+        for path, before in self._states.items():
+            try:
+                now = FileState.of(path)
+            except OSError as error:
+                raise _changed(path, f"is gone ({error.strerror})", before) from error
+            if now.content != before.content or now.path_ns > max(before.path_ns, self._since * _BILLION):
+                raise _changed(path, "changed while UCM read it", now)
+
+    def close(self) -> None:
+        """Let reading end early; it raises then."""
+        self._closed.set()
+
+    def _digest(self, path: Path) -> str:
+        state = self._states[path]
+        # A file that has just been written may change again within the same tick of the clock.
+        while (wait := state.settles - time.time()) > 0 and not self._closed.is_set():
+            self._closed.wait(min(wait, _COARSE_TICK))
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(_CHUNK))
+        with path.open("rb", buffering=0) as file:
+            if FileState.of_open(file.fileno()).content != state.content:
+                raise _changed(path, "was replaced before UCM read it", state)
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                if self._closed.is_set():
+                    raise FileChangedError("reading was ended early", where=str(path))
+            if FileState.of_open(file.fileno()).content != state.content:
+                raise _changed(path, "changed while UCM read it", state)
+        return digest.hexdigest()
+
+
+class DigestCache:
+    """Digests of files by their state, in one file; whatever is wrong with it costs reading again.
+
+    It is believed only if nobody else can have written it: a regular file of this process's user, which no group and
+    nobody else may write, in a directory for which the same holds.
+
+    Args:
+        path: The file; its directory is made. By default it is in the user's cache directory.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - there may be none
+        self.path = path if path is not None else Path(home) / "ucm" / "digests.json"
+
+    def load(self) -> dict[str, str]:
+        """All that is kept."""
+        try:
+            if not _only_ours(self.path.parent.stat()):
+                return {}
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with open(descriptor, encoding="ascii") as file:  # noqa: PTH123 - by its descriptor
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode) or not _only_ours(found):
+                    return {}
+                kept = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        if not isinstance(kept, dict) or kept.get("format") != _FORMAT or not isinstance(kept.get("digests"), dict):
+            return {}
+        return {
+            key: value
+            for key, value in kept["digests"].items()
+            if isinstance(key, str) and isinstance(value, str) and _SHA256.fullmatch(value)
+        }
+
+    def add(self, digests: dict[str, str]) -> None:
+        """Keep further ones; another process's at the same time may be lost, and cost one more reading."""
+        kept = self.load()
+        kept = {key: value for key, value in kept.items() if key not in digests} | digests
+        kept = dict(list(kept.items())[-_KEPT:])
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor, draft = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            try:
+                with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 - by its descriptor
+                    json.dump({"format": _FORMAT, "digests": kept}, file, indent=0)
+                Path(draft).replace(self.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    Path(draft).unlink()
+                raise
+        except OSError as error:
+            get_logger(__name__).info(
+                "[UCM.Hasher] digests of weights cannot be kept, and are read again next time: %s", error
+            )
+
+
+def _only_ours(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _key(state: FileState) -> str:
+    return ":".join(map(str, state.content))
+
+
+def _newest_step(path: Path) -> int:
+    """The newest change of a link, or of a directory's own name, on the way to a file; nanoseconds.
+
+    A directory's inode changes when an entry comes or goes, and then its two times are alike; when it is moved itself,
+    only one of them is new.
+    """
+    newest = 0
+    for step in _steps(Path(os.path.abspath(path)), _LINKS):  # noqa: PTH100 - resolve() would follow the links
+        found = os.lstat(step)
+        if stat.S_ISLNK(found.st_mode) or (stat.S_ISDIR(found.st_mode) and found.st_ctime_ns > found.st_mtime_ns):
+            newest = max(newest, found.st_ctime_ns)
+    return newest
+
+
+def _steps(path: Path, links: int) -> Iterator[Path]:
+    """Every directory and link from the root to a file, and where the links lead."""
+    for step in (*reversed(path.parents), path):
+        yield step
+        if links and step.is_symlink():
+            target = step.parent / step.readlink()
+            yield from _steps(Path(os.path.normpath(target)), links - 1)
+
+
+def _named_by_the_hub(path: Path) -> str | None:
+    """The SHA-256 of a file in the hub's cache: ``snapshots/<commit>/<file>`` is a link to ``blobs/<digest>``.
+
+    A large file's blob is named by its SHA-256, which counts unless the blob changed after the link was made, as it
+    does when somebody saves a model through the link. A small one's is named by git's hash, and compared with it.
+    """
+    try:
+        if not path.is_symlink():
+            return None
+        blob = Path(os.path.normpath(path.parent / path.readlink()))
+        if blob.parent.name != "blobs" or "snapshots" not in path.parts:
+            return None
+        link, found = os.lstat(path), os.lstat(blob)
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        if _SHA256.fullmatch(blob.name):
+            return blob.name if max(found.st_ctime_ns, found.st_mtime_ns) <= link.st_ctime_ns else None
+        if _SHA1.fullmatch(blob.name) and found.st_size <= _SMALL:
+            content = blob.read_bytes()
+            named = hashlib.sha1(b"blob %d\0%b" % (len(content), content), usedforsecurity=False).hexdigest()
+            return hashlib.sha256(content).hexdigest() if named == blob.name else None
+    except OSError:
+        return None
+    return None
+
+
+def _changed(path: Path, how: str, state: FileState) -> FileChangedError:
+    return FileChangedError(
+        f"the file {how}, so it may not be what the engine has loaded (last change "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state.changed))})",
+        where=str(path),
+        fix="start the engine anew when nothing writes the model's files any more, or name the weights with "
+        "`weights_id`",
+    )

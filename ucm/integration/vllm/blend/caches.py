@@ -1,0 +1,229 @@
+"""The KV caches of a worker's layers, as blending reads and writes them: token by token, in any backend's layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucm.blend.chunks import FORMAT, PIECE
+from ucm.blend.position_free import Rotation
+from ucm.errors import SparseMethodError
+from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.integration.vllm.sparse.layers import AttentionLayers
+from ucm.sparse.attention import QuerySplit
+from ucm.store.base import BlockGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from ucm.blend.planning import Run
+
+OTHER = "use UCMConnector, which loads exact prefixes, for this model"
+#: What writes KV to a cache, in a release in which that is an operation of its own.
+WRITE = "do_kv_cache_update"
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Runs of one request as the rows of a forward pass.
+
+    Attributes:
+        positions: ``[tokens]``, int64.
+        slots: ``[tokens]``, int64: where their KV is written.
+        table: ``[rows, blocks]``, int32: the request's blocks, for each row.
+        seq_lens: ``[rows]``, int32: up to where each row reads.
+        starts: ``[rows + 1]``, int32: where each row's tokens begin.
+        longest: The most tokens of a row.
+        reach: The greatest of ``seq_lens``.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    table: Tensor
+    seq_lens: Tensor
+    starts: Tensor
+    longest: int
+    reach: int
+
+
+class LayerCaches:
+    """All layers of a worker that hold KV.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_caches: vLLM's KV-cache tensors by layer name.
+        model: vLLM's model.
+
+    Raises:
+        UnsupportedModelError: If there is a layer whose keys cannot be turned, or a backend that does not write them
+            by an operation of its own.
+    """
+
+    def __init__(self, vllm_config: Any, kv_caches: Mapping[str, Any], model: Any) -> None:
+        self._config = vllm_config
+        self._view = AttentionLayers(vllm_config)
+        self.names = sorted(kv_caches, key=_place)
+        self._caches = {name: kv_caches[name] for name in self.names}
+        self._layers = {name: vllm_config.compilation_config.static_forward_context[name] for name in self.names}
+        first = self._layers[self.names[0]]
+        self.heads, self.head_size = int(first.num_kv_heads), int(first.head_size)
+        self.dtype, self.device = kv_caches[self.names[0]].dtype, kv_caches[self.names[0]].device
+        owners = {id(child): module for module in model.modules() for child in module.children()}
+        self._rotations: dict[str, Rotation] = {}
+        for name in self.names:
+            layer = self._layers[name]
+            try:
+                self._view.require(name, reads_keys=True)
+            except SparseMethodError as error:
+                raise UnsupportedModelError(error.what, where=error.where, fix=OTHER) from error
+            if (layer.num_kv_heads, layer.head_size, kv_caches[name].dtype) != (self.heads, self.head_size, self.dtype):
+                raise UnsupportedModelError(
+                    "blending does not serve layers of several shapes", where=f"layer {name}", fix=OTHER
+                )
+            if not hasattr(layer.impl, WRITE):
+                raise UnsupportedModelError(
+                    f"{type(layer.impl).__name__} writes KV within its attention in this release",
+                    where=f"layer {name}",
+                    fix="use vLLM 0.24.0 or later (0.16.0 with FlashAttention or Triton), or UCMConnector",
+                )
+            self._rotations[name] = self._rotation(name, owners.get(id(layer)))
+        self._kernel_block = self._view.block_size(self.names[0], self._caches[self.names[0]])
+        self._manager_block = int(vllm_config.cache_config.block_size)
+
+    @property
+    def piece_shape(self) -> tuple[int, int, int, int]:
+        """Of a piece, in one layer: keys and values, tokens, heads, numbers of a head."""
+        return (2, PIECE, self.heads, self.head_size)
+
+    @property
+    def geometry(self) -> BlockGeometry:
+        """Of a piece: one shard for each layer."""
+        two, tokens, heads, size = self.piece_shape
+        about = f"{FORMAT} {self.piece_shape} {self.dtype} {self.names}"
+        digest = hashlib.blake2b(about.encode(), digest_size=16).digest()
+        nbytes = two * tokens * heads * size * self.dtype.itemsize
+        return BlockGeometry((nbytes,) * len(self.names), digest)
+
+    def sum_over_ranks(self, counts: Tensor) -> Tensor:
+        """The sum over all ranks; see `AttentionView.sum_over_ranks`."""
+        return self._view.sum_over_ranks(counts)
+
+    def blocks(self, block_ids: Sequence[int]) -> Tensor:
+        """``[n]``, int64: a request's blocks as the caches count them; vLLM may split its own for a kernel."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        split = self._manager_block // self._kernel_block
+        whole = torch.tensor(list(block_ids), dtype=torch.int64)
+        return (whole[:, None] * split + torch.arange(split)).flatten().to(self.device)
+
+    def slots(self, blocks: Tensor, positions: Tensor) -> Tensor:
+        """``[n]``, int64: where the KV of some positions lies."""
+        return blocks[positions // self._kernel_block] * self._kernel_block + positions % self._kernel_block
+
+    def write(self, layer: int, positions: Tensor, slots: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
+        """Write KV without its position to some positions.
+
+        Args:
+            layer: The layer's place among `names`.
+            positions: ``[n]``, int64.
+            slots: Of these; see `slots`.
+            free: ``[2, n, heads, head_size]``, on the caches' device: keys and values.
+
+        Returns:
+            What was written: keys and values.
+        """
+        name = self.names[layer]
+        keys, values = self._rotations[name].done(free[0], positions), free[1].contiguous()
+        module = self._layers[name]
+        getattr(module.impl, WRITE)(module, keys, values, self._caches[name], slots)
+        return keys, values
+
+    def read(self, layer: int, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The KV at some positions, as it is cached: keys and values, each ``[n, heads, head_size]``."""
+        name = self.names[layer]
+        places = positions // self._kernel_block
+        wanted, inverse = places.unique(return_inverse=True)
+        found = self._view.read(name, self._caches[name], blocks[wanted])
+        keys, values = (of[inverse, positions % self._kernel_block] for of in found)
+        return keys, values
+
+    def read_free(self, layer: int, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with the keys' rotation taken back."""
+        keys, values = self.read(layer, blocks, positions)
+        return self._rotations[self.names[layer]].taken_back(keys, positions), values
+
+    def rows(self, runs: Sequence[Run], blocks: Tensor) -> Rows:
+        """Runs of a request as rows; each reads up to its own last token."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        positions = torch.cat([torch.arange(run.start, run.end) for run in runs]).to(self.device)
+        lens = torch.tensor([run.end for run in runs], dtype=torch.int32)
+        lengths = torch.tensor([0, *(run.tokens for run in runs)], dtype=torch.int64)
+        reach = max(run.end for run in runs)
+        needed = blocks[: -(-reach // self._kernel_block)].to(torch.int32)
+        return Rows(
+            positions,
+            self.slots(blocks, positions),
+            needed.expand(len(runs), -1).contiguous(),
+            lens.to(self.device),
+            lengths.cumsum(0).to(torch.int32).to(self.device),
+            max(run.tokens for run in runs),
+            reach,
+        )
+
+    @contextmanager
+    def context(self, rows: Rows, attn_metadata: Mapping[str, Any]) -> Iterator[None]:
+        """The forward context of a pass over some rows.
+
+        Args:
+            rows: The rows.
+            attn_metadata: That of the step, by layer: what does not depend on its rows is taken from it.
+        """
+        from vllm.forward_context import set_forward_context  # noqa: PLC0415 - ucm imports without vLLM
+
+        split = QuerySplit(rows.starts, rows.longest)
+        made: dict[int, Any] = {}
+        by_layer = {}
+        for name in self.names:
+            given = attn_metadata[name]
+            if id(given) not in made:
+                cut = self._view.restricted(name, given, rows.table, rows.seq_lens, rows.reach, split)
+                tokens = len(rows.positions)
+                made[id(given)] = dataclasses.replace(cut, slot_mapping=rows.slots, num_actual_tokens=tokens)
+            by_layer[name] = made[id(given)]
+        more = {"slot_mapping": dict.fromkeys(self.names, rows.slots)}
+        known = inspect.signature(set_forward_context).parameters
+        more = {name: value for name, value in more.items() if name in known}
+        with set_forward_context(by_layer, self._config, num_tokens=len(rows.positions), **more):
+            yield
+
+    def _rotation(self, name: str, owner: Any) -> Rotation:
+        module = getattr(owner, "rotary_emb", None)
+        table = getattr(module, "cos_sin_cache", None)
+        if module is None or table is None or table.dim() != 2:  # noqa: PLR2004 - positions, numbers
+            raise UnsupportedModelError(
+                "no rotary embedding with one table for all positions is found beside the layer",
+                where=f"layer {name}",
+                fix=OTHER,
+            )
+        if table.shape[0] < self._config.model_config.max_model_len:
+            raise UnsupportedModelError(
+                f"the rotary embedding's table has {table.shape[0]} positions",
+                where=f"layer {name}, max_model_len {self._config.model_config.max_model_len}",
+                fix="start vLLM with a smaller --max-model-len",
+            )
+        if not getattr(module, "use_flashinfer", False):  # vLLM multiplies in the model's dtype
+            table = table.to(self._config.model_config.dtype)
+        return Rotation(table.to(self.device), bool(module.is_neox_style))
+
+
+def _place(name: str) -> tuple[int, ...]:
+    """Where a layer stands in the model: the numbers in its name."""
+    return tuple(int(number) for number in re.findall(r"\d+", name))

@@ -1,0 +1,416 @@
+"""The scheduler's side of blending: which chunks a request has, which of them can be had, and what the workers do."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ucm.blend.chunks import Chunk, ChunkMarksError, ChunkNames, marked_chunks, separated_chunks
+from ucm.blend.planning import blended_end
+from ucm.integration.vllm.blend.isolation import OwnNames
+from ucm.integration.vllm.blend.metadata import Blend, BlendPlan, ChunkSave
+from ucm.integration.vllm.connector.scheduled import admitted_requests, block_ids_by_group, grown_requests
+from ucm.logger import get_logger
+from ucm.store.base import BlockGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from ucm.config.settings import BlendSettings
+    from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
+    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.slab import Slab
+
+#: How long the workers may take to say what their pieces look like, from the first step on.
+ANSWERS_SECONDS = 10.0
+#: How long an idle step waits for a lookup.
+IDLE_SECONDS = 0.05
+#: What a worker writes beside its geometry once it has refused its model.
+REFUSED = "refused"
+
+
+class BlendCounters(Protocol):
+    """Where the scheduler's side counts what it decides."""
+
+    def blend_planned(self, outcome: str) -> None:
+        """A request with chunks was blended, or why it was not."""
+
+
+@dataclass(slots=True)
+class BlendRequest:
+    """A request that the scheduler knows.
+
+    Args:
+        request: vLLM's request.
+        chunks: Its chunks, as far as they are worth anything.
+        keys: Of each, the keys of its pieces.
+        names: Its blocks' names in vLLM's own prefix cache.
+        lookup: What was asked of the store, until it is used.
+        end: Where the stretch ends that was promised last; 0 for none.
+        computed: Where it begins.
+        blended: Some of its KV is approximate, for good.
+        block_ids: Its blocks.
+        saved: Its first chunk needs no save any more.
+        outcome: What was counted of it last; vLLM asks again with each step until it has room.
+    """
+
+    request: Any
+    chunks: list[Chunk] = field(default_factory=list)
+    keys: list[list[BlockKey]] = field(default_factory=list)
+    names: OwnNames | None = None
+    lookup: ChunkLookup | None = None
+    end: int = 0
+    computed: int = 0
+    blended: bool = False
+    block_ids: list[int] = field(default_factory=list)
+    saved: bool = False
+    outcome: str = ""
+
+
+class BlendScheduler:
+    """Decides what is blended and which chunks are saved; never touches KV itself, nor waits for a medium.
+
+    Args:
+        settings: The operator's.
+        block_size: Tokens of vLLM's blocks.
+        slab: Where chunks are staged.
+        stager: Stages them there.
+        counters: What was decided.
+        batches: Steps that may be scheduled before the outcome of the first of them is known.
+        loads: Whether the engine's role lets it load.
+        saves: Whether it lets it save.
+    """
+
+    def __init__(
+        self,
+        settings: BlendSettings,
+        block_size: int,
+        slab: Slab,
+        stager: ChunkStager,
+        counters: BlendCounters,
+        *,
+        batches: int = 1,
+        loads: bool = True,
+        saves: bool = True,
+    ) -> None:
+        self._settings = settings
+        self._ends = frozenset(settings.chunk_end_token_ids)
+        self._block_size = block_size
+        self._slab = slab
+        self._stager = stager
+        self._counters = counters
+        self._batches = batches
+        self._loads, self._saves = loads, saves
+        self._open: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]] | None = None
+        self._ranks = 0
+        self._asked_since: float | None = None
+        self._opening: threading.Thread | None = None
+        self._ready_by = math.inf
+        self._off = ""
+        self._names = ChunkNames(b"")
+        self._requests: dict[str, BlendRequest] = {}
+        self._to_blend: dict[str, BlendRequest] = {}
+        self._holds: list[tuple[int, ChunkLookup]] = []
+        self._said: set[str] = set()
+        self._step = 0
+
+    def prepare(self, ranks: int, open_stores: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]]) -> None:
+        """It is known where chunks are kept; the workers are asked what their pieces look like.
+
+        Args:
+            ranks: How many workers there are.
+            open_stores: Opens the stores of all of them for what their pieces are.
+        """
+        self._ranks, self._open = ranks, open_stores
+
+    def matched(self, request: Any, computed: int, exact: int) -> int | None:
+        """Tokens beyond the computed ones that a blended stretch has.
+
+        Args:
+            request: vLLM's request.
+            computed: Tokens whose exact KV the engine has itself.
+            exact: Tokens beyond these whose exact KV the store has.
+
+        Returns:
+            How many, 0 if the request is not to be blended; None if that is not known yet: vLLM asks again.
+        """
+        state = self._state(request)
+        state.end = 0
+        if not state.blended and state.names is not None:
+            state.names.take_back()
+        if not self._loads or not any(chunk.end > computed + exact for chunk in state.chunks):
+            return 0
+        refusal = self._off or _cannot_load(request)
+        if refusal:
+            self._count(state, refusal)
+            return 0
+        if not self._begun():
+            return None if self._open is not None and not self._off and time.monotonic() < self._ready_by else 0
+        if state.lookup is None:
+            state.lookup = self._stager.submit(state.keys)
+        if not self._stager.poll(state.lookup):
+            return None
+        stored = [chunk for chunk, rows in zip(state.chunks, state.lookup.rows, strict=True) if rows is not None]
+        # At least one token is computed by vLLM: its logits give the next one.
+        limit = min(request.num_tokens - 1, request.num_prompt_tokens)
+        end = blended_end(stored, computed, limit, self._block_size)
+        if end - computed - exact < self._settings.min_tokens:
+            self._let_go(state)
+            self._count(state, "miss")
+            return 0
+        state.computed, state.end = computed, end
+        if state.names is None:
+            state.names = OwnNames(request, self._block_size)
+        # vLLM names the blocks of a hit when it allocates them.
+        state.names.give(computed)
+        return end - computed
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> bool:
+        """A request was given blocks at its admission.
+
+        Args:
+            request: vLLM's request.
+            blocks: Its ``KVCacheBlocks``, those of computed tokens included.
+            tokens: Tokens beyond the computed ones that vLLM was promised.
+
+        Returns:
+            Whether these are a blended stretch.
+        """
+        state = self._state(request)
+        if not state.end or not tokens:
+            self._let_go(state)
+            return False
+        state.blended = True
+        state.block_ids = block_ids_by_group(blocks)[0]
+        self._to_blend[request.request_id] = state
+        self._count(state, "blended")
+        return True
+
+    def plan(self, scheduler_output: Any) -> BlendPlan:
+        """The workers' part of a step; see `written` for the blocks that it fills.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput`` of the step.
+        """
+        self._step += 1
+        while self._holds and self._holds[0][0] <= self._step - self._batches:
+            self._stager.release(self._holds.pop(0)[1])
+        plan = BlendPlan(shares=self._stager.shares)
+        if self._open is not None and not self._stager.has_begun and not self._off:
+            self._asked_since = self._asked_since or time.monotonic()
+            plan.slab = self._slab.address
+        self._take_blocks(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        begun = [request_id for request_id in self._to_blend if request_id in scheduled]
+        written = self._written_by_forward(scheduled) if begun else set()
+        for request_id in begun:
+            plan.blends.append(self._blend(request_id, self._to_blend.pop(request_id), written))
+        for request_id, number in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is not None and not state.saved:
+                plan.saves += self._save(state, state.request.num_computed_tokens + number)
+        if not scheduler_output.total_num_scheduled_tokens:
+            waiting = [state.lookup for state in self._requests.values() if state.lookup is not None]
+            if waiting and not self._to_blend:
+                self._stager.wait(waiting, IDLE_SECONDS)
+            elif self._opening is not None and not self._stager.has_begun:
+                self._opening.join(IDLE_SECONDS)
+        return plan
+
+    def written(self, plan: BlendPlan) -> set[int]:
+        """The blocks that a step fills before its forward."""
+        return {block for blend in plan.blends for block in blend.block_ids[blend.start // self._block_size :]}
+
+    def _written_by_forward(self, scheduled: Mapping[str, int]) -> set[int]:
+        """The blocks that a step's forward writes; vLLM lets others find them with the same step."""
+        found: set[int] = set()
+        for request_id, number in scheduled.items():
+            state = self._requests.get(request_id)
+            if state is not None:
+                computed = state.request.num_computed_tokens
+                first, last = computed // self._block_size, -(-(computed + number) // self._block_size)
+                found.update(state.block_ids[first:last])
+        return found
+
+    def _take_blocks(self, scheduler_output: Any) -> None:
+        """Note which blocks the scheduled requests have."""
+        for request_id, ids, _ in admitted_requests(scheduler_output):
+            if request_id in self._requests:
+                self._requests[request_id].block_ids = ids[0]
+        for request_id, new_ids in grown_requests(scheduler_output):
+            if request_id in self._requests:
+                self._requests[request_id].block_ids.extend(new_ids[0])
+
+    def finished(self, request: Any) -> None:
+        """A request ended."""
+        state = self._requests.pop(request.request_id, None)
+        self._to_blend.pop(request.request_id, None)
+        if state is not None:
+            self._let_go(state)
+
+    def start_anew(self) -> None:
+        """The weights may be others: nothing that was stored until now is found by this engine any more."""
+        self._names = ChunkNames(os.urandom(32))
+        for state in self._requests.values():
+            self._let_go(state)
+            # What is promised already is filled: the workers know of the change and compute it.
+            state.chunks, state.keys, state.saved = [], [], True
+
+    def close(self) -> None:
+        """End the lookups; a medium that does not answer is left to its thread."""
+        if self._opening is not None:
+            self._opening.join(1.0)
+        self._stager.close()
+
+    def _state(self, request: Any) -> BlendRequest:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
+            state = self._requests[request.request_id] = BlendRequest(request)
+            self._find_chunks(state)
+        return state
+
+    def _find_chunks(self, state: BlendRequest) -> None:
+        request = state.request
+        try:
+            chunks = marked_chunks(getattr(request, "kv_transfer_params", None), request.num_prompt_tokens)
+            prompt = list(request.all_token_ids[: request.num_prompt_tokens]) if chunks or self._ends else []
+            if chunks is None and self._ends:
+                chunks = separated_chunks(prompt, self._ends)
+            reason = _has_no_chunks(request) if chunks else ""
+            if reason:
+                self._count(state, reason)
+            elif chunks:
+                chunks = [chunk for chunk in chunks if chunk.tokens >= self._settings.min_tokens]
+                salt = getattr(request, "cache_salt", None)
+                state.keys = [self._names.pieces(prompt[chunk.start : chunk.end], salt) for chunk in chunks]
+                state.chunks = chunks
+        except ChunkMarksError as error:
+            self._count(state, "marks")
+            self._say(f"a request's chunks are not used: {error}")
+        except ValueError as error:
+            self._say(f"a request's chunks are not used: {error}")
+        # What begins a prompt is computed as it would be alone; no other chunk of it is.
+        state.saved = not self._saves or not state.chunks or state.chunks[0].start > 0
+
+    def _begun(self) -> bool:
+        """Whether anything can be looked up; begins when all ranks have said what their pieces look like."""
+        if self._stager.has_begun:
+            records = self._slab.records()
+            if any(record.get(REFUSED) for record in records.values()):
+                self._off = "gate"
+            return not self._off
+        if self._open is None or self._off or self._opening is not None:
+            return False
+        records = self._slab.records()
+        if len(records) < self._ranks:
+            if self._asked_since is not None and time.monotonic() - self._asked_since > ANSWERS_SECONDS:
+                self._off = "no slab"
+                get_logger(__name__).warning(
+                    "[UCM.Blend] no request is blended: %d of %d workers do not reach the scheduler's memory; are they "
+                    "on other hosts?",
+                    self._ranks - len(records),
+                    self._ranks,
+                )
+            return False
+        geometries = [
+            BlockGeometry(tuple(records[rank]["sizes"]), bytes.fromhex(records[rank]["fingerprint"]))
+            for rank in range(self._ranks)
+        ]
+        self._begin_opening(self._open, geometries)
+        return False
+
+    def _begin_opening(
+        self, open_stores: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]], geometries: Sequence[BlockGeometry]
+    ) -> None:
+        """Open the stores in a thread: a medium that cannot be opened, or does not answer, keeps no request waiting."""
+
+        def work() -> None:
+            try:
+                self._stager.begin(open_stores(geometries), geometries)
+            except Exception:  # noqa: BLE001 - whatever it is, the engine goes on
+                self._off = "no store"
+                get_logger(__name__).exception(
+                    "[UCM.Blend] no request is blended: the stores of chunks cannot be opened"
+                )
+
+        self._ready_by = time.monotonic() + self._stager.seconds
+        self._opening = threading.Thread(target=work, name="ucm-chunks-open", daemon=True)
+        self._opening.start()
+
+    def _blend(self, request_id: str, state: BlendRequest, written: AbstractSet[int]) -> Blend:
+        lookup, start, end = state.lookup, state.computed, state.end
+        state.lookup = None
+        chunks, places = [], []
+        if lookup is not None:
+            for chunk, rows in zip(state.chunks, lookup.rows, strict=False):
+                if rows is not None and chunk.end > start and chunk.start < end:
+                    chunks.append(chunk)
+                    places.append(self._stager.offsets(rows))
+            self._holds.append((self._step, lookup))
+        blocks = state.block_ids[: -(-end // self._block_size)]
+        exact = enumerate(blocks[: -(-start // self._block_size)])
+        unwritten = next((place * self._block_size for place, block in exact if block in written), start)
+        tokens = list(state.request.all_token_ids[unwritten:end])
+        return Blend(request_id, start, end, tokens, blocks, chunks, places, unwritten)
+
+    def _save(self, state: BlendRequest, computed: int) -> list[ChunkSave]:
+        """The chunk that begins a request, once its KV is computed exactly."""
+        if state.blended or self._open is None:
+            state.saved = True
+            return []
+        chunk = state.chunks[0]
+        if computed < chunk.end:
+            return []
+        state.saved = True
+        if self._off or _cannot_save(state.request):
+            return []
+        return [ChunkSave(state.keys[0], chunk.tokens, state.block_ids[: -(-chunk.end // self._block_size)])]
+
+    def _let_go(self, state: BlendRequest) -> None:
+        if state.lookup is not None:
+            self._stager.release(state.lookup)
+            state.lookup = None
+
+    def _count(self, state: BlendRequest, outcome: str) -> None:
+        if outcome != state.outcome and not (state.blended and outcome == "miss"):
+            state.outcome = outcome
+            self._counters.blend_planned(outcome)
+
+    def _say(self, what: str) -> None:
+        if what not in self._said and len(self._said) < 100:  # noqa: PLR2004 - clients write these texts
+            self._said.add(what)
+            get_logger(__name__).warning("[UCM.Blend] %s", what)
+
+
+def _has_no_chunks(request: Any) -> str:
+    """Why a request's chunks mean nothing: its KV depends on more than its tokens; empty if they do."""
+    if getattr(request, "lora_request", None) is not None:
+        return "lora"
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "prompt_embeds"
+    if getattr(request, "mm_features", None) or getattr(request, "mm_positions", None):
+        return "multimodal"
+    if getattr(request, "pooling_params", None) is not None:
+        return "pooling"
+    if getattr(request, "resumable", False):
+        return "streaming"
+    return ""
+
+
+def _cannot_load(request: Any) -> str:
+    """Why all of a request's tokens must be computed; empty if they need not be."""
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return "skip_reading_prefix_cache"
+    if getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None:
+        return "prompt_logprobs"
+    return ""
+
+
+def _cannot_save(request: Any) -> bool:
+    """Whether a request's KV must not be found by others."""
+    return bool(_has_no_chunks(request))

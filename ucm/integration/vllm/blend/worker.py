@@ -1,0 +1,400 @@
+"""The worker's side of blending: fills a stretch from chunks, and computes what must be by vLLM's own forward.
+
+It runs within a step, ahead of the step's forward and in the same order on all ranks. A request's runs are the rows of
+one forward pass: each row reads up to its own last token, and all of a layer's KV is written before its attention; so
+what is computed is what a chunked prefill over the same cache would have computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ucm.background import wait_while_it_shrinks
+from ucm.blend.chunks import PIECE, Chunk
+from ucm.blend.planning import Run, gaps_and_edges, most_deviating, passes, reused_spans, runs_of
+from ucm.blend.position_free import differs, tolerance
+from ucm.integration.vllm.blend.scheduler import REFUSED
+from ucm.integration.vllm.connector.confirmation import Unconfirmed
+from ucm.integration.vllm.connector.worker import STILL_SECONDS
+from ucm.logger import get_logger
+from ucm.store.base import BlockTransfer
+from ucm.store.slab import SlabReader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from ucm.config.settings import BlendSettings
+    from ucm.integration.vllm.blend.caches import LayerCaches
+    from ucm.integration.vllm.blend.metadata import Blend, BlendPlan, ChunkSave
+    from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.store.base import BlockKey, KVStore, Task
+    from ucm.store.slab import SlabAddress
+
+#: So many chunks whose KV is not what the model computes, and the model is refused.
+MOST_GATE_FAILURES = 3
+#: Deviations are added up over ranks as integers: in this part of the greatest.
+_STEPS = 1 << 20
+
+
+class StretchCounters(Protocol):
+    """Where a worker counts what it did."""
+
+    def blended(self, reused: int, computed: int) -> None:
+        """A stretch was filled: tokens from chunks, and tokens computed."""
+
+    def gate_failed(self, chunks: int) -> None:
+        """Chunks were computed because their KV is not what the model computes."""
+
+    def chunk_saved(self, tokens: int) -> None:
+        """A chunk was handed to the store."""
+
+
+class _EndOfPassError(Exception):
+    """Ends a forward pass behind the check layer."""
+
+
+class BlendWorker:
+    """Blends on one rank.
+
+    Args:
+        caches: Its KV caches.
+        model: vLLM's model.
+        settings: The operator's.
+        counters: What was done.
+        most_tokens: Tokens of a forward pass that memory was profiled for.
+        rank: This worker's, among those of the tensor-parallel group.
+        name: The model's, for the log.
+    """
+
+    def __init__(
+        self,
+        caches: LayerCaches,
+        model: Any,
+        settings: BlendSettings,
+        counters: StretchCounters,
+        *,
+        most_tokens: int,
+        rank: int = 0,
+        name: str = "",
+    ) -> None:
+        self._caches = caches
+        self._model = model
+        self._settings = settings
+        self._counters = counters
+        self._most_tokens = most_tokens
+        self._rank = rank
+        self._name = name
+        self._slab = SlabReader()
+        self._address: SlabAddress | None = None
+        self._store: KVStore | None = None
+        self._saving: list[tuple[Task, Any]] = []
+        self._unconfirmed = Unconfirmed(self._commit, self._discard)
+        self._step = 0
+        self._ends_before = ""
+        self._failures = 0
+
+    @property
+    def refused(self) -> bool:
+        """Whether the model failed the gate too often."""
+        return self._failures >= MOST_GATE_FAILURES
+
+    def begin(self, step: StepPlan, plan: BlendPlan, store: KVStore | None) -> None:
+        """Before a step.
+
+        Args:
+            step: Its plan for exact prefixes, which says what is confirmed.
+            plan: Its plan.
+            store: Where chunks are kept, once that is known.
+        """
+        self._store, self._step = store, step.step
+        self._unconfirmed.begin(step)
+        if plan.slab is not None and not self._slab.attached:
+            self._address = plan.slab
+            self._slab.attach(plan.slab, self._rank, self._record())
+
+    def blend(self, plan: BlendPlan, attn_metadata: Any, *, usable: bool = True) -> None:
+        """Fill all stretches of a step.
+
+        Args:
+            plan: Its plan.
+            attn_metadata: The step's metadata, by layer.
+            usable: Whether chunks may be used at all; not if the weights were changed since they were promised.
+        """
+        for blend in plan.blends:
+            if not isinstance(attn_metadata, dict):
+                raise TypeError(f"the attention metadata of the step is a {type(attn_metadata).__name__}")
+            self._fill(blend, plan.shares, attn_metadata, usable=usable and not self.refused)
+
+    def layer_begins(self, layer_name: str) -> None:
+        """A layer's attention is about to run; a pass that only looks for deviations may end here."""
+        if layer_name == self._ends_before:
+            raise _EndOfPassError
+
+    def save(self, plan: BlendPlan) -> None:
+        """Store the chunks that the step has computed, without their position."""
+        if self._store is not None and not self.refused:
+            for save in plan.saves:
+                self._save(self._store, save)
+        self._settle()
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        self._unconfirmed.close()
+        wait_while_it_shrinks(self._left, STILL_SECONDS)
+        self._slab.close()
+
+    # Filling
+
+    def _fill(self, blend: Blend, shares: tuple[int, ...], attn_metadata: Mapping[str, Any], *, usable: bool) -> None:
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        blocks = self._caches.blocks(blend.block_ids)
+        tokens = torch.tensor(blend.token_ids, dtype=torch.int64).to(self._caches.device)
+        if blend.unwritten < blend.start:
+            self._compute([Run(blend.unwritten, blend.start)], blend, blocks, tokens, attn_metadata)
+        chunks, loaded = self._load(blend, shares, blocks, usable=usable)
+        chosen = gaps_and_edges(chunks, blend.start, blend.end, self._edge_tokens)
+        if self._settings.select == "deviation" and chunks:
+            self._compute([Run(blend.start, blend.end)], blend, blocks, tokens, attn_metadata, whole=False)
+            more = self._most_deviating(blend, chunks, blocks, loaded)
+            chosen = [one or other for one, other in zip(chosen, more, strict=True)]
+        self._compute(runs_of(chosen, blend.start), blend, blocks, tokens, attn_metadata)
+        computed = sum(chosen)
+        wrong = self._wrong(blend, chunks, chosen, blocks, loaded)
+        if wrong:
+            # All that was computed behind the first of them has read it.
+            begin = max(blend.start, wrong[0].start)
+            self._compute([Run(begin, blend.end)], blend, blocks, tokens, attn_metadata)
+            computed = sum(chosen[: begin - blend.start]) + blend.end - begin
+        if self._rank == 0:
+            self._counters.blended(blend.end - blend.start - computed, computed)
+
+    @property
+    def _edge_tokens(self) -> int:
+        return self._settings.edge_tokens if self._settings.select == "edges" else 0
+
+    def _load(
+        self, blend: Blend, shares: tuple[int, ...], blocks: Tensor, *, usable: bool
+    ) -> tuple[list[Chunk], dict[Chunk, dict[int, tuple[Tensor, Tensor]]]]:
+        """Write chunks to the caches. A rank that may use none says so to the others, which then use none either.
+
+        Returns:
+            Those that all ranks could; and what was written to the layers that are looked at later.
+        """
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        caches = self._caches
+        looked_at = {0, self._check_layer} if self._settings.select == "deviation" else {0}
+        found: list[Tensor | None] = [
+            self._copy(chunk, places, shares) if usable else None
+            for chunk, places in zip(blend.chunks, blend.places, strict=True)
+        ]
+        missing = torch.tensor([pieces is None for pieces in found], dtype=torch.int64).to(caches.device)
+        lost = caches.sum_over_ranks(missing).tolist() if found else []
+        chunks, loaded = [], {}
+        for chunk, pieces, failed in zip(blend.chunks, found, lost, strict=True):
+            if failed or pieces is None:
+                continue
+            begin, end = max(chunk.start, blend.start), min(chunk.end, blend.end)
+            positions = torch.arange(begin, end, device=caches.device)
+            slots = caches.slots(blocks, positions)
+            kept = {}
+            for layer in range(len(caches.names)):
+                # [pieces, 2, PIECE, …] → [2, tokens, …]
+                free = pieces[:, layer].transpose(0, 1).flatten(1, 2)[:, begin - chunk.start : end - chunk.start]
+                written = caches.write(layer, positions, slots, free.to(caches.device))
+                if layer in looked_at:
+                    kept[layer] = written
+            chunks.append(chunk)
+            loaded[chunk] = kept
+        return chunks, loaded
+
+    def _copy(self, chunk: Chunk, places: Sequence[int], shares: tuple[int, ...]) -> Tensor | None:
+        """A chunk's pieces out of the slab, ``[pieces, layers, …]`` in host memory; None if they cannot be read."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        caches = self._caches
+        layers = len(caches.names)
+        if not self._slab.attached or len(places) != chunk.pieces:
+            return None
+        room = torch.empty((chunk.pieces, layers, *caches.piece_shape), dtype=caches.dtype)
+        share = shares[self._rank]
+        transfers = [
+            BlockTransfer(_name(number), [memoryview(part.view(torch.uint8).numpy()).cast("B") for part in piece])
+            for number, piece in enumerate(room)
+        ]
+        task = self._slab.load(transfers, [place + share for place in places], [""] * len(places))
+        return None if self._slab.wait(task).failed else room
+
+    def _compute(
+        self,
+        runs: Sequence[Run],
+        blend: Blend,
+        blocks: Tensor,
+        tokens: Tensor,
+        attn_metadata: Mapping[str, Any],
+        *,
+        whole: bool = True,
+    ) -> None:
+        """Run the model over some tokens of a blend; without ``whole``, up to the check layer alone."""
+        names = self._caches.names
+        behind = self._check_layer + 1
+        for batch in passes(runs, self._most_tokens):
+            rows = self._caches.rows(batch, blocks)
+            self._ends_before = "" if whole or behind >= len(names) else names[behind]
+            try:
+                with self._caches.context(rows, attn_metadata):
+                    self._model(input_ids=tokens[rows.positions - blend.unwritten], positions=rows.positions)
+            except _EndOfPassError:
+                pass
+            finally:
+                self._ends_before = ""
+
+    # Looking at what was filled
+
+    @property
+    def _check_layer(self) -> int:
+        return min(self._settings.check_layer, len(self._caches.names) - 1)
+
+    def _most_deviating(
+        self, blend: Blend, chunks: Sequence[Chunk], blocks: Tensor, loaded: Mapping[Chunk, Any]
+    ) -> list[bool]:
+        """The share of the reused tokens whose KV in the check layer is farthest from what they have here."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        deviation = torch.zeros(blend.end - blend.start, device=self._caches.device)
+        for chunk in chunks:
+            begin, end = max(chunk.start, blend.start), min(chunk.end, blend.end)
+            positions = torch.arange(begin, end, device=self._caches.device)
+            keys, values = self._caches.read(self._check_layer, blocks, positions)
+            was = loaded[chunk][self._check_layer]
+            for now, before in zip((keys, values), was, strict=True):
+                difference = (now.float() - before.float()).flatten(1).square().sum(dim=1)
+                deviation[begin - blend.start : end - blend.start] += difference / before.float().square().mean()
+        whole = (torch.nan_to_num(deviation, nan=_STEPS).clamp_max(_STEPS) * _STEPS).to(torch.int64)
+        added = self._caches.sum_over_ranks(whole).tolist()
+        spans = reused_spans(chunks, blend.start, blend.end)
+        return most_deviating(added, blend.start, spans, self._settings.ratio)
+
+    def _wrong(
+        self,
+        blend: Blend,
+        chunks: Sequence[Chunk],
+        chosen: Sequence[bool],
+        blocks: Tensor,
+        loaded: Mapping[Chunk, Any],
+    ) -> list[Chunk]:
+        """The chunks whose KV in the first layer is not what the model has computed there.
+
+        That depends on the token and its position alone, so it must agree whatever stands before it.
+        """
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        caches, allowed = self._caches, tolerance(self._caches.dtype)
+        worst = []
+        for chunk in chunks:
+            begin, end = max(chunk.start, blend.start), min(chunk.end, blend.end)
+            places = [place for place in range(begin, end) if chosen[place - blend.start]]
+            positions = torch.tensor(places, dtype=torch.int64, device=caches.device)
+            off = [
+                differs(was[positions - begin], now).max()
+                for was, now in zip(loaded[chunk][0], caches.read(0, blocks, positions), strict=True)
+            ]
+            worst.append(torch.stack(off).max())
+        if not worst:
+            return []
+        outside = (torch.stack(worst) > allowed).to(torch.int64)
+        failed = caches.sum_over_ranks(outside).tolist()
+        wrong = [chunk for chunk, ranks in zip(chunks, failed, strict=True) if ranks]
+        if wrong:
+            self._note_failures(len(wrong), float(torch.stack(worst).max()), allowed)
+        return wrong
+
+    def _note_failures(self, chunks: int, worst: float, allowed: float) -> None:
+        before = self.refused
+        self._failures += chunks
+        if self._rank == 0:
+            self._counters.gate_failed(chunks)
+        get_logger(__name__).warning(
+            "[UCM.Blend] the KV of %d chunks is not what %s computes in its first layer (off by %.3g, allowed %.3g): "
+            "they are computed",
+            chunks,
+            self._name or "the model",
+            worst,
+            allowed,
+        )
+        if self.refused and not before:
+            get_logger(__name__).error(
+                "[UCM.Blend] %s is refused: the first layer's KV of %d chunks was not that of their tokens at their "
+                "place; no request is blended any more. Use UCMConnector for this model, and report it",
+                self._name or "the model",
+                self._failures,
+            )
+            self._tell(refused=True)
+
+    # Storing
+
+    def _save(self, store: KVStore, save: ChunkSave) -> None:
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        caches = self._caches
+        layers, pieces = len(caches.names), len(save.keys)
+        blocks = caches.blocks(save.block_ids)
+        positions = torch.arange(save.tokens, device=caches.device)
+        room = torch.zeros((pieces, layers, *caches.piece_shape), dtype=caches.dtype)
+        for layer in range(layers):
+            for plane, found in enumerate(caches.read_free(layer, blocks, positions)):
+                host = found.cpu()
+                for piece in range(pieces):
+                    part = host[piece * PIECE : (piece + 1) * PIECE]
+                    room[piece, layer, plane, : len(part)] = part
+        transfers = [
+            BlockTransfer(key, [memoryview(part.view(torch.uint8).numpy()).cast("B") for part in piece])
+            for key, piece in zip(save.keys, room, strict=True)
+        ]
+        self._saving.append((store.dump(transfers), room))
+        self._unconfirmed.add(save.keys, self._step)
+        if self._rank == 0:
+            self._counters.chunk_saved(save.tokens)
+
+    def _commit(self, keys: Sequence[BlockKey]) -> None:
+        if self._store is not None:
+            self._saving.append((self._store.commit(keys), None))
+
+    def _discard(self, keys: Sequence[BlockKey]) -> None:
+        if self._store is not None:
+            self._store.discard(keys)
+
+    def _left(self) -> int:
+        self._settle()
+        return len(self._saving)
+
+    def _settle(self) -> None:
+        """Take note of saves that have ended; their memory is theirs until then."""
+        still = []
+        for task, room in self._saving:
+            if self._store is None or not self._store.check(task):
+                still.append((task, room))
+                continue
+            failed = self._store.wait(task).failed
+            if failed:
+                get_logger(__name__).debug("[UCM.Blend] %d pieces of a chunk are not stored", len(failed))
+        self._saving = still
+
+    def _record(self) -> dict[str, Any]:
+        geometry = self._caches.geometry
+        return {"sizes": list(geometry.shard_sizes), "fingerprint": geometry.fingerprint.hex(), REFUSED: self.refused}
+
+    def _tell(self, *, refused: bool) -> None:
+        """Write this rank's record anew."""
+        if self._address is not None:
+            writer = SlabReader()
+            writer.attach(self._address, self._rank, {**self._record(), REFUSED: refused})
+            writer.close()
+
+
+def _name(number: int) -> Any:
+    """A name for a piece that is copied, for the copy alone."""
+    return number.to_bytes(16, "big")

@@ -1,0 +1,553 @@
+"""How much of a request the store has: found, brought into host memory and verified there, then promised.
+
+The scheduler asks with a ``Query``. Threads look it up at all ranks, read what was found into the slab, and shrink the
+hit to what every rank has whole. The scheduler looks at the outcome with each step, and when the time is over it takes
+what is verified by then. A medium that does not answer holds up nobody else: it is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from ucm.background import enter_background
+from ucm.integration.vllm.connector.failures import FailureLog
+from ucm.integration.vllm.connector.groups import longest_hit
+from ucm.logger import get_logger
+from ucm.store.base import BlockTransfer
+from ucm.store.slab import PAGE, Slab, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+    from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
+    from ucm.store.slab import Row
+
+#: What is asked of the stores at once, and how much of that may be under way for one request.
+CHUNK_BYTES, CHUNKS = 8 << 20, 4
+#: Threads that wait for the stores; so many may be stuck before nobody asks any more.
+MOST_THREADS = 8
+#: How often memory that nobody uses is looked for, in seconds without anything to do.
+TRIM_SECONDS = 10.0
+#: How often a thread that waits for another's read looks whether it is still wanted.
+_LOOKS_SECONDS = 0.02
+#: How long ``close`` waits for a medium.
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What the scheduler asks for.
+
+    Args:
+        keys: For each group, the keys of the request's blocks behind the computed ones.
+        computed: Tokens that are computed, a multiple of the groups' alignment.
+        limit: The most tokens to look for, a multiple of it too.
+        least: Fewer tokens beyond the computed ones are not worth a load.
+        drops_last_block: Whether the last block of a hit is to be computed.
+    """
+
+    keys: tuple[list[BlockKey], ...]
+    computed: int
+    limit: int
+    least: int = 1
+    drops_last_block: bool = False
+
+
+@dataclass(slots=True)
+class Lookup:
+    """A query under way, and its outcome.
+
+    Args:
+        query: What is asked.
+        deadline: When it is too late.
+    """
+
+    query: Query
+    deadline: float
+    end: int = 0  #: the tokens up to which KV can be had
+    rows: dict[int, dict[int, Row]] = field(default_factory=dict)  #: by group and place of the block, what is held
+    finished: bool = False  #: nothing of it changes any more
+    begun: bool = False
+    progressed: bool = False  #: a medium has answered
+    late: bool = False  #: its time was over before it had ended
+
+
+class Stager:
+    """Looks requests up and stages what they need.
+
+    Args:
+        groups: The model's KV-cache groups.
+        slab: Where blocks are staged; None where the workers read the store themselves, and names are promised.
+        seconds: How long one lookup may take.
+        rest_seconds: How long stores are left alone that have not answered anything in that time.
+    """
+
+    def __init__(self, groups: CacheGroups, slab: Slab | None, seconds: float, rest_seconds: float) -> None:
+        self._groups = groups
+        self._slab = slab
+        self.seconds = seconds
+        self._rest_seconds = rest_seconds
+        self._stores: Mapping[int, Sequence[KVStore]] = {}
+        self._sizes: dict[int, list[tuple[int, ...]]] = {}
+        self.shares: dict[int, tuple[int, ...]] = {}  #: for each group, where each rank's part of a row begins
+        self._blocks_at_once = 1
+        self._changed = threading.Condition()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = self._waiting = 0  # threads without a job, and jobs without a thread
+        self._stuck = 0
+        self._rests_until = 0.0
+        self._probe: Lookup | None = None
+        self._questions: deque[tuple[str, int, BlockKey]] = deque()
+        self._answering = False
+        self._answers: deque[tuple[str, int, bool]] = deque()
+        self._failures: deque[str] = deque()
+        self._log = FailureLog("[UCM.Load]", "its tokens are recomputed")
+        self._closed = False
+
+    # Where blocks are
+
+    def begin(
+        self, stores: Mapping[int, Sequence[KVStore]], geometries: Mapping[int, Sequence[BlockGeometry]] | None = None
+    ) -> None:
+        """It is known where blocks are looked up.
+
+        Args:
+            stores: For each group, the stores of all ranks that keep different blocks of it.
+            geometries: For each group, what these blocks are, in the same order; None without a slab.
+        """
+        if self._slab is not None and geometries is not None:
+            row_bytes = 0
+            for group, of_group in geometries.items():
+                padded = [-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group]
+                self._sizes[group] = [geometry.shard_sizes for geometry in of_group]
+                self.shares[group] = tuple(accumulate(padded[:-1], initial=0))
+                row_bytes = max(row_bytes, sum(padded))
+            self._slab.lay_out(row_bytes)
+            self._blocks_at_once = max(1, CHUNK_BYTES // row_bytes)
+        self._stores = stores
+        if self._slab is not None:
+            self._start(self._slab.populate)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything can be looked up."""
+        return bool(self._stores)
+
+    @property
+    def promises_names(self) -> bool:
+        """Whether what is promised has not been read."""
+        return self._slab is None
+
+    def offsets(self, rows: Sequence[Row]) -> list[int]:
+        """Where staged blocks begin in the slab."""
+        return [] if self._slab is None else [self._slab.offset(row) for row in rows]
+
+    # For the scheduler's thread
+
+    def submit(self, query: Query) -> Lookup:
+        """Look a request up; what is staged already, or cannot be asked for, is answered at once."""
+        now = time.monotonic()
+        lookup = Lookup(query, now + self.seconds, end=query.computed)
+        if query.limit <= query.computed:
+            lookup.finished = True
+            return lookup
+        rests = self._rests(now)
+        if self._slab is not None and self._take_staged(lookup, partly=rests):
+            return lookup
+        if rests:
+            lookup.finished = True
+            return lookup
+        if now >= self._rests_until > 0:
+            self._probe = lookup
+        self._start(lambda: self._run(lookup))
+        return lookup
+
+    def poll(self, lookup: Lookup) -> bool:
+        """Whether a lookup has ended, or is out of time: then what is verified by now is its outcome."""
+        if not lookup.finished and time.monotonic() >= lookup.deadline:
+            self.give_up(lookup)
+        return lookup.finished
+
+    def wait(self, lookups: Sequence[Lookup], seconds: float) -> bool:
+        """Wait until one of some lookups has ended; whether one has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: any(lookup.finished for lookup in lookups), seconds)
+
+    def release(self, lookup: Lookup) -> None:
+        """Nobody wants what was looked up any more, or is going to use it, finished or not."""
+        with self._changed:
+            if lookup.begun and not lookup.finished:
+                lookup.late = True
+                self._stuck += 1
+            lookup.finished = True  # one under way ends by itself, and takes nothing from here on
+            rows = self._keep(lookup, {})
+        self.let_go(rows)
+
+    def let_go(self, rows: Sequence[Row]) -> None:
+        """Staged blocks are not needed any more by one who held them."""
+        if self._slab is not None and rows:
+            self._slab.release(rows)
+
+    def start_anew(self) -> None:
+        """Promise nothing any more that was staged until now."""
+        if self._slab is not None:
+            self._slab.clear()
+
+    def ask(self, request_id: str, group: int, key: BlockKey) -> None:
+        """Find out whether all ranks have a block; ``answers`` will tell, unless the stores do not answer."""
+        if len(self._questions) >= _MOST_QUESTIONS or self._rests(time.monotonic()):
+            return
+        self._questions.append((request_id, group, key))
+        with self._changed:
+            if self._answering:
+                return
+            self._answering = True
+        self._start(self._answer)
+
+    def answers(self) -> list[tuple[str, int, bool]]:
+        """What ``ask`` has found out: request, group, and whether its block is there."""
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def failures(self) -> list[str]:
+        """The causes of what could not be read since the last call."""
+        return [self._failures.popleft() for _ in range(len(self._failures))]
+
+    def close(self) -> None:
+        """End the threads; those that a medium holds are left to it. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        until = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._slab is not None:
+            self._slab.close()
+
+    # What a hit needs
+
+    def needed(self, group: CacheGroup, computed: int, end: int) -> range:
+        """The blocks of a group to load in order to go on from ``end`` with ``computed`` tokens computed already."""
+        return range(max(computed // group.block_size, group.first_needed(end)), end // group.block_size)
+
+    def _all_needed(self, query: Query, end: int) -> dict[int, range]:
+        return {group.index: self.needed(group, query.computed, end) for group in self._groups.groups}
+
+    def _reach(self, query: Query, present: list[list[bool]]) -> int:
+        groups, step = self._groups.groups, self._groups.alignment
+        end = longest_hit(groups, present, query.limit, step)
+        if query.drops_last_block and end > query.computed:
+            # Not merely less of what was found: a sliding window reads other blocks from there.
+            end = longest_hit(groups, present, end - step, step)
+        return end if end - query.computed >= max(query.least, 1) else query.computed
+
+    def _with_computed(self, group: CacheGroup, query: Query, row: list[bool]) -> list[bool]:
+        return [True] * (query.computed // group.block_size) + row
+
+    def _take_staged(self, lookup: Lookup, *, partly: bool) -> bool:
+        """Answer from the slab alone, if it has all that may be had, or if nothing else can be asked."""
+        slab, query = self._slab, lookup.query
+        if slab is None or (query.drops_last_block and not partly):
+            return False
+        present = []
+        for group, keys in zip(self._groups.groups, query.keys, strict=True):
+            row = [True] * len(keys)
+            if partly:
+                if group.window is None:
+                    row = [True] * slab.holds(group.index, keys)
+                else:
+                    row = [bool(slab.holds(group.index, [key])) for key in keys]
+            present.append(self._with_computed(group, query, row))
+        end = self._reach(query, present)
+        for group, keys in zip(self._groups.groups, query.keys, strict=True):
+            needed, first = self.needed(group, query.computed, end), query.computed // group.block_size
+            rows = slab.hold(group.index, keys[needed.start - first : needed.stop - first])
+            if rows is None:
+                self.let_go(self._keep(lookup, {}))
+                return False
+            lookup.rows[group.index] = dict(zip(needed, rows, strict=True))
+        lookup.end, lookup.finished = end, True
+        return True
+
+    def _rests(self, now: float) -> bool:
+        probes = self._probe is not None and not self._probe.finished
+        return now < self._rests_until or self._stuck + self._answering >= MOST_THREADS or probes
+
+    def give_up(self, lookup: Lookup) -> None:
+        """Take what is verified by now."""
+        query = lookup.query
+        with self._changed:
+            if lookup.finished:
+                return
+            lookup.finished = True
+            present = []
+            for group, keys in zip(self._groups.groups, query.keys, strict=True):
+                rows, first = lookup.rows.get(group.index, {}), query.computed // group.block_size
+                row = [place in rows and rows[place].state is State.WHOLE for place in range(first, first + len(keys))]
+                present.append(self._with_computed(group, query, row))
+            lookup.end = self._reach(query, present) if self._slab is not None else query.computed
+            surplus = self._keep(lookup, self._all_needed(query, lookup.end))
+            if lookup.begun:
+                lookup.late = True
+                self._stuck += 1
+            if lookup.begun and not lookup.progressed:
+                self._rests_until = time.monotonic() + self._rest_seconds
+                get_logger(__name__).warning(
+                    "[UCM.Load] the store has not answered for %.1f s: it is left alone for %.0f s, and what it may "
+                    "have is computed",
+                    self.seconds,
+                    self._rest_seconds,
+                )
+        self.let_go(surplus)
+
+    def _keep(self, lookup: Lookup, kept: Mapping[int, range]) -> list[Row]:
+        """Take the rows out of a lookup that are not to be kept; those that are being filled stay held by who does."""
+        surplus: list[Row] = []
+        for group, rows in lookup.rows.items():
+            wanted = kept.get(group, range(0))
+            surplus += [rows.pop(place) for place in list(rows) if place not in wanted]
+        return surplus
+
+    # In the threads
+
+    def _start(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting += 1
+            if self._waiting > self._idle and len(self._threads) < MOST_THREADS:
+                thread = threading.Thread(target=self._work, name=f"ucm-stage-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        enter_background()
+        while True:
+            with self._changed:
+                self._idle += 1
+            try:
+                job = self._jobs.get(timeout=TRIM_SECONDS)
+            except queue.Empty:
+                if self._slab is not None:
+                    self._slab.trim()
+                continue
+            finally:
+                with self._changed:
+                    self._idle -= 1
+            if job is None:
+                return
+            with self._changed:
+                self._waiting -= 1
+            job()
+
+    def _run(self, lookup: Lookup) -> None:
+        with self._changed:
+            if lookup.finished:
+                return
+            lookup.begun = True
+        try:
+            end = self._find(lookup)
+        except Exception:  # noqa: BLE001 - whatever it is, the request must go on
+            get_logger(__name__).exception("[UCM.Load] a lookup failed unexpectedly")
+            end = lookup.query.computed
+        with self._changed:
+            self._stuck -= lookup.late
+            self._rests_until = 0.0  # the medium answers
+            surplus = []
+            if not lookup.finished:
+                lookup.end, lookup.finished = end, True
+                surplus = self._keep(lookup, self._all_needed(lookup.query, end))
+            self._changed.notify_all()
+        self.let_go(surplus)
+        if self._slab is not None:
+            self._slab.populate()
+
+    def _find(self, lookup: Lookup) -> int:
+        query, slab = lookup.query, self._slab
+        present = [
+            self._with_computed(group, query, self._present(group, keys))
+            for group, keys in zip(self._groups.groups, query.keys, strict=True)
+        ]
+        while True:
+            end = self._reach(query, present)
+            if slab is None or end == query.computed:
+                return end
+            claimed = self._claim(lookup, end, present)
+            if claimed is None:
+                return end  # nobody waits any more
+            mine, others = claimed
+            for number, place in self._read(lookup, mine):
+                present[number][place] = False
+            again = self._await(lookup, others)
+            if lookup.finished or (not again and self._reach(query, present) == end):
+                return end
+
+    def _await(self, lookup: Lookup, others: list[tuple[int, int, Row]]) -> bool:
+        """Wait for rows that others fill; whether some of them were given up, and are still to be filled."""
+        slab, again = self._known_slab(), False
+        for number, place, row in others:
+            with slab.changed:
+                while row.state is State.READING and not lookup.finished:
+                    slab.changed.wait(_LOOKS_SECONDS)
+            with self._changed:
+                if row.state is State.FAILED and not lookup.finished:
+                    del lookup.rows[self._groups.groups[number].index][place]
+                    slab.release([row])
+                    again = True
+        return again
+
+    def _present(self, group: CacheGroup, keys: list[BlockKey]) -> list[bool]:
+        """Which blocks of a group all ranks have."""
+        stores = self._stores[group.index]
+        if group.window is None:
+            count = len(keys)
+            for store in stores:
+                count = store.lookup_on_prefix(keys[:count])
+            return [True] * count
+        rows = [store.lookup(keys) for store in stores]
+        return [all(row) for row in zip(*rows, strict=True)]
+
+    def _claim(
+        self, lookup: Lookup, end: int, present: list[list[bool]]
+    ) -> tuple[list[tuple[int, int, Row]], list[tuple[int, int, Row]]] | None:
+        """Hold a row for each block that a hit needs; those without room are taken for missing.
+
+        Returns:
+            The rows to be filled here, and those that others fill, each with its group's number and its place.
+        """
+        slab, groups = self._known_slab(), self._groups.groups
+        needed = self._all_needed(lookup.query, end)
+        # What a window needs is little, and without it all the rest is worth nothing.
+        wanted = sorted(
+            (group.window is None, (place + 1) * group.block_size, number, place)
+            for number, group in enumerate(groups)
+            for place in needed[group.index]
+        )
+        order = [(number, place) for _, _, number, place in wanted]
+        mine: list[tuple[int, int, Row]] = []
+        others: list[tuple[int, int, Row]] = []
+        with self._changed:
+            surplus = [] if lookup.finished else self._keep(lookup, needed)
+        self.let_go(surplus)
+        for number, place in order:
+            row, is_mine = self._claim_one(lookup, number, place)
+            if row is None and lookup.finished:
+                for _, _, taken in mine:
+                    slab.failed(taken)
+                return None
+            if row is None:
+                present[number][place] = False
+                break
+            if row.state is State.READING:
+                (mine if is_mine else others).append((number, place, row))
+            elif row.state is State.FAILED:
+                present[number][place] = False
+        return mine, others
+
+    def _claim_one(self, lookup: Lookup, number: int, place: int) -> tuple[Row | None, bool]:
+        """A block's row, held by the lookup, and whether it is to be filled; None without room or if nobody waits.
+
+        The lock is taken for each block, so that the scheduler's thread never waits for more than one.
+        """
+        query, group = lookup.query, self._groups.groups[number]
+        with self._changed:
+            if lookup.finished:
+                return None, False
+            rows = lookup.rows.setdefault(group.index, {})
+            if place in rows:
+                return rows[place], False
+            key = query.keys[number][place - query.computed // group.block_size]
+            claimed = self._known_slab().claim(group.index, key)
+            if claimed is None:
+                return None, False
+            rows[place], is_mine = claimed
+            return rows[place], is_mine
+
+    def _read(self, lookup: Lookup, rows: list[tuple[int, int, Row]]) -> list[tuple[int, int]]:
+        """Fill rows; returns those that cannot be filled."""
+        lost: list[tuple[int, int]] = []
+        reading: deque[tuple[list[tuple[int, int, Row]], list[tuple[KVStore, Task]]]] = deque()
+        left = deque(rows)
+        try:
+            while left and not lookup.finished:
+                chunk = [left.popleft() for _ in range(min(self._blocks_at_once, len(left)))]
+                reading.append((chunk, []))
+                self._load(*reading[-1])
+                if len(reading) == CHUNKS:
+                    lost += self._fill(*reading.popleft(), lookup)
+        finally:
+            while reading:
+                lost += self._fill(*reading.popleft(), lookup)
+            lost += self._fill(list(left), [], lookup)
+        return lost
+
+    def _load(self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]]) -> None:
+        """Begin to read all ranks' parts of some blocks."""
+        slab = self._known_slab()
+        by_group: dict[int, list[Row]] = {}
+        for _, _, row in chunk:
+            by_group.setdefault(row.name[0], []).append(row)
+        for group, rows in by_group.items():
+            parts = zip(self._stores[group], self._sizes[group], self.shares[group], strict=True)
+            for store, sizes, share in parts:
+                transfers = [BlockTransfer(row.name[1], slab.memory(row, share, sizes)) for row in rows]
+                tasks.append((store, store.load(transfers)))
+
+    def _fill(
+        self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]], lookup: Lookup
+    ) -> list[tuple[int, int]]:
+        """Wait until some blocks are read; returns those that are not whole."""
+        slab, lost = self._known_slab(), []
+        results, at_rest = {}, True
+        for store, task in tasks:
+            try:
+                result = store.wait(task)
+            except Exception:  # noqa: BLE001 - a store of others; it may write there for ever
+                get_logger(__name__).exception("[UCM.Load] a store failed unexpectedly")
+                at_rest = False
+                continue
+            results[id(store)] = result.done
+            if result.failed:
+                self._log.record(result.failed)
+                self._failures.extend(error.cause for error in result.failed.values())
+        lookup.progressed = lookup.progressed or bool(results)
+        for number, place, row in chunk:
+            group, key = row.name
+            tiers = [results.get(id(store), {}).get(key) for store in self._stores[group]]
+            if None in tiers:
+                slab.failed(row, at_rest=at_rest)
+                lost.append((number, place))
+            else:
+                slab.filled(row, str(tiers[0]))
+        return lost
+
+    def _known_slab(self) -> Slab:
+        if self._slab is None:
+            raise RuntimeError("blocks are staged without a slab")
+        return self._slab
+
+    def _answer(self) -> None:
+        while True:
+            with self._changed:
+                if not self._questions or self._closed:
+                    self._answering = False
+                    return
+            request_id, group, key = self._questions.popleft()
+            there = False
+            try:
+                there = all(store.lookup([key])[0] for store in self._stores[group])
+            except Exception:  # noqa: BLE001 - what cannot be asked is not there
+                get_logger(__name__).exception("[UCM.Save] a lookup failed unexpectedly")
+            self._answers.append((request_id, group, there))
+
+
+#: Questions that may wait: more are old news by the time they are answered.
+_MOST_QUESTIONS = 256

@@ -1,0 +1,268 @@
+"""Each half of a sparse method proves that the other runs, before an engine's first request.
+
+A worker whose hooks never fired (another platform's class, another node without the overlay, a switch that is set there
+alone) would read what the scheduler's side gives back, and nothing would say so. So EngineCore asks every worker what
+it runs, through the executor's ``collective_rpc``, and refuses an answer that is missing or is not its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import ucm
+from ucm.errors import SparseMethodError
+from ucm.integration.vllm.config import sparse_method_config
+from ucm.integration.vllm.connector.refusal import refusals_logged
+from ucm.integration.vllm.hooks import METHOD
+from ucm.integration.vllm.options import v1_runner
+from ucm.logger import get_logger
+from ucm.sparse.base import SparseMethod
+from ucm.sparse.factory import method_class
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucm.overlay.finder import State
+
+#: Seconds that all workers together may take; they have nothing else to do.
+DEADLINE = 60.0
+WORKER, MODEL_RUNNER = "WORKER", "MODEL_RUNNER"
+SAME = "install the same runtime and overlay on every node, and give all of vLLM's processes the same environment"
+
+
+def require_same_in_workers(engine_core: Any) -> None:
+    """Refuse an engine whose workers do not run what its scheduler counts on.
+
+    Args:
+        engine_core: vLLM's ``EngineCore``, at the end of its start.
+
+    Raises:
+        SparseMethodError: Naming each worker and what is other than here; or the half that is missing here.
+    """
+    with refusals_logged("UCM.Sparse"):
+        _require_same_in_workers(engine_core)
+
+
+def _require_same_in_workers(engine_core: Any) -> None:
+    config, scheduler = engine_core.vllm_config, engine_core.scheduler
+    configured = sparse_method_config(config)
+    if configured is None:
+        return
+    name, options = configured
+    wanted = method_class(name)
+    scheduler_method = getattr(scheduler, METHOD, None)
+    if "SCHEDULER" in wanted.needed_hooks and scheduler_method is None:
+        raise SparseMethodError(
+            f"the scheduler's half of {name} does not run",
+            where=f"{type(scheduler).__module__}.{type(scheduler).__qualname__} calls none of the overlay's hooks",
+            fix="serve with vLLM's own scheduler (no --scheduler-cls), or without ucm_sparse_config",
+        )
+    mine = _half(wanted, options)
+    question = scheduler_method.asks_workers() if scheduler_method else None
+    _require_one_scheduler(name, question, config.parallel_config)
+    began = time.perf_counter()
+    answers = _answers(engine_core.model_executor, question)
+    took = 1000 * (time.perf_counter() - began)
+    wrong = [line for answer in answers for line in _differences(mine, answer)]
+    layers = [(answer["place"], *answer["layer"]) for answer in answers if answer.get("layer")]
+    if layers and not wrong:
+        place, what, where, fix = layers[0]
+        raise SparseMethodError(what, where=f"{where}; {place}", fix=fix)
+    refused = [f"{answer['place']}: {answer['refuses']}" for answer in answers if answer.get("refuses")]
+    if refused and not wrong:
+        raise SparseMethodError(
+            f"{name} cannot be served by all of these workers",
+            where="; ".join(refused),
+            fix="run all workers of an engine on one node, with one directory for temporary files (TMPDIR), or serve "
+            "without ucm_sparse_config",
+        )
+    expected = _expected_answers(config.parallel_config)
+    if len(answers) < expected:
+        wrong.append(f"{len(answers)} of {expected} workers answered")
+    if wrong:
+        raise SparseMethodError(
+            f"{name} does not run in all workers as it does beside the scheduler", where="; ".join(wrong), fix=SAME
+        )
+    get_logger(__name__).info(
+        "[UCM.Sparse] %d worker(s) run %s as the scheduler does (asked in %.1f ms)", len(answers), name, took
+    )
+
+
+def answer(wrapper: Any, question: Any = None) -> dict[str, Any]:
+    """What one worker runs; called in its process.
+
+    Args:
+        wrapper: vLLM's ``WorkerWrapperBase``, or the worker itself.
+        question: What the scheduler's side of the method asks; None if nothing.
+
+    Returns:
+        ``place`` and ``runner`` for messages, ``refuses``, the answer to the question, ``layer``, what the method says
+        of the first layer that it does not serve, and what has to be the same everywhere; see `_half`.
+    """
+    worker = getattr(wrapper, "worker", wrapper)
+    runner = getattr(worker, "model_runner", None)
+    method = getattr(runner, METHOD, None)
+    place = f"rank {getattr(worker, 'rank', '?')} on {socket.gethostname()}, process {os.getpid()}"
+    told = {
+        "place": place,
+        "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
+        "refuses": method.confirms(question) if method and question is not None else "",
+        "layer": _refused_layer(runner, method) if method else None,
+    }
+    return told | _half(type(method) if method else None, method.options if method else {})
+
+
+def _refused_layer(runner: Any, method: SparseMethod) -> tuple[str, str, str] | None:
+    """What is said of the first layer with a KV cache that is refused: before a request, for not all are measured."""
+    layers = method.vllm_config.compilation_config.static_forward_context
+    groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", ())
+    try:
+        for name in (name for group in groups for name in group.layer_names if name in layers):
+            method.layer_seen(name)
+    except SparseMethodError as error:
+        return error.what, error.where, error.fix
+    return None
+
+
+def model_runner(wrapper: Any, method: SparseMethod) -> Any:
+    """The worker's model runner, to which its method is tied.
+
+    Args:
+        wrapper: vLLM's ``WorkerWrapperBase``; its worker's device is there.
+        method: The worker's method.
+
+    Raises:
+        SparseMethodError: If there is none, or one that calls no hooks although the method needs them.
+    """
+    runner = getattr(wrapper.worker, "model_runner", None)
+    hooked = "_ucm_hooks" in getattr(inspect.unwrap(getattr(runner, "execute_model", _nothing)), "__globals__", {})
+    if runner is None or (MODEL_RUNNER in method.needed_hooks and not hooked):
+        raise SparseMethodError(
+            f"{type(method).__name__} needs hooks in the model runner, and this one calls none",
+            where=f"{type(wrapper.worker).__qualname__} runs {type(runner).__module__}.{type(runner).__qualname__}",
+            fix=f"start vLLM with its V1 runner{v1_runner(runner)} and its V1 engine; `ucm doctor` says which modules "
+            "the overlay has; or serve without ucm_sparse_config",
+        )
+    return runner
+
+
+def require_built_hooks(method: type[SparseMethod]) -> None:
+    """Refuse a method that implements hooks which this process's overlays were built without.
+
+    What one of them was built without, another may call: vLLM's operators, where a platform has some of its own.
+
+    Raises:
+        SparseMethodError: Naming them.
+    """
+    manifests = () if method.optional_hooks else [known.manifest for known in _states()]
+    called = {hook for manifest in manifests for module in manifest.modules.values() for hook in module.hooks}
+    for manifest in manifests:
+        missing = [
+            name
+            for name in (hook.removeprefix("v2_") for hook in manifest.left_out if hook not in called)
+            if getattr(method, name, None) is not getattr(SparseMethod, name, None)
+        ]
+        if missing:
+            raise SparseMethodError(
+                f"{method.__name__} implements hooks that this overlay was built without",
+                where=f"{', '.join(missing)}; overlay {manifest.version} of {manifest.title}",
+                fix=f"build one with them: `nox -s build-overlay -- {manifest.named} --hooks all`",
+            )
+
+
+def _nothing() -> None:
+    """What a worker without a runner executes."""
+
+
+def _half(method: type[SparseMethod] | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be the same on both sides: plain data, for the two may be of different builds."""
+    version, groups = _overlay()
+    return {
+        "method": f"{method.__module__}.{method.__qualname__}" if method else None,
+        "options": _parsed(method, options) if method else None,
+        "runtime": ucm.__version__,
+        "overlay": version,
+        "groups": groups,
+    }
+
+
+def _parsed(method: type[SparseMethod], options: Mapping[str, Any]) -> str:
+    """The options with the defaults of this build."""
+    declared = method.options_type
+    known = dict(options)
+    if declared is not None:
+        from ucm.sparse.options import parse_options  # noqa: PLC0415 - it needs pydantic
+
+        known = parse_options(declared, method.__name__, options).model_dump()
+    return json.dumps(known, sort_keys=True, default=str)
+
+
+def _overlay() -> tuple[str | None, list[str]]:
+    """The overlays of this process, as their versions and the groups that are on; None without one."""
+    known = _states()
+    if not known:
+        return None, []
+    groups = {m.group for one in known for m in one.manifest.modules.values() if m.group not in one.disabled}
+    return ", ".join(one.manifest.version for one in known), sorted(groups)
+
+
+def _states() -> list[State]:
+    """What this process knows of each overlay that calls UCM's hooks."""
+    from ucm.overlay.activation import boots  # noqa: PLC0415 - only where a method is asked for
+    from ucm.overlay.finder import state  # noqa: PLC0415
+    from ucm.overlay.manifest import DEFAULT_SEAM  # noqa: PLC0415
+
+    states = [state(boot.DIRECTORY) for boot in boots()]
+    return [one for one in states if DEFAULT_SEAM in one.manifest.seams]
+
+
+def _require_one_scheduler(name: str, question: Any, parallel: Any) -> None:
+    """Refuse a method whose workers tell its scheduler something where each worker has a scheduler of its own.
+
+    Raises:
+        SparseMethodError: If it is so: the schedulers would decide differently.
+    """
+    if question is not None and _external(parallel) and int(parallel.world_size) > 1:
+        raise SparseMethodError(
+            f"what one worker tells {name} does not reach the schedulers of the others",
+            where=f"distributed_executor_backend = 'external_launcher' with {parallel.world_size} ranks",
+            fix="let vLLM start its workers itself, or serve without ucm_sparse_config",
+        )
+
+
+def _answers(executor: Any, question: Any) -> list[dict[str, Any]]:
+    try:
+        return list(executor.collective_rpc(answer, timeout=DEADLINE, args=(question,)))
+    except Exception as error:
+        raise SparseMethodError(
+            f"the workers could not say what they run: {error}", where=f"{type(executor).__qualname__}", fix=SAME
+        ) from error
+
+
+def _expected_answers(parallel: Any) -> int:
+    """One from each worker of this engine; under an external launcher each process has an engine of its own."""
+    return 1 if _external(parallel) else int(parallel.world_size)
+
+
+def _external(parallel: Any) -> bool:
+    return getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
+
+
+def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """What a worker runs otherwise, for a person."""
+    place = f"{theirs.get('place')} ({theirs.get('runner')})"
+    ignored = {"place", "runner"}
+    if theirs.get("method") is None:
+        if mine["overlay"] is not None and WORKER.lower() not in mine["groups"] == theirs.get("groups"):
+            return []  # switched off here as well: what a method cannot do without, it refuses by itself
+        ignored |= {"options"}
+    return [
+        f"{place} runs {key} {theirs.get(key)!r}, the scheduler {value!r}"
+        for key, value in mine.items()
+        if key not in ignored and theirs.get(key) != value
+    ]

@@ -1,0 +1,328 @@
+"""vLLM's engine core without weights: what an engine would name and store, found out without serving anything.
+
+``describe_engine`` starts vLLM's own ``EngineCore`` in this process. The model is made on torch's ``meta`` device, so
+its layers say what their KV is, and no weight is read or allocated. The KV cache has a few blocks. UCM's connector is
+created in both roles by vLLM, as in an engine that serves, and tells its namespace and the geometry of its blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucm.errors import UcmError
+from ucm.hashing.rank_geometry import rank_tag
+from ucm.hashing.request_hasher import RequestHasher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from ucm.hashing.block_keys import BlockKeys
+    from ucm.hashing.request_hasher import BlockExtra, TokenIds
+    from ucm.integration.vllm.connector.groups import CacheGroup
+    from ucm.store.base import BlockGeometry
+
+CONNECTOR_MODULE = "ucm.integration.vllm.ucm_connector"
+#: Our name among vLLM's ``--load-format`` values.
+LOAD_FORMAT = "ucm_weightless"
+#: Blocks of the KV cache; nothing runs in it.
+NUM_BLOCKS = 16
+#: More bytes than these take.
+PLENTY = 1 << 50
+#: Engine arguments that decide nothing about the blocks. A user's own arguments win.
+SMALL: dict[str, Any] = {
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.01,
+    "num_gpu_blocks_override": NUM_BLOCKS,
+    "skip_tokenizer_init": True,
+}
+
+
+class EngineHasher(RequestHasher):
+    """Names the blocks of plain prompts as one engine's scheduler side does.
+
+    Args:
+        keys: The scheduler side's names of blocks; vLLM's own hashes where these are as good.
+        new_request: Makes vLLM's ``Request`` from token ids.
+    """
+
+    def __init__(self, keys: BlockKeys, new_request: Callable[[list[int]], Any]) -> None:
+        super().__init__(keys.seed)
+        self._keys = keys
+        self._new_request = new_request
+
+    def generate_block_hashes(
+        self, token_ids: TokenIds, block_size: int, extra: BlockExtra | None = None
+    ) -> list[bytes]:
+        """The names of a prompt's whole blocks; see ``RequestHasher.generate_block_hashes``.
+
+        A prompt with ``extra`` content is always named by UCM's own hashes.
+
+        Raises:
+            UcmError: The engine would not cache this prompt.
+        """
+        if extra is not None:
+            return super().generate_block_hashes(token_ids, block_size, extra)
+        request = self._new_request([int(token) for token in token_ids])
+        found = self._keys.of(request, block_size)
+        self._keys.forget(request.request_id)
+        if found is None:
+            raise UcmError(f"an engine would not cache this prompt: {', '.join(self._keys.refused)}")
+        return list(found)
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """What one rank of an engine stores of one KV-cache group.
+
+    Args:
+        group: The group.
+        namespace: Where its blocks are kept.
+        geometry: What a block is.
+    """
+
+    group: CacheGroup
+    namespace: str
+    geometry: BlockGeometry
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine would name and store.
+
+    Args:
+        namespace: Where all of its blocks are kept.
+        device: The type of the device of its KV cache, for instance ``cpu`` or ``cuda``.
+        stored: What is stored of each KV-cache group.
+        hasher: Names the blocks of prompts.
+    """
+
+    namespace: str
+    device: str
+    stored: tuple[StoredGroup, ...]
+    hasher: RequestHasher
+
+
+def describe_engine(
+    model: Path,
+    extra_config: Mapping[str, Any],
+    engine_args: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> EngineFacts:
+    """Start vLLM's engine core without weights, ask the connector, and shut it down.
+
+    Args:
+        model: The model's directory.
+        extra_config: vLLM's ``kv_connector_extra_config``.
+        engine_args: More of vLLM's ``EngineArgs``, for instance ``dtype``.
+        device: The device that is expected; None for whatever vLLM finds.
+
+    Raises:
+        UcmError: vLLM is not installed, refuses the model or the arguments, or runs on another device; or the engine
+            would store nothing.
+    """
+    if not (model / "config.json").is_file():
+        raise UcmError(
+            "this directory has no model: there is no config.json in it",
+            where=f"model: {model}",
+            fix="name a directory with config.json and the weights, as vLLM would be given it",
+        )
+    config = _engine_config(model, extra_config, engine_args or {})
+    kind = str(config.device_config.device_type)
+    if device is not None and device != kind:
+        raise UcmError(f"vLLM runs on {kind} here, not on {device}", where=f"device: {device}", fix=f"use {kind}")
+    if config.parallel_config.world_size > 1:
+        raise UcmError(
+            f"this engine has {config.parallel_config.world_size} ranks, and only engines of one rank can be tried",
+            where="engine arguments",
+            fix="leave out tensor_parallel_size and pipeline_parallel_size: each rank's store works alike",
+        )
+    core = _started(config)
+    try:
+        return _facts(core, config, kind)
+    finally:
+        core.shutdown()
+        _forget_worker_connector()
+
+
+def _engine_config(model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:
+    """VLLM's ``VllmConfig``."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - ucm imports without vLLM
+    except ImportError as error:
+        raise UcmError(
+            f"vLLM cannot be imported: {error}", fix="run this in the environment that serves the model"
+        ) from error
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    unknown = sorted(set(engine_args) - known)
+    if unknown:
+        raise UcmError(
+            f"vLLM has no engine argument {unknown[0]!r}",
+            where="engine arguments",
+            fix="write vLLM's options with underscores and without dashes in front, for instance max_model_len",
+        )
+    transfer = {
+        "kv_connector": "UCMConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_connector_extra_config": dict(extra_config),
+    }
+    arguments = {name: value for name, value in SMALL.items() if name in known}
+    try:
+        made = EngineArgs(**{**arguments, **engine_args, "model": str(model), "kv_transfer_config": transfer})
+        return made.create_engine_config()
+    except Exception as error:
+        raise _refused(error, model) from error
+
+
+def _started(config: Any) -> Any:
+    """VLLM's ``EngineCore`` without weights."""
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - ucm imports without vLLM
+
+    try:
+        return EngineCore(config, _executor_class(), log_stats=False)
+    except UcmError:
+        raise
+    except Exception as error:
+        raise _refused(error, config.model_config.model) from error
+
+
+def _refused(error: Exception, model: object) -> UcmError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__
+    return UcmError(
+        f"vLLM would not start with this model: {said}",
+        where=f"model: {model}",
+        fix="start vLLM with this model and no connector; its log says more",
+    )
+
+
+def _executor_class() -> Any:
+    """An executor in this process that loads no weights, measures no memory and warms nothing up."""
+    import torch  # noqa: PLC0415 - ucm imports without torch
+    from vllm.model_executor.model_loader import register_model_loader  # noqa: PLC0415 - and without vLLM
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415 - likewise
+    from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415 - likewise
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: PLC0415 - likewise
+
+    class WeightlessLoader(BaseModelLoader):  # type: ignore[misc] # vLLM is untyped here
+        """Makes the model's layers without memory for their weights."""
+
+        def download_model(self, model_config: Any) -> None:
+            """There is nothing to download."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            """There is nothing to load."""
+
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+            """The model on the ``meta`` device."""
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(model_config.dtype)
+            try:
+                with torch.device("meta"):
+                    made = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            finally:
+                torch.set_default_dtype(before)
+            return made.eval()
+
+    register_model_loader(LOAD_FORMAT)(WeightlessLoader)
+
+    class WeightlessExecutor(UniProcExecutor):  # type: ignore[misc] # vLLM is untyped here
+        """VLLM's executor of one process."""
+
+        def _init_executor(self) -> None:
+            load_config = self.vllm_config.load_config
+            before = load_config.load_format
+            load_config.load_format = LOAD_FORMAT
+            try:
+                super()._init_executor()
+            finally:
+                load_config.load_format = before  # it is a part of the identity
+
+        def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+            """Answer for the worker what would need weights, and have vLLM plan a KV cache for one block."""
+            model_config = self.vllm_config.model_config
+            if method == "determine_available_memory":
+                self._longest, block_size = model_config.max_model_len, self.vllm_config.cache_config.block_size
+                model_config.max_model_len = min(self._longest, block_size)
+                return [PLENTY]
+            if method == "initialize_from_config":
+                model_config.max_model_len = self._longest
+            if method == "compile_or_warm_up_model":
+                return []
+            return super().collective_rpc(method, *args, **kwargs)
+
+    return WeightlessExecutor
+
+
+def _facts(core: Any, config: Any, device: str) -> EngineFacts:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415 - ucm imports without vLLM
+
+    # The two sides are the connector's own; vLLM's API has no question for what is asked here.
+    scheduler_side = core.scheduler.connector._scheduler  # noqa: SLF001
+    memories = get_kv_transfer_group()._worker._memories  # noqa: SLF001
+    namespace = _settled(scheduler_side)
+    stored = tuple(
+        StoredGroup(
+            memory.group,
+            f"{namespace}/{rank_tag(config, memory.group.index, spec=memory.group.spec)}",
+            memory.geometry,
+        )
+        for memory in memories
+    )
+    keys = scheduler_side._keys  # noqa: SLF001
+    new_request = _request_factory(getattr(core, "request_block_hasher", None))
+    return EngineFacts(namespace, device, stored, EngineHasher(keys, new_request))
+
+
+def _settled(scheduler_side: Any) -> str:
+    """The namespace, once the weights' files are read."""
+    while not scheduler_side.namespace:
+        reading = any(thread.name == "ucm-identity" for thread in threading.enumerate())
+        scheduler_side.poll()
+        if scheduler_side.namespace:
+            break
+        if not reading:
+            raise UcmError(
+                "an engine would store nothing, because it cannot tell which weights it serves",
+                fix="see the warnings of [UCM.Hasher] above",
+            )
+        time.sleep(0.05)
+    return str(scheduler_side.namespace)
+
+
+def _request_factory(block_hasher: Any) -> Callable[[list[int]], Any]:
+    """What makes vLLM's ``Request``, whose parameters differ between releases."""
+    from vllm import SamplingParams  # noqa: PLC0415 - ucm imports without vLLM
+    from vllm.v1.request import Request  # noqa: PLC0415 - likewise
+
+    parameters = inspect.signature(Request.__init__).parameters
+    numbers: Iterator[int] = iter(range(1 << 62))
+
+    def new_request(token_ids: list[int]) -> Any:
+        given = {
+            "request_id": f"ucm-try-{next(numbers)}",
+            "prompt_token_ids": token_ids,
+            "sampling_params": SamplingParams(max_tokens=1),
+            "block_hasher": block_hasher,
+        }
+        required = [
+            name for name, one in parameters.items() if name != "self" and one.default is inspect.Parameter.empty
+        ]
+        return Request(**{**dict.fromkeys(required), **{n: v for n, v in given.items() if n in parameters}})
+
+    return new_request
+
+
+def _forget_worker_connector() -> None:
+    """Let the next engine of this process make a connector of its own, where the worker has not seen to it."""
+    from vllm.distributed import kv_transfer  # noqa: PLC0415 - ucm imports without vLLM
+
+    shut_down = getattr(kv_transfer, "ensure_kv_transfer_shutdown", None)
+    if shut_down is not None:
+        shut_down()

@@ -1,0 +1,87 @@
+"""Blocks with contents that tell which block they are, and what the tests do with them all the time."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ucm.store.base import KVStore, TaskResult
+    from ucm.store.errors import StoreError
+
+T = TypeVar("T")
+
+#: Sizes on both sides of every boundary that a store might care about.
+ODD = BlockGeometry((1, 4095, 4096, 4097, 10_000, 3), b"odd geometry 16B")
+#: Like the KV cache of a small model: equal shards of whole pages.
+EVEN = BlockGeometry((16_384,) * 8, b"even geometry 16")
+#: More shards than the system takes in one call.
+MANY = BlockGeometry((40,) * 1_100, b"many shards 16 B")
+
+
+def key(number: int, nbytes: int = 32) -> BlockKey:
+    return BlockKey(hashlib.blake2b(str(number).encode(), digest_size=nbytes).digest())
+
+
+def content(block: BlockKey, geometry: BlockGeometry, version: int = 0) -> bytes:
+    """What a block holds in these tests; other versions are other contents for the same key."""
+    seed = int.from_bytes(hashlib.blake2b(block + bytes([version]), digest_size=8).digest(), "little")
+    return np.random.default_rng(seed).bytes(geometry.nbytes)
+
+
+def pick(chance: np.random.Generator, items: Sequence[T], count: int | None = None) -> list[T]:
+    """Some, or all, in random order."""
+    return [items[index] for index in chance.permutation(len(items))[:count]]
+
+
+class Memory:
+    """A caller's memory for one block."""
+
+    def __init__(self, block: BlockKey, geometry: BlockGeometry, data: bytes | None = None) -> None:
+        self.key = block
+        self.data = bytearray(geometry.nbytes if data is None else data)
+        self.shards: list[memoryview] = []
+        at = 0
+        for size in geometry.shard_sizes:
+            self.shards.append(memoryview(self.data)[at : at + size])
+            at += size
+
+    def transfer(self, first: int = 0, count: int | None = None) -> BlockTransfer:
+        shards = self.shards[first:] if count is None else self.shards[first : first + count]
+        return BlockTransfer(self.key, shards, first)
+
+
+def files(root: str | Path) -> list[Path]:
+    """All files below a root, but those that are there for the namespace's or the root's sake."""
+    return sorted(path for path in Path(root).rglob("*") if path.is_file() and path.name not in {"NAMESPACE", "USED"})
+
+
+def filled(keys: Iterable[BlockKey], geometry: BlockGeometry, version: int = 0) -> list[Memory]:
+    return [Memory(block, geometry, content(block, geometry, version)) for block in keys]
+
+
+def save(store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry, version: int = 0) -> TaskResult:
+    """Dump and commit whole blocks: what the commit says, but of what was not dumped what the dump says."""
+    memories = filled(keys, geometry, version)
+    dumped = store.dump([memory.transfer() for memory in memories])
+    committed = store.commit(keys)
+    reasons = store.wait(dumped).failed
+    result = store.wait(committed)
+    return replace(result, failed={block: reasons.get(block, error) for block, error in result.failed.items()})
+
+
+def fetch(
+    store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry
+) -> tuple[dict[BlockKey, bytes], dict[BlockKey, StoreError]]:
+    """Load whole blocks: the contents of those that could be, the reasons for the others."""
+    memories = [Memory(block, geometry) for block in keys]
+    result = store.wait(store.load([memory.transfer() for memory in memories]))
+    return {m.key: bytes(m.data) for m in memories if m.key in result.done}, dict(result.failed)

@@ -1,0 +1,229 @@
+"""What every back end of the store must do, as a suite to derive from; see ``ucm.testing``.
+
+All instances that a test opens with its ``config``, in any process, must share one medium that is empty when the test
+begins and keeps at least 8 MiB. Nothing here looks inside a back end.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
+from ucm.store.errors import BlockMissingError
+from ucm.store.factory import open_store
+from ucm.testing.blocks import EVEN, Memory, content, fetch, filled, key, pick, save
+from ucm.testing.conformance_saving import KEYS, NAMESPACE, SavingConformance
+
+if TYPE_CHECKING:
+    from ucm.store.base import KVStore
+    from ucm.store.config import StoreConfig
+
+
+def save_and_fetch(
+    config: StoreConfig, namespace: str, geometry: BlockGeometry, keys: list[BlockKey], seed: int
+) -> int:
+    """Save and load blocks in an order of our own: how many could be loaded in the end, none of them wrong."""
+    chance = np.random.default_rng(seed)
+    with open_store(config, namespace, geometry) as store:
+        for block in pick(chance, keys):
+            assert save(store, [block], geometry).failed == {}
+            for found, data in fetch(store, pick(chance, keys, 4), geometry)[0].items():
+                assert data == content(found, geometry)
+        return len(fetch(store, keys, geometry)[0])
+
+
+class StoreConformance(SavingConformance):
+    # Finding.
+
+    def test_lookups(self, store: KVStore, geometry: BlockGeometry) -> None:
+        there = [True, True, False, True, False, False, True, True]
+        save(store, [block for block, saved in zip(KEYS, there, strict=True) if saved], geometry)
+        assert store.lookup(KEYS) == there
+        assert store.lookup([]) == []
+        assert store.lookup_on_prefix([]) == 0
+        for start in range(len(KEYS)):
+            rest = there[start:]
+            assert store.lookup_on_prefix(KEYS[start:]) == (rest.index(False) if False in rest else len(rest))
+
+    def test_an_instance_without_a_geometry_looks_up(
+        self, store: KVStore, config: StoreConfig, geometry: BlockGeometry
+    ) -> None:
+        save(store, KEYS[:3], geometry)
+        memory = filled(KEYS[:1], geometry)[0]
+        with open_store(config, NAMESPACE, None) as finder:
+            finder.prefetch(KEYS)
+            assert finder.lookup(KEYS) == [True] * 3 + [False] * 5
+            assert finder.lookup_on_prefix(KEYS) == 3
+            with pytest.raises(ValueError, match="geometry"):
+                finder.load([memory.transfer()])
+            with pytest.raises(ValueError, match="geometry"):
+                finder.dump([memory.transfer()])
+
+    def test_prefetching_changes_nothing(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[:3], geometry)
+        store.prefetch(KEYS)
+        store.prefetch([])
+        assert store.lookup(KEYS) == [True] * 3 + [False] * 5
+        assert fetch(store, KEYS[:3], geometry)[0] == {block: content(block, geometry) for block in KEYS[:3]}
+
+    def test_namespaces_share_nothing(self, store: KVStore, config: StoreConfig, geometry: BlockGeometry) -> None:
+        save(store, KEYS, geometry)
+        for other in ("model", "model/rank-1", "model/rank-0/x"):
+            with open_store(config, other, geometry) as stranger:
+                assert stranger.lookup(KEYS) == [False] * len(KEYS)
+                assert save(stranger, KEYS[:1], geometry, version=1).failed == {}
+        assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
+
+    def test_another_geometry_is_never_loaded(
+        self, store: KVStore, config: StoreConfig, geometry: BlockGeometry
+    ) -> None:
+        save(store, KEYS, geometry)
+        strangers = [
+            BlockGeometry(geometry.shard_sizes, b"another meaning!"),
+            BlockGeometry((*geometry.shard_sizes[:-1], geometry.shard_sizes[-1] + 1), geometry.fingerprint),
+            BlockGeometry((geometry.nbytes,), geometry.fingerprint),
+            BlockGeometry((4096,) * 4_000, geometry.fingerprint),
+        ]
+        for block, stranger in zip(KEYS, strangers, strict=False):
+            with open_store(config, NAMESPACE, stranger) as other:
+                loaded, failed = fetch(other, [block], stranger)
+                assert loaded == {}
+                assert set(failed) == {block}
+
+    def test_what_is_missing_is_said(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[1:], geometry)
+        loaded, failed = fetch(store, KEYS, geometry)
+        assert set(loaded) == set(KEYS[1:])
+        assert isinstance(failed[KEYS[0]], BlockMissingError)
+
+    # Use and misuse.
+
+    def test_misuse_is_refused(self, store: KVStore, geometry: BlockGeometry) -> None:
+        sizes = geometry.shard_sizes
+        good = [memoryview(bytearray(size)) for size in sizes]
+        short = [*good[:-1], memoryview(bytearray(sizes[-1] + 1))]
+        scattered = memoryview(bytearray(2 * sizes[0] + 2))[::2][: sizes[0]]
+        bad = [
+            BlockTransfer(KEYS[0], short),
+            BlockTransfer(KEYS[0], good, 1),
+            BlockTransfer(KEYS[0], good, -1),
+            BlockTransfer(KEYS[0], []),
+            BlockTransfer(KEYS[0], [*good, good[0]]),
+            BlockTransfer(BlockKey(b"short"), good),
+            BlockTransfer(BlockKey(bytes(65)), good),
+        ]
+        if sizes[0] > 1:
+            bad.append(BlockTransfer(KEYS[0], [scattered, *good[1:]]))
+        for transfer in bad:
+            with pytest.raises(ValueError, match=r".+"):
+                store.dump([transfer])
+            with pytest.raises(ValueError, match=r".+"):
+                store.load([transfer])
+        with pytest.raises(ValueError, match="read-only"):
+            store.load([BlockTransfer(KEYS[0], [memoryview(bytes(size)) for size in sizes])])
+        assert save(store, KEYS[:1], geometry).failed == {}
+
+    def test_read_only_memory_is_dumped(self, store: KVStore, geometry: BlockGeometry) -> None:
+        whole = content(KEYS[0], geometry)
+        memory = Memory(KEYS[0], geometry, whole)
+        frozen = [memoryview(bytes(shard)) for shard in memory.shards]
+        store.wait(store.dump([BlockTransfer(KEYS[0], frozen)]))
+        store.wait(store.commit(KEYS[:1]))
+        assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: whole}
+
+    def test_memory_may_be_of_any_type_and_shape(self, config: StoreConfig) -> None:
+        arrays = [np.arange(size // 4, dtype=np.float32).reshape(2, -1) for size in EVEN.shard_sizes]
+        into = [np.zeros_like(array) for array in arrays]
+        with open_store(config, NAMESPACE, EVEN) as store:
+            store.wait(store.dump([BlockTransfer(KEYS[0], [array.data for array in arrays])]))
+            store.wait(store.commit(KEYS[:1]))
+            for first in (0, 3):
+                part = [array.data for array in into[first:]]
+                assert store.wait(store.load([BlockTransfer(KEYS[0], part, first)])).failed == {}
+            assert all(np.array_equal(*pair) for pair in zip(arrays, into, strict=True))
+
+    def test_memory_is_the_callers_again_after_wait(self, store: KVStore, geometry: BlockGeometry) -> None:
+        memory = Memory(KEYS[0], geometry)
+        for block in KEYS:
+            memory.data[:] = content(block, geometry)
+            store.wait(store.dump([BlockTransfer(block, memory.shards)]))
+        store.wait(store.commit(KEYS))
+        assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
+
+    def test_tasks_end_once(self, store: KVStore, geometry: BlockGeometry) -> None:
+        for task in (store.dump([]), store.load([]), store.commit([])):
+            assert store.check(task)
+            assert store.wait(task).nbytes == 0
+        task = store.dump([memory.transfer() for memory in filled(KEYS, geometry)])
+        result = store.wait(task)
+        assert store.check(task)
+        assert store.wait(task) == result
+
+    def test_a_closed_store_takes_no_calls(self, config: StoreConfig, geometry: BlockGeometry) -> None:
+        store = open_store(config, NAMESPACE, geometry)
+        store.close()
+        transfer = filled(KEYS[:1], geometry)[0].transfer()
+        for call in (
+            lambda: store.lookup(KEYS),
+            lambda: store.lookup_on_prefix(KEYS),
+            lambda: store.prefetch(KEYS),
+            lambda: store.load([transfer]),
+            lambda: store.dump([transfer]),
+            lambda: store.commit(KEYS),
+            lambda: store.discard(KEYS),
+        ):
+            with pytest.raises(ValueError, match="closed"):
+                call()
+
+    def test_it_counts(self, store: KVStore, geometry: BlockGeometry) -> None:
+        save(store, KEYS[:3], geometry)
+        store.lookup(KEYS)
+        fetch(store, KEYS[:4], geometry)
+        assert store.flush(60)
+        stats = store.stats()
+        assert sum(tier.loaded_blocks for tier in stats.values()) == 3
+        assert sum(tier.loaded_bytes for tier in stats.values()) == 3 * geometry.nbytes
+        for tier in stats.values():
+            assert tier.dumped_blocks == 3
+            assert tier.dumped_bytes == 3 * geometry.nbytes
+        first, last = next(iter(stats.values())), list(stats.values())[-1]
+        assert (first.lookups, first.hits) == (8, 3)
+        assert last.failures == {"load.missing": 1}
+        first.hits += 1
+        assert next(iter(store.stats().values())).hits == 3
+
+    # Many at once.
+
+    def test_threads(self, store: KVStore, geometry: BlockGeometry) -> None:
+        keys = [key(number) for number in range(24)]
+
+        def work(seed: int) -> None:
+            chance = np.random.default_rng(seed)
+            for _ in range(6):
+                some = pick(chance, keys, 6)
+                for block, data in fetch(store, some, geometry)[0].items():
+                    assert data == content(block, geometry)
+                parts = filled(some[:2], geometry)
+                store.wait(store.dump([memory.transfer() for memory in parts]))
+                store.discard(some[:1]) if chance.random() < 0.3 else store.wait(store.commit(some[:2]))
+                found = store.lookup(some)
+                assert len(found) == len(some)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        assert save(store, keys, geometry).failed == {}
+        assert fetch(store, keys, geometry)[0] == {block: content(block, geometry) for block in keys}
+
+    def test_processes(self, config: StoreConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        keys = [key(number) for number in range(16)]
+        with context.Pool(3) as pool:
+            outcomes = pool.starmap(save_and_fetch, [(config, NAMESPACE, EVEN, keys, seed) for seed in range(3)])
+        assert outcomes == [len(keys)] * 3
+        with open_store(config, NAMESPACE, EVEN) as store:
+            assert fetch(store, keys, EVEN)[0] == {block: content(block, EVEN) for block in keys}

@@ -1,0 +1,188 @@
+"""The subcommand ``ucm try``: test the stores of a deployment without its engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ucm.errors import UcmError
+from ucm.logger import LEVEL_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ucm.debug import DebugConnector, Found, RoundTrip
+
+LOOKUPS, LOADS, BLOCKS = 100, 10, 8
+#: Blocks of the test prompt, which is looked up by default.
+PROMPT_BLOCKS = 4
+TRACE = Path("ucm_try_trace.json")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand.
+
+    Args:
+        commands: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = commands.add_parser(
+        "try",
+        help="test a deployment's stores without an engine: look up a prompt, save and load test blocks",
+        description="Open the stores that an engine with these settings and this model would use, without starting "
+        "the engine: show the namespace and the tiers, look up a prompt, and save, load and compare test blocks.",
+        epilog="Exit code: 0 every byte was loaded unchanged, 1 a block was lost or changed, 2 wrong usage.",
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the connector's settings")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="look up this prompt, tokenized by the model's tokenizer")
+    prompt.add_argument(
+        "--tokens", type=Path, metavar="FILE", help="look up the prompt whose token ids this JSON file lists"
+    )
+    parser.add_argument("--device", metavar="TYPE", help="fail unless vLLM runs on this type of device, such as cuda")
+    parser.add_argument(
+        "--engine-args",
+        type=_arguments,
+        default={},
+        metavar="JSON",
+        help='other engine arguments, for instance \'{"dtype": "float16"}\'; some of them change the namespace',
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=BLOCKS, metavar="N", help=f"test blocks per KV-cache group (default: {BLOCKS})"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        nargs="?",
+        const=TRACE,
+        metavar="FILE",
+        help=f"write a trace of torch's profiler (default: {TRACE})",
+    )
+    parser.set_defaults(handle=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Test the stores, and print the results.
+
+    Raises:
+        UcmError: The settings, the model or the prompt cannot be used.
+    """
+    # vLLM's start-up messages do not matter here; UCM's warnings about the weights and the store do.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
+    from ucm.debug import open_connector  # noqa: PLC0415 - every ``ucm`` command imports this module
+
+    if options.blocks < 1:
+        raise UcmError(f"--blocks is {options.blocks}, but must be at least 1", fix="save and load at least one block")
+    with open_connector(
+        options.config, options.model, engine_args=options.engine_args, device=options.device
+    ) as connector:
+        _say(_about(connector))
+        token_ids = _prompt(options, connector)
+        with connector.profile(options.profile) if options.profile is not None else nullcontext():
+            found = [connector.lookup(token_ids) for _ in range(LOOKUPS)]
+            trips = connector.roundtrip(options.blocks, LOADS)
+        _say(_lookups(found, given=options.prompt is not None or options.tokens is not None))
+        for trip in trips:
+            _say(_trip(trip))
+        if options.profile is not None:
+            _say([f"trace        {options.profile}"])
+    return int(any(trip.problems for trip in trips))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError('write a JSON object, for instance {"dtype": "float16"}')
+    return found
+
+
+def _prompt(options: argparse.Namespace, connector: DebugConnector) -> list[int]:
+    if options.tokens is not None:
+        return _read_tokens(options.tokens)
+    if options.prompt is not None:
+        return _tokenize(options.model, options.prompt)
+    count = PROMPT_BLOCKS * max(stored.group.block_size for stored in connector.facts.stored)
+    return [token % 100 for token in range(count + 1)]
+
+
+def _read_tokens(file: Path) -> list[int]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UcmError(f"cannot read the file with token ids: {error}", where=f"--tokens {file}") from error
+    if not isinstance(found, list) or not found or not all(type(one) is int and one >= 0 for one in found):
+        raise UcmError("the file is not a JSON list of token ids", where=f"--tokens {file}", fix="write [1, 2, 3]")
+    return found
+
+
+def _tokenize(model: Path, text: str) -> list[int]:
+    try:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - vLLM brings it; few commands need it
+
+        found: list[int] = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    except Exception as error:
+        raise UcmError(
+            f"cannot tokenize the prompt: {error}",
+            where=f"--model {model}",
+            fix="give the token ids with --tokens",
+        ) from error
+    return found
+
+
+def _about(connector: DebugConnector) -> list[str]:
+    lines = [
+        f"connector    {connector.settings.connector}",
+        f"namespace    {connector.namespace}",
+        f"device       {connector.facts.device}",
+    ]
+    lines += [
+        f"group {stored.group.index}      blocks of {stored.group.block_size} tokens, {stored.geometry.nbytes:,} "
+        f"bytes in {len(stored.geometry.shard_sizes)} pieces; {stored.namespace}"
+        for stored in connector.facts.stored
+    ]
+    for name, stats in connector.tiers.items():
+        used = "use unknown" if stats.used_bytes is None else f"{stats.used_bytes:,} bytes used"
+        limit = "no limit" if stats.capacity_bytes is None else f"of {stats.capacity_bytes:,}"
+        lines.append(f"tier         {name}: {used}, {limit}")
+    return lines
+
+
+def _lookups(found: Sequence[Found], *, given: bool) -> list[str]:
+    last, seconds = found[-1], [one.seconds for one in found]
+    prompt = "prompt" if given else "test prompt"
+    lines = [f"lookup       {last.found_tokens} of {last.tokens} tokens of the {prompt} found: {last.hit_rate:.0%}"]
+    if last.missing_key:
+        lines.append(f"             first missing block {last.missing_key[:16]}…")
+    lines.append(f"             {len(found)} lookups: {_times(seconds)}")
+    return lines
+
+
+def _trip(trip: RoundTrip) -> list[str]:
+    lines = [
+        f"round trip   group {trip.group}: {trip.blocks} blocks, {trip.nbytes:,} bytes: "
+        + ("FAILED" if trip.problems else f"intact, from {', '.join(trip.tiers)}"),
+        f"             saved in {trip.save_seconds * 1e3:.2f} ms ({trip.nbytes / trip.save_seconds / 1e9:.2f} GB/s)",
+    ]
+    if trip.load_seconds:
+        rate = trip.nbytes / median(trip.load_seconds) / 1e9
+        lines.append(f"             {len(trip.load_seconds)} loads: {_times(trip.load_seconds)} ({rate:.2f} GB/s)")
+    return lines + [f"             {problem}" for problem in dict.fromkeys(trip.problems)]
+
+
+def _times(seconds: Sequence[float]) -> str:
+    return f"median {median(seconds) * 1e3:.3f} ms, slowest {max(seconds) * 1e3:.3f} ms"
+
+
+def _say(lines: Iterable[str]) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()
