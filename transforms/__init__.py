@@ -1,1 +1,1 @@
-"""What we change in vLLM, release by release, and how it becomes an overlay."""
+"""The rules that change vLLM, and the pipeline that makes overlays from them."""

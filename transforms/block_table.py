@@ -1,4 +1,4 @@
-"""The V1 block table: a row that can be emptied, which releases before 0.19.0 lack."""
+"""The V1 block table: clearing a row, which releases before 0.19.0 cannot do."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ TRANSFORM = Transform(
     id="block_table",
     module=MODULE,
     governance=Governance(
-        why="When a method replaces a running request's blocks, the stale tail of its row must not be read; before "
-        "0.19.0 the table can be overwritten but not emptied.",
-        how="One method on each of the two table classes, whose body is one call. Releases that have the method keep "
-        "their own, and the rule reports that.",
+        why="When a method replaces a running request's blocks, attention must not read the stale tail of its row. "
+        "Before 0.19.0 the table can overwrite a row but not clear it.",
+        how="One method on each of the two table classes, with one call as its body. Releases that have the method "
+        "keep theirs, and the rule reports that.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.RELEASED,
@@ -45,6 +45,8 @@ TRANSFORM = Transform(
         ),
         removal="The oldest supported release is 0.19.0 or newer, all of which have clear_row.",
     ),
+    not_counted="The rules add to two classes a method that later releases have; there are no other such places.",
     rules=(_rule("clear-row", "BlockTable"), _rule("clear-row-groups", "MultiGroupBlockTable")),
     cases=(_case("clear-row", "BlockTable"), _case("clear-row-groups", "MultiGroupBlockTable")),
+    opt_in=("block_table",),
 )

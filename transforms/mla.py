@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transforms import refusals
+from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Absent, Releases
@@ -88,21 +90,58 @@ def _op_case(name: str, scope: Scope, begin: str = "", finished: str = "") -> Ca
     )
 
 
+CENSUS = (
+    Census(
+        "mla.halves",
+        "calls of latent attention, in one piece or in halves",
+        (
+            "layer.forward_impl(...)",
+            "_.impl.forward_mha(...)",
+            "_.impl.forward_mqa(...)",
+            "self._forward_prefill(...)",
+            "self._forward_decode(...)",
+        ),
+        rules=("mla.prefill-begin", "mla.decode-begin", "mla.op-begin", "mla.returning-begin"),
+        elsewhere=(
+            Elsewhere(
+                ("vllm/attention/backends/mla/common.py:*",),
+                Consequence.REFUSED,
+                "latent attention of the V0 engine; a method refuses MLA before the model is loaded",
+                refused_by=refusals.MODEL,
+                releases=Releases(before="0.11.0"),
+            ),
+            Elsewhere(
+                (
+                    "vllm/model_executor/layers/deepseek_v4_attention.py:*",
+                    "vllm/models/deepseek_v32/*:*",
+                    "vllm/models/deepseek_v4*/*:*",
+                    "vllm/models/kimi_k3/*:*",
+                    "vllm/models/step5/*:*",
+                ),
+                Consequence.REFUSED,
+                "a model's own latent attention; a method refuses MLA before the model is loaded, and a layer with a "
+                "KV cache that never asks it",
+                refused_by=refusals.MODEL,
+            ),
+        ),
+    ),
+)
+
 TRANSFORM = Transform(
     id="mla",
     module=MODULE,
     governance=Governance(
-        why="MLA models keep one latent vector per token and split each step into a prefill and a decode half with "
-        "different queries; a method has to see each half, and the operator as a whole.",
-        how="One call before and one after each half, and the same pair as for other attention around the operator. "
-        "The calls before may return other attention metadata, which holds for the rest of the function.",
+        why="MLA models keep one latent vector per token and split each step into a prefill half and a decode half "
+        "with different queries. A method has to see each half, and the whole operator.",
+        how="One call before and one after each half, and the usual pair of calls around the operator. The calls "
+        "before may return other attention metadata, which the rest of the function uses.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,
-            "the discussion there covers models with a sparse indexer of their own and offers no callbacks",
+            "the discussion there is about models with their own sparse indexer, not about callbacks",
             "https://github.com/vllm-project/vllm/issues/48203",
         ),
-        removal="vLLM offers a callback around MLA's prefill and decode, with replaceable metadata, to plugins.",
+        removal="vLLM offers plugins a callback around MLA's prefill and decode, with replaceable metadata.",
     ),
     rules=(
         Rule(
@@ -187,4 +226,6 @@ TRANSFORM = Transform(
         _op_case("op-finished", OP, finished=OP_FINISHED),
     ),
     needs=("worker",),
+    opt_in=("mla",),
+    census=CENSUS,
 )

@@ -1,7 +1,9 @@
-"""The V1 model runner: the step as a worker sees it, from its batch to its output."""
+"""The V1 model runner: hooks for a worker's step, from its batch to its output."""
 
 from __future__ import annotations
 
+from transforms import refusals
+from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtStart, after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Releases
@@ -55,21 +57,122 @@ def _execute_case(name: str, head: str = "", tail: str = "") -> Case:
     return Case(f"model_runner.{name}", EXECUTE_GIVEN.format("", ""), EXECUTE_GIVEN.format(head, tail), "0.32.0")
 
 
+#: Two of the censuses find this runner.
+V2_WITHOUT_HOOKS = Elsewhere(
+    ("vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.execute_model",),
+    Consequence.REFUSED,
+    "in these releases the V2 runner is experimental and has no hooks; a method refuses to serve with it",
+    refused_by=refusals.RUNNER,
+    releases=Releases("0.12.0", "0.16.0"),
+)
+
+CENSUS = (
+    Census(
+        "model_runner.runners",
+        "functions that run a step, and runners derived from vLLM's",
+        ("def execute_model", "def _update_states", "class (GPUModelRunner)"),
+        rules=("model_runner.update-states", "model_runner.execute-begin", "model_runner_v2.execute-begin"),
+        elsewhere=(
+            Elsewhere(
+                (
+                    "vllm/v1/executor/*:*Executor.execute_model",
+                    "vllm/executor/*:*.execute_model",
+                    "vllm/v1/engine/core.py:EngineCore.execute_model",
+                    "vllm/v1/worker/*worker.py:*Worker.execute_model",
+                    "vllm/v1/worker/worker_base.py:Worker*Base.execute_model",
+                    "vllm/worker/worker_base.py:WorkerBase.execute_model",
+                ),
+                Consequence.REACHES,
+                "it passes the step to the worker's model runner, whose execute_model is hooked or refused",
+            ),
+            Elsewhere(
+                (
+                    "vllm/v1/worker/*cpu*model_runner.py:CPUModelRunner",
+                    "vllm/v1/worker/xpu_model_runner.py:XPUModelRunner",
+                    "vllm/v1/worker/cpu/model_runner.py:CPUModelRunner",
+                ),
+                Consequence.REACHES,
+                "it inherits the hooked runner's state update and step",
+            ),
+            Elsewhere(
+                ("vllm/worker/*:*.execute_model", "vllm/spec_decode/*:*.execute_model"),
+                Consequence.REFUSED,
+                "workers and runners of the V0 engine have no hooks; a method refuses to serve with them",
+                refused_by=refusals.RUNNER,
+                releases=Releases(before="0.11.0"),
+            ),
+            Elsewhere(
+                ("vllm/v1/worker/tpu_model_runner.py:TPUModelRunner.*",),
+                Consequence.REFUSED,
+                "a separate runner without hooks and with its own attention; a method refuses to serve with it",
+                refused_by=refusals.RUNNER,
+                releases=Releases(before="0.14.0"),
+            ),
+            V2_WITHOUT_HOOKS,
+            Elsewhere(
+                ("vllm/v1/worker/mm_encoder_model_runner.py:MMEncoderModelRunner*",),
+                Consequence.HARMLESS,
+                "it runs an encoder in a separate process, which has no KV cache",
+            ),
+            Elsewhere(
+                ("vllm/benchmarks/*:*",),
+                Consequence.HARMLESS,
+                "a benchmark of forward passes; it serves no requests",
+            ),
+        ),
+    ),
+    Census(
+        "model_runner.forwards",
+        "calls of a runner's forward",
+        ("_._model_forward(...)", "_.cudagraph_manager.run_fullgraph(...)", "_.cudagraph_manager.run(...)"),
+        rules=("model_runner.execute-begin", "model_runner_v2.execute-begin"),
+        elsewhere=(
+            V2_WITHOUT_HOOKS,
+            Elsewhere(
+                ("vllm/v1/worker/gpu/spec_decode/*:*",),
+                Consequence.REFUSED,
+                "the forward of a draft model; a method refuses speculative decoding before the model is loaded",
+                refused_by=refusals.DECODING,
+            ),
+            Elsewhere(
+                ("vllm/benchmarks/*:*",),
+                Consequence.HARMLESS,
+                "a benchmark of forward passes; it serves no requests",
+            ),
+        ),
+    ),
+    Census(
+        "model_runner.rows",
+        "places that append a running request's blocks to its row",
+        ("_.block_table.append_row(...)",),
+        rules=("model_runner.blocks-updated",),
+        elsewhere=(
+            Elsewhere(
+                ("vllm/v1/worker/tpu_model_runner.py:TPUModelRunner._update_states",),
+                Consequence.REFUSED,
+                "a separate runner without hooks and with its own attention; a method refuses to serve with it",
+                refused_by=refusals.RUNNER,
+                releases=Releases(before="0.14.0"),
+            ),
+        ),
+    ),
+)
+
 TRANSFORM = Transform(
     id="model_runner",
     module=MODULE,
     governance=Governance(
         why="A method builds its metadata from the batch that is about to run, replaces a request's blocks in the "
-        "worker's tables, and drops its state when a request ends; the connector interface shows none of these.",
-        how="One call at the start of the state update, one with the finished requests, one after each running "
+        "worker's tables, and drops its state when a request ends. The connector interface has no calls for these.",
+        how="One call at the start of the state update, one with the finished requests, one each time a running "
         "request's new blocks are in its row, and a pair around the forward call, inside the forward context.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,
-            "sparse offloading is being discussed there for models with an indexer of their own, not as hooks",
+            "the discussion there is about sparse offloading for models with their own indexer, not about hooks",
             "https://github.com/vllm-project/vllm/issues/48203",
         ),
-        removal="The V1 runner is gone from every supported release, or vLLM gives plugins the same step callbacks.",
+        removal="No supported release has the V1 runner, or vLLM gives plugins the same step callbacks.",
     ),
     rules=(
         rule("model_runner.update-states", UPDATE, AtStart(STATES)),
@@ -98,4 +201,6 @@ TRANSFORM = Transform(
         _execute_case("execute-finished", tail=FINISHED),
     ),
     needs=("worker",),
+    opt_in=("model_runner.blocks-updated",),
+    census=CENSUS,
 )

@@ -1,7 +1,8 @@
-"""The V2 model runner: the same events as in V1, where its own code has them."""
+"""The V2 model runner: hooks for the same events as in the V1 runner."""
 
 from __future__ import annotations
 
+from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtEnd, AtStart, after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Absent, Releases
@@ -13,7 +14,7 @@ ABSENT = (
     Absent(Releases(before="0.12.0"), "the V2 model runner does not exist"),
     Absent(
         Releases("0.12.0", "0.16.0"),
-        "the V2 model runner is an experiment without KV connectors, off unless VLLM_USE_V2_MODEL_RUNNER=1",
+        "the V2 model runner is experimental, has no KV connectors, and is off unless VLLM_USE_V2_MODEL_RUNNER=1",
     ),
 )
 MODULE = Module(
@@ -66,19 +67,39 @@ def _execute_case(name: str, head: str = "", tail: str = "") -> Case:
     return Case(f"model_runner_v2.{name}", GIVEN.format("", ""), GIVEN.format(head, tail), "0.32.0")
 
 
+CENSUS = (
+    Census(
+        "model_runner_v2.states",
+        "state updates of a runner",
+        ("def finish_requests", "def add_requests", "def update_requests"),
+        rules=(
+            "model_runner_v2.requests-finished",
+            "model_runner_v2.requests-added",
+            "model_runner_v2.requests-updated",
+        ),
+        elsewhere=(
+            Elsewhere(
+                ("vllm/v1/core/sched/*:Scheduler*.finish_requests",),
+                Consequence.REACHES,
+                "the scheduler's function to end requests from outside; it frees them through the hooked _free_request",
+            ),
+        ),
+    ),
+)
+
 TRANSFORM = Transform(
     id="model_runner_v2",
     module=MODULE,
     governance=Governance(
-        why="From 0.22.1 vLLM runs more and more models with the V2 runner by default; hooks in the V1 runner alone "
-        "would still match and never fire.",
-        how="One call in each of the three state updates and a pair around the choice between graph replay and eager "
-        "forward, so that it fires whichever runs. V2 reports a preempted request as finished and a resumed one as "
-        "new; the calls hand over the whole step, so that the runtime can tell them apart.",
+        why="From 0.22.1 on, vLLM runs more and more models with the V2 runner by default. Hooks in the V1 runner "
+        "alone would still match, but never fire.",
+        how="One call in each of the three state updates, and a pair around the choice between graph replay and eager "
+        "forward, so that it fires in both cases. V2 reports a preempted request as finished and a resumed one as new. "
+        "The calls pass the whole step, so that the runtime can tell them apart.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,
-            "the V2 runner has state objects per model but no registration for them from outside vLLM",
+            "the V2 runner has state objects per model, but code outside vLLM cannot register one",
         ),
         removal="vLLM lets a plugin register a model state or step callback with the V2 runner.",
     ),
@@ -99,4 +120,6 @@ TRANSFORM = Transform(
         _execute_case("execute-finished", tail=FINISHED),
     ),
     needs=("worker",),
+    opt_in=("model_runner_v2.requests-added", "model_runner_v2.requests-updated"),
+    census=CENSUS,
 )

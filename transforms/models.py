@@ -1,4 +1,4 @@
-"""Decoder models: each layer and its feed-forward block, in four model families, from one definition."""
+"""Decoder models: hooks around each layer and its feed-forward block, in four model families."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ FFN_BEGIN = "hidden_states, residual = _ucm_hooks.ffn_begin(self, hidden_states,
 FFN_FINISHED = "hidden_states, residual = _ucm_hooks.ffn_finished(self, hidden_states, residual)"
 
 GOVERNANCE = Governance(
-    why="Methods that act between layers (prefetch for the next one, blending of recomputed tokens, skipping of the "
-    "feed-forward block for reused tokens) need the hidden states there; vLLM passes them through no interface.",
+    why="Methods that act between layers (prefetch for the next layer, blend recomputed tokens, skip the feed-forward "
+    "block for reused tokens) need the hidden states there. No interface of vLLM exposes them.",
     how="One call before and one after each decoder layer in the model's loop, and the same around the feed-forward "
-    "block inside the layer; each returns the states that go on. Without a method they return what they were given, "
-    "so a compiled graph contains nothing of them.",
+    "block inside the layer. Each returns the states for the next operation. Without a method the calls return their "
+    "arguments, so a compiled graph contains no trace of them.",
     processes=(Process.WORKER,),
     upstream=Upstream(
         UpstreamStatus.NOT_SUBMITTED,
-        "vLLM's layer outputs for speculative decoding are read-only and collected after the loop; no hook is proposed",
+        "vLLM collects layer outputs for speculative decoding after the loop, read-only; no hook is proposed",
     ),
     removal="vLLM offers per-layer callbacks that may replace hidden states, valid under torch.compile.",
+)
+
+
+NOT_COUNTED = (
+    "Each of vLLM's models has a loop over layers of its own, hundreds in all; these four families are hooked, and a "
+    "method that needs the calls sees on its first step whether its model makes them."
 )
 
 
@@ -80,6 +86,7 @@ def _transform(name: str, layer: str, model: str | None) -> Transform:
         id=name,
         module=Module(id=name, group="models", paths=(ModulePath(f"vllm/model_executor/models/{name}.py"),)),
         governance=GOVERNANCE,
+        not_counted=NOT_COUNTED,
         rules=(*layer_rules, *_ffn_rules(name, layer)),
         cases=(
             *layer_cases,
@@ -87,10 +94,11 @@ def _transform(name: str, layer: str, model: str | None) -> Transform:
             _ffn_case(name, layer, "ffn-finished", finished=FFN_FINISHED),
         ),
         needs=("worker",),
+        opt_in=(name,),
     )
 
 
-#: Qwen3Model runs the loop that it inherits from Qwen2Model, so its own module has none to change.
+#: Qwen3Model inherits its loop from Qwen2Model, so its own module has none to change.
 TRANSFORMS = (
     _transform("llama", "LlamaDecoderLayer", "LlamaModel"),
     _transform("qwen2", "Qwen2DecoderLayer", "Qwen2Model"),

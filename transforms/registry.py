@@ -1,11 +1,14 @@
-"""All transforms, in the order in which the lock and the review page list them."""
+"""UCM's own transforms of vLLM, in the order in which the lock and the review page list them."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from transforms import (
     attention,
     block_table,
     block_table_v2,
+    engine_core,
     kv_cache_manager,
     mla,
     model_runner,
@@ -15,11 +18,19 @@ from transforms import (
     scheduler_output,
     worker,
 )
+from transforms.engine.registry import Package, Registry
+
+ROOT = Path(__file__).parents[1]
+#: The seam's source.
+HOOKS = ROOT / "ucm" / "integration" / "vllm" / "hooks.py"
+
+VLLM = Package("vllm", "vllm", "vLLM", "contributors to the vLLM project")
 
 TRANSFORMS = (
     scheduler.TRANSFORM,
     scheduler_output.TRANSFORM,
     kv_cache_manager.TRANSFORM,
+    engine_core.TRANSFORM,
     attention.TRANSFORM,
     mla.TRANSFORM,
     worker.TRANSFORM,
@@ -28,4 +39,15 @@ TRANSFORMS = (
     model_runner_v2.TRANSFORM,
     block_table_v2.TRANSFORM,
     *models.TRANSFORMS,
+)
+
+REGISTRY = Registry(
+    "ucm",
+    "UCM",
+    VLLM,
+    TRANSFORMS,
+    hooks=HOOKS,
+    overlays=ROOT / "overlays",
+    distribution="ucm-vllm-overlay",
+    has_bare_ids=True,
 )

@@ -1,186 +1,265 @@
-"""The scheduler: a sparse method's view of requests, and its say in how many slots each of them gets."""
+"""The scheduler: hooks for the events in a request's life, and for each step."""
 
 from __future__ import annotations
 
+from transforms import refusals
+from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtEnd, AtStart, after
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
-from transforms.engine.members import Keyword
-from transforms.engine.releases import Releases
+from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import HERE, Shown, Transform, cases_of, method_case, rules_of
 
 MODULE = Module(id="scheduler", group="scheduler", paths=(ModulePath("vllm/v1/core/sched/scheduler.py"),))
 
-ALLOCATE = "self.kv_cache_manager.allocate_slots(request, ...)"
-RUNNING_SLOTS = "_ucm_hooks.num_slots_sparsed(self, request, num_new_tokens)"
-WAITING_SLOTS = "_ucm_hooks.num_slots_sparsed(self, request, num_new_tokens, num_external_computed_tokens)"
+INIT = "_ucm_hooks.scheduler_init(self)"
+ADDED = "_ucm_hooks.request_added(self, request)"
+LIMITED = "num_new_tokens = _ucm_hooks.limit_new_tokens(self, request, {}, num_new_tokens)"
+OUTPUT = "_ucm_hooks.scheduler_output_built(self, scheduler_output)"
 PREEMPTED = "_ucm_hooks.request_preempted(self, {})"
+FREED = "_ucm_hooks.request_freed(self, request)"
+NOTED = "self.requests[request.request_id] = request"
+#: Counts a running request's tokens, with the placeholders of asynchronous steps; `RUNNING_BEFORE`: without.
+RUNNING = (
+    "num_new_tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens"
+)
+RUNNING_BEFORE = "num_new_tokens = request.num_tokens_with_spec - request.num_computed_tokens"
+#: The same for a waiting request, whose computed tokens are a local variable.
+WAITING = "num_new_tokens = request.num_tokens - num_computed_tokens"
+PREEMPT = "{}.status = RequestStatus.PREEMPTED"
 
 
-def _waiting(name: str, peek: str, releases: Releases) -> Variant:
-    edit = Keyword(ALLOCATE, "num_slots_sparsed", WAITING_SLOTS)
-    return Variant(Scope("Scheduler.schedule", loop_with=peek), edit, releases, name)
+def told_after(id: str, place: str, anchor: str, code: str, release: str, absent: tuple[Absent, ...] = ()) -> Shown:  # noqa: A002 - a rule's fields
+    """Make a rule, with its case, that inserts a call after a statement of a scheduler's method.
+
+    Args:
+        id: The rule's id.
+        place: ``Class.method``.
+        anchor: The statement.
+        code: The call.
+        release: The release that the case represents.
+        absent: The releases without the statement.
+    """
+    one = rule(id, Scope(place), after(anchor, code), absent=absent)
+    return one, method_case(one, release, "if go:", f"    {anchor}", f"    {HERE}")
 
 
-def _scheduler(method: str, *body: str) -> str:
-    return "class Scheduler:\n    def " + method + ":\n" + "".join(f"        {line}\n" for line in body)
+def steps(transform: str, cls: str, output: str, release: str) -> tuple[Shown, ...]:
+    """Make the rules for a scheduler's step, in vLLM's class or a copy of it: its tokens and its output.
 
+    Args:
+        transform: The id of their transform.
+        cls: The scheduler's class.
+        output: The class of its steps.
+        release: The release that the cases represent.
+    """
+    schedule = f"{cls}.schedule"
+    limited = LIMITED.format("request.num_computed_tokens")
+    running = Rule(
+        f"{transform}.running-tokens",
+        (
+            Variant(Scope(schedule), after(RUNNING, limited), Releases(since="0.10.0"), "with placeholders"),
+            Variant(Scope(schedule), after(RUNNING_BEFORE, limited), Releases(before="0.10.0"), "without"),
+        ),
+    )
+    return (
+        (running, method_case(running, release, "for request in self.running:", f"    {RUNNING}", f"    {HERE}")),
+        told_after(f"{transform}.waiting-tokens", schedule, WAITING, LIMITED.format("num_computed_tokens"), release),
+        told_after(f"{transform}.output", schedule, f"scheduler_output = {output}(...)", OUTPUT, release),
+    )
+
+
+SCHEDULER = "vllm/v1/core/sched/scheduler.py:Scheduler."
+V0 = Elsewhere(
+    ("vllm/core/scheduler.py:Scheduler.schedule",),
+    Consequence.REFUSED,
+    "part of the V0 engine, which has its own KV cache and workers; a method refuses to serve with it",
+    refused_by=refusals.RUNNER,
+    releases=Releases(before="0.11.0"),
+)
+CENSUS = (
+    Census(
+        "scheduler.schedulers",
+        "schedulers, and classes derived from vLLM's",
+        (
+            "def schedule",
+            "def _preempt_request",
+            "def _free_request",
+            "class (Scheduler)",
+            "class (AsyncScheduler)",
+            "class (SchedulerInterface)",
+        ),
+        rules=("scheduler.init", "scheduler.output", "scheduler.preempted", "scheduler.freed"),
+        elsewhere=(
+            V0,
+            Elsewhere(
+                (
+                    "vllm/v1/core/sched/async_scheduler.py:AsyncScheduler",
+                    "vllm/v1/core/sched/diffusion_scheduler.py:Diffusion*Scheduler",
+                    "vllm/v1/core/sched/diffusion_scheduler.py:DiffusionAsyncScheduler.schedule",
+                ),
+                Consequence.REACHES,
+                "it inherits the hooked methods; an override calls super()'s",
+            ),
+            Elsewhere(
+                (
+                    "vllm/v1/core/sched/interface.py:SchedulerInterface.schedule",
+                    "vllm/v1/core/sched/scheduler.py:Scheduler",
+                ),
+                Consequence.HARMLESS,
+                "only the interface; the methods of the scheduler that implements it are hooked",
+            ),
+            Elsewhere(
+                ("vllm/v1/attention/backends/*:*MetadataBuilder.build.schedule", "vllm/models/*/cutedsl/*:*.schedule"),
+                Consequence.HARMLESS,
+                "it schedules a kernel's thread blocks, not requests",
+            ),
+        ),
+    ),
+    Census(
+        "scheduler.tokens",
+        "places that decide how many tokens of a request a step computes",
+        (
+            "num_new_tokens = _.num_tokens - _",
+            "_.num_tokens_with_spec + _",
+            "_.num_tokens_with_spec - _",
+        ),
+        rules=("scheduler.running-tokens", "scheduler.waiting-tokens"),
+    ),
+    Census(
+        "scheduler.outputs",
+        "constructions of a step's SchedulerOutput",
+        ("SchedulerOutput(...)", "_.SchedulerOutput(...)", "SchedulerOutput.make_empty(...)"),
+        rules=("scheduler.output",),
+        elsewhere=(
+            Elsewhere(
+                (
+                    "vllm/v1/worker/gpu/*:*",
+                    "vllm/v1/worker/gpu_worker.py:Worker.execute_dummy_batch",
+                    "vllm/benchmarks/forward/*:*",
+                ),
+                Consequence.HARMLESS,
+                "a worker's dummy step, for warm-up or to stay in step with other ranks; it has no requests",
+            ),
+            Elsewhere(
+                ("vllm/v1/fault_tolerance/engine_core_sentinel.py:EngineCoreSentinel._drain_batch_queue",),
+                Consequence.HARMLESS,
+                "an empty step: it has no requests, so there is no metadata to send",
+            ),
+        ),
+    ),
+    Census(
+        "scheduler.preemptions",
+        "places that preempt a request",
+        ("_.status = RequestStatus.PREEMPTED", "_._preempt_request(...)"),
+        rules=("scheduler.preempted",),
+        elsewhere=(
+            Elsewhere(
+                (SCHEDULER + "reset_prefix_cache", SCHEDULER + "schedule"),
+                Consequence.REACHES,
+                "it preempts through _preempt_request; from 0.14.1 to 0.17.1 schedule also restores the status of a "
+                "preempted request after its load, which frees no blocks",
+                releases=Releases(since="0.12.0"),
+            ),
+            Elsewhere(
+                (SCHEDULER + "_handle_blocked_waiting_request", SCHEDULER + "_try_promote_blocked_waiting_request"),
+                Consequence.HARMLESS,
+                "a request whose preemption was already reported gets its status back after its load",
+            ),
+        ),
+    ),
+    Census(
+        "scheduler.frees",
+        "places that free a request's blocks",
+        ("_._free_request(...)", "_._free_request_blocks(...)", "_._free_blocks(...)", "_.kv_cache_manager.free(...)"),
+        rules=("scheduler.preempted", "scheduler.freed"),
+        elsewhere=(
+            Elsewhere(
+                (SCHEDULER + "finish_requests", SCHEDULER + "update_from_output"),
+                Consequence.REACHES,
+                "it ends requests through _free_request, which is hooked",
+            ),
+            Elsewhere(
+                (SCHEDULER + "_free_blocks", SCHEDULER + "_free_request_blocks"),
+                Consequence.REACHES,
+                "the hooked _free_request and _preempt_request call it; other calls are for requests that have ended",
+            ),
+            Elsewhere(
+                (SCHEDULER + "_update_from_kv_xfer_finished",),
+                Consequence.HARMLESS,
+                "the request has ended and was reported then; its blocks were only kept for a transfer",
+            ),
+            Elsewhere(
+                (SCHEDULER + "_update_waiting_for_remote_kv",),
+                Consequence.HARMLESS,
+                "a load failed before the request's first step; no method has freed any of its blocks",
+            ),
+        ),
+    ),
+    Census(
+        "scheduler.admissions",
+        "places that register a new request",
+        ("self.requests[_] = _",),
+        rules=("scheduler.request-added",),
+        elsewhere=(
+            Elsewhere(
+                (
+                    "vllm/v1/worker/*_model_runner.py:*ModelRunner._update_states",
+                    "vllm/distributed/kv_transfer/kv_connector/*:*",
+                ),
+                Consequence.HARMLESS,
+                "a worker's or connector's own record of a request that the scheduler has admitted",
+            ),
+        ),
+    ),
+)
+
+CREATED = rule("scheduler.init", Scope("Scheduler.__init__"), AtEnd(INIT))
+PREEMPTION = Rule(
+    "scheduler.preempted",
+    (
+        Variant(
+            Scope("Scheduler._preempt_request"),
+            after(PREEMPT.format("request"), PREEMPTED.format("request")),
+            Releases(since="0.12.0"),
+            "method",
+        ),
+        Variant(
+            Scope("Scheduler.schedule"),
+            after(PREEMPT.format("preempted_req"), PREEMPTED.format("preempted_req")),
+            Releases(before="0.12.0"),
+            "inline",
+        ),
+    ),
+)
+ENDED = rule("scheduler.freed", Scope("Scheduler._free_request"), AtStart(FREED))
+SHOWN = (
+    (CREATED, method_case(CREATED, "0.32.0", "self.running = []", HERE)),
+    told_after("scheduler.request-added", "Scheduler.add_request", NOTED, ADDED, "0.32.0"),
+    *steps("scheduler", "Scheduler", "SchedulerOutput", "0.32.0"),
+    (PREEMPTION, method_case(PREEMPTION, "0.32.0", PREEMPT.format("request"), HERE)),
+    (ENDED, method_case(ENDED, "0.32.0", HERE, "assert request.is_finished()")),
+)
 
 TRANSFORM = Transform(
     id="scheduler",
     module=MODULE,
     governance=Governance(
-        why="A sparse method keeps fewer KV blocks than a request has tokens: it has to size every allocation, know "
-        "each request's life, and send what it decided to the workers with the step.",
-        how="One call at each event of a request's life, one keyword at each of the two allocate_slots calls, and one "
-        "call that fills the step's output. The slots are asked for at the call that uses them, so no path that "
-        "skips a request leaves an estimate behind.",
+        why="A sparse method keeps fewer KV blocks than a request has tokens. It has to follow each request from "
+        "arrival to end, and to send its decisions to the workers with each step.",
+        how="One call at each event in a request's life, one where the scheduler decides how many of its tokens a step "
+        "computes, and one that fills the step's output.",
         processes=(Process.ENGINE_CORE,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,
-            "the framework proposed there hooks the same places; it went stale without a decision",
+            "a framework with the same hooks was proposed there and went stale without a decision",
             "https://github.com/vllm-project/vllm/issues/21772",
         ),
-        removal="vLLM accepts a scheduler class from a plugin whose allocation and output steps can be extended alone.",
+        removal="vLLM lets a plugin extend the scheduler's allocation and output steps without copying them.",
     ),
-    rules=(
-        rule("scheduler.init", Scope("Scheduler.__init__"), AtEnd("_ucm_hooks.scheduler_init(self)")),
-        rule(
-            "scheduler.request-added",
-            Scope("Scheduler.add_request"),
-            after("self.requests[request.request_id] = request", "_ucm_hooks.request_added(self, request)"),
-        ),
-        rule(
-            "scheduler.slots-running",
-            Scope("Scheduler.schedule", loop_with="request = self.running[req_index]"),
-            Keyword(ALLOCATE, "num_slots_sparsed", RUNNING_SLOTS),
-        ),
-        Rule(
-            "scheduler.slots-waiting",
-            (
-                _waiting("queue", "request = request_queue.peek_request()", Releases(since="0.18.1")),
-                _waiting("waiting", "request = self.waiting.peek_request()", Releases(since="0.9.2", before="0.18.1")),
-                _waiting("first", "request = self.waiting[0]", Releases(before="0.9.2")),
-            ),
-        ),
-        rule(
-            "scheduler.output",
-            Scope("Scheduler.schedule"),
-            after(
-                "scheduler_output = SchedulerOutput(...)", "_ucm_hooks.scheduler_output_built(self, scheduler_output)"
-            ),
-        ),
-        Rule(
-            "scheduler.preempted",
-            (
-                Variant(
-                    Scope("Scheduler._preempt_request"),
-                    after("request.status = RequestStatus.PREEMPTED", PREEMPTED.format("request")),
-                    Releases(since="0.12.0"),
-                    "method",
-                ),
-                Variant(
-                    Scope("Scheduler.schedule"),
-                    after("preempted_req.status = RequestStatus.PREEMPTED", PREEMPTED.format("preempted_req")),
-                    Releases(before="0.12.0"),
-                    "inline",
-                ),
-            ),
-        ),
-        rule("scheduler.freed", Scope("Scheduler._free_request"), AtStart("_ucm_hooks.request_freed(self, request)")),
-    ),
-    cases=(
-        Case(
-            "scheduler.init",
-            _scheduler("__init__(self)", "self.running = []"),
-            _scheduler("__init__(self)", "self.running = []", "_ucm_hooks.scheduler_init(self)  # ucm: scheduler.init"),
-            "0.32.0",
-        ),
-        Case(
-            "scheduler.request-added",
-            _scheduler("add_request(self, request)", "if new:", "    self.requests[request.request_id] = request"),
-            _scheduler(
-                "add_request(self, request)",
-                "if new:",
-                "    self.requests[request.request_id] = request",
-                "    _ucm_hooks.request_added(self, request)  # ucm: scheduler.request-added",
-            ),
-            "0.32.0",
-        ),
-        Case(
-            "scheduler.slots-running",
-            _scheduler(
-                "schedule(self)",
-                "while req_index < n:",
-                "    request = self.running[req_index]",
-                "    blocks = self.kv_cache_manager.allocate_slots(request, num_new_tokens)",
-                "blocks = self.kv_cache_manager.allocate_slots(request, other)",
-            ),
-            _scheduler(
-                "schedule(self)",
-                "while req_index < n:",
-                "    request = self.running[req_index]",
-                "    blocks = self.kv_cache_manager.allocate_slots(request, num_new_tokens, "
-                f"num_slots_sparsed={RUNNING_SLOTS})",
-                "blocks = self.kv_cache_manager.allocate_slots(request, other)",
-            ),
-            "0.32.0",
-        ),
-        Case(
-            "scheduler.slots-waiting",
-            _scheduler(
-                "schedule(self)",
-                "while budget:",
-                "    request = request_queue.peek_request()",
-                "    blocks = self.kv_cache_manager.allocate_slots(",
-                "        request,",
-                "        num_new_tokens,",
-                "    )",
-            ),
-            _scheduler(
-                "schedule(self)",
-                "while budget:",
-                "    request = request_queue.peek_request()",
-                "    blocks = self.kv_cache_manager.allocate_slots(",
-                "        request,",
-                "        num_new_tokens,",
-                f"        num_slots_sparsed={WAITING_SLOTS},  # ucm: scheduler.slots-waiting",
-                "    )",
-            ),
-            "0.32.0",
-        ),
-        Case(
-            "scheduler.output",
-            _scheduler("schedule(self)", "scheduler_output = SchedulerOutput(a=1)", "return scheduler_output"),
-            _scheduler(
-                "schedule(self)",
-                "scheduler_output = SchedulerOutput(a=1)",
-                "_ucm_hooks.scheduler_output_built(self, scheduler_output)  # ucm: scheduler.output",
-                "return scheduler_output",
-            ),
-            "0.32.0",
-        ),
-        Case(
-            "scheduler.preempted",
-            _scheduler("_preempt_request(self, request)", "request.status = RequestStatus.PREEMPTED"),
-            _scheduler(
-                "_preempt_request(self, request)",
-                "request.status = RequestStatus.PREEMPTED",
-                "_ucm_hooks.request_preempted(self, request)  # ucm: scheduler.preempted",
-            ),
-            "0.32.0",
-        ),
-        Case(
-            "scheduler.freed",
-            _scheduler("_free_request(self, request)", "assert request.is_finished()"),
-            _scheduler(
-                "_free_request(self, request)",
-                "_ucm_hooks.request_freed(self, request)  # ucm: scheduler.freed",
-                "assert request.is_finished()",
-            ),
-            "0.32.0",
-        ),
-    ),
-    needs=("kv_cache_manager",),
+    rules=rules_of(SHOWN),
+    cases=cases_of(SHOWN),
+    opt_in=("scheduler.request-added",),
+    census=CENSUS,
 )

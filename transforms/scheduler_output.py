@@ -1,50 +1,42 @@
-"""The step that the scheduler sends to the workers: room for what UCM sends with it."""
+"""SchedulerOutput: a field for the metadata that UCM sends to the workers with each step."""
 
 from __future__ import annotations
 
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.members import Field
-from transforms.engine.rule import Module, ModulePath, Rule, rule
+from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
 from transforms.engine.transform import Case, Transform
 
 MODULE = Module(id="scheduler_output", group="scheduler", paths=(ModulePath("vllm/v1/core/sched/output.py"),))
 
-#: What each field carries is said where it is filled: `ucm.integration.vllm.hooks.scheduler_output_built`.
-FIELDS = {
-    "connector-metadata": "ucm_connector_metadata: object = None",
-    "sparse-metadata": "ucm_sparse_metadata: object = None",
-    "sparsed-slots": "ucm_sparsed_slots: object = None",
-    "external-tokens": "ucm_external_computed_tokens: object = None",
-}
-
-
-def _rule(name: str, code: str) -> Rule:
-    return rule(f"scheduler_output.{name}", Scope("SchedulerOutput"), Field(code))
-
-
-def _case(name: str, code: str) -> Case:
-    given = "class SchedulerOutput:\n    step: int\n"
-    method = "\n    def total(self):\n        return self.step\n"
-    added = f"    {code}  # ucm: scheduler_output.{name}\n"
-    return Case(f"scheduler_output.{name}", given + method, given + added + method, "0.32.0")
-
+FIELD = "ucm_sparse_meta: object = None"
+GIVEN = "class SchedulerOutput:\n    step: int\n"
+METHOD = "\n    def total(self):\n        return self.step\n"
 
 TRANSFORM = Transform(
     id="scheduler_output",
     module=MODULE,
     governance=Governance(
-        why="What a sparse method decides for a step in EngineCore has to reach the workers with that very step, also "
-        "when steps overlap; the KV connector's own channel belongs to the connector alone.",
-        how="Four fields with defaults at the end of the dataclass: every construction stays valid, pickle carries "
-        "them, and an unset field costs a few bytes per step.",
+        why="A sparse method's decisions for a step, made in EngineCore, have to reach the workers with exactly that "
+        "step, even if steps overlap. The KV connector's channel is for the connector only.",
+        how="One field with a default at the end of the dataclass, with the name that the known UCM gives it. Every "
+        "existing construction stays valid, pickle includes the field, and an unset one costs a few bytes per step.",
         processes=(Process.ENGINE_CORE, Process.WORKER),
         upstream=Upstream(
             UpstreamStatus.INAPPROPRIATE,
-            "the fields mean nothing without the scheduler calls that fill them, so there is nothing to offer alone",
+            "the field is useless without the scheduler call that fills it, so it is not offered alone",
         ),
-        removal="SchedulerOutput gains an open-ended field for extensions that vLLM sends to the workers unread.",
+        removal="SchedulerOutput gains a field for extensions that vLLM passes to the workers unchanged.",
     ),
-    rules=tuple(_rule(name, code) for name, code in FIELDS.items()),
-    cases=tuple(_case(name, code) for name, code in FIELDS.items()),
+    rules=(rule("scheduler_output.sparse-meta", Scope("SchedulerOutput"), Field(FIELD)),),
+    cases=(
+        Case(
+            "scheduler_output.sparse-meta",
+            GIVEN + METHOD,
+            GIVEN + f"    {FIELD}  # ucm: scheduler_output.sparse-meta\n" + METHOD,
+            "0.32.0",
+        ),
+    ),
+    not_counted="The rule changes one class; `scheduler.outputs` counts where it is constructed.",
 )

@@ -94,13 +94,13 @@ def lay_parameters_out(root: cst.CSTNode, path: Path, rng: random.Random) -> cst
     return replace(root, path, function.with_changes(params=parameters, whitespace_before_params=opening))
 
 
-def change_quotes(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CSTNode:  # noqa: ARG001
+def change_quotes(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CSTNode:
     string = cast("cst.SimpleString", get(root, path))
     quote = "'" if string.value[0] == '"' else '"'
     return replace(root, path, string.with_changes(value=f"{quote}{string.value[1:-1]}{quote}"))
 
 
-def add_brackets(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CSTNode:  # noqa: ARG001
+def add_brackets(root: cst.CSTNode, path: Path, rng: random.Random) -> cst.CSTNode:
     assignment = cast("cst.Assign", get(root, path))
     value = assignment.value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     return replace(root, path, assignment.with_changes(value=value))
@@ -238,13 +238,13 @@ def words(rules: Sequence[Rule]) -> frozenset[str]:
 
 
 def _unrelated_locals(function: cst.FunctionDef) -> set[str]:
-    from transforms.registry import TRANSFORMS  # noqa: PLC0415
+    from transforms.pipeline.product import products  # noqa: PLC0415
 
     nodes = [node for _, node in walk(function)]
     bound = {t.target.value for t in nodes if isinstance(t, cst.AssignTarget) and isinstance(t.target, cst.Name)}
     taken = {p.name.value for p in nodes if isinstance(p, cst.Param)}
     declared = {i.name.value for s in nodes if isinstance(s, cst.Global | cst.Nonlocal) for i in s.names}
-    return bound - taken - declared - words([rule for t in TRANSFORMS for rule in t.rules])
+    return bound - taken - declared - words([r for product in products() for t in product.transforms for r in t.rules])
 
 
 def target(module: cst.Module, rule: Rule, release: str) -> tuple[Variant, Path, list[Path]]:

@@ -10,12 +10,13 @@ import pytest
 from tests.transforms.mutations import deleted, doubled
 from transforms.engine.apply import apply_rule
 from transforms.engine.report import Outcome, Status
-from transforms.registry import TRANSFORMS
+from transforms.pipeline.product import products
 
 if TYPE_CHECKING:
     from transforms.engine.rule import Rule
     from transforms.engine.transform import Case, Transform
 
+TRANSFORMS = [transform for product in products() for transform in product.transforms]
 CASES = [
     pytest.param(transform, case, id=f"{case.rule}-{case.release}")
     for transform in TRANSFORMS

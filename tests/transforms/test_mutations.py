@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.transforms.mutations import HARMFUL, HARMLESS, mutated, sites
 from tests.transforms.upstream import parsed
+from transforms.ascend.registry import TRANSFORMS as ASCEND
 from transforms.engine import apply
 from transforms.engine.apply import apply_rule, apply_rules
 from transforms.engine.report import Candidate, Status
@@ -28,20 +29,17 @@ if TYPE_CHECKING:
     from transforms.engine.tree import Path
 
 RELEASES = ("0.9.0", "0.11.0", "0.16.0", "0.19.1", "0.26.0", "0.33.0")
+RELEASES_OF_ASCEND = ("0.11.0", "0.23.0")
 HOOKS = "_ucm_hooks"
-#: The same examples everywhere, and none made smaller: one takes seconds.
+#: Few examples, and none made smaller: one takes seconds.
 PROFILE = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=4,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    database=None,
+    deadline=None, max_examples=4, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
 EACH = [
     pytest.param(release, transform, id=f"{release}-{transform.id}")
-    for release in RELEASES
-    for transform in TRANSFORMS
+    for releases, transforms in ((RELEASES, TRANSFORMS), (RELEASES_OF_ASCEND, ASCEND))
+    for release in releases
+    for transform in transforms
     if not any(release in absent.releases for absent in transform.module.absent)
 ]
 
@@ -96,29 +94,27 @@ def _is_insertion(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize(("release", "transform"), EACH)
-def test_harmless_changes_change_nothing_for_the_rules(release: str, transform: Transform) -> None:
+@settings(PROFILE)
+@given(kinds=st.lists(st.sampled_from(sorted(HARMLESS)), min_size=3, unique=True), seed=st.integers(0, 2**32))
+def test_harmless_changes_change_nothing_for_the_rules(
+    release: str, transform: Transform, kinds: list[str], seed: int
+) -> None:
     path, module = module_of(release, transform)
     places, scopes = places_of(release, transform)
     outcomes, wanted = result_of(release, transform)
-
-    @settings(PROFILE)
-    @given(kinds=st.lists(st.sampled_from(sorted(HARMLESS)), min_size=3, unique=True), seed=st.integers(0, 2**32))
-    def check(kinds: list[str], seed: int) -> None:
-        code = mutated(module, places, scopes, kinds, seed).code
-        compile(code, path, "exec", dont_inherit=True)
-        changed, found = apply_rules(cst.parse_module(code), transform.all_rules, path, release)
-        assert found == outcomes
-        compile(changed.code, path, "exec", dont_inherit=True)
-        assert inserted(changed.code) == wanted
-
-    check()
+    code = mutated(module, places, scopes, kinds, seed).code
+    compile(code, path, "exec", dont_inherit=True)
+    changed, found = apply_rules(cst.parse_module(code), transform.all_rules, path, release)
+    assert found == outcomes
+    compile(changed.code, path, "exec", dont_inherit=True)
+    assert inserted(changed.code) == wanted
 
 
 @pytest.mark.parametrize(("release", "transform"), EACH)
 def test_harmful_changes_are_never_applied_over(
     release: str, transform: Transform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(*_: object) -> tuple[Candidate, ...]:
+    def none(*_: object, **__: object) -> tuple[Candidate, ...]:
         return ()
 
     for name in ("places", "nearest_statements", "nearest_definitions"):  # slow, and tested where they are defined

@@ -7,23 +7,32 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from transforms.ascend.registry import VLLM_ASCEND
 from transforms.pipeline.rewrite import module_path
 from transforms.pipeline.sources.open import open_sources
+from transforms.registry import VLLM
 
 if TYPE_CHECKING:
+    from transforms.engine.registry import Package
     from transforms.engine.transform import Transform
     from transforms.pipeline.sources.tree import SourceTree
 
 
+def package_of(transform: Transform) -> Package:
+    """What a transform changes."""
+    return VLLM_ASCEND if transform.id.startswith("ascend.") else VLLM
+
+
 @functools.cache
-def sources(release: str) -> SourceTree:
-    return open_sources(release)
+def sources(release: str, package: Package = VLLM) -> SourceTree:
+    return open_sources(release, package=package)
 
 
 def source(transform: Transform, release: str) -> tuple[str, bytes] | None:
     """The path and the bytes of a transform's module; None where the release has none that is for use."""
-    path = module_path(transform, sources(release))
-    return (path, sources(release).read(path)) if path else None
+    tree = sources(release, package_of(transform))
+    path = module_path(transform, tree)
+    return (path, tree.read(path)) if path else None
 
 
 def parsed(transform: Transform, release: str) -> tuple[str, cst.Module] | None:

@@ -1,1 +1,1 @@
-"""How a rule is applied to a module; knows nothing of vLLM."""
+"""The rule engine: apply rules to modules. It does not depend on vLLM."""

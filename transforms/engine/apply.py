@@ -1,4 +1,4 @@
-"""Try rules on a module, one pass per rule, and say what became of each."""
+"""Apply rules to a module, one pass per rule, and report the outcome of each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from transforms.engine.candidates import nearest_definitions, nearest_statements, places
+from transforms.engine.edits import Beside
 from transforms.engine.marks import MARK
 from transforms.engine.patterns import pattern
 from transforms.engine.report import Outcome, Status
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
 
     import libcst as cst
 
+    from transforms.engine.edits import Edit
     from transforms.engine.report import Candidate
     from transforms.engine.rule import Rule, Upstreamed, Variant
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One variant tried on a module: where it looked and what it found."""
+    """The result of trying one variant: the scopes searched and the anchors found."""
 
     variant: Variant
     scopes: tuple[Path, ...]
@@ -39,9 +41,9 @@ def apply_rules(module: cst.Module, rules: Sequence[Rule], path: str, release: s
 
     Args:
         module: The upstream module.
-        rules: In order; a rule that fails leaves the module as it was.
+        rules: Applied in this order; a rule that fails leaves the module unchanged.
         path: The module's path, for the report.
-        release: The release; it decides between variants that both fit, never whether a rule is tried.
+        release: The release; it selects among several variants that fit, never whether a rule is tried.
 
     Returns:
         The rewritten module and one outcome per rule.
@@ -49,7 +51,7 @@ def apply_rules(module: cst.Module, rules: Sequence[Rule], path: str, release: s
     upstream, outcomes = module, []
     for rule in rules:
         module, outcome = apply_rule(module, rule, path, release)
-        if outcome.candidates:  # say where they are in the file that the reader has, not in our half-rewritten one
+        if outcome.candidates:  # give line numbers in the upstream file, not in the half-rewritten one
             told = apply_rule(upstream, rule, path, release)[1]
             outcome = told if told.status is outcome.status else outcome
         outcomes.append(outcome)
@@ -81,8 +83,24 @@ def _attempt(module: cst.Module, variant: Variant, rule: Rule) -> Attempt:
     return Attempt(variant, tuple(scopes), tuple(variant.edit.find(scope)), variant.edit.applied(scope, rule.id))
 
 
+def attachments(module: cst.Module, rule: Rule, variant: str) -> list[tuple[Path, str]]:
+    """Return where a rule's applied variant attaches: each node's path, and the side or kind of insertion."""
+    form = next(form for form in rule.variants if form.name == variant)
+    return [
+        _attachment(form.edit, get(module, scope), scope, hit)
+        for scope in form.scope.find(module)
+        for hit in form.edit.find(get(module, scope))
+    ]
+
+
+def _attachment(edit: Edit, node: cst.CSTNode, scope: Path, hit: Path) -> tuple[Path, str]:
+    if isinstance(edit, Beside):
+        return (*scope, *edit.statement(node, hit)), edit.side
+    return (*scope, *hit), type(edit).__name__
+
+
 def _refusal(module: cst.Module, rule: Rule, path: str, release: str, attempt: Attempt) -> Outcome | None:
-    """Why a rule whose anchor is there must not be applied all the same, or None."""
+    """Return the failure that forbids applying a rule whose anchor was found, or None."""
     scope, edit = get(module, attempt.scopes[0]), attempt.variant.edit
     for text in rule.never:
         hits = [(*attempt.scopes[0], *hit) for hit in pattern(text).find(scope)]
@@ -102,7 +120,7 @@ def _refusal(module: cst.Module, rule: Rule, path: str, release: str, attempt: A
 def _applied(module: cst.Module, rule: Rule, path: str, attempt: Attempt) -> tuple[cst.Module, Outcome]:
     variant, scope_path = attempt.variant, attempt.scopes[0]
     scope = get(module, scope_path)
-    for hit in reversed(attempt.hits):  # from the last to the first, so that the paths stay true
+    for hit in reversed(attempt.hits):  # backwards, so that the remaining paths stay valid
         scope = variant.edit.apply(scope, hit, rule.id)
     changed = cast("cst.Module", replace(module, scope_path, scope))
     return changed, _outcome(rule, Status.APPLIED, path, attempt, "", ())

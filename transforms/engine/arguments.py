@@ -1,4 +1,4 @@
-"""One more argument of a call, or parameter of a function, laid out as those that are there."""
+"""Append an argument to a call, or a parameter to a function, in the layout of the existing ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Item = TypeVar("Item", cst.Arg, cst.Param)
 
 
 def appended(items: Sequence[Item], added: Item, opening: cst.BaseParenthesizableWhitespace, mark: str) -> list[Item]:
-    """The items with one more: on the same line, or on a line of its own where each has one.
+    """Append an item: on the same line, or on its own line if the existing items have one each.
 
     Args:
-        items: The arguments or parameters that are there.
+        items: The existing arguments or parameters.
         added: The one to add.
         opening: The space between the opening bracket and the first of them.
-        mark: The comment for the added item; there is room for it where the closing bracket has its own line.
+        mark: The comment for the added item, used if the closing bracket has its own line.
     """
     if not items:
         return [added]
@@ -39,7 +39,7 @@ def _between(
     opening: cst.BaseParenthesizableWhitespace,
     closing: cst.BaseParenthesizableWhitespace,
 ) -> cst.BaseParenthesizableWhitespace:
-    """The space before the added item; a comment on the line of the item before it stays there."""
+    """Return the whitespace before the added item; a comment after the item before it stays on its line."""
     ends_line = isinstance(closing, cst.ParenthesizedWhitespace)
     first_line = closing.first_line if isinstance(closing, cst.ParenthesizedWhitespace) else cst.TrailingWhitespace()
     before = items[-2].comma if len(items) > 1 else None

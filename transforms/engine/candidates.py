@@ -1,4 +1,4 @@
-"""The places in a module that resemble what a rule looked for; only computed when a rule has failed."""
+"""Find code that resembles what a failed rule looked for, for its report."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHOWN = 3
 
 
 def places(module: cst.Module, paths: Sequence[Path]) -> tuple[Candidate, ...]:
-    """The nodes at some paths, with their line numbers."""
+    """Return the nodes at some paths with their line numbers."""
     lines = _line_numbers(module)
     return tuple(_candidate(lines, get(module, path)) for path in paths[: SHOWN + 2])
 
 
 def nearest_statements(module: cst.Module, scope: Path, anchor: str) -> tuple[Candidate, ...]:
-    """The statements inside a scope whose text is most like an anchor's; the whole module if the scope has none."""
+    """Return the statements in a scope, or else in the module, whose text is most similar to an anchor."""
     for root in (get(module, scope), module):
         texts = {_first_line(node): node for _, node in statements(root)}
         names = difflib.get_close_matches(anchor, texts, n=SHOWN, cutoff=0.45)
@@ -38,14 +38,14 @@ def nearest_statements(module: cst.Module, scope: Path, anchor: str) -> tuple[Ca
 
 
 def nearest_definitions(module: cst.Module, name: str) -> tuple[Candidate, ...]:
-    """The classes and functions whose names are most like a scope's."""
+    """Return the classes and functions whose names are most similar to a scope's."""
     found = dict(definitions(module))
     names = difflib.get_close_matches(name, found, n=SHOWN, cutoff=0.5)
     return places(module, [found[name] for name in names])
 
 
 def _first_line(node: cst.CSTNode) -> str:
-    """The line at which the node's position lies: comments and decorators before it are not it."""
+    """Return a node's first line, without the comments and decorators before it."""
     bare = node
     if isinstance(node, cst.ClassDef | cst.FunctionDef):
         bare = node.with_changes(leading_lines=(), decorators=(), lines_after_decorators=())

@@ -1,7 +1,7 @@
-"""The changes that a rule can make: each inserts, none removes. Here are those that insert statements.
+"""The edits that insert statements. An edit only inserts; none removes code.
 
-An edit finds the nodes that it attaches to inside a scope, and rebuilds the scope's root with its insertion at one of
-them. `transforms.engine.members` has the edits that insert arguments, parameters, fields and methods.
+An edit finds the nodes in a scope that it attaches to, and rebuilds the scope with its insertion at one of them.
+`transforms.engine.members` has the edits that insert arguments, parameters, fields and methods.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ class Edit(Protocol):
 
     @property
     def anchor(self) -> str:
-        """What it attaches to, as a person would write it; used to look for candidates."""
+        """The source text of what it attaches to; the search for candidates uses it."""
 
     @property
     def code(self) -> str:
-        """What it inserts."""
+        """The inserted source."""
 
     def find(self, scope: cst.CSTNode) -> list[Path]:
-        """The paths, inside the scope, of the nodes that it attaches to."""
+        """Return the paths, relative to the scope, of the nodes that it attaches to."""
 
     def applied(self, scope: cst.CSTNode, rule: str) -> int:
-        """How often this rule's insertion is there already."""
+        """Return how often the scope already has this rule's insertion."""
 
     def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
-        """Why nothing can be inserted at one of the found paths; empty if it can."""
+        """Return why nothing can be inserted at a found path; empty if it can."""
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
-        """The scope with the insertion at one of the found paths."""
+        """Return the scope with the insertion at a found path."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Statements before or after the statement that holds the anchor.
+    """Insert statements before or after the statement that contains the anchor.
 
     Attributes:
-        anchor: A pattern: a statement, or an expression that one holds.
+        anchor: A pattern: a statement, or an expression in one.
         code: The statements to insert.
         side: ``before`` or ``after``.
         level: ``inner`` attaches to the innermost statement around the match, ``outer`` to the statement of the
@@ -70,7 +70,7 @@ class Beside:
     def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
         place = self._place(scope, path)
         if place is None:
-            return "it does not stand on lines of its own in a block"
+            return "it is not alone on its lines in a block"
         if self.side == "after" and leaves(get(scope, _statement_path(place))):
             return "control never gets past it"
         return ""
@@ -79,8 +79,12 @@ class Beside:
         block, index = cast("tuple[Path, int]", self._place(scope, path))
         return insert_statements(scope, block, index + (self.side == "after"), marked_statements(self.code, rule))
 
+    def statement(self, scope: cst.CSTNode, path: Path) -> Path:
+        """Return the path, relative to the scope, of the statement next to which an insertion goes."""
+        return _statement_path(cast("tuple[Path, int]", self._place(scope, path)))
+
     def _place(self, scope: cst.CSTNode, path: Path) -> tuple[Path, int] | None:
-        """The block and the index of the statement in it, if the match has that statement to itself."""
+        """Return the block and the statement's index in it, if the match is alone in that statement."""
         outer = self.level == "outer"
         place = _own_statement(scope, path) if outer else enclosing_statement(scope, path)
         if place is None or _shares_line(get(scope, _statement_path(place))):
@@ -100,7 +104,7 @@ def after(anchor: str, code: str, level: Literal["inner", "outer"] = "inner") ->
 
 @dataclass(frozen=True)
 class AtStart:
-    """Statements at the start of a function, after its docstring; in a module, before its first real import."""
+    """Insert statements at the start of a function, after its docstring; in a module, before its first real import."""
 
     code: str
     anchor: str = "its start"
@@ -124,7 +128,7 @@ class AtStart:
 
 @dataclass(frozen=True)
 class AtEnd:
-    """Statements at the end of a function that falls off its end."""
+    """Append statements to a function that ends without a ``return``."""
 
     code: str
     anchor: str = "its end"
@@ -138,7 +142,7 @@ class AtEnd:
     def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
         body = cast("cst.IndentedBlock", get(scope, path)).body
         if _one_line_body(scope, path) or any(map(leaves, body)):
-            return _one_line_body(scope, path) or "control never gets there"
+            return _one_line_body(scope, path) or "control never reaches its end"
         return "the function may return before its end" if returns(get(scope, path)) else ""
 
     def apply(self, scope: cst.CSTNode, path: Path, rule: str) -> cst.CSTNode:
@@ -147,7 +151,7 @@ class AtEnd:
 
 
 def _own_statement(scope: cst.CSTNode, path: Path) -> tuple[Path, int] | None:
-    """The statement of the scope's own body that holds the node at a path."""
+    """Return the statement of the scope's own body that contains the node at a path."""
     body = _body_path(scope)
     if len(path) <= len(body) or path[: len(body)] != body:
         return None
@@ -166,7 +170,7 @@ def _shares_line(statement: cst.CSTNode) -> bool:
 
 
 def _is_conditional(scope: cst.CSTNode, path: Path, statement: Path) -> bool:
-    """Whether the node at a path is part of a one-line suite or an ``elif`` of the statement around it."""
+    """Return whether the node at a path is in a one-line suite or an ``elif`` of the statement around it."""
     below = (get(scope, path[:length]) for length in range(len(statement) + 1, len(path) + 1))
     return any(isinstance(node, cst.SimpleStatementSuite | cst.If) for node in below)
 
@@ -176,7 +180,7 @@ def _body_path(scope: cst.CSTNode) -> Path:
 
 
 def _one_line_body(scope: cst.CSTNode, path: Path) -> str:
-    return "its body stands on one line" if isinstance(get(scope, path), cst.SimpleStatementSuite) else ""
+    return "its body is on one line" if isinstance(get(scope, path), cst.SimpleStatementSuite) else ""
 
 
 def _is_docstring(statement: cst.CSTNode) -> bool:

@@ -1,10 +1,10 @@
-"""The errors that a person meets: each says what, where and what to do."""
+"""The errors of the build: each says what went wrong, where, and what to do."""
 
 from __future__ import annotations
 
 
 class OverlayError(Exception):
-    """A failure of the build that its reader can act on.
+    """A failure of the build that the user can act on.
 
     Args:
         what: What went wrong, in one sentence.
@@ -28,4 +28,4 @@ class OverlayError(Exception):
 
 
 class RuleDefinitionError(OverlayError):
-    """A transform is written wrongly: a pattern does not parse, a field is empty, an id is used twice."""
+    """A transform's definition is wrong: a pattern does not parse, a field is empty, an id is used twice."""

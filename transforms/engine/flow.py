@@ -1,4 +1,4 @@
-"""Whether control gets to a place: what is inserted where it never comes, or not always, would not run."""
+"""Control flow: code that is inserted where control never arrives would not run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transforms.engine.tree import children, walk
 
 
 def leaves(statement: cst.CSTNode) -> bool:
-    """Whether control never gets from a statement to the one after it."""
+    """Return whether control never passes from a statement to the next one."""
     if isinstance(statement, cst.Return | cst.Raise | cst.Continue | cst.Break):
         return True
     if isinstance(statement, cst.If):
@@ -28,7 +28,7 @@ def leaves(statement: cst.CSTNode) -> bool:
 
 
 def returns(node: cst.CSTNode) -> bool:
-    """Whether there is a ``return`` below a node, outside the functions that it defines."""
+    """Return whether a node contains a ``return``, not counting nested functions."""
     if isinstance(node, cst.FunctionDef | cst.Lambda):
         return False
     return isinstance(node, cst.Return) or any(returns(child) for _, child in children(node))

@@ -1,4 +1,4 @@
-"""Why a transform exists, where it runs and when it goes away: typed, and none of it optional."""
+"""The governance record: why a transform exists, where it runs and when it is removed. All fields are required."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 from transforms.engine.errors import RuleDefinitionError
 
-#: Fewer words than this cannot answer the question that a field asks.
+#: A text with fewer words does not answer its field's question.
 FEWEST_WORDS = 6
 
 
@@ -20,7 +20,7 @@ class Process(Enum):
 
 
 class UpstreamStatus(Enum):
-    """How a change stands with vLLM; the set is closed."""
+    """The status of a change with vLLM."""
 
     NOT_SUBMITTED = "not submitted"
     SUBMITTED = "submitted"
@@ -32,11 +32,11 @@ class UpstreamStatus(Enum):
 
 @dataclass(frozen=True)
 class Upstream:
-    """How a change stands with vLLM.
+    """The status of a change with vLLM, with its evidence.
 
     Attributes:
-        status: One of the closed set.
-        link: The issue or pull request; empty only where ``reason`` says why there is none.
+        status: The status.
+        link: The issue or pull request; if empty, ``reason`` says why there is none.
         reason: Why there is no link, or what the link shows.
     """
 
@@ -53,7 +53,7 @@ class Governance:
         why: What UCM cannot do without it.
         how: What it inserts and why that is enough.
         processes: Where the rewritten code runs.
-        upstream: How it stands with vLLM.
+        upstream: Its status with vLLM.
         removal: The condition under which the transform is deleted.
     """
 
@@ -64,10 +64,10 @@ class Governance:
     removal: str
 
     def check(self, transform: str) -> None:
-        """Refuse a record that leaves a question open.
+        """Reject an incomplete record.
 
         Raises:
-            RuleDefinitionError: If a field is empty or too short to be an answer, or a link is no link.
+            RuleDefinitionError: If a field is empty or too short, or a link is not an https address.
         """
         texts = {"why": self.why, "how": self.how, "removal": self.removal, "upstream.reason": self.upstream.reason}
         for name, text in texts.items():

@@ -1,6 +1,6 @@
-"""The mark on what a rule inserts: a trailing ``# ucm: <rule id>``, wherever the layout has room for one.
+"""The mark on inserted code: a trailing ``# ucm: <rule id>`` where the layout allows one.
 
-With it the reader of a rewritten module can look any line up, and a second run recognises its own work.
+The reader of a rewritten module can look up any line by it, and a second run recognises its own insertions.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import cast
 
 import libcst as cst
 
-from transforms.engine.tree import code_of, walk
+from transforms.engine.tree import code_of, statement_nodes
 
 MARK = "# ucm: "
 
 
 def marked_statements(code: str, rule: str) -> list[cst.BaseStatement]:
-    """Parse what is to be inserted; its first line carries the mark."""
+    """Parse the code to insert, and mark its first line."""
     body: list[cst.BaseStatement] = list(cst.parse_module(code).body)
     comment = cst.TrailingWhitespace(whitespace=cst.SimpleWhitespace("  "), comment=cst.Comment(MARK + rule))
     head = body[0]
@@ -28,9 +28,12 @@ def marked_statements(code: str, rule: str) -> list[cst.BaseStatement]:
 
 
 def count_marked(scope: cst.CSTNode, code: str, rule: str) -> int:
-    """How many statements in the scope carry the rule's mark and are what it would insert."""
+    """Return how many statements in the scope have the rule's mark and equal its insertion."""
+    marked = [node for node in statement_nodes(scope) if _mark_of(node) == MARK + rule]
+    if not marked:
+        return 0
     wanted = code_of(marked_statements(code, rule)[0])
-    return sum(code_of(n) == wanted for _, n in walk(scope) if _mark_of(n) == MARK + rule)
+    return sum(code_of(node) == wanted for node in marked)
 
 
 def _mark_of(node: cst.CSTNode) -> str | None:

@@ -1,4 +1,4 @@
-"""The edits that insert a part of a call, a signature or a class: keyword, parameter, field, method."""
+"""The edits that insert a keyword argument, a parameter, a dataclass field or a method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Keyword:
-    """One more keyword argument of a call."""
+    """Add a keyword argument to a call."""
 
     anchor: str
     name: str
@@ -39,7 +39,7 @@ class Keyword:
     def obstacle(self, scope: cst.CSTNode, path: Path) -> str:
         call = cast("cst.Call", get(scope, path))
         if self._given(call):
-            return f"it gives {self.name} already"
+            return f"it already passes {self.name}"
         bare = (a for a in call.args if isinstance(a.value, cst.GeneratorExp) and not a.value.lpar)
         return "its only argument is a generator without brackets" if any(bare) else ""
 
@@ -60,7 +60,7 @@ class Keyword:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One more parameter of a function, the last that can be passed by position, with a default."""
+    """Add a parameter with a default to a function, as the last positional one."""
 
     code: str
     anchor: str = "its parameters"
@@ -94,7 +94,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Field:
-    """One more field of a dataclass, with a default, after its last field."""
+    """Add a field with a default to a dataclass, after its last field."""
 
     code: str
     anchor: str = "its fields"
@@ -119,7 +119,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Method:
-    """One more method of a class, after the method that the anchor names."""
+    """Add a method to a class, after the method that the anchor names."""
 
     anchor: str
     code: str

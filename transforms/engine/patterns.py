@@ -11,23 +11,18 @@ Keyword arguments match in any order.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from transforms.engine.errors import RuleDefinitionError
-from transforms.engine.tree import walk
+from transforms.engine.tree import code_fields, find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from transforms.engine.tree import Path
-
-#: Fields of LibCST nodes that carry layout only.
-LAYOUT = frozenset({"lpar", "rpar", "comma", "semicolon", "equal", "leading_lines", "lines_after_decorators", "header",
-                    "footer", "lbracket", "rbracket", "lbrace", "rbrace", "colon", "dot", "indent"})  # fmt: skip
 
 
 class Pattern:
@@ -46,17 +41,17 @@ class Pattern:
         self._type = type(self._node)
 
     def matches(self, node: cst.CSTNode) -> bool:
-        """Whether the pattern matches this node itself."""
+        """Return whether the pattern matches this node itself."""
         return type(node) is self._type and _same(self._node, node)
 
     def find(self, root: cst.CSTNode) -> list[Path]:
-        """The paths of all matches at or below a node."""
-        return [path for path, node in walk(root) if self.matches(node)]
+        """Return the paths of all matches at or below a node."""
+        return find(root, self._type, self.matches)
 
 
 @functools.cache
 def pattern(text: str) -> Pattern:
-    """The compiled pattern of a text."""
+    """Compile a pattern; cached."""
     return Pattern(text)
 
 
@@ -97,18 +92,12 @@ def _same(wanted: object, found: object) -> bool:
 
 
 def _statements(suite: cst.BaseSuite) -> list[cst.CSTNode]:
-    """The statements of a suite, whichever of them share a line."""
+    """Return the statements of a suite, also those that share a line."""
     return [s for line in suite.body for s in (line.body if isinstance(line, cst.SimpleStatementLine) else (line,))]
 
 
 def _same_fields(wanted: cst.CSTNode, found: object) -> bool:
-    return all(_same(getattr(wanted, name), getattr(found, name)) for name in _fields(type(wanted)))
-
-
-@functools.cache
-def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    names = (field.name for field in dataclasses.fields(kind))
-    return tuple(n for n in names if n not in LAYOUT and not n.startswith(("whitespace", "trailing_whitespace")))
+    return all(_same(getattr(wanted, name), getattr(found, name)) for name in code_fields(type(wanted)))
 
 
 def _same_arguments(wanted: Sequence[cst.Arg], found: Sequence[cst.Arg]) -> bool:
@@ -124,7 +113,7 @@ def _same_arguments(wanted: Sequence[cst.Arg], found: Sequence[cst.Arg]) -> bool
 def _pair(
     wanted: Sequence[cst.Arg], positional: Sequence[cst.Arg], named: dict[str, cst.Arg]
 ) -> Iterator[tuple[cst.Arg, cst.Arg | None]]:
-    """Each wanted argument with the one found in its place: by position, or by keyword."""
+    """Pair each wanted argument with the one found at its position, or under its keyword."""
     rest = iter(positional)
     for arg in wanted:
         yield arg, (next(rest, None) if arg.keyword is None else named.get(arg.keyword.value))

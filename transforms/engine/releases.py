@@ -1,4 +1,4 @@
-"""Ranges of releases, for what is known to hold where."""
+"""Ranges of releases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Releases:
             return f"since {self.since}"
         if not self.since:
             return f"before {self.before}"
-        return f"{self.since} up to, without, {self.before}"
+        return f"{self.since} up to, but not including, {self.before}"
 
 
 ALL_RELEASES = Releases()
@@ -40,11 +40,11 @@ ALL_RELEASES = Releases()
 
 @dataclass(frozen=True)
 class Absent:
-    """Releases in which something does not exist, and why that is no loss.
+    """Releases in which something does not exist, and why it is not needed there.
 
     Attributes:
         releases: The range.
-        reason: What vLLM does there instead.
+        reason: What vLLM does instead.
     """
 
     releases: Releases

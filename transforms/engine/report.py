@@ -1,4 +1,4 @@
-"""What became of a rule: one status each, with everything that a person needs to act on it."""
+"""The outcome of a rule: its status, with what a person needs to act on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Status(Enum):
 
     @property
     def failed(self) -> bool:
-        """Whether a build with this outcome must stop."""
+        """Whether this outcome fails the build."""
         return self in {Status.MISSING, Status.AMBIGUOUS, Status.FORBIDDEN}
 
 
@@ -37,13 +37,13 @@ class Outcome:
 
     Attributes:
         rule: The rule's id.
-        status: What became of it.
-        path: The module's path in the release; empty where the release has none.
+        status: The outcome.
+        path: The module's path in the release; empty if the release lacks the module.
         scope: The region that was searched.
-        variant: The form that fitted, where the rule has several.
+        variant: The variant that fitted, if the rule has several.
         hits: How often the anchor matched.
-        detail: The reason, for every status but applied and present.
-        candidates: The nearest places, for a rule that found too little or too much.
+        detail: The reason, for every status except applied and present.
+        candidates: The nearest places, for a rule with too few or too many matches.
     """
 
     rule: str

@@ -1,4 +1,4 @@
-"""What a rule is: an id, a module, a scope, an edit and how often it must match."""
+"""Rules: an id, a scope, an edit, and how often its anchor must match."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModulePath:
-    """A path that a module has, and the releases in which it is known to have it."""
+    """A module's path, and the releases in which it is known to be there."""
 
     path: str
     releases: Releases = ALL_RELEASES
@@ -23,35 +23,37 @@ class ModulePath:
 
 @dataclass(frozen=True)
 class Module:
-    """A vLLM source file under one name, wherever a release keeps it.
+    """A source file, whose path may differ between releases.
 
     Attributes:
-        id: Our name for it.
+        id: Its name in this project.
         group: The unit that can be switched off in a process.
-        paths: Where it lies, the newest place first.
+        paths: Its paths, newest first.
         absent: Releases that do not have it.
+        reads_beside: Whether it reads files next to itself; the overlay's is then loaded under the original's path.
     """
 
     id: str
     group: str
     paths: tuple[ModulePath, ...]
     absent: tuple[Absent, ...] = ()
+    reads_beside: bool = False
 
     def candidates(self, release: str) -> list[str]:
-        """Its paths, those known for this release first; an unknown release is tried with all."""
+        """Return its paths, those known for this release first; an unknown release is tried with all."""
         known = [p.path for p in self.paths if release in p.releases]
         return known + [p.path for p in self.paths if p.path not in known]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One form of an anchor.
+    """One form of a rule's anchor.
 
     Attributes:
         scope: Where to look.
-        edit: What to attach to, and what to insert.
-        releases: Where this form is known to hold; it is tried everywhere.
-        name: What tells it from the rule's other forms; empty where there is one form.
+        edit: What to insert, and where.
+        releases: The releases in which this form is known to fit; it is tried in all.
+        name: Its name among the rule's variants; empty if there is one variant.
     """
 
     scope: Scope
@@ -62,11 +64,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Upstreamed:
-    """What shows that a release has of itself what the rule would insert.
+    """Evidence that a release already does what the rule inserts.
 
     Attributes:
         scope: Where to look.
-        anchor: A pattern that occurs there; empty where the scope's existence is enough.
+        anchor: A pattern that occurs there; empty if the scope's existence is enough.
         note: What the release has.
     """
 
@@ -83,9 +85,9 @@ class Rule:
         id: ``<transform>.<what>``; it is the mark on the inserted line and the name in the lock.
         variants: The forms of its anchor; exactly one must fit.
         expect: How often the anchor must match in its scope.
-        never: Patterns that must not occur in the scope: a sign that the code has changed its meaning.
+        never: Patterns that must not occur in the scope, because they show that the code's meaning has changed.
         absent: Releases in which the anchor does not exist.
-        upstreamed: What shows that a release does not need the rule any more.
+        upstreamed: Evidence that a release no longer needs the rule.
     """
 
     id: str
@@ -103,7 +105,7 @@ class Rule:
             raise RuleDefinitionError("two variants of a rule have one name", where=self.id)
 
     def absence(self, release: str) -> str | None:
-        """Why the anchor does not exist in a release, or None."""
+        """Return why the anchor does not exist in a release, or None."""
         return next((a.reason for a in self.absent if release in a.releases), None)
 
 
@@ -116,5 +118,5 @@ def rule(
     never: tuple[str, ...] = (),
     absent: tuple[Absent, ...] = (),
 ) -> Rule:
-    """A rule whose anchor has one form in all releases."""
+    """Make a rule whose anchor has one form in all releases."""
     return Rule(id, (Variant(scope, edit),), expect, never, absent)

@@ -1,4 +1,4 @@
-"""Where in a module a rule looks: a class, a function, a loop."""
+"""Scopes: the class, function or loop in which a rule searches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transforms.engine.tree import Path, get, walk
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Compound statements whose bodies still belong to the class or module around them.
+#: Compound statements whose bodies belong to the class or module around them.
 TRANSPARENT = (cst.If, cst.Else, cst.Try, cst.ExceptHandler, cst.Finally, cst.With)
 
 
@@ -23,7 +23,7 @@ class Scope:
 
     Attributes:
         name: ``Class.function``, ``function`` or ``Class``; empty for the whole module.
-        loop_with: A statement that the loop holds: the region is the innermost loop around it, within ``name``.
+        loop_with: A statement in a loop within ``name``: the region is the innermost loop around it.
     """
 
     name: str = ""
@@ -34,7 +34,7 @@ class Scope:
         return f"{place}, the loop with `{self.loop_with}`" if self.loop_with else place
 
     def find(self, module: cst.Module) -> list[Path]:
-        """The paths of the regions that fit; a rule wants exactly one."""
+        """Return the paths of the regions that match; a rule needs exactly one."""
         paths: list[Path] = [()]
         for name in filter(None, self.name.split(".")):
             paths = [(*p, *q) for p in paths for q in _definitions(get(module, p), name)]
@@ -44,7 +44,7 @@ class Scope:
 
 
 def definitions(module: cst.Module) -> Iterator[tuple[str, Path]]:
-    """The qualified names of the classes, methods and functions of a module, and where they are."""
+    """Yield the qualified names of a module's classes, methods and functions with their paths."""
     for path, node in _members(module):
         name = node.name.value
         yield name, path
@@ -58,7 +58,7 @@ def _definitions(node: cst.CSTNode, name: str) -> list[Path]:
 
 
 def _members(node: cst.CSTNode, path: Path = ()) -> Iterator[tuple[Path, cst.ClassDef | cst.FunctionDef]]:
-    """The classes and functions that a module or class defines itself, also under an ``if`` or ``try``."""
+    """Yield the classes and functions that a module or class defines directly, or under an ``if`` or ``try``."""
     for step_path, statement in _statements(node, path):
         if isinstance(statement, cst.ClassDef | cst.FunctionDef):
             yield step_path, statement

@@ -1,39 +1,106 @@
-"""A transform: the rules for one vLLM module, their record, and cases that show each of them at work."""
+"""Transforms: the rules for one module, their governance record, and a before/after case of each rule."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from transforms.engine.edits import AtStart
 from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.marks import MARK
 from transforms.engine.rule import rule
 from transforms.engine.scope import Scope
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transforms.engine.census import Census
     from transforms.engine.governance import Governance
     from transforms.engine.rule import Module, Rule
 
-#: The one import that a rewritten module gains.
-HOOKS_IMPORT = "from ucm.integration.vllm import hooks as _ucm_hooks"
+
+@dataclass(frozen=True)
+class Seam:
+    """The module whose functions inserted code calls; inserted code imports no other.
+
+    Attributes:
+        module: Its dotted name.
+    """
+
+    module: str
+
+    @property
+    def alias(self) -> str:
+        """Its name in a rewritten module."""
+        return f"_{self.module.partition('.')[0]}_hooks"
+
+    @property
+    def statement(self) -> str:
+        """The import statement that is inserted into a rewritten module."""
+        package, _, name = self.module.rpartition(".")
+        return f"from {package} import {name} as {self.alias}"
+
+
+#: The seam of transforms that name none.
+DEFAULT_SEAM = Seam("ucm.integration.vllm.hooks")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A piece of code before and after one rule, in our own words.
+    """Code before and after one rule; our own, not vLLM's.
 
     Attributes:
         rule: The rule's id.
-        before: The code that the rule is given.
-        after: What it makes of it.
-        release: The release that the code stands for; it matters where variants differ.
+        before: The input.
+        after: The expected output.
+        release: The release that the code represents; it selects the variant.
     """
 
     rule: str
     before: str
     after: str
     release: str
+
+
+#: A rule with the case that shows it.
+Shown = tuple["Rule", Case]
+#: The placeholder for the inserted line in the body that `method_case` takes.
+HERE = "+"
+
+
+def method_case(one: Rule, release: str, *body: str) -> Case:
+    """Make the case of a rule that inserts one line into a function or method.
+
+    Args:
+        one: The rule.
+        release: The release that the code represents; it selects the variant.
+        body: The lines of the body, with `HERE` in place of the insertion, at its indentation.
+
+    Raises:
+        RuleDefinitionError: If no variant is for that release, or the body does not contain `HERE` exactly once.
+    """
+    variant = next((v for v in one.variants if release in v.releases), None)
+    if variant is None or [line.strip() for line in body].count(HERE) != 1:
+        raise RuleDefinitionError("a case needs a variant for its release, and one insertion", where=one.id)
+    *classes, function = variant.scope.name.split(".")
+    heads = [*(f"class {name}:" for name in classes), f"def {function}({'self, ' if classes else ''}*given):"]
+    head = "".join(f"{'    ' * depth}{line}\n" for depth, line in enumerate(heads))
+    lines = [f"{'    ' * len(heads)}{line}\n" for line in body]
+    before = "".join(line for line in lines if line.strip() != HERE)
+    marked = f"{variant.edit.code}  {MARK}{one.id}"
+    after = "".join(line.replace(HERE, marked) if line.strip() == HERE else line for line in lines)
+    return Case(one.id, head + before, head + after, release)
+
+
+def rules_of(shown: Iterable[Shown]) -> tuple[Rule, ...]:
+    """Return the rules of pairs of rule and case."""
+    return tuple(one for one, _ in shown)
+
+
+def cases_of(shown: Iterable[Shown]) -> tuple[Case, ...]:
+    """Return the cases of pairs of rule and case."""
+    return tuple(case for _, case in shown)
 
 
 @dataclass(frozen=True)
@@ -43,10 +110,15 @@ class Transform:
     Attributes:
         id: The area's name; the ids of its rules start with it.
         module: The module that they change.
-        governance: Why, how, where, and until when.
-        rules: In the order in which they are applied; the import of the hooks comes first by itself.
+        governance: Its governance record.
+        rules: In order of application; `all_rules` adds the import of the hooks.
         cases: At least one per rule.
-        needs: Groups whose rewritten modules this one's calls rely on.
+        needs: Groups of modules that this one's calls need to be rewritten, too.
+        opt_in: Ids of the rules that no shipped feature uses, or the transform's id for all of its rules. Only builds
+            with ``--hooks all`` insert them.
+        census: Searches for all code in the package of the kinds that the rules hook.
+        not_counted: Why some rules are in no census; empty if all are.
+        seam: The module that the inserted calls call.
     """
 
     id: str
@@ -55,25 +127,45 @@ class Transform:
     rules: tuple[Rule, ...]
     cases: tuple[Case, ...]
     needs: tuple[str, ...] = ()
+    opt_in: tuple[str, ...] = ()
+    census: tuple[Census, ...] = ()
+    not_counted: str = ""
+    seam: Seam = DEFAULT_SEAM
 
     def __post_init__(self) -> None:
         self.governance.check(self.id)
         twice = [i for i, n in Counter(r.id for r in self.rules).items() if n > 1]
         strangers = [r.id for r in self.rules if not r.id.startswith(f"{self.id}.")]
         rules, cases = {r.id for r in self.rules}, {case.rule for case in self.cases}
+        counted = {c.id for c in self.census}
         problems = {
             "a rule's id is used twice": twice,
             "a rule's id does not start with the transform's": strangers,
             "a rule has no case": sorted(rules - cases),
             "a case names no rule of its transform": sorted(cases - rules),
+            "no rule of its transform is opt-in under this id": sorted(set(self.opt_in) - rules - {self.id}),
+            "a census' id does not start with the transform's": [c for c in counted if not c.startswith(f"{self.id}.")],
         }
         for problem, ids in problems.items():
             if ids:
                 raise RuleDefinitionError(problem, where=f"{self.id}: {', '.join(ids)}")
 
     @property
+    def default(self) -> Transform | None:
+        """The transform without opt-in rules; None if nothing is left."""
+        if not self.opt_in:
+            return self
+        rules = tuple(rule for rule in self.rules if not self.is_opt_in(rule.id))
+        cases = tuple(case for case in self.cases if not self.is_opt_in(case.rule))
+        return replace(self, rules=rules, cases=cases, opt_in=()) if rules else None
+
+    def is_opt_in(self, rule_id: str) -> bool:
+        """Return whether only builds with ``--hooks all`` insert a rule."""
+        return rule_id in self.opt_in or self.id in self.opt_in
+
+    @property
     def all_rules(self) -> tuple[Rule, ...]:
-        """The rules, and before them the import of the hooks where any of them calls one."""
-        if not any("_ucm_hooks" in variant.edit.code for rule in self.rules for variant in rule.variants):
+        """The rules, preceded by the import of the hooks if any rule calls one."""
+        if not any(self.seam.alias in variant.edit.code for rule in self.rules for variant in rule.variants):
             return self.rules
-        return (rule(f"{self.id}.import", Scope(), AtStart(HOOKS_IMPORT)), *self.rules)
+        return (rule(f"{self.id}.import", Scope(), AtStart(self.seam.statement)), *self.rules)

@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import libcst as cst
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 #: One field of a node, and the position in it where it is a sequence.
 Step: TypeAlias = tuple[str, int | None]
 #: The steps from a root to one of its descendants; the empty path is the root.
 Path: TypeAlias = tuple[Step, ...]
 
-#: A block's statements lie under these fields.
+#: Fields of LibCST nodes that describe only layout.
+LAYOUT = frozenset({"lpar", "rpar", "comma", "semicolon", "equal", "leading_lines", "lines_after_decorators", "header",
+                    "footer", "lbracket", "rbracket", "lbrace", "rbrace", "colon", "dot", "indent"})  # fmt: skip
+#: Fields of statements that contain further statements.
+BLOCKS = frozenset({"body", "orelse", "handlers", "finalbody", "cases"})
+
+#: Nodes with a list of statements as their body.
 Block: TypeAlias = cst.Module | cst.IndentedBlock
+#: A node with the link to it: its parent's link and the step from there; None for the root.
+_Linked: TypeAlias = tuple[tuple[Any, str, int | None] | None, cst.CSTNode]
 
 
 def children(node: cst.CSTNode) -> Iterator[tuple[Step, cst.CSTNode]]:
-    """The direct children of a node with the step to each, in source order."""
+    """Yield a node's direct children with the step to each, in source order."""
     for name in _fields(type(node)):
         value = getattr(node, name)
         if isinstance(value, cst.CSTNode):
@@ -42,7 +50,7 @@ def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
 
 
 def walk(node: cst.CSTNode, path: Path = ()) -> Iterator[tuple[Path, cst.CSTNode]]:
-    """A node and all its descendants, each with its path, parents first."""
+    """Yield a node and all its descendants with their paths, parents first."""
     waiting = [(path, node)]
     while waiting:
         here, found = waiting.pop()
@@ -50,8 +58,59 @@ def walk(node: cst.CSTNode, path: Path = ()) -> Iterator[tuple[Path, cst.CSTNode
         waiting += [((*here, step), child) for step, child in children(found)][::-1]
 
 
+@functools.cache
+def code_fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    """Return the fields of a node type that are not only layout."""
+    return tuple(
+        n for n in _fields(kind) if n not in LAYOUT and not n.startswith(("whitespace", "trailing_whitespace"))
+    )
+
+
+@functools.cache
+def _block_fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
+    return tuple(name for name in _fields(kind) if name in BLOCKS)
+
+
+def statement_nodes(root: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield the statements, small statements and blocks at or below one, without entering expressions."""
+    return (node for _, node in _walk_fields(root, _block_fields))
+
+
+def find(root: cst.CSTNode, kind: type[cst.CSTNode], fits: Callable[[cst.CSTNode], bool]) -> list[Path]:
+    """Return the paths of the matching nodes of a type at or below a node, in the order of `walk`."""
+    is_statement = issubclass(kind, cst.BaseStatement | cst.BaseSmallStatement)
+    nodes = _walk_fields(root, _block_fields if is_statement else code_fields)
+    return [_path(link) for link, node in nodes if type(node) is kind and fits(node)]
+
+
+def _walk_fields(root: cst.CSTNode, fields: Callable[[type[cst.CSTNode]], Iterable[str]]) -> Iterator[_Linked]:
+    """Like `walk`, but only into some fields, and with links instead of paths, which are built on demand."""
+    waiting: list[_Linked] = [(None, root)]
+    while waiting:
+        here = waiting.pop()
+        yield here
+        link, node = here
+        below: list[_Linked] = []
+        for name in fields(type(node)):
+            value = getattr(node, name)
+            if isinstance(value, cst.CSTNode):
+                below.append(((link, name, None), value))
+            elif isinstance(value, (tuple, list)):
+                below += [((link, name, i), item) for i, item in enumerate(value) if isinstance(item, cst.CSTNode)]
+        below.reverse()
+        waiting += below
+
+
+def _path(link: Any) -> Path:
+    steps: list[Step] = []
+    while link is not None:
+        link, name, index = link
+        steps.append((name, index))
+    return tuple(steps[::-1])
+
+
 def get(root: cst.CSTNode, path: Path) -> cst.CSTNode:
-    """The node at a path."""
+    """Return the node at a path."""
     node = root
     for name, index in path:
         value = getattr(node, name)
@@ -60,7 +119,7 @@ def get(root: cst.CSTNode, path: Path) -> cst.CSTNode:
 
 
 def replace(root: cst.CSTNode, path: Path, new: cst.CSTNode) -> cst.CSTNode:
-    """The root with the node at a path replaced; only the nodes on the path are rebuilt."""
+    """Return the root with the node at a path replaced; rebuild only the nodes on the path."""
     if not path:
         return new
     (name, index), rest = path[0], path[1:]
@@ -73,7 +132,7 @@ def replace(root: cst.CSTNode, path: Path, new: cst.CSTNode) -> cst.CSTNode:
 
 
 def insert_statements(root: cst.CSTNode, block: Path, index: int, new: Sequence[cst.BaseStatement]) -> cst.CSTNode:
-    """The root with statements inserted into the block at a path, before its statement ``index``."""
+    """Return the root with statements inserted into the block at a path, before its statement ``index``."""
     node = cast("Block", get(root, block))
     body = list(node.body)
     body[index:index] = new
@@ -81,7 +140,7 @@ def insert_statements(root: cst.CSTNode, block: Path, index: int, new: Sequence[
 
 
 def enclosing_statement(root: cst.CSTNode, path: Path) -> tuple[Path, int] | None:
-    """The innermost block around the node at a path, and the index of the statement in it that holds the node."""
+    """Return the innermost block around the node at a path, and the index of its statement with the node."""
     for length in range(len(path), 0, -1):
         name, index = path[length - 1]
         if (
@@ -94,5 +153,5 @@ def enclosing_statement(root: cst.CSTNode, path: Path) -> tuple[Path, int] | Non
 
 
 def code_of(node: cst.CSTNode) -> str:
-    """A node as source text, without surrounding blank lines."""
+    """Return a node's source text without surrounding blank lines."""
     return cst.Module(body=()).code_for_node(node).strip()

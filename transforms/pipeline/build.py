@@ -1,4 +1,4 @@
-"""The workflow: a release's name in, an overlay that is what was reviewed out."""
+"""The workflow: make an overlay for a release, compare it with its lock, build the wheel."""
 
 from __future__ import annotations
 
@@ -6,49 +6,65 @@ from typing import TYPE_CHECKING
 
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.checks import check_overlay
-from transforms.pipeline.lock import OVERLAYS, check_reviewed
+from transforms.pipeline.lock import check_reviewed
 from transforms.pipeline.package import BUILD, Built, build_package
+from transforms.pipeline.product import UCM
 from transforms.pipeline.rewrite import Overlay, rewrite
 from transforms.pipeline.sources.open import open_sources
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transforms.pipeline.product import Product
+
 
 class RewriteError(OverlayError):
     """Rules did not apply."""
 
 
-def make_overlay(release: str | None, origin: str | None = None) -> Overlay:
+def make_overlay(release: str | None, origin: str | None = None, product: Product = UCM) -> Overlay:
     """Rewrite a release's modules and check the result.
 
     Args:
-        release: The release; may be None where ``origin`` tells it.
+        release: The release; may be None if ``origin`` states it.
         origin: None for the package index, ``installed``, or a path.
+        product: The rules to apply, and the package to apply them to.
 
     Raises:
-        OverlayError: If the sources cannot be had, a rule fails, or a check does.
+        OverlayError: If the sources cannot be read, or a rule or check fails.
     """
-    overlay = rewrite(open_sources(release, origin))
+    overlay = rewrite(open_sources(release, origin, package=product.package), product)
     if overlay.failures:
         raise RewriteError(
-            f"{len(overlay.failures)} of {len(overlay.outcomes)} rules do not apply to vLLM {overlay.release}:\n"
+            f"{len(overlay.failures)} of {len(overlay.outcomes)} rules do not apply to {overlay.title}:\n"
             + "\n".join(outcome.describe() for outcome in overlay.failures),
-            fix=f"`nox -s drift -- {overlay.release}` shows every rule; give the failing ones a variant for this "
-            "release (CONTRIBUTING.md, «Try a new vLLM release»)",
+            fix=f"`nox -s drift -- {overlay.named}` shows every rule; give the failing ones a variant for this "
+            "release (CONTRIBUTING.md, 'Try a new vLLM release')",
         )
     check_overlay(overlay)
     return overlay
 
 
 def build_overlay(
-    release: str | None, origin: str | None = None, *, out: Path = BUILD, overlays: Path = OVERLAYS
+    release: str | None,
+    origin: str | None = None,
+    *,
+    product: Product = UCM,
+    out: Path = BUILD,
+    all_hooks: bool = False,
 ) -> Built:
     """Build the wheel of a reviewed overlay.
 
+    Args:
+        release: See `make_overlay`.
+        origin: See `make_overlay`.
+        product: See `make_overlay`.
+        out: See `build_package`.
+        all_hooks: Also insert the hooks that no shipped feature uses.
+
     Raises:
-        OverlayError: If it cannot be made, or is not what was reviewed.
+        OverlayError: If the overlay cannot be made, or differs from its lock.
     """
-    overlay = make_overlay(release, origin)
-    lock = check_reviewed(overlay, overlays, origin)
-    return build_package(overlay, lock, out)
+    overlay = make_overlay(release, origin, product)
+    lock = check_reviewed(overlay, origin)
+    return build_package(overlay, lock, out, all_hooks=all_hooks)

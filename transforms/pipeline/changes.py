@@ -1,4 +1,4 @@
-"""What an overlay does otherwise than the overlay of the reviewed release before it."""
+"""Compare an overlay with that of the previous reviewed release."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from packaging.version import Version
 
 from transforms.pipeline.diff import overlay_diff
 from transforms.pipeline.hunks import Inserted, inserted
-from transforms.pipeline.lock import OVERLAYS, Lock, directory, make_lock, read_lock, reviewed_releases
+from transforms.pipeline.lock import Lock, make_lock, read_lock
+from transforms.pipeline.product import UCM
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from transforms.pipeline.product import Product
     from transforms.pipeline.rewrite import Overlay
 
 
 class Change(Enum):
-    """How a rule's insertion relates to the one in the release before."""
+    """How a rule's insertion differs from the one in the previous release."""
 
     NEW = "new"
     GONE = "gone"
@@ -31,11 +31,11 @@ class Change(Enum):
 
 @dataclass(frozen=True)
 class RuleChange:
-    """What became of one rule since the release before.
+    """How one rule changed since the previous release.
 
     Attributes:
-        change: The kind of change; of several, the one that most needs reading.
-        notes: All that changed, for a person.
+        change: The kind of change; if there are several, the one that most needs review.
+        notes: Descriptions of all changes.
         lines: Where its insertions start now.
         lines_before: Where they started.
     """
@@ -48,7 +48,7 @@ class RuleChange:
 
 @dataclass(frozen=True)
 class ModuleChange:
-    """What became of a module since the release before.
+    """How a module changed since the previous release.
 
     Attributes:
         path: Its path; empty if it is no longer rewritten.
@@ -63,10 +63,10 @@ class ModuleChange:
 
 @dataclass(frozen=True)
 class Changes:
-    """All that changed since the release before.
+    """All changes since the previous release.
 
     Attributes:
-        since: The release before; empty if there is none, and then nothing is listed.
+        since: The previous release; empty if there is none, and then no changes are listed.
         rules: By rule, for those inserted in either release.
         modules: By transform, for those rewritten in either release.
     """
@@ -76,21 +76,22 @@ class Changes:
     modules: dict[str, ModuleChange]
 
 
-def previous_reviewed(release: str, overlays: Path = OVERLAYS) -> str:
-    """The newest reviewed release before this one; empty if there is none."""
-    older = [r for r in reviewed_releases(overlays) if Version(r) < Version(release)]
+def previous_reviewed(release: str, product: Product = UCM) -> str:
+    """Return the newest reviewed release before this one; empty if there is none."""
+    older = [r for r in product.reviewed() if Version(r) < Version(release)]
     return older[-1] if older else ""
 
 
-def changes_since_previous(overlay: Overlay, overlays: Path = OVERLAYS) -> Changes:
-    """Compare an overlay with that of the reviewed release before it."""
-    since = previous_reviewed(overlay.release, overlays)
-    before = read_lock(since, overlays) if since else None
+def changes_since_previous(overlay: Overlay) -> Changes:
+    """Compare an overlay with that of the previous reviewed release."""
+    since = previous_reviewed(overlay.release, overlay.product)
+    before = read_lock(since, overlay.product) if since else None
     if before is None:
         return Changes("", {}, {})
     now = make_lock(overlay, before["serial"])
-    then = inserted((directory(since, overlays) / "changes.diff").read_text(encoding="utf-8"))
-    rules = _rules(before, now, then, inserted(overlay_diff(overlay)))
+    diff = overlay.product.directory(since) / "changes.diff"
+    then = inserted(diff.read_text(encoding="utf-8"), overlay.product.transforms)
+    rules = _rules(before, now, then, inserted(overlay_diff(overlay), overlay.product.transforms))
     order = [outcome.rule for outcome in overlay.outcomes]
     known = {rule: rules[rule] for rule in order if rule in rules}
     return Changes(since, known | rules, _modules(before, now))
@@ -112,14 +113,14 @@ def _rules(before: Lock, now: Lock, then: dict[str, Inserted], present: dict[str
 
 
 def _forms(lock: Lock) -> dict[str, str]:
-    """The form of each inserted rule: its variant."""
+    """Return the variant of each inserted rule."""
     return {
         rule["id"]: rule.get("variant", "") or "the only form" for module in lock["modules"] for rule in module["rules"]
     }
 
 
 def _reasons(lock: Lock) -> dict[str, str]:
-    """Why each of the other rules is not inserted."""
+    """Return why each of the other rules is not inserted."""
     return {entry["rule"]: f"{entry['status']}: {entry['reason']}" for entry in lock["not_inserted"]}
 
 
@@ -141,7 +142,7 @@ def _compared(was: Inserted, now: Inserted, form_before: str, form: str) -> Rule
 
 
 def shift(before: tuple[int, ...], now: tuple[int, ...]) -> str:
-    """How far lines moved, or what they were."""
+    """Describe how far lines moved, or list the old ones."""
     by = {new - old for old, new in zip(before, now, strict=False)}
     if len(before) == len(now) and len(by) == 1:
         distance = by.pop()
@@ -160,5 +161,5 @@ def _modules(before: Lock, now: Lock) -> dict[str, ModuleChange]:
 
 
 def _by_transform(lock: Lock) -> dict[str, dict[str, Any]]:
-    """The modules of a lock under the transforms that changed them, which the ids of their rules name."""
-    return {module["rules"][0]["id"].partition(".")[0]: module for module in lock["modules"] if module["rules"]}
+    """Return the modules of a lock by the transforms that changed them, as their rules' ids say."""
+    return {module["rules"][0]["id"].rpartition(".")[0]: module for module in lock["modules"] if module["rules"]}

@@ -1,34 +1,40 @@
-"""What must hold of every rewritten module before it is written anywhere.
+"""Checks of every rewritten module before anything is written.
 
-All of it is read off the source: nothing of vLLM and nothing of the runtime is imported.
+The checks read only sources: they import neither vLLM nor the runtime.
 """
 
 from __future__ import annotations
 
 import ast
+import bisect
 import builtins
-from dataclasses import dataclass
-from pathlib import Path
+import functools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from transforms.engine.errors import OverlayError
+from transforms.engine.marks import MARK
+from transforms.engine.transform import DEFAULT_SEAM, Seam
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
 
     from transforms.pipeline.rewrite import Overlay, RewrittenModule
 
-HOOKS = "_ucm_hooks"
-HOOKS_SOURCE = Path(__file__).parents[2] / "ucm" / "integration" / "vllm" / "hooks.py"
-#: Names whose use means that a module depends on where its file lies.
+#: Names whose use shows that a module depends on its file's location.
 TIED_TO_ITS_PLACE = frozenset({"__file__", "__path__", "__spec__", "__loader__", "__cached__"})
 RESOURCE_READERS = frozenset({"pkgutil.get_data", "importlib.resources", "inspect.getfile", "inspect.getsourcefile"})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Named = ast.Name | ast.Attribute | ast.Import | ast.ImportFrom
+_LOOKED_AT = (ast.Name, ast.Attribute, ast.Import, ast.ImportFrom, ast.Call)
+#: The hooks of each seam with their parameters; None for a constant.
+Signatures = dict[Seam, dict[str, ast.arguments | None]]
 
 
 class CheckError(OverlayError):
-    """A rewritten module must not be shipped."""
+    """A rewritten module fails a check."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,13 @@ class HookUse:
 
     Attributes:
         hook: The hook's name.
+        seam: What it belongs to.
         line: The line in the rewritten module.
-        call: The call, or None where the hook is only named.
+        call: The call, or None if the hook is only mentioned.
     """
 
     hook: str
+    seam: Seam
     line: int
     call: ast.Call | None
 
@@ -52,22 +60,26 @@ def check_overlay(overlay: Overlay) -> None:
     Raises:
         CheckError: Naming the module, the line and what is wrong.
     """
-    signatures = hook_signatures()
+    signatures = {one.seam: hook_signatures(one.hooks) for one in overlay.product.registries}
     for module in overlay.modules:
         check_module(module, signatures)
+        if module.default is not None and module.default != module.rewritten:
+            check_module(replace(module, rewritten=module.default), signatures)
 
 
-def check_module(module: RewrittenModule, signatures: dict[str, ast.arguments | None]) -> None:
-    """Check one module: it compiles, may be shadowed, resolves what it calls, and keeps its callers' signatures."""
-    before, after = _parsed(module, module.upstream), _parsed(module, module.rewritten)
-    _check_may_be_shadowed(module, before)
-    _check_hooks(module, signatures)
-    _check_names(module, after)
+def check_module(module: RewrittenModule, signatures: Signatures) -> None:
+    """Check that one module compiles, may be shadowed, calls existing hooks, and keeps its signatures."""
+    _check_compiles(module)
+    before, after = _parsed(module.upstream)[0], _parsed(module.rewritten)[0]
+    uses = hook_uses(module.rewritten, signatures)
+    _check_may_be_shadowed(module)
+    _check_hooks(module, uses, signatures)
+    _check_names(module, after, sorted({use.line for use in uses}), {seam.alias for seam in signatures})
     _check_signatures(module, before, after)
 
 
-def hook_signatures(source: Path = HOOKS_SOURCE) -> dict[str, ast.arguments | None]:
-    """The hooks of the seam and their parameters, read from its source; None for a constant."""
+def hook_signatures(source: Path) -> dict[str, ast.arguments | None]:
+    """Return the hooks of a seam and their parameters, read from its source; None for a constant."""
     tree = ast.parse(source.read_text(encoding="utf-8"))
     names: dict[str, ast.arguments | None] = {}
     for node in tree.body:
@@ -78,54 +90,99 @@ def hook_signatures(source: Path = HOOKS_SOURCE) -> dict[str, ast.arguments | No
     return names
 
 
-def hook_uses(source: bytes) -> list[HookUse]:
-    """Every use of a hook in a module's source, in source order."""
-    tree = ast.parse(source)
-    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_hook(node)]
-    found = [HookUse(node.attr, node.lineno, calls.get(id(node))) for node in attributes]
+def hook_uses(source: bytes, seams: Collection[Seam] = (DEFAULT_SEAM,)) -> list[HookUse]:
+    """Return every use of a hook in a module's source, in source order."""
+    by_alias = {seam.alias: seam for seam in seams}
+    _, nodes = _parsed(source)
+    calls = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+    found = [
+        HookUse(node.attr, by_alias[node.value.id], node.lineno, calls.get(id(node)))
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in by_alias
+    ]
     return sorted(found, key=lambda use: (use.line, use.hook))
 
 
-def _is_hook(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == HOOKS
+# The checks, the manifest and the package's notes ask about the same sources; a release has fewer than 40 of them.
+@functools.lru_cache(maxsize=40)
+def _parsed(source: bytes) -> tuple[ast.Module, tuple[ast.AST, ...]]:
+    """Return the tree of a source and the nodes that the checks use: walking a tree takes longer than parsing it."""
+    tree = ast.parse(source)
+    return tree, tuple(node for node in ast.walk(tree) if isinstance(node, _LOOKED_AT))
 
 
-def _parsed(module: RewrittenModule, source: bytes) -> ast.Module:
+def changed_definitions(source: bytes, seams: Collection[Seam] = (DEFAULT_SEAM,)) -> dict[str, list[str]]:
+    """Return the functions, and the classes with new fields, that rules changed in a rewritten module.
+
+    Returns:
+        The hooks that each calls, by qualified name. A nested function counts as the outer one.
+    """
+    uses = [use for use in hook_uses(source, seams) if use.call is not None]
+    marks = {line for line, text in enumerate(source.decode().splitlines(), 1) if MARK in text}
+    changes = marks | {use.line for use in uses}
+    found: dict[str, list[str]] = {}
+    for name, node in _definitions(_parsed(source)[0]):
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if any(line in lines for line in changes):
+            found[name] = sorted({use.hook for use in uses if use.line in lines})
+    # A class counts only for statements outside its methods: its new fields.
+    return {name: hooks for name, hooks in found.items() if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function | ast.ClassDef]]:
+    """The functions and classes of a module, and the functions of its classes, also under an ``if`` or ``try``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            yield prefix + child.name, child
+        if isinstance(child, ast.ClassDef):
+            yield from _definitions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.stmt | ast.excepthandler) and not isinstance(child, Function):
+            yield from _definitions(child, prefix)
+
+
+def _check_compiles(module: RewrittenModule) -> None:
     try:
-        compile(source, module.path, "exec", dont_inherit=True)
-        return ast.parse(source, module.path)
+        compile(_parsed(module.rewritten)[0], module.path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise _error(module, f"does not compile: {error}") from error
 
 
-def _check_may_be_shadowed(module: RewrittenModule, tree: ast.Module) -> None:
+def _check_may_be_shadowed(module: RewrittenModule) -> None:
     if module.path.endswith("__init__.py"):
         raise _error(module, "is a package's __init__: shadowing it would cut the package off from its other modules")
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Name | ast.Attribute | ast.Import | ast.ImportFrom):
+    allowed = {"__file__"} if any(transform.module.reads_beside for transform in module.transforms) else set()
+    for node in _parsed(module.upstream)[1]:
+        if not isinstance(node, _Named):
             continue
-        found = _names(node) & (TIED_TO_ITS_PLACE | RESOURCE_READERS)
+        found = (_names(node) & (TIED_TO_ITS_PLACE | RESOURCE_READERS)) - allowed
         if found:
             raise _error(module, f"depends on where its file lies: `{found.pop()}`", node.lineno)
 
 
-def _names(node: ast.Name | ast.Attribute | ast.Import | ast.ImportFrom) -> set[str]:
-    """What a name or an import names, dotted."""
+def _names(node: _Named) -> set[str]:
+    """Return the dotted names that a name, an attribute or an import refers to."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if isinstance(node, ast.ImportFrom):
         return {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-    return {ast.unparse(node)}
+    if isinstance(node, ast.Name):
+        return {node.id}
+    return {f"{node.value.id}.{node.attr}"} if isinstance(node.value, ast.Name) else set()
 
 
-def _check_hooks(module: RewrittenModule, signatures: dict[str, ast.arguments | None]) -> None:
-    for use in hook_uses(module.rewritten):
-        if use.hook not in signatures:
-            raise _error(module, f"calls a hook that ucm/integration/vllm/hooks.py does not have: {use.hook}", use.line)
-        arguments = signatures[use.hook]
+def _check_hooks(module: RewrittenModule, uses: Sequence[HookUse], signatures: Signatures) -> None:
+    for use in uses:
+        known = signatures[use.seam]
+        if use.hook not in known:
+            file = use.seam.module.replace(".", "/")
+            raise _error(module, f"calls a hook that {file}.py does not have: {use.hook}", use.line)
+        arguments = known[use.hook]
         if use.call is not None and arguments is not None and not _accepts(arguments, use.call):
             raise _error(module, f"calls {use.hook} with arguments that it does not take", use.line)
+    within = {hook for hooks in changed_definitions(module.rewritten, signatures).values() for hook in hooks}
+    for use in uses:
+        if use.call is not None and use.hook not in within:
+            raise _error(module, f"calls {use.hook} outside every function", use.line)
 
 
 def _accepts(arguments: ast.arguments, call: ast.Call) -> bool:
@@ -135,12 +192,12 @@ def _accepts(arguments: ast.arguments, call: ast.Call) -> bool:
     return len(call.args) <= len(names) and required <= given <= set(names)
 
 
-def _check_names(module: RewrittenModule, tree: ast.Module) -> None:
-    """Every name in a statement that uses a hook is bound before it: a parameter, a local, a global or a builtin."""
-    known = _bound_names(tree.body) | set(dir(builtins)) | {"__name__"}
-    for function, outer in _functions(tree):
+def _check_names(module: RewrittenModule, tree: ast.Module, lines: Sequence[int], seams: Collection[str]) -> None:
+    """Check that every name in a statement with a hook is bound: a parameter, a local, a global or a builtin."""
+    known = _bound_names(module.rewritten) | set(dir(builtins)) | {"__name__"}
+    for function, outer in _functions(tree, lines):
         parameters = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
-        for statement in _hook_statements(function):
+        for statement in _hook_statements(function, lines, seams):
             local = {n for n, line in _stores(function) if line < statement.lineno}
             for node in _own_expressions(statement):
                 if not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)):
@@ -149,23 +206,40 @@ def _check_names(module: RewrittenModule, tree: ast.Module) -> None:
                     raise _error(module, f"uses `{node.id}`, which is not bound there", node.lineno)
 
 
-def _functions(tree: ast.AST, outer: frozenset[str] = frozenset()) -> Iterator[tuple[Function, frozenset[str]]]:
-    """All functions with the names that the functions around them bind."""
+def _functions(
+    tree: ast.AST, lines: Sequence[int], outer: frozenset[str] = frozenset()
+) -> Iterator[tuple[Function, frozenset[str]]]:
+    """Yield the functions that contain some of the lines, with the names that enclosing functions bind."""
     for node in ast.iter_child_nodes(tree):
+        if not _has_line(node, lines):
+            continue
         if isinstance(node, Function):
             yield node, outer
             inner = (
                 outer | {n for n, _ in _stores(node)} | {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)}
             )
-            yield from _functions(node, frozenset(inner))
+            yield from _functions(node, lines, frozenset(inner))
         else:
-            yield from _functions(node, outer)
+            yield from _functions(node, lines, outer)
 
 
-def _hook_statements(function: Function) -> Iterator[ast.stmt]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.stmt) and any(_is_hook(n) for n in _own_expressions(node)):
-            yield node
+def _has_line(node: ast.AST, lines: Sequence[int]) -> bool:
+    """Return whether a node, decorators included, contains one of the sorted lines."""
+    first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", None)
+    if last is None:
+        return True
+    first = min([first, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    return bisect.bisect_left(lines, first) < bisect.bisect_right(lines, last)
+
+
+def _hook_statements(node: ast.AST, lines: Sequence[int], seams: Collection[str]) -> Iterator[ast.stmt]:
+    """The statements at or below a node that use a hook themselves."""
+    if not _has_line(node, lines):
+        return
+    if isinstance(node, ast.stmt) and any(isinstance(n, ast.Name) and n.id in seams for n in _own_expressions(node)):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _hook_statements(child, lines, seams)
 
 
 def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
@@ -181,12 +255,12 @@ def _stores(function: Function) -> Iterator[tuple[str, int]]:
             yield node.id, node.lineno
 
 
-def _bound_names(body: list[ast.stmt]) -> set[str]:
-    names: set[str] = set()
-    for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+def _bound_names(source: bytes) -> set[str]:
+    """The names of a module: those that its own statements bind, and those of all imports in it."""
+    tree, nodes = _parsed(source)
+    imports = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    names = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+    for statement in tree.body:
         if isinstance(statement, Function | ast.ClassDef):
             names.add(statement.name)
         else:

@@ -1,4 +1,4 @@
-"""The commands of the build, and how their outcomes are told to a person."""
+"""Build, review and check the overlays."""
 
 from __future__ import annotations
 
@@ -13,31 +13,45 @@ from rich.console import Console
 
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.build import build_overlay, make_overlay
+from transforms.pipeline.census import (
+    FILE,
+    Site,
+    census_path,
+    census_text,
+    hooks_of_release,
+    judge,
+    judged,
+    obsolete,
+)
 from transforms.pipeline.drift.machine import as_data
 from transforms.pipeline.drift.model import Drift, measure
 from transforms.pipeline.drift.page import write_drift
-from transforms.pipeline.drift.terminal import print_matrix, print_release
+from transforms.pipeline.drift.terminal import print_censuses, print_matrix, print_release
 from transforms.pipeline.generate import regenerate, write_generated
-from transforms.pipeline.lock import accept, reviewed_releases
+from transforms.pipeline.lock import accept
 from transforms.pipeline.package import BUILD, Built, build_runtime
 from transforms.pipeline.parallel import each_release
+from transforms.pipeline.product import UCM, parse, products
+from transforms.pipeline.project import PLACE, Skeleton
 from transforms.pipeline.review.model import Verdict, make_review, summary
 from transforms.pipeline.review.page import write_review
 from transforms.pipeline.review.terminal import print_review
+from transforms.pipeline.sources.open import open_sources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transforms.pipeline.product import Product
     from transforms.pipeline.rewrite import Overlay
 
-#: Progress and errors go here, results to standard output.
+#: For progress and errors; results go to standard output.
 console = Console(stderr=True, highlight=False)
-#: The width of results where no terminal gives one.
+#: The width of results that do not go to a terminal.
 FILE_WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code. An `OverlayError` is told without a traceback."""
+    """Run a command and return its exit code. An `OverlayError` is printed without a traceback."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -55,71 +69,106 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     build = commands.add_parser("build-overlay", help="build the wheels of reviewed overlays")
-    build.add_argument("releases", nargs="*", metavar="RELEASE", help="default: the newest reviewed one; `all`: each")
+    build.add_argument(
+        "releases", nargs="*", metavar="RELEASE", help="releases; default: the newest reviewed one; `all`: all of them"
+    )
     build.add_argument("--out", type=Path, default=BUILD, metavar="DIR", help="default: build/")
+    build.add_argument(
+        "--hooks",
+        choices=("default", "all"),
+        default="default",
+        help="hooks to insert; default: those that UCM's features use; all: also those for other people's methods",
+    )
     add_origin(build)
     build.set_defaults(run=_build)
 
-    drift = commands.add_parser("drift", help="try every rule on releases, also ones never seen, and say what moved")
-    drift.add_argument("releases", nargs="*", metavar="RELEASE", help="default: the newest reviewed one; `all`: each")
-    drift.add_argument("--json", action="store_true", help="for a program")
+    drift = commands.add_parser("drift", help="try every rule on releases, reviewed or new, and report what moved")
+    drift.add_argument(
+        "releases", nargs="*", metavar="RELEASE", help="releases; default: the newest reviewed one; `all`: all of them"
+    )
+    drift.add_argument("--json", action="store_true", help="print JSON")
     drift.add_argument("--page", action="store_true", help="write build/drift/index.html")
     add_origin(drift)
     drift.set_defaults(run=_drift)
 
-    review = commands.add_parser("review", help="read an overlay before it is accepted: a page, or the terminal")
-    review.add_argument("releases", nargs="*", metavar="RELEASE", help="one; default: the newest reviewed one")
-    review.add_argument("--terminal", action="store_true", help="print the review as well")
-    review.add_argument("--accept", action="store_true", help="write lock and diff: from now on this is what is built")
+    review = commands.add_parser("review", help="show what an overlay changes, as a page or in the terminal; accept it")
+    review.add_argument("releases", nargs="*", metavar="RELEASE", help="one release; default: the newest reviewed one")
+    review.add_argument("--terminal", action="store_true", help="also print the review")
+    review.add_argument(
+        "--accept", action="store_true", help="write the lock and the diff; builds use them from then on"
+    )
     add_origin(review)
     review.set_defaults(run=_review)
 
-    generate = commands.add_parser("regenerate", help="write every lock, diff and generated page anew")
-    generate.add_argument("releases", nargs="*", metavar="RELEASE", help="default: all reviewed ones")
+    census = commands.add_parser(
+        "census", help="find code like the code that rules hook in whole releases, and update the record"
+    )
+    census.add_argument(
+        "releases", nargs="*", metavar="RELEASE", help="releases; default: the newest reviewed one; `all`: all of them"
+    )
+    census.set_defaults(run=_census, origin=None, release=None)
+
+    generate = commands.add_parser("regenerate", help="write every lock, diff and generated page again")
+    generate.add_argument("releases", nargs="*", metavar="RELEASE", help="releases; default: all reviewed ones")
     generate.set_defaults(run=_regenerate)
+
+    init = commands.add_parser("init", help="create a project with its own rules")
+    init.add_argument("directory", type=Path, metavar="DIR", help="a directory to create")
+    init.add_argument("--owner", required=True, help="one lower-case word, the prefix of its releases: OWNER-0.32.0")
+    init.add_argument(
+        "--at", default=PLACE, metavar="PATH:NAME", help="the function that its first rule hooks; default: %(default)s"
+    )
+    init.add_argument("--project", default="", help="the package's name on the index, if it is not its import name")
+    init.add_argument("--release", metavar="X.Y.Z", help="a release of that package; default: the newest reviewed vLLM")
+    init.set_defaults(run=_init)
     return parser
 
 
 def add_origin(command: argparse.ArgumentParser) -> None:
-    """The option that names where sources come from, where not from the package index."""
+    """Add the options that replace the package index as the place where sources come from."""
     command.add_argument(
         "--from",
         dest="origin",
         metavar="PATH",
-        help="a virtual environment, directory, wheel or sdist that has vLLM, or `installed` for the environment that "
-        "runs this command; default: the package index that pip uses",
+        help="a virtual environment, directory, wheel or sdist with vLLM's sources, or `installed` for the environment "
+        "that runs this command; default: the package index that pip uses",
     )
     command.add_argument(
-        "--release", metavar="X.Y.Z", help="which release the sources of --from are, where they do not state it"
+        "--release", metavar="X.Y.Z", help="the release of the sources in --from, if they do not state it"
     )
 
 
 def chosen_releases(options: argparse.Namespace) -> list[str | None]:
-    """The releases that a command line means.
+    """Return the releases that a command line selects, as it names them: ``0.32.0``, ``ascend-0.23.0``.
 
     Raises:
-        OverlayError: If it names one twice over, or several for the same sources.
+        OverlayError: If ``--from`` is given with more than one release.
     """
     names, origin = [*options.releases, *filter(None, [options.release])], options.origin
-    if origin and (len(names) > 1 or names == ["all"]):
+    several = len(names) > 1 or any(parse(name)[1] == "all" for name in names)
+    if origin and several:
         raise OverlayError(
-            "--from names the sources of one release, and the command line names several",
-            fix="name one release with --from, or none where the sources state it",
+            "--from takes the sources of one release, but several releases are given",
+            fix="give one release, or none if the sources state theirs",
         )
-    if names == ["all"]:
-        return [*reviewed_releases()]
     if not names:
         return [None if origin else newest_reviewed()]
-    return [*names]
+    return [one for name in names for one in _expanded(name)]
+
+
+def _expanded(name: str) -> list[str]:
+    """Expand ``all`` to the reviewed releases of its product; return any other name unchanged."""
+    product, release = parse(name)
+    return [product.named(one) for one in product.reviewed()] if release == "all" else [name]
 
 
 def newest_reviewed() -> str:
-    """The newest release whose overlay was reviewed.
+    """Return the newest release with a reviewed overlay.
 
     Raises:
         OverlayError: If there is none.
     """
-    reviewed = reviewed_releases()
+    reviewed = UCM.reviewed()
     if not reviewed:
         raise OverlayError(
             "no overlay has been reviewed yet", where="overlays/", fix="name a release: `nox -s review -- 0.32.0`"
@@ -129,23 +178,28 @@ def newest_reviewed() -> str:
 
 def _build(options: argparse.Namespace) -> int:
     releases = chosen_releases(options)
-    jobs = [(release, options.origin, options.out) for release in releases]
+    jobs = [(release, options.origin, options.out, options.hooks == "all") for release in releases]
     built = list(each_release(_build_one, jobs, console))
     runtime = build_runtime(options.out)
     for path in (runtime, *(one.wheel for one in built)):
         print(path)  # noqa: T201 - the result
     console.print(
-        f"\nInstall both wheels beside the vLLM that they are for:\n    pip install {runtime} {built[-1].wheel}\n"
-        f"Then ask: ucm doctor. The source of the overlay lies in {built[-1].source}.",
+        f"\nInstall both wheels beside the release that they are for:\n    pip install {runtime} {built[-1].wheel}\n"
+        f"Then run `ucm doctor`. The overlay's source is in {built[-1].source}.",
         markup=False,
         soft_wrap=True,
     )
     return 0
 
 
-def _build_one(job: tuple[str | None, str | None, Path]) -> Built:
-    release, origin, out = job
-    return build_overlay(release, origin, out=out)
+def _build_one(job: tuple[str | None, str | None, Path, bool]) -> Built:
+    named, origin, out, all_hooks = job
+    product, release = _parsed(named)
+    return build_overlay(release, origin, product=product, out=out, all_hooks=all_hooks)
+
+
+def _parsed(named: str | None) -> tuple[Product, str | None]:
+    return parse(named) if named else (UCM, None)
 
 
 def _drift(options: argparse.Namespace) -> int:
@@ -159,19 +213,22 @@ def _drift(options: argparse.Namespace) -> int:
         print_matrix(drifts, output())
     if options.page:
         console.print(f"page: {write_drift(drifts)}", markup=False, soft_wrap=True)
-    return 0 if all(drift.applies for drift in drifts) else 1
+    return 0 if all(drift.passes for drift in drifts) else 1
 
 
 def _drift_one(job: tuple[str | None, str | None]) -> Drift:
-    return measure(*job)
+    named, origin = job
+    product, release = _parsed(named)
+    return measure(release, origin, product)
 
 
 def _review(options: argparse.Namespace) -> int:
     releases = chosen_releases(options)
     if len(releases) != 1:
-        raise OverlayError("review reads one release at a time", fix="for instance: `nox -s review -- 0.32.0`")
-    with console.status(f"vLLM {releases[0] or 'from the given sources'}"):
-        overlay = make_overlay(releases[0], options.origin)
+        raise OverlayError("review takes one release at a time", fix="for instance: `nox -s review -- 0.32.0`")
+    product, release = _parsed(releases[0])
+    with console.status(f"{product.package.title} {release or 'from the given sources'}"):
+        overlay = make_overlay(release, options.origin, product)
         review = make_review(overlay)
         page = write_review(review)
     if options.terminal:
@@ -179,40 +236,84 @@ def _review(options: argparse.Namespace) -> int:
     for line in [*summary(review), f"page: {page}"]:
         print(line)  # noqa: T201 - the result
     if options.accept:
-        _accept(overlay)
+        sources = open_sources(overlay.release, options.origin, package=product.package)
+        _accept(overlay, census_text(sources, product))
     elif review.verdict is not Verdict.SAME:
         given = f" --from {options.origin}" if options.origin else ""
-        console.print(
-            f"when you have read it: nox -s review -- {overlay.release}{given} --accept", markup=False, soft_wrap=True
-        )
+        console.print(f"to accept it: nox -s review -- {overlay.named}{given} --accept", markup=False, soft_wrap=True)
     return 0
 
 
-def _accept(overlay: Overlay) -> None:
+def _accept(overlay: Overlay, census: str) -> None:
     target = accept(overlay)
+    (target / FILE).write_text(census, encoding="utf-8")
     write_generated()
     for path in sorted(target.iterdir()):
         print(f"wrote: {path}")  # noqa: T201 - the result
     console.print(
-        f"and with them the fingerprints and docs/transforms.md. Commit all of it, then: "
-        f"nox -s build-overlay -- {overlay.release}",
+        f"The fingerprints and docs/transforms.md were updated, too. Commit everything, then run: "
+        f"nox -s build-overlay -- {overlay.named}",
         markup=False,
         soft_wrap=True,
     )
 
 
+def _census(options: argparse.Namespace) -> int:
+    releases = [release for release in chosen_releases(options) if release]
+    taken = list(each_release(_census_one, [(release,) for release in releases], console, "census of"))
+    paths = {named: census_path(release, product) for named in releases for product, release in [parse(named)]}
+    other = [named for named, text, _ in taken if _kept(paths[named]) != text]
+    for named, text, _ in taken:
+        paths[named].write_text(text, encoding="utf-8")
+    searched = {parse(named)[0] for named in releases}
+    stale = [found for product in searched for found in obsolete(judged(product), product)]
+    print_censuses({named: sites for named, _, sites in taken}, stale, output())
+    if other:
+        updated = f"{FILE} was out of date for {', '.join(other)} and has been updated"
+        console.print(f"{updated}; check it with git diff, and commit it", markup=False, soft_wrap=True)
+    unknown = any(not site.is_known for _, _, sites in taken for site in sites)
+    return 1 if other or unknown or stale else 0
+
+
+def _kept(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _census_one(job: tuple[str]) -> tuple[str, str, list[Site]]:
+    (named,) = job
+    product, release = parse(named)
+    text = census_text(open_sources(release, package=product.package), product, anew=True)
+    return named, text, judge(json.loads(text)["sites"], hooks_of_release(release, product), release, product)
+
+
+def _init(options: argparse.Namespace) -> int:
+    release = options.release or newest_reviewed()
+    skeleton = Skeleton(options.owner, release, options.at, options.project)
+    for path in skeleton.write(options.directory):
+        print(path)  # noqa: T201 - the result
+    console.print(
+        f"\nInstall it in this environment: pip install -e {options.directory}\n"
+        f"Then: python -m transforms drift {options.owner}-{release}. Its README has the other commands.",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
 def output() -> Console:
-    """The console of results."""
+    """Return the console for results."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, width=None if known else FILE_WIDTH)
 
 
 def _regenerate(options: argparse.Namespace) -> int:
-    changed = regenerate(options.releases or [r for r in reviewed_releases() if "+" not in r], console)
+    named = [one for name in options.releases for one in _expanded(name)]
+    own = [p.named(release) for p in products() for release in p.reviewed() if "+" not in release]
+    changed = regenerate(named or own, console)
     for path in changed:
         print(path)  # noqa: T201 - the result
     if changed:
-        console.print("these files were not up to date; read the change with git diff, and commit it", markup=False)
+        console.print("these files were out of date and have been updated: check them, and commit them", markup=False)
         return 1
     console.print("every lock, diff and generated page is up to date", markup=False)
     return 0

@@ -1,41 +1,123 @@
-"""The reviewed diff: zero context, so that it holds nothing of vLLM but the lines that change.
+"""The reviewed diff. It has no context, so it contains no lines of vLLM except those that change.
 
 The settings are pinned here and nowhere else: patience matching, no context, ``a/`` and ``b/`` prefixes, no dates.
 ``git apply --unidiff-zero`` and ``patch -p1`` apply the result to the published sources.
+
+Patience matching (Bram Cohen; ``git diff --patience``) aligns the lines that occur once on either side before all
+others. An inserted call is then one block, not spread over the blank lines and brackets around it.
 """
 
 from __future__ import annotations
 
 import io
+from bisect import bisect_left
+from collections import Counter
+from difflib import Match, SequenceMatcher
 from typing import TYPE_CHECKING
 
-from patiencediff import PatienceSequenceMatcher
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from transforms.pipeline.rewrite import Overlay
 
 
+class PatienceMatcher(SequenceMatcher[str]):
+    """The standard library's matcher, with patience matching in place of its search.
+
+    Args:
+        before: Lines.
+        after: Lines.
+    """
+
+    a: Sequence[str]
+    b: Sequence[str]
+
+    def __init__(self, before: Sequence[str], after: Sequence[str]) -> None:
+        super().__init__(None, before, "", autojunk=False)  # it would index ``after`` for its own search
+        self.b = after
+
+    def get_matching_blocks(self) -> list[Match]:
+        """Return the runs of equal lines in order, ended by an empty one."""
+        blocks: list[Match] = []
+        for i, j in sorted(self._equal_lines()):
+            if blocks and (blocks[-1].a + blocks[-1].size, blocks[-1].b + blocks[-1].size) == (i, j):
+                blocks[-1] = blocks[-1]._replace(size=blocks[-1].size + 1)
+            else:
+                blocks.append(Match(i, j, 1))
+        return [*blocks, Match(len(self.a), len(self.b), 0)]
+
+    def _equal_lines(self) -> Iterator[tuple[int, int]]:
+        """The places of matched lines, in any order."""
+        ranges = [(0, len(self.a), 0, len(self.b))]
+        while ranges:
+            i, i_end, j, j_end = ranges.pop()
+            while i < i_end and j < j_end and self.a[i] == self.b[j]:
+                yield i, j
+                i, j = i + 1, j + 1
+            unique = self._unique_lines(range(i, i_end), range(j, j_end))
+            for i_unique, j_unique in unique:
+                yield i_unique, j_unique
+                ranges.append((i, i_unique, j, j_unique))
+                i, j = i_unique + 1, j_unique + 1
+            if unique:
+                ranges.append((i, i_end, j, j_end))
+                continue
+            while i < i_end and j < j_end and self.a[i_end - 1] == self.b[j_end - 1]:
+                i_end, j_end = i_end - 1, j_end - 1
+                yield i_end, j_end
+
+    def _unique_lines(self, rows: range, columns: range) -> list[tuple[int, int]]:
+        """The longest series of lines, in order on both sides, each of which occurs once on either."""
+        counts = Counter(self.a[i] for i in rows), Counter(self.b[j] for j in columns)
+        column_of = {self.b[j]: j for j in columns if counts[0][self.b[j]] == counts[1][self.b[j]] == 1}
+        pairs = [(i, column_of[self.a[i]]) for i in rows if self.a[i] in column_of]
+        # Patience sorting: pile n ends the series of n + 1 lines whose last column is the smallest.
+        piles: list[int] = []
+        last: list[int] = []
+        before: list[int] = []
+        for number, (_, j) in enumerate(pairs):
+            pile = bisect_left(piles, j)
+            piles[pile : pile + 1], last[pile : pile + 1] = [j], [number]
+            before.append(last[pile - 1] if pile else -1)
+        series = []
+        number = last[-1] if last else -1
+        while number >= 0:
+            series.append(pairs[number])
+            number = before[number]
+        return series[::-1]
+
+
 def module_diff(path: str, upstream: bytes, rewritten: bytes) -> str:
-    """The zero-context diff of one module, with its file header; empty where nothing changed."""
+    """Return the zero-context diff of one module with its file header; empty if nothing changed."""
     hunks = "".join(_hunks(_lines(upstream), _lines(rewritten)))
     return f"--- a/{path}\n+++ b/{path}\n{hunks}" if hunks else ""
 
 
 def overlay_diff(overlay: Overlay) -> str:
-    """The diff of all modules of an overlay, ordered by path."""
+    """Return the diff of all modules of an overlay, ordered by path."""
     modules = sorted(overlay.modules, key=lambda module: module.path)
     return "".join(module_diff(module.path, module.upstream, module.rewritten) for module in modules)
 
 
+def unified_lines(before: Sequence[str], after: Sequence[str], context: int) -> Iterator[str]:
+    """The lines of a unified diff of lines without their ends, without a file header."""
+    for group in PatienceMatcher(before, after).get_grouped_opcodes(context):
+        yield f"@@ -{_range(group[0][1], group[-1][2])} +{_range(group[0][3], group[-1][4])} @@"
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                yield from (f" {line}" for line in before[i1:i2])
+            else:
+                yield from (f"-{line}" for line in before[i1:i2])
+                yield from (f"+{line}" for line in after[j1:j2])
+
+
 def _lines(source: bytes) -> list[str]:
-    """The lines as git and patch count them: nothing but a line feed ends one."""
+    """Split text as git and patch do: only a line feed ends a line."""
     return list(io.StringIO(source.decode(), newline="\n"))
 
 
 def _hunks(before: list[str], after: list[str]) -> Iterator[str]:
-    for tag, i1, i2, j1, j2 in PatienceSequenceMatcher(None, before, after).get_opcodes():
+    for tag, i1, i2, j1, j2 in PatienceMatcher(before, after).get_opcodes():
         if tag != "equal":
             yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@\n"
             yield from _marked("-", before[i1:i2])
@@ -43,7 +125,7 @@ def _hunks(before: list[str], after: list[str]) -> Iterator[str]:
 
 
 def _range(start: int, end: int) -> str:
-    """A range of lines as the format has it: an empty one names the line before it."""
+    """Format a range of lines; an empty range names the line before it."""
     return f"{start + 1 if end > start else start},{end - start}"
 
 

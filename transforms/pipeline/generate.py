@@ -1,6 +1,6 @@
-"""What is generated and kept: locks, diffs, fingerprints and the page of transforms.
+"""Generate the files that are kept in git: locks, diffs, fingerprints and the pages of transforms.
 
-CI runs this and then `git diff --exit-code`: nothing under `overlays/` is ever edited by hand.
+CI runs this and then `git diff --exit-code`: nobody edits `overlays/` by hand.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING
 
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.build import make_overlay
-from transforms.pipeline.lock import OVERLAYS, accepted_files, read_lock, reviewed_releases
+from transforms.pipeline.census import census_path, census_text
+from transforms.pipeline.lock import accepted_files, read_lock
 from transforms.pipeline.parallel import each_release
+from transforms.pipeline.product import UCM, parse, products
+from transforms.pipeline.rebindings import rebindings_page
+from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.transforms_page import transforms_page
 
 if TYPE_CHECKING:
@@ -20,20 +24,23 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from transforms.pipeline.product import Product
+
 ROOT = Path(__file__).parents[2]
 FINGERPRINTS = ROOT / "ucm" / "overlay" / "fingerprints.json"
-TRANSFORMS_PAGE = ROOT / "docs" / "transforms.md"
+#: The page of each product of this repository, by the owner of its rules.
+PAGES = ROOT / "docs"
 
 
 class RegenerationError(OverlayError):
-    """Some overlays cannot be made again; nothing was written."""
+    """Some overlays cannot be regenerated; nothing was written."""
 
 
 def regenerate(releases: Sequence[str], console: Console) -> list[Path]:
-    """Write everything generated anew: all of it, or nothing.
+    """Write all generated files, or none if one of them fails.
 
     Args:
-        releases: The releases whose overlays are made again.
+        releases: The releases whose overlays to regenerate, as a command line names them.
         console: Where progress is shown.
 
     Returns:
@@ -51,38 +58,62 @@ def regenerate(releases: Sequence[str], console: Console) -> list[Path]:
             fix="`nox -s drift -- all` shows every rule in every release",
         )
     files = {path: text for _, _, texts in made for path, text in texts.items()}
-    kept = [*files, FINGERPRINTS, TRANSFORMS_PAGE]
+    kept = [*files, *generated()]
     before = {path: path.read_bytes() if path.exists() else b"" for path in kept}
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     write_generated()
-    return [path.relative_to(ROOT) for path in kept if path.read_bytes() != before[path]]
+    return [_shown(path) for path in kept if path.read_bytes() != before[path]]
 
 
 def write_generated() -> None:
-    """Write what follows from the locks and the transforms alone."""
-    FINGERPRINTS.write_text(fingerprints(), encoding="utf-8")
-    TRANSFORMS_PAGE.parent.mkdir(exist_ok=True)
-    TRANSFORMS_PAGE.write_text(transforms_page(), encoding="utf-8")
+    """Write the files that depend only on the locks and the transforms."""
+    for path, text in generated().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
-def fingerprints(overlays: Path = OVERLAYS) -> str:
-    """The upstream contents of every reviewed release, so that `ucm doctor` can tell a release by its files.
+def generated() -> dict[Path, str]:
+    """Return the files that depend only on this repository's locks and transforms, by path."""
+    pages = {PAGES / page_of(product): transforms_page(product) for product in products()}
+    rebound = {
+        PAGES / f"{product.publisher.owner}_rebindings.md": rebindings_page(product)
+        for product in products()
+        if product.package.rebinds and product.reviewed()
+    }
+    return {FINGERPRINTS: fingerprints(), **pages, **rebound}
+
+
+def page_of(product: Product) -> str:
+    """The file name of a product's page of transforms."""
+    return "transforms.md" if product.is_default else f"transforms_{'_'.join(product.owners)}.md"
+
+
+def _shown(path: Path) -> Path:
+    """Return a path for printing: relative to the repository if it is in it."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def fingerprints(product: Product = UCM) -> str:
+    """The upstream contents of every reviewed release of vLLM, so that `ucm doctor` can tell a release by its files.
 
     One line per release: the path of each module that its overlay shadows, and the content that vLLM has there.
     """
     lines = []
-    for release in reviewed_releases(overlays):
-        lock = read_lock(release, overlays)
+    for release in product.reviewed():
+        lock = read_lock(release, product)
         modules = {m["path"]: m["upstream_sha256"] for m in lock["modules"]} if lock else {}
         lines.append(f" {json.dumps(release)}: {json.dumps(modules)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _made_again(job: tuple[str]) -> tuple[str, str, dict[Path, str]]:
-    """A release, what is wrong with it (nothing, if empty), and the files of its overlay."""
-    (release,) = job
+    """Return a release, its error (empty if none), and the files of its overlay."""
+    (named,) = job
     try:
-        return release, "", accepted_files(make_overlay(release))
+        product, release = parse(named)
+        files = accepted_files(make_overlay(release, product=product))
+        census = census_text(open_sources(release, package=product.package), product)
+        return named, "", {**files, census_path(release, product): census}
     except OverlayError as error:
-        return release, str(error), {}
+        return named, str(error), {}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from transforms.engine.marks import MARK
 from transforms.pipeline.rewrite import NOTICE
-from transforms.registry import TRANSFORMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,11 +69,11 @@ def _hunks(lines: Sequence[str]) -> Iterator[Hunk]:
         )
 
 
-def owners(hunk: Hunk, path: str, transforms: Sequence[Transform] = TRANSFORMS) -> list[str]:
-    """The rule that each added line of a hunk belongs to; empty for the notice of changes.
+def owners(hunk: Hunk, path: str, transforms: Sequence[Transform]) -> list[str]:
+    """Return the rule of each added line of a hunk; empty for the notice of changes.
 
-    A statement's first line carries its rule's mark and the rest of it follows. An upstream line that had to change
-    for it (a comma more, say) stands before the mark; where there is no room for a mark the text tells the rule.
+    A statement's first line has its rule's mark, and the rest of the statement follows. An upstream line that had to
+    change, for instance by a comma, precedes the mark. If there is no room for a mark, the text identifies the rule.
     """
     rules, current = [""] * len(hunk.added), ""
     for index, line in enumerate(hunk.added):
@@ -87,7 +86,7 @@ def owners(hunk: Hunk, path: str, transforms: Sequence[Transform] = TRANSFORMS) 
 
 
 def _unmarked(hunk: Hunk, path: str, transforms: Sequence[Transform]) -> str:
-    """The rule whose code stands in a hunk without a mark."""
+    """Return the rule whose code is in a hunk without a mark."""
     added = "\n".join(hunk.added)
     for transform in transforms:
         if any(place.path == path for place in transform.module.paths):
@@ -97,8 +96,8 @@ def _unmarked(hunk: Hunk, path: str, transforms: Sequence[Transform]) -> str:
     return ""
 
 
-def inserted(diff: str, transforms: Sequence[Transform] = TRANSFORMS) -> dict[str, Inserted]:
-    """What each rule added, by the rule's id."""
+def inserted(diff: str, transforms: Sequence[Transform]) -> dict[str, Inserted]:
+    """Return what each rule added, by rule id."""
     found: dict[str, Inserted] = {}
     for path, hunks in parse_diff(diff).items():
         for hunk in hunks:

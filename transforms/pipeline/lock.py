@@ -1,7 +1,7 @@
-"""The lock: what was reviewed of an overlay, so that nothing else is ever built.
+"""The lock: the record of a reviewed overlay. Only what it records is built.
 
-``overlays/vllm-X/lock.json`` says, per module, which upstream content becomes which rewritten content by which rules;
-``changes.diff`` beside it is the change itself. Both are written by `accept` alone.
+For each module, ``overlays/vllm-X/lock.json`` has the hashes of the upstream and the rewritten content, and the rules;
+``changes.diff`` beside it has the change itself. Only `accept` writes them.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 import io
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-
-from packaging.version import Version
 
 from transforms.engine.errors import OverlayError
 from transforms.engine.marks import MARK
 from transforms.engine.report import Status
+from transforms.pipeline.conflicts import conflicts
 from transforms.pipeline.diff import overlay_diff
+from transforms.pipeline.product import UCM
 from transforms.pipeline.sources.tree import sha256
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transforms.engine.report import Outcome
+    from transforms.pipeline.product import Product
     from transforms.pipeline.rewrite import Overlay, RewrittenModule
 
-OVERLAYS = Path(__file__).parents[2] / "overlays"
 SCHEMA = 1
 PARTS = ("release", "serial", "upstream", "modules", "not_inserted")
 RESTORE = "restore it with git checkout"
@@ -37,7 +38,7 @@ Lock = dict[str, Any]
 
 
 class LockError(OverlayError):
-    """An overlay is not what was reviewed, or was not reviewed at all."""
+    """An overlay differs from its lock, or has none."""
 
 
 def make_lock(overlay: Overlay, serial: int) -> Lock:
@@ -45,8 +46,9 @@ def make_lock(overlay: Overlay, serial: int) -> Lock:
 
     Args:
         overlay: The overlay.
-        serial: Our count of published overlays for the release; it is the wheel's post-release number.
+        serial: The number of the published overlay of this release; the wheel's post-release number.
     """
+    meeting = {"owners": list(overlay.product.owners), "conflicts": conflicts(overlay)}
     unchanged = [o for o in overlay.outcomes if o.status in {Status.NOT_APPLICABLE, Status.UPSTREAMED}]
     return {
         "schema": SCHEMA,
@@ -57,6 +59,7 @@ def make_lock(overlay: Overlay, serial: int) -> Lock:
             "name": overlay.artefact.name,
             "sha256": overlay.artefact.sha256,
         },
+        **(meeting if overlay.product.others else {}),
         "modules": [_module(module) for module in overlay.modules],
         "not_inserted": [{"rule": o.rule, "status": o.status.value, "reason": o.detail} for o in unchanged],
     }
@@ -70,12 +73,15 @@ def _module(module: RewrittenModule) -> dict[str, Any]:
         "group": module.group,
         "upstream_sha256": sha256(module.upstream),
         "rewritten_sha256": sha256(module.rewritten),
-        "rules": [_rule(o, lines) for o in module.outcomes if o.status is Status.APPLIED],
+        "default_sha256": None if module.default is None else sha256(module.default),
+        "rules": [_rule(o, lines, module.opt_in) for o in module.outcomes if o.status is Status.APPLIED],
     }
 
 
-def _rule(outcome: Outcome, lines: dict[str, list[int]]) -> dict[str, Any]:
+def _rule(outcome: Outcome, lines: dict[str, list[int]], opt_in: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {"id": outcome.rule, "hits": outcome.hits}
+    if outcome.rule in opt_in:
+        found["opt_in"] = True
     if outcome.variant:
         found["variant"] = outcome.variant
     if outcome.rule in lines:
@@ -83,8 +89,25 @@ def _rule(outcome: Outcome, lines: dict[str, list[int]]) -> dict[str, Any]:
     return found
 
 
+def built_lock(lock: Lock, *, all_hooks: bool) -> Lock:
+    """Return the part of a lock that is in the wheel of one set of hooks.
+
+    Args:
+        lock: The overlay's lock.
+        all_hooks: Whether the opt-in rules are inserted, too.
+    """
+    if all_hooks:
+        return lock
+    modules = [
+        {**m, "rewritten_sha256": m["default_sha256"], "rules": [r for r in m["rules"] if not r.get("opt_in")]}
+        for m in lock["modules"]
+        if m["default_sha256"] is not None
+    ]
+    return {**lock, "modules": modules}
+
+
 def marked_lines(rewritten: bytes) -> dict[str, list[int]]:
-    """The lines of a rewritten module that carry each rule's mark."""
+    """Return the lines of a rewritten module that have each rule's mark."""
     found: dict[str, list[int]] = {}
     for number, line in enumerate(io.StringIO(rewritten.decode(), newline="\n"), 1):
         _, mark, rule = line.partition(MARK)
@@ -93,24 +116,13 @@ def marked_lines(rewritten: bytes) -> dict[str, list[int]]:
     return found
 
 
-def directory(release: str, overlays: Path = OVERLAYS) -> Path:
-    """Where a release's reviewed overlay lies."""
-    return overlays / f"vllm-{release}"
-
-
-def reviewed_releases(overlays: Path = OVERLAYS) -> list[str]:
-    """The releases with a lock, oldest first."""
-    names = (path.parent.name.removeprefix("vllm-") for path in overlays.glob("vllm-*/lock.json"))
-    return sorted(names, key=Version)
-
-
-def read_lock(release: str, overlays: Path = OVERLAYS) -> Lock | None:
-    """The reviewed lock of a release, or None.
+def read_lock(release: str, product: Product = UCM) -> Lock | None:
+    """Return the reviewed lock of a release, or None.
 
     Raises:
         LockError: If it cannot be read.
     """
-    path = directory(release, overlays) / "lock.json"
+    path = product.directory(release) / "lock.json"
     try:
         lock = cast("Lock", json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -131,45 +143,43 @@ def read_lock(release: str, overlays: Path = OVERLAYS) -> Lock | None:
     return lock
 
 
-def check_reviewed(overlay: Overlay, overlays: Path = OVERLAYS, origin: str | None = None) -> Lock:
-    """The reviewed lock of exactly this overlay.
+def check_reviewed(overlay: Overlay, origin: str | None = None) -> Lock:
+    """Return the reviewed lock of exactly this overlay.
 
     Args:
         overlay: The overlay that was made.
-        overlays: The directory of all reviewed overlays.
-        origin: Where its sources came from, for the way out that the message names.
+        origin: Where its sources came from, for the error message.
 
     Raises:
-        LockError: If there is none, or it differs; the message lists what differs and how to review it.
+        LockError: If there is none, or it differs; the message lists the differences and how to review them.
     """
-    release = overlay.release
-    review = f"nox -s review -- {release}" + (f" --from {origin}" if origin else "")
-    lock = read_lock(release, overlays)
+    review = f"nox -s review -- {overlay.named}" + (f" --from {origin}" if origin else "")
+    lock = read_lock(overlay.release, overlay.product)
     if lock is None:
         raise LockError(
-            f"the overlay of vLLM {release} has not been reviewed",
-            where=str(directory(release, overlays)),
+            f"the overlay of {overlay.title} has not been reviewed",
+            where=str(overlay.directory),
             fix=f"read it with `{review}`, then accept it with `{review} --accept`",
         )
     differences = compare(lock, make_lock(overlay, lock["serial"]))
-    if not differences and not _has_diff(overlay, overlays):
+    if not differences and not _has_diff(overlay):
         differences = ["changes.diff is not the diff of these modules"]
     if differences:
         raise LockError(
-            f"the overlay of vLLM {release} is not the one that was reviewed:\n    " + "\n    ".join(differences),
-            where=str(directory(release, overlays)),
+            f"the overlay of {overlay.title} is not the one that was reviewed:\n    " + "\n    ".join(differences),
+            where=str(overlay.directory),
             fix=f"read the change with `{review}`, then accept it with `{review} --accept`",
         )
     return lock
 
 
-def _has_diff(overlay: Overlay, overlays: Path) -> bool:
-    path = directory(overlay.release, overlays) / "changes.diff"
+def _has_diff(overlay: Overlay) -> bool:
+    path = overlay.directory / "changes.diff"
     return path.is_file() and path.read_bytes() == overlay_diff(overlay).encode()
 
 
 def compare(reviewed: Lock, made: Lock) -> list[str]:
-    """What differs between two locks, for a person; where the sources were read from does not count."""
+    """Describe the differences between two locks, except where the sources were read from."""
     was, now = ({m["path"]: m for m in lock["modules"]} for lock in (reviewed, made))
     found = [f"{path}: no longer rewritten" for path in was.keys() - now.keys()]
     found += [f"{path}: rewritten, and was not" for path in now.keys() - was.keys()]
@@ -180,64 +190,66 @@ def compare(reviewed: Lock, made: Lock) -> list[str]:
             found.append(f"{path}: the same upstream file is rewritten differently")
     if not found and reviewed["not_inserted"] != made["not_inserted"]:
         found.append("the rules that are not applicable or upstreamed are others")
+    if not found and reviewed.get("conflicts") != made.get("conflicts"):
+        found.append("the places where the rules of several owners meet are others")
     return sorted(found)
 
 
-def accept(overlay: Overlay, overlays: Path = OVERLAYS) -> Path:
-    """Write the lock and the diff of an overlay: it was read, and is to be built from now on.
+def accept(overlay: Overlay) -> Path:
+    """Write the lock and the diff of a reviewed overlay; builds use them from now on.
 
     Returns:
         The overlay's directory.
 
     Raises:
-        LockError: If it would put one's own vLLM in the place of the published one's.
+        LockError: If it would replace the published vLLM's lock by a modified vLLM's.
     """
-    for path, text in accepted_files(overlay, overlays).items():
+    for path, text in accepted_files(overlay).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return directory(overlay.release, overlays)
+    return overlay.directory
 
 
-def accepted_files(overlay: Overlay, overlays: Path = OVERLAYS) -> dict[Path, str]:
+def accepted_files(overlay: Overlay) -> dict[Path, str]:
     """What `accept` writes.
 
-    The serial, our count of overlays for the release, rises by itself when a module is rewritten differently than in
-    the lock before: no two different wheels have one version.
+    If a module's rewritten content differs from the previous lock, the serial is increased, so that two different
+    wheels never have the same version.
 
     Raises:
         LockError: As `accept`.
     """
-    before = read_lock(overlay.release, overlays)
+    before = read_lock(overlay.release, overlay.product)
     lock = make_lock(overlay, before["serial"] if before else 1)
     if before:
-        _check_same_upstream(before, lock, directory(overlay.release, overlays))
+        _check_same_upstream(before, lock, overlay)
         if _contents(before, "upstream_sha256") == _contents(lock, "upstream_sha256"):
             lock["upstream"] = before["upstream"]  # the same content from elsewhere: keep the published archive's name
-        if _contents(before, "rewritten_sha256") != _contents(lock, "rewritten_sha256"):
+        if any(_contents(before, which) != _contents(lock, which) for which in ("rewritten_sha256", "default_sha256")):
             lock["serial"] += 1
-    target = directory(overlay.release, overlays)
+    target = overlay.directory
     return {target / "lock.json": dump(lock), target / "changes.diff": overlay_diff(overlay)}
 
 
-def _contents(lock: Lock, which: str) -> dict[str, str]:
-    return {module["path"]: module[which] for module in lock["modules"]}
+def _contents(lock: Lock, which: str) -> dict[str, str | None]:
+    return {module["path"]: module.get(which) for module in lock["modules"]}
 
 
-def _check_same_upstream(before: Lock, lock: Lock, place: Path) -> None:
-    """Refuse to put sources that are in no index in the place of a published archive's."""
+def _check_same_upstream(before: Lock, lock: Lock, overlay: Overlay) -> None:
+    """Refuse to replace a published archive's lock by that of local, modified sources."""
     was, now = _contents(before, "upstream_sha256"), _contents(lock, "upstream_sha256")
     changed = [path for path in was.keys() & now.keys() if was[path] != now[path]]
     if changed and before["upstream"]["sha256"] and not lock["upstream"]["sha256"]:
-        release = lock["release"]
         raise LockError(
-            f"these sources of vLLM {release} are not the published ones, whose overlay is in this place:\n    "
+            f"these sources of {overlay.title} are not the published ones, whose overlay is in this place:\n    "
             + "\n    ".join(sorted(changed)),
-            where=str(place),
-            fix=f"give your own vLLM a name of its own: --release {release}+mine --from …",
+            where=str(overlay.directory),
+            fix=f"give your own {overlay.product.package.title} a name of its own: --release {overlay.release}+mine "
+            "--from …",
         )
 
 
 def dump(data: Lock) -> str:
-    """JSON as we keep it: readable in a diff, one line per rule, the same on every machine."""
+    """Return JSON in our layout: one line per rule, readable in a diff, the same on every machine."""
     text = json.dumps(data, indent=1, ensure_ascii=False)
     return INNERMOST.sub(lambda found: INDENT.sub(" ", found[0]), text) + "\n"

@@ -1,8 +1,7 @@
 """From an overlay to its source package and its wheel.
 
-The package is rendered from the templates beside this file and holds everything that is shipped, so that it can be
-read, and rebuilt without us. Equal overlays give equal bytes: nothing in it depends on the machine, the directory or
-the time.
+The package is rendered from the templates beside this file. It contains everything that is shipped, so anybody can read
+it and rebuild the wheel. Builds are reproducible: nothing depends on the machine, the directory or the time.
 """
 
 from __future__ import annotations
@@ -20,33 +19,39 @@ import jinja2
 from packaging.version import Version
 
 from transforms.engine.errors import OverlayError
-from transforms.pipeline.checks import hook_uses
+from transforms.engine.transform import DEFAULT_SEAM
+from transforms.pipeline.checks import changed_definitions, hook_uses
+from transforms.pipeline.conflicts import shared_groups
+from transforms.pipeline.lock import built_lock
+from transforms.pipeline.product import UCM
 from transforms.pipeline.sbom import make_sbom
-from transforms.registry import TRANSFORMS
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from transforms.engine.transform import Seam
     from transforms.pipeline.lock import Lock
+    from transforms.pipeline.product import Product
     from transforms.pipeline.rewrite import Overlay
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
 TEMPLATES = Path(__file__).parent / "templates"
-DISTRIBUTION = "ucm-vllm-overlay"
-PACKAGE = "ucm_vllm_overlay"
 RUNTIME = "ucm-runtime"
 #: The time of every file in a wheel, in seconds since 1970: zip knows none before 1980.
 DATE = "1580601600"
-#: The files that are rendered from a template of the same name.
-RENDERED = (
-    "pyproject.toml",
-    "README.md",
-    "NOTICE",
-    f"{PACKAGE}/__init__.py",
-    f"{PACKAGE}/_boot.py",
-    f"{PACKAGE}/_plugin.py",
-)
-#: The start-up files: .pth for every Python, .start (PEP 829) for those that prefer it; the stem must be the same.
-START_UP = {f"{PACKAGE}.pth": "overlay.pth", f"{PACKAGE}.start": "overlay.start"}
+#: The rendered files and their templates. The start-up files are .pth for every Python and .start (PEP
+#: 829) for those that prefer it; their stem must be the same.
+RENDERED = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "NOTICE": "NOTICE",
+    "{module}/__init__.py": "package/__init__.py",
+    "{module}/_boot.py": "package/_boot.py",
+    "{module}/_plugin.py": "package/_plugin.py",
+    "{module}.pth": "overlay.pth",
+    "{module}.start": "overlay.start",
+}
 
 
 class PackageError(OverlayError):
@@ -55,7 +60,7 @@ class PackageError(OverlayError):
 
 @dataclass(frozen=True)
 class Built:
-    """What the build of one overlay leaves.
+    """The result of building one overlay.
 
     Attributes:
         wheel: The overlay's wheel.
@@ -66,10 +71,13 @@ class Built:
     source: Path
 
 
-def overlay_version(release: str, serial: int) -> str:
-    """The overlay's version: the release's, with our serial as its post-release number.
+def overlay_version(release: str, serial: int, *, all_hooks: bool = False, product: Product = UCM) -> str:
+    """Return the overlay's version: the release's, with the serial as its post-release number.
 
-    An index accepts no local versions, so the serial cannot stand behind a plus. A vLLM post-release counts in
+    An overlay with all hooks has a local version, 0.32.0.post2+all.hooks: users build it, and no index has it.
+    An overlay with the hooks of other owners names them: 0.32.0.post2+with.ucm.
+
+    Indexes accept no local versions, so the serial cannot follow a plus. A vLLM post-release counts in
     hundreds: 0.8.5.post1 with serial 2 is 0.8.5.post102. So does a development release, which can have no
     post-release: 0.33.0.dev7 with serial 2 is 0.33.0.dev702.
     """
@@ -77,23 +85,30 @@ def overlay_version(release: str, serial: int) -> str:
     before = "".join(str(part) for part in version.pre or ())
     post = (version.post or 0) * 100 + (serial if version.dev is None else 0)
     development = f".dev{version.dev * 100 + serial}" if version.dev is not None else ""
-    local = f"+{version.local}" if version.local else ""
+    beside = ".".join(("with", *product.others)) if product.others else None
+    parts = [part for part in (version.local, beside, "all.hooks" if all_hooks else None) if part]
+    local = f"+{'.'.join(parts)}" if parts else ""
     return f"{version.base_version}{before}{f'.post{post}' if post else ''}{development}{local}"
 
 
-def build_package(overlay: Overlay, lock: Lock, out: Path = BUILD) -> Built:
+def build_package(overlay: Overlay, lock: Lock, out: Path = BUILD, *, all_hooks: bool = False) -> Built:
     """Render an overlay's source package and build its wheel.
 
     Args:
         overlay: The overlay, already compared with its lock.
         lock: Its reviewed lock.
-        out: Below it, ``packages/`` gets the source and ``wheels/`` the wheel.
+        out: Below it, ``packages/`` gets the source and ``wheels/`` the wheel; ``wheels/all-hooks/`` one with all.
+        all_hooks: Whether the opt-in rules are inserted, too.
 
     Raises:
         PackageError: If hatchling fails.
     """
-    source = render(overlay, lock, out / "packages" / f"vllm-{overlay.release}")
-    return Built(build_wheel(source, out / "wheels"), source)
+    name, wheels = f"{overlay.product.package.project}-{overlay.release}", out / "wheels"
+    name = name if overlay.product.is_default else "-".join((*overlay.product.owners, name))
+    if all_hooks:
+        name, wheels = f"{name}-all-hooks", wheels / "all-hooks"
+    source = render(overlay, lock, out / "packages" / name, all_hooks=all_hooks)
+    return Built(build_wheel(source, wheels), source)
 
 
 def build_runtime(out: Path = BUILD) -> Path:
@@ -105,8 +120,11 @@ def build_runtime(out: Path = BUILD) -> Path:
     return build_wheel(ROOT, out / "wheels")
 
 
-def render(overlay: Overlay, lock: Lock, target: Path) -> Path:
-    """Write the source package of an overlay; whatever was there before is replaced."""
+def render(overlay: Overlay, lock: Lock, target: Path, *, all_hooks: bool = False) -> Path:
+    """Write the source package of an overlay, and replace an earlier one."""
+    lock = built_lock(lock, all_hooks=all_hooks)
+    sources = {m.path: m.rewritten if all_hooks else m.default for m in overlay.modules}
+    files = {path: source for path, source in sources.items() if source is not None}
     if target.exists():
         shutil.rmtree(target)
     environment = jinja2.Environment(
@@ -115,13 +133,20 @@ def render(overlay: Overlay, lock: Lock, target: Path) -> Path:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 - Python and TOML, not HTML; every value is ours or a version
     )
-    context = _context(overlay, lock)
-    for name, template in {**{name: name for name in RENDERED}, **START_UP}.items():
-        _write(target / name, environment.get_template(f"{template}.j2").render(context).encode())
-    for module in overlay.modules:
-        _write(target / PACKAGE / "modules" / module.path, module.rewritten)
-    _write(target / PACKAGE / "manifest.json", _json(_manifest(overlay, lock, context["version"])))
-    _write(target / "sbom.cdx.json", _json(make_sbom(lock, context["version"])))
+    seams, package = [one.seam for one in overlay.product.registries], overlay.product.module
+    left_out = sorted(
+        _hooks((m.rewritten for m in overlay.modules), DEFAULT_SEAM) - _hooks(files.values(), DEFAULT_SEAM)
+    )
+    called = {seam.module: sorted(_hooks(files.values(), seam)) for seam in seams}
+    context = _context(overlay, lock, left_out, all_hooks=all_hooks)
+    for name, template in RENDERED.items():
+        text = environment.get_template(f"{template}.j2").render(context)
+        _write(target / name.format(module=package), text.encode())
+    for path, source in files.items():
+        _write(target / package / "modules" / path, source)
+    _write(target / package / "manifest.json", _json(_manifest(overlay, lock, files, {**context, "seams": called})))
+    sbom = make_sbom(lock, context["version"], context["hooks"], overlay.product)
+    _write(target / "sbom.cdx.json", _json(sbom))
     shutil.copyfile(ROOT / "LICENSE", target / "LICENSE")
     return target
 
@@ -130,7 +155,7 @@ def build_wheel(source: Path, out: Path) -> Path:
     """Build the wheel of a source package with hatchling.
 
     Raises:
-        PackageError: If hatchling fails; its own words are in the message.
+        PackageError: If hatchling fails; the message has its output.
     """
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out.resolve())]
@@ -155,41 +180,69 @@ def runtime_version() -> str:
     raise PackageError("the runtime states no version", where="ucm/__init__.py", fix="set __version__ there")
 
 
-def _context(overlay: Overlay, lock: Lock) -> dict[str, Any]:
-    runtime = runtime_version()
+def _context(overlay: Overlay, lock: Lock, left_out: list[str], *, all_hooks: bool) -> dict[str, Any]:
+    runtime, product = runtime_version(), overlay.product
     return {
-        "distribution": DISTRIBUTION,
-        "version": overlay_version(overlay.release, lock["serial"]),
+        "distribution": product.publisher.distribution,
+        "package": product.module,
+        "overlay": product.publisher.title,
+        "owner": product.publisher.owner,
+        "owners": list(product.owners),
+        "upstream_package": product.package.name,
+        "project": product.package.project,
+        "title": product.package.title,
+        "authors": product.package.authors,
+        "named": overlay.named,
+        "conflicts": lock.get("conflicts", []),
+        "version": overlay_version(overlay.release, lock["serial"], all_hooks=all_hooks, product=product),
+        "hooks": "all" if all_hooks else "default",
+        "left_out": left_out,
         "release": overlay.release,
         "runtime": RUNTIME,
         "runtime_requirement": f"{RUNTIME}>={runtime}",
-        "pth_name": f"{PACKAGE}.pth",
-        "start_name": f"{PACKAGE}.start",
+        "requires": [one for registry in product.registries for one in registry.requires],
+        "pth_name": f"{product.module}.pth",
+        "start_name": f"{product.module}.start",
         "modules": lock["modules"],
         "upstream": lock["upstream"],
     }
 
 
-def _manifest(overlay: Overlay, lock: Lock, version: str) -> dict[str, Any]:
-    transforms = {transform.id: transform for transform in TRANSFORMS}
+def _manifest(overlay: Overlay, lock: Lock, files: dict[str, bytes], context: dict[str, Any]) -> dict[str, Any]:
+    seams = [one.seam for one in overlay.product.registries]
     locked = {module["path"]: module for module in lock["modules"]}
     modules = [
         {
             **{key: locked[m.path][key] for key in ("name", "path", "group", "upstream_sha256", "rewritten_sha256")},
-            "hooks": sorted({use.hook for use in hook_uses(m.rewritten) if use.call is not None}),
-            "processes": [process.value for process in transforms[m.transform].governance.processes],
+            "hooks": sorted(_hooks([files[m.path]], DEFAULT_SEAM)),
+            "processes": list(dict.fromkeys(p.value for t in m.transforms for p in t.governance.processes)),
+            "changed": changed_definitions(files[m.path], seams),
+            **({"reads_beside": True} if any(t.module.reads_beside for t in m.transforms) else {}),
         }
         for m in overlay.modules
+        if m.path in files
     ]
-    return {"release": overlay.release, "version": version, "modules": modules, "needs": group_needs()}
+    needs = group_needs(
+        overlay.product, {t.module.group for m in overlay.modules if m.path in files for t in m.transforms}
+    )
+    shared = shared_groups(overlay)
+    needs = {group: sorted({*others, *shared.get(group, ())}) for group, others in needs.items()}
+    keys = ("distribution", "package", "owners", "upstream_package", "title", "release", "version", "hooks", "left_out")
+    told = {key: context[key] for key in (*keys, "seams", "named")}
+    return {**told, "modules": modules, "needs": needs}
 
 
-def group_needs() -> dict[str, list[str]]:
-    """For each group, the groups that its rewritten modules rely on."""
+def _hooks(sources: Iterable[bytes], seam: Seam) -> set[str]:
+    """The hooks of a seam that rewritten modules call."""
+    return {use.hook for source in sources for use in hook_uses(source, (seam,)) if use.call is not None}
+
+
+def group_needs(product: Product = UCM, groups: Collection[str] | None = None) -> dict[str, list[str]]:
+    """For each group, or each of some, the groups that its rewritten modules rely on."""
     needs: dict[str, set[str]] = {}
-    for transform in TRANSFORMS:
+    for transform in product.transforms:
         needs.setdefault(transform.module.group, set()).update(transform.needs)
-    return {group: sorted(others - {group}) for group, others in needs.items()}
+    return {group: sorted(others - {group}) for group, others in needs.items() if groups is None or group in groups}
 
 
 def _json(data: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Pages for the operator under `build/`: one self-contained HTML file each, no network."""
+"""Pages for the operator under `build/`, each a self-contained HTML file that needs no network."""
 
 from __future__ import annotations
 

@@ -2,47 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from transforms.engine.apply import apply_rules
 from transforms.engine.report import Outcome, Status
+from transforms.pipeline.product import UCM
 from transforms.pipeline.sources.tree import SourceError
-from transforms.registry import TRANSFORMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from transforms.engine.transform import Transform
+    from transforms.pipeline.product import Product
     from transforms.pipeline.sources.tree import Artefact, SourceTree
 
 NOTICE = (
-    "# Changed by the UCM overlay for vLLM {release}. A line that ends in `ucm:` and the name of a rule was added by\n"
+    "# Changed by the {overlay} overlay for {package} {release}. "
+    "A line that ends in `ucm:` and the name of a rule was added by\n"
     "# that rule, with the block that it opens. The NOTICE file of this distribution says from which sources.\n"
 )
 
 
 @dataclass(frozen=True)
 class RewrittenModule:
-    """One vLLM module before and after.
+    """One module before and after.
 
     Attributes:
-        transform: The id of the transform that changed it.
-        group: The unit that can be switched off in a process.
+        transforms: What changed it, in order; of several owners where their registries are applied in one build.
         path: Its path in the release, ``vllm/…/x.py``.
         upstream: Its source as published.
-        rewritten: Its source in the overlay.
+        rewritten: Its source in the overlay with all hooks.
         outcomes: What became of each of the transform's rules.
+        default: Its source in the overlay with the hooks that shipped features use; None if it has none of these.
+        opt_in: The rules that are in ``rewritten`` alone.
     """
 
-    transform: str
-    group: str
+    transforms: tuple[Transform, ...]
     path: str
     upstream: bytes
     rewritten: bytes
     outcomes: tuple[Outcome, ...]
+    default: bytes | None = None
+    opt_in: tuple[str, ...] = ()
+
+    @property
+    def transform(self) -> str:
+        """The ids of the transforms that changed it."""
+        return ", ".join(transform.id for transform in self.transforms)
+
+    @property
+    def group(self) -> str:
+        """The unit that can be switched off in a process; those of further owners hang on it."""
+        return self.transforms[0].module.group
 
     @property
     def name(self) -> str:
@@ -59,12 +74,29 @@ class Overlay:
         artefact: What its sources were read from.
         modules: The modules that changed, in the order of the transforms.
         outcomes: What became of every rule of every transform, also of those whose module did not change.
+        product: Whose rules were applied to which package.
     """
 
     release: str
     artefact: Artefact
     modules: tuple[RewrittenModule, ...]
     outcomes: tuple[Outcome, ...]
+    product: Product = UCM
+
+    @property
+    def named(self) -> str:
+        """It, as a command line names it."""
+        return self.product.named(self.release)
+
+    @property
+    def directory(self) -> Path:
+        """Where its lock lies."""
+        return self.product.directory(self.release)
+
+    @property
+    def title(self) -> str:
+        """The package and the release, in prose."""
+        return f"{self.product.package.title} {self.release}"
 
     @property
     def failures(self) -> list[Outcome]:
@@ -72,27 +104,26 @@ class Overlay:
         return [outcome for outcome in self.outcomes if outcome.status.failed or outcome.status is Status.PRESENT]
 
 
-def rewrite(tree: SourceTree, transforms: Sequence[Transform] = TRANSFORMS) -> Overlay:
-    """Apply all transforms to a release.
+def rewrite(tree: SourceTree, product: Product = UCM) -> Overlay:
+    """Apply all transforms of a product to a release.
 
     Raises:
         SourceError: If its files cannot be read.
     """
-    paths = {transform.id: module_path(transform, tree) for transform in transforms}
-    sources = tree.read_many([path for path in paths.values() if path])
-    modules, outcomes = [], []
-    for transform in transforms:
+    paths = {transform.id: module_path(transform, tree) for transform in product.transforms}
+    sources = tree.read_many(list(dict.fromkeys(path for path in paths.values() if path)))
+    modules, outcomes, done = [], [], set()
+    for transform in product.transforms:
         path = paths[transform.id]
         if path is None:
             outcomes += _without_module(transform, tree.release)
-            continue
-        module = _rewrite_module(transform, path, sources[path], tree.release)
-        if any(_is_change(outcome, transform) for outcome in module.outcomes):
-            modules.append(module)
+        elif path not in done:
+            done.add(path)
+            together = [t for t in product.transforms if paths[t.id] == path]
+            module = _rewrite_module(together, path, sources[path], tree.release, product)
+            modules += [module] if module.transforms else []
             outcomes += module.outcomes
-        else:
-            outcomes += [_left_out(outcome) for outcome in module.outcomes]
-    return Overlay(tree.release, tree.artefact, tuple(modules), tuple(outcomes))
+    return Overlay(tree.release, tree.artefact, tuple(modules), tuple(outcomes), product)
 
 
 def module_path(transform: Transform, tree: SourceTree) -> str | None:
@@ -102,23 +133,50 @@ def module_path(transform: Transform, tree: SourceTree) -> str | None:
     return next((path for path in transform.module.candidates(tree.release) if tree.exists(path)), None)
 
 
-def _rewrite_module(transform: Transform, path: str, source: bytes, release: str) -> RewrittenModule:
+def _rewrite_module(
+    transforms: Sequence[Transform], path: str, source: bytes, release: str, product: Product
+) -> RewrittenModule:
+    """A module with the insertions of the transforms that are for it; with those of none if they insert nothing."""
     try:
         parsed = cst.parse_module(source)
     except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
         raise SourceError(
             "an upstream module does not parse", where=f"{path}: {error}", fix="check that the sources are complete"
         ) from error
-    changed, outcomes = apply_rules(parsed, transform.all_rules, path, release)
-    rewritten = _with_notice(changed.bytes, release)
-    return RewrittenModule(transform.id, transform.module.group, path, source, rewritten, tuple(outcomes))
+    changed, outcomes, changing = _applied(transforms, parsed, path, release)
+    rewritten = _with_notice(changed.bytes, release, product)
+    module = RewrittenModule(tuple(changing), path, source, rewritten, tuple(outcomes), rewritten)
+    if not any(transform.opt_in for transform in changing):
+        return module
+    defaults = [transform.default for transform in changing if transform.default is not None]
+    smaller, _, left = _applied(defaults, parsed, path, release)
+    opt_in = tuple(rule.id for t in changing for rule in t.all_rules if t.is_opt_in(rule.id))
+    return replace(module, default=_with_notice(smaller.bytes, release, product) if left else None, opt_in=opt_in)
 
 
-def _with_notice(source: bytes, release: str) -> bytes:
+def _applied(
+    transforms: Sequence[Transform], module: cst.Module, path: str, release: str
+) -> tuple[cst.Module, list[Outcome], list[Transform]]:
+    """A module with the insertions of some transforms, each into the result of those before, and who inserted any."""
+    outcomes: list[Outcome] = []
+    changing = []
+    for transform in transforms:
+        changed, own = apply_rules(module, transform.all_rules, path, release)
+        if any(_is_change(outcome, transform) for outcome in own):
+            module = changed
+            outcomes += own
+            changing.append(transform)
+        else:
+            outcomes += [_left_out(outcome) for outcome in own]
+    return module, outcomes, changing
+
+
+def _with_notice(source: bytes, release: str, product: Product) -> bytes:
     """The source with a notice of changes after the comments that it starts with (its licence header)."""
     lines = source.splitlines(keepends=True)
     header = next((i for i, line in enumerate(lines) if not line.startswith(b"#")), len(lines))
-    return b"".join([*lines[:header], NOTICE.format(release=release).encode(), *lines[header:]])
+    notice = NOTICE.format(overlay=product.publisher.title, package=product.package.title, release=release)
+    return b"".join([*lines[:header], notice.encode(), *lines[header:]])
 
 
 def _is_change(outcome: Outcome, transform: Transform) -> bool:

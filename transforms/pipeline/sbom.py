@@ -6,47 +6,55 @@ import uuid
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from transforms.pipeline.product import UCM
+
 if TYPE_CHECKING:
     from transforms.pipeline.lock import Lock
+    from transforms.pipeline.product import Product
 
-NAMESPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "ucm-vllm-overlay")
 
-
-def make_sbom(lock: Lock, version: str) -> dict[str, Any]:
-    """The bill of materials of an overlay: vLLM as its origin, and each file with what it was made from.
+def make_sbom(lock: Lock, version: str, hooks: str, product: Product = UCM) -> dict[str, Any]:
+    """The bill of materials of an overlay: the package as its origin, and each file with what it was made from.
 
     Args:
-        lock: The overlay's lock.
+        lock: The part of the overlay's lock that is built.
         version: The overlay's version.
+        hooks: ``default`` or ``all``: which hooks it has.
+        product: What it is made of.
     """
-    upstream = lock["upstream"]
-    vllm = f"pkg:pypi/vllm@{quote(lock['release'])}"
+    upstream, name = lock["upstream"], product.publisher.distribution
+    namespace = uuid.uuid5(uuid.NAMESPACE_DNS, name)
+    origin = f"pkg:pypi/{product.package.project}@{quote(lock['release'])}"
     artefact: dict[str, Any] = {
         "type": "library",
-        "bom-ref": vllm,
-        "name": "vllm",
+        "bom-ref": origin,
+        "name": product.package.project,
         "version": lock["release"],
-        "purl": vllm,
+        "purl": origin,
         "licenses": [{"license": {"id": "Apache-2.0"}}],
         "properties": [{"name": "ucm:artefact", "value": upstream["name"]}],
     }
     if upstream["sha256"]:
         artefact["hashes"] = [{"alg": "SHA-256", "content": upstream["sha256"]}]
-    overlay = f"pkg:pypi/ucm-vllm-overlay@{quote(version)}"
+    overlay = f"pkg:pypi/{name}@{quote(version)}"
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
-        "serialNumber": f"urn:uuid:{uuid.uuid5(NAMESPACE, version)}",
+        "serialNumber": f"urn:uuid:{uuid.uuid5(namespace, version)}",
         "version": 1,
         "metadata": {
             "component": {
                 "type": "library",
                 "bom-ref": overlay,
-                "name": "ucm-vllm-overlay",
+                "name": name,
                 "version": version,
                 "purl": overlay,
                 "licenses": [{"license": {"id": "Apache-2.0"}}],
+                "properties": [
+                    {"name": "ucm:hooks", "value": hooks},
+                    *({"name": "ucm:owner", "value": owner} for owner in product.owners),
+                ],
                 "pedigree": {"ancestors": [artefact], "notes": "modules of the ancestor with statements added by rule"},
             }
         },
@@ -55,7 +63,7 @@ def make_sbom(lock: Lock, version: str) -> dict[str, Any]:
 
 
 def _file(module: dict[str, Any]) -> dict[str, Any]:
-    """One rewritten module with its ancestor: vLLM's file of the same path."""
+    """One rewritten module with its ancestor: the package's file of the same path."""
     return {
         "type": "file",
         "bom-ref": module["path"],

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jinja2
 
-from transforms.pipeline.lock import OVERLAYS, read_lock, reviewed_releases
-from transforms.registry import TRANSFORMS
+from transforms.pipeline.census import judged
+from transforms.pipeline.lock import read_lock
+from transforms.pipeline.product import UCM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from transforms.engine.census import Census, Elsewhere
     from transforms.engine.rule import Rule
+    from transforms.pipeline.census import Site
+    from transforms.pipeline.product import Product
 
 TEMPLATE = "transforms.md.j2"
 
 
-def transforms_page(overlays: Path = OVERLAYS) -> str:
+def transforms_page(product: Product = UCM) -> str:
     """The page, as Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -28,26 +33,83 @@ def transforms_page(overlays: Path = OVERLAYS) -> str:
         lstrip_blocks=True,
         autoescape=False,  # noqa: S701 - Markdown of our own words
     )
-    releases = reviewed_releases(overlays)
-    inserted = {release: set(_inserted(release, overlays)) for release in releases}
-    rows = {rule.id: _ranges(rule, releases, inserted) for t in TRANSFORMS for rule in t.all_rules}
-    notes = {rule.id: _notes(rule) for t in TRANSFORMS for rule in t.all_rules}
-    code = {rule.id: _code(rule) for t in TRANSFORMS for rule in t.all_rules}
-    return environment.get_template(TEMPLATE).render(transforms=TRANSFORMS, rows=rows, notes=notes, code=code)
+    releases, transforms = product.reviewed(), product.transforms
+    inserted = {release: set(_inserted(release, product)) for release in releases}
+    rows = {rule.id: _ranges(rule, releases, inserted) for t in transforms for rule in t.all_rules}
+    notes = {rule.id: _notes(rule, opt_in=t.is_opt_in(rule.id)) for t in transforms for rule in t.all_rules}
+    code = {rule.id: _code(rule) for t in transforms for rule in t.all_rules}
+    return environment.get_template(TEMPLATE).render(
+        product=product, transforms=transforms, rows=rows, notes=notes, code=code, censuses=_censuses(releases, product)
+    )
 
 
-def _inserted(release: str, overlays: Path) -> Iterator[str]:
-    lock = read_lock(release, overlays)
+@dataclass(frozen=True)
+class CensusRow:
+    """Places of which the same is said.
+
+    Attributes:
+        places: Their modules and qualified names.
+        follows: What follows.
+        releases: The reviewed releases that have any of them.
+    """
+
+    places: tuple[str, ...]
+    follows: str
+    releases: str
+
+
+def _censuses(releases: list[str], product: Product) -> dict[str, list[CensusRow]]:
+    """The rows of each census: the hooked places, then the others in the order in which they are classified."""
+    found: dict[str, dict[str, dict[str, set[str]]]] = {c.id: {} for t in product.transforms for c in t.census}
+    for release, sites in judged(product).items():
+        for site in sites:
+            for follows in _follows(site):
+                found[site.census.id].setdefault(follows, {}).setdefault(f"`{site.place}`", set()).add(release)
+    return {
+        census.id: [
+            CensusRow(tuple(sorted(places)), follows, _spans(releases, set().union(*places.values())))
+            for follows, places in sorted(found[census.id].items(), key=lambda item: _order(census, item[0]))
+        ]
+        for transform in product.transforms
+        for census in transform.census
+    }
+
+
+def _follows(site: Site) -> list[str]:
+    """What is to be said of a place; a function of which only a part is hooked is told twice."""
+    hooked = ["**hooked**"] if site.hooked else []
+    if site.hooked >= site.count:
+        return hooked
+    return [*hooked, _said(site.said) if site.said else "**not classified**"]
+
+
+def _said(said: Elsewhere) -> str:
+    by = f" (`{said.refused_by}`)" if said.refused_by else ""
+    return f"**{said.consequence.value}**: {said.reason}{by}"
+
+
+def _order(census: Census, follows: str) -> int:
+    known = [_said(said) for said in census.elsewhere]
+    return known.index(follows) if follows in known else -1
+
+
+def _inserted(release: str, product: Product) -> Iterator[str]:
+    lock = read_lock(release, product)
     for module in lock["modules"] if lock else []:
         yield from (rule["id"] for rule in module["rules"])
 
 
 def _ranges(rule: Rule, releases: list[str], inserted: dict[str, set[str]]) -> str:
-    """The reviewed releases with the rule, as ranges of consecutive ones."""
+    """The reviewed releases with the rule."""
+    return _spans(releases, {release for release in releases if rule.id in inserted[release]})
+
+
+def _spans(releases: list[str], chosen: set[str]) -> str:
+    """Some of the reviewed releases, as ranges of consecutive ones."""
     spans: list[list[str]] = []
     previous_had_it = False
     for release in releases:
-        has_it = rule.id in inserted[release]
+        has_it = release in chosen
         if has_it and previous_had_it:
             spans[-1][1:] = [release]
         elif has_it:
@@ -56,8 +118,9 @@ def _ranges(rule: Rule, releases: list[str], inserted: dict[str, set[str]]) -> s
     return ", ".join(" to ".join(span) for span in spans) or "none"
 
 
-def _notes(rule: Rule) -> list[str]:
-    notes = [f"not {absent.releases}: {absent.reason}" for absent in rule.absent]
+def _notes(rule: Rule, *, opt_in: bool) -> list[str]:
+    notes = ["opt-in"] if opt_in else []
+    notes += [f"not {absent.releases}: {absent.reason}" for absent in rule.absent]
     if rule.upstreamed:
         notes.append(f"upstreamed: {rule.upstreamed.note}")
     return notes

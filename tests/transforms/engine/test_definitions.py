@@ -14,7 +14,7 @@ from transforms.engine.releases import ALL_RELEASES, Absent, Releases
 from transforms.engine.report import Candidate, Outcome, Status
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import HOOKS_IMPORT, Case, Transform
+from transforms.engine.transform import DEFAULT_SEAM, Case, Transform
 
 WORDS = "six words that answer the question"
 RECORD = Governance(
@@ -69,7 +69,7 @@ class TestTransform:
     def test_the_import_of_the_hooks_comes_first(self) -> None:
         given = _transform(_rule("t.a"), _rule("t.b"))
         assert [r.id for r in given.all_rules] == ["t.import", "t.a", "t.b"]
-        assert given.all_rules[0].variants == (Variant(Scope(), AtStart(HOOKS_IMPORT)),)
+        assert given.all_rules[0].variants == (Variant(Scope(), AtStart(DEFAULT_SEAM.statement)),)
 
     def test_no_import_without_a_hook(self) -> None:
         assert [r.id for r in _transform(_rule("t.a", "x: int = 0")).all_rules] == ["t.a"]
@@ -130,7 +130,7 @@ class TestReleases:
                 Releases("0.9.2", "0.18.1"),
                 ("0.9.2", "0.18.0", "0.18.0.post1"),
                 ("0.9.1", "0.18.1"),
-                "0.9.2 up to, without, 0.18.1",
+                "0.9.2 up to, but not including, 0.18.1",
             ),
         ],
     )

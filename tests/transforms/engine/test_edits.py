@@ -122,16 +122,16 @@ class TestBeside:
 
     @pytest.mark.parametrize("code", ["if x: a()\n", "for y in x: a()\n", "if x: pass\nelse: a()\n", "a(); b()\n"])
     def test_refuses_a_statement_that_shares_its_line(self, code: str) -> None:
-        assert "it does not stand on lines of its own" in refused(body(code), after("a()", "new()"))
-        assert "it does not stand on lines of its own" in refused(body(code), before("a()", "new()"))
+        assert "it is not alone on its lines" in refused(body(code), after("a()", "new()"))
+        assert "it is not alone on its lines" in refused(body(code), before("a()", "new()"))
 
     def test_outer_gets_past_a_one_line_suite(self) -> None:
         assert inserted(body("if x: a()\n"), after("a()", "new()", "outer")) == body("if x: a()\nnew()  # ucm: t.r\n")
 
     def test_refuses_the_condition_of_an_elif(self) -> None:
-        assert "lines of its own" in refused(body("if x:\n    pass\nelif a():\n    pass\n"), before("a()", "new()"))
+        assert "alone on its lines" in refused(body("if x:\n    pass\nelif a():\n    pass\n"), before("a()", "new()"))
         given = body("if x:\n    pass\nelif y:\n    pass\n")
-        assert "lines of its own" in refused(given, after("if y: ...", "new()"))
+        assert "alone on its lines" in refused(given, after("if y: ...", "new()"))
 
     def test_takes_a_conditional_expression(self) -> None:
         given = body("x = y if z else a()\n")
@@ -150,15 +150,15 @@ class TestBeside:
     @pytest.mark.parametrize("level", ["inner", "outer"])
     def test_refuses_the_head_of_its_own_scope(self, head: str, level: str) -> None:
         edit = before("a()", "new()", "outer") if level == "outer" else before("a()", "new()")
-        assert "lines of its own" in refused(f"{head}\n    pass\n", edit)
+        assert "alone on its lines" in refused(f"{head}\n    pass\n", edit)
 
     def test_refuses_the_scope_itself(self) -> None:
-        assert "lines of its own" in refused("class f:\n    x = 1\n", after("class f: ...", "new()", "outer"))
+        assert "alone on its lines" in refused("class f:\n    x = 1\n", after("class f: ...", "new()", "outer"))
 
     @pytest.mark.parametrize("level", ["inner", "outer"])
     def test_refuses_the_body_of_a_one_line_function(self, level: str) -> None:
         edit = before("a()", "new()", "outer") if level == "outer" else before("a()", "new()")
-        assert "lines of its own" in refused("def f(): a()\n", edit)
+        assert "alone on its lines" in refused("def f(): a()\n", edit)
 
     def test_in_the_module_itself(self) -> None:
         assert inserted("a()\n", after("a()", "new()"), scope="") == "a()\nnew()  # ucm: t.r\n"
@@ -199,7 +199,7 @@ class TestAtStart:
         assert apply_rule(module, loop, "m.py", "1")[0].code == body("for x in y:\n    new()  # ucm: t.r\n    a()\n")
 
     def test_refuses_a_body_on_the_line_of_its_head(self) -> None:
-        assert refused("def f(): a()\n", AtStart("new()")).endswith("its body stands on one line")
+        assert refused("def f(): a()\n", AtStart("new()")).endswith("its body is on one line")
 
 
 class TestAtEnd:
@@ -225,7 +225,7 @@ class TestAtEnd:
         ],
     )
     def test_refuses_an_end_that_is_never_reached(self, code: str) -> None:
-        assert refused(body(code), AtEnd("new()")).endswith("control never gets there")
+        assert refused(body(code), AtEnd("new()")).endswith("control never reaches its end")
 
     @pytest.mark.parametrize("code", ["if a:\n    return 1\n", "for a in b:\n    if a:\n        return\n"])
     def test_refuses_an_end_that_a_return_may_skip(self, code: str) -> None:
@@ -238,7 +238,7 @@ class TestAtEnd:
         assert inserted(body(code), AtEnd("new()")) == body(f"{code}new()  # ucm: t.r\n")
 
     def test_refuses_a_body_on_the_line_of_its_head(self) -> None:
-        assert refused("def f(): a()\n", AtEnd("new()")).endswith("its body stands on one line")
+        assert refused("def f(): a()\n", AtEnd("new()")).endswith("its body is on one line")
 
 
 class TestKeyword:
@@ -304,8 +304,8 @@ class TestKeyword:
         assert inserted(body("call(call(a))\n"), CALL, expect=2) == body("call(call(a, k=v(1)), k=v(1))\n")
 
     def test_refuses_a_call_that_gives_it_already(self) -> None:
-        assert refused(body("call(a, k=1)\n"), CALL).endswith("it gives k already")
-        assert refused(body("call(a, k=v(1).x)\n"), CALL).endswith("it gives k already")
+        assert refused(body("call(a, k=1)\n"), CALL).endswith("it already passes k")
+        assert refused(body("call(a, k=v(1).x)\n"), CALL).endswith("it already passes k")
 
     def test_refuses_a_generator_without_brackets(self) -> None:
         assert "generator" in refused(body("call(x for x in y)\n"), CALL)

@@ -60,7 +60,7 @@ def test_parents_come_before_their_children() -> None:
     assert all(path[:-1] in PATHS[: PATHS.index(path)] for path in PATHS if path)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(st.sampled_from([path for path, node in walk(MODULE) if isinstance(node, cst.Name)]))
 def test_replaces_as_deep_replace_does(path: tuple[tuple[str, int | None], ...]) -> None:
     new = cst.Name("replaced")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from transforms import scheduler_output, worker
+from transforms.pipeline.product import UCM, Product
 from transforms.pipeline.rewrite import Overlay, rewrite
-from transforms.pipeline.sources.tree import Artefact
+from transforms.pipeline.sources.tree import Artefact, sha256
+from transforms.registry import REGISTRY
 
-WORKER = "vllm/v1/worker/gpu_worker.py"
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from transforms.engine.registry import Package
+    from transforms.engine.transform import Transform
+
+WORKER = "vllm/v1/worker/worker_base.py"
 OUTPUT = "vllm/v1/core/sched/output.py"
-SMALL = (scheduler_output.TRANSFORM, worker.TRANSFORM)
 
 WORKER_SOURCE = """\
 # SPDX-License-Identifier: Apache-2.0
@@ -23,12 +32,12 @@ def unrelated():
     return os.getpid() < 7
 
 
-def init_worker_distributed_environment(vllm_config):
-    ensure_model_parallel_initialized(1, 1)
+class WorkerWrapperBase:
+    def init_device(self):
+        self.worker.init_device()
 
-
-def ensure_model_parallel_initialized(first, second):
-    return first, second
+    def shutdown(self):
+        self.worker.shutdown()
 """
 OUTPUT_SOURCE = """\
 class SchedulerOutput:
@@ -57,7 +66,26 @@ class DictTree:
     def read_many(self, paths: list[str]) -> dict[str, bytes]:
         return {path: self.read(path) for path in paths}
 
+    def python_files(self) -> dict[str, str]:
+        return {path: sha256(source.encode()) for path, source in self.files.items()}
 
-def small_overlay(tree: DictTree) -> Overlay:
+    def read_package(self) -> Iterator[tuple[str, bytes]]:
+        return ((path, self.read(path)) for path in self.files)
+
+
+def dict_tree(release: str, *, package: Package) -> DictTree:
+    """The tree of a release, as `open_sources` opens one."""
+    return DictTree(release)
+
+
+def product_of(*transforms: Transform, overlays: Path = UCM.overlays) -> Product:
+    """UCM's product with some transforms alone."""
+    return Product((replace(REGISTRY, transforms=transforms),), overlays)
+
+
+SMALL = product_of(scheduler_output.TRANSFORM, worker.TRANSFORM)
+
+
+def small_overlay(tree: DictTree, overlays: Path = UCM.overlays) -> Overlay:
     """What the two transforms make of a tree."""
-    return rewrite(tree, SMALL)
+    return rewrite(tree, replace(SMALL, overlays=overlays))

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from transforms.pipeline.checks import CheckError, check_module, check_overlay, hook_signatures, hook_uses
+from transforms.engine.transform import DEFAULT_SEAM
+from transforms.pipeline.checks import (
+    CheckError,
+    Signatures,
+    changed_definitions,
+    check_module,
+    check_overlay,
+    hook_signatures,
+    hook_uses,
+)
 from transforms.pipeline.rewrite import RewrittenModule
+from transforms.worker import TRANSFORM as WORKER
 
 if TYPE_CHECKING:
     from transforms.pipeline.rewrite import Overlay
 
 SEAM = """
-from ucm.sparse.base import INVALID_SLOT
+from ucm.sparse.limits import LIMIT
 from ucm.block_table import clear_row as clear
 
 def begin(layer, query, key=None): ...
 def _private(): ...
 """
 IMPORT = "from ucm.integration.vllm import hooks as _ucm_hooks\n"
-SIGNATURES = {
-    "begin": ast.parse("def begin(layer, query, key=None): ...").body[0].args,  # type: ignore[attr-defined]
-    "NAME": None,
+SIGNATURES: Signatures = {
+    DEFAULT_SEAM: {
+        "begin": ast.parse("def begin(layer, query, key=None): ...").body[0].args,  # type: ignore[attr-defined]
+        "NAME": None,
+    }
 }
 
 
 def module(upstream: str, rewritten: str | None = None, path: str = "vllm/v1/x.py") -> RewrittenModule:
     after = upstream if rewritten is None else rewritten
-    return RewrittenModule("area", "group", path, upstream.encode(), after.encode(), ())
+    area = replace(WORKER, id="area", rules=(), cases=(), opt_in=(), census=())
+    return RewrittenModule((area,), path, upstream.encode(), after.encode(), ())
 
 
 def refusal(checked: RewrittenModule) -> CheckError:
@@ -162,7 +176,7 @@ def test_the_seam_is_read_from_its_source(tmp_path_factory: pytest.TempPathFacto
     source.write_text(SEAM)
     found = hook_signatures(source)
     assert {name: args is not None for name, args in found.items()} == {
-        "INVALID_SLOT": False,
+        "LIMIT": False,
         "clear": False,
         "begin": True,
     }
@@ -178,3 +192,45 @@ def test_the_uses_of_hooks_are_found_in_order() -> None:
         ("NAME", 4, False),
         ("begin", 5, True),
     ]
+
+
+def test_what_rules_changed_is_found_by_their_marks() -> None:
+    source = f"""{IMPORT.rstrip()}  # ucm: area.import
+
+def plain(a):
+    return a
+
+if True:
+    def f(a):
+        def inner(b):
+            return _ucm_hooks.begin(b)  # ucm: area.inner
+        return inner
+
+class Output:
+    total: int
+    more: object = None  # ucm: area.field
+
+    def total(self):
+        return self.total
+
+class Scheduler:
+    def schedule(self):
+        _ucm_hooks.begin(self)  # ucm: area.begin
+        if _ucm_hooks.NAME:
+            _ucm_hooks.finished(self)  # ucm: area.finished
+
+    def other(self):
+        return None
+"""
+    assert changed_definitions(source.encode()) == {
+        "f": ["begin"],
+        "Output": [],
+        "Scheduler.schedule": ["begin", "finished"],
+    }
+
+
+def test_a_call_of_a_hook_that_could_not_be_proved_to_be_ours() -> None:
+    """No function holds it, so nothing of it can be looked at in a process."""
+    rewritten = f"{IMPORT}_ucm_hooks.begin(1, 2)  # ucm: area.begin\n"
+    error = refusal(module("", rewritten))
+    assert "calls begin outside every function" in str(error)

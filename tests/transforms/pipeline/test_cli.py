@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from tests.ucm.overlay.miniature import RELEASE, write_miniature
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.cli import _parser, chosen_releases, main, newest_reviewed
-from transforms.pipeline.lock import accept, reviewed_releases
+from transforms.pipeline.lock import accept
 from transforms.pipeline.package import ROOT, runtime_version
+from transforms.pipeline.product import UCM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +36,7 @@ def repository(tmp_path: Path, overlay: Overlay) -> Path:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         copy(ROOT / name, root / name)
-    accept(overlay, overlays=root / "overlays")
+    accept(replace(overlay, product=replace(UCM, overlays=root / "overlays")))
     return root
 
 
@@ -94,7 +96,7 @@ def test_build_overlay_refuses_rules_that_do_not_apply(repository: Path, tmp_pat
     [
         (
             ["latest"],
-            "'latest' is not a vLLM release\n  to do: name a version as the index does, for instance 0.32.0\n",
+            "'latest' is not a release\n  to do: name a version as the index does, for instance 0.32.0\n",
         ),
         (["--from", "none"], "there is no such file or directory\n  where: none\n  to do: name one that exists with "),
         (["--from", "ucm"], "this directory does not hold vLLM\n  where: ucm (looked for vllm/__init__.py)\n"),
@@ -142,20 +144,20 @@ def meant(*arguments: str) -> list[str | None]:
 
 
 def test_which_releases_are_meant() -> None:
-    assert meant() == [reviewed_releases()[-1]] == [newest_reviewed()]
+    assert meant() == [UCM.reviewed()[-1]] == [newest_reviewed()]
     assert meant("--from", "some/path") == [None]
     assert meant("--from", "some/path", "--release", "0.9.2") == ["0.9.2"] == meant("0.9.2", "--from", "some/path")
-    assert meant("all") == reviewed_releases()
+    assert meant("all") == UCM.reviewed()
     assert meant("0.9.2", "0.32.0") == ["0.9.2", "0.32.0"]
 
 
 @pytest.mark.parametrize("several", [["all"], ["0.9.2", "0.32.0"], ["0.9.2", "--release", "0.32.0"]], ids=" ".join)
 def test_one_copy_is_of_one_release(several: list[str]) -> None:
-    with pytest.raises(OverlayError, match="--from names the sources of one release, and the command line names sev"):
+    with pytest.raises(OverlayError, match="--from takes the sources of one release, but several releases are given"):
         meant(*several, "--from", "some/path")
 
 
-def test_nothing_reviewed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transforms.pipeline.cli.reviewed_releases", list)
+def test_nothing_reviewed_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transforms.pipeline.cli.UCM", replace(UCM, overlays=tmp_path))
     with pytest.raises(OverlayError, match="no overlay has been reviewed yet"):
         newest_reviewed()

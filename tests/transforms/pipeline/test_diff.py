@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transforms.pipeline.build import make_overlay
-from transforms.pipeline.diff import module_diff, overlay_diff
-from transforms.pipeline.lock import directory
+from transforms.pipeline.diff import module_diff, overlay_diff, unified_lines
+from transforms.pipeline.product import UCM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ def test_a_published_release(tmp_path: Path) -> None:
         )
         assert all(before.count(line) > after.count(line) for line in removed)
     assert diff == overlay_diff(overlay)
-    assert diff.encode() == (directory("0.32.0") / "changes.diff").read_bytes()
+    assert diff.encode() == (UCM.directory("0.32.0") / "changes.diff").read_bytes()
 
 
 @TOOLS
@@ -122,3 +122,33 @@ def test_any_change_read_back(before: list[str], after: list[str]) -> None:
         result += before[taken:at] + [line[1:] for line in lines[int(removed) :]]
         taken = at + int(removed)
     assert result + before[taken:] == after
+
+
+def test_lines_that_occur_once_are_aligned_before_all_others() -> None:
+    """The standard library's matcher would match the brackets of one function with those of the other."""
+    before = ["def a():\n", "{\n", "    one\n", "}\n", "\n", "def c():\n", "{\n", "}\n"]
+    after = [*before[:5], "def b():\n", "{\n", "    two\n", "}\n", "\n", *before[5:]]
+    diff = module_diff("x", "".join(before).encode(), "".join(after).encode())
+    assert diff.splitlines()[2:] == ["@@ -5,0 +6,5 @@", "+def b():", "+{", "+    two", "+}", "+"]
+    moved = module_diff("x", b"{\nfirst\n}\n{\nsecond\n}\n", b"{\nsecond\n}\n{\nfirst\n}\n")
+    assert sum(line.startswith("-") for line in moved.splitlines()[1:]) == 3
+
+
+@settings(deadline=None)
+@given(LINES, LINES)
+def test_any_unified_diff_is_applied(before: list[str], after: list[str]) -> None:
+    """A reader of unified diffs gets the second list of lines from the first, whatever the context."""
+    for context in (0, 3):
+        result: list[str] = []
+        done = 0
+        for line in unified_lines(before, after, context):
+            if line.startswith("@@ "):
+                start, length = map(int, line.split()[1][1:].split(","))
+                result, done = [*result, *before[done : start - 1 if length else start]], start - 1 if length else start
+            else:
+                if line[0] != "+":
+                    assert before[done] == line[1:]
+                    done += 1
+                if line[0] != "-":
+                    result.append(line[1:])
+        assert [*result, *before[done:]] == after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,7 @@ from tests.transforms.pipeline.memory import (
     WORKER,
     WORKER_SOURCE,
     DictTree,
+    dict_tree,
     small_overlay,
 )
 from transforms.engine.report import Status
@@ -32,21 +34,21 @@ from transforms.pipeline.lock import accept
 if TYPE_CHECKING:
     from pathlib import Path
 
-BROKEN = WORKER_SOURCE.replace(
-    "    ensure_model_parallel_initialized(1, 1)\n", "    ensure_parallel_initialized(1, 1)\n"
-)
+BROKEN = WORKER_SOURCE.replace("        self.worker.init_device()\n", "        self.worker.set_up_device()\n")
 
 
 @pytest.fixture
 def overlays(tmp_path: Path) -> Path:
     """The overlay of 0.31.0 is reviewed."""
     target = tmp_path / "overlays"
-    accept(small_overlay(DictTree("0.31.0")), overlays=target)
+    accept(small_overlay(DictTree("0.31.0"), target))
     return target
 
 
 def drift_of(overlays: Path, worker: str = WORKER_SOURCE, output: str = OUTPUT_SOURCE) -> Drift:
-    return measure_tree(DictTree("0.32.0", {WORKER: worker, OUTPUT: output}), SMALL, overlays)
+    return measure_tree(
+        DictTree("0.32.0", {WORKER: worker, OUTPUT: output}), replace(SMALL, overlays=overlays), dict_tree
+    )
 
 
 def printed(drift: Drift) -> str:
@@ -77,15 +79,15 @@ def test_a_failure_stops_nothing_and_names_the_nearest_place(overlays: Path) -> 
     drift = drift_of(overlays, worker=BROKEN)
     assert not drift.applies
     assert [rule.outcome.rule for rule in drift.failures] == ["worker.init"]
-    assert drift.counts[Status.APPLIED] == 5
+    assert drift.counts[Status.APPLIED] == 2
     (candidate, *_) = drift.failures[0].outcome.candidates
-    assert candidate.code == "ensure_parallel_initialized(1, 1)"
+    assert candidate.code == "self.worker.set_up_device()"
     assert BROKEN.splitlines()[candidate.line - 1].strip() == candidate.code
-    assert f"line {candidate.line}: ensure_parallel_initialized(1, 1)" in printed(drift)
+    assert f"line {candidate.line}: self.worker.set_up_device()" in printed(drift)
 
 
 def test_an_absent_module_is_missing(overlays: Path) -> None:
-    drift = measure_tree(DictTree("0.32.0", {OUTPUT: OUTPUT_SOURCE}), SMALL, overlays)
+    drift = measure_tree(DictTree("0.32.0", {OUTPUT: OUTPUT_SOURCE}), replace(SMALL, overlays=overlays))
     assert {rule.outcome.rule for rule in drift.failures} == {"worker.import", "worker.init"}
 
 
@@ -108,7 +110,7 @@ def test_machine_readable(overlays: Path) -> None:
     assert (data["schema"], data["ok"]) == (1, False)
     rules = {rule["id"]: rule for rule in data["releases"][0]["rules"]}
     assert rules["worker.init"]["status"] == "missing"
-    assert rules["worker.init"]["candidates"][0]["line"] == 12
+    assert rules["worker.init"]["candidates"][0]["line"] == 13
     assert rules["worker.import"]["change"]["kind"] == "unchanged"
     assert rules["worker.import"]["lines"] == [5]
 
@@ -131,7 +133,7 @@ def test_page(overlays: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert page == tmp_path / "drift" / "index.html"
     assert "worker.init in 0.32.0: missing" in text
-    assert "ensure_parallel_initialized" in text
+    assert "self.worker.set_up_device" in text
     assert "http" not in text
 
 
@@ -152,4 +154,4 @@ def test_a_real_release(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_several_releases_of_one_source_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drift", "all", "--from", "installed"]) == 1
-    assert "--from names the sources of one release" in capsys.readouterr().err
+    assert "--from takes the sources of one release" in capsys.readouterr().err

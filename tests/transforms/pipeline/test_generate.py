@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 
-from tests.releases import REVIEWED
+from tests.releases import ASCEND, REVIEWED
 from transforms.engine.marks import MARK
-from transforms.pipeline.generate import FINGERPRINTS, TRANSFORMS_PAGE, fingerprints
-from transforms.pipeline.lock import directory, read_lock, reviewed_releases
-from transforms.pipeline.transforms_page import transforms_page
-from transforms.registry import TRANSFORMS
+from transforms.pipeline.generate import FINGERPRINTS, fingerprints, generated
+from transforms.pipeline.lock import read_lock
+from transforms.pipeline.product import products
+
+EACH = [(product, release) for product in products() for release in product.reviewed()]
 
 
 def test_the_reviewed_releases_are_those_with_a_lock() -> None:
-    assert reviewed_releases() == list(REVIEWED)
+    assert [product.reviewed() for product in products()] == [list(REVIEWED), list(ASCEND)]
 
 
 def test_the_fingerprints_are_the_locks() -> None:
@@ -27,15 +28,16 @@ def test_a_release_can_be_told_by_its_fingerprints() -> None:
     assert len(set(contents.values())) == len(REVIEWED)
 
 
-def test_the_page_of_transforms_is_the_records_and_the_locks() -> None:
-    assert TRANSFORMS_PAGE.read_text(encoding="utf-8") == transforms_page()
+def test_the_pages_of_transforms_are_the_records_and_the_locks() -> None:
+    for path, text in generated().items():
+        assert path.read_text(encoding="utf-8") == text
 
 
 def test_every_lock_has_its_diff_with_every_marked_rule() -> None:
-    for release in REVIEWED:
-        lock = read_lock(release)
+    for product, release in EACH:
+        lock = read_lock(release, product)
         assert lock is not None
-        diff = (directory(release) / "changes.diff").read_text(encoding="utf-8")
+        diff = (product.directory(release) / "changes.diff").read_text(encoding="utf-8")
         for module in lock["modules"]:
             assert f"--- a/{module['path']}\n+++ b/{module['path']}\n" in diff
             for rule in module["rules"]:
@@ -45,9 +47,9 @@ def test_every_lock_has_its_diff_with_every_marked_rule() -> None:
 
 
 def test_every_rule_is_inserted_or_left_out_with_a_reason() -> None:
-    rules = {rule.id for transform in TRANSFORMS for rule in transform.all_rules}
-    for release in REVIEWED:
-        lock = read_lock(release)
+    for product, release in EACH:
+        rules = {rule.id for transform in product.transforms for rule in transform.all_rules}
+        lock = read_lock(release, product)
         assert lock is not None
         inserted = {rule["id"] for module in lock["modules"] for rule in module["rules"]}
         left_out = {entry["rule"] for entry in lock["not_inserted"] if entry["reason"]}

@@ -18,13 +18,12 @@ from transforms.pipeline.lock import (
     accept,
     check_reviewed,
     compare,
-    directory,
     dump,
     make_lock,
     marked_lines,
     read_lock,
-    reviewed_releases,
 )
+from transforms.pipeline.product import UCM, Product
 from transforms.pipeline.sources.tree import Artefact, sha256
 
 if TYPE_CHECKING:
@@ -45,6 +44,16 @@ def changed(overlay: Overlay) -> Overlay:
     """The overlay with another first module."""
     first, *rest = overlay.modules
     return replace(overlay, modules=(replace(first, rewritten=b"import os\n"), *rest))
+
+
+def shelf(overlays: Path) -> Product:
+    """UCM's product with its locks in another place."""
+    return replace(UCM, overlays=overlays)
+
+
+def kept(overlay: Overlay, overlays: Path) -> Overlay:
+    """The overlay, whose lock lies in another place."""
+    return replace(overlay, product=shelf(overlays))
 
 
 def test_a_lock_says_what_becomes_of_each_module(overlay: Overlay) -> None:
@@ -69,11 +78,11 @@ def test_marked_lines_are_counted_as_git_counts_them() -> None:
 
 
 def test_accept_and_check(overlay: Overlay, tmp_path: Path) -> None:
-    target = accept(overlay, tmp_path)
-    assert target == directory(RELEASE, tmp_path)
+    target = accept(kept(overlay, tmp_path))
+    assert target == shelf(tmp_path).directory(RELEASE)
     assert sorted(path.name for path in target.iterdir()) == ["changes.diff", "lock.json"]
-    assert check_reviewed(overlay, tmp_path) == read_lock(RELEASE, tmp_path) == make_lock(overlay, 1)
-    assert reviewed_releases(tmp_path) == [RELEASE]
+    assert check_reviewed(kept(overlay, tmp_path)) == read_lock(RELEASE, shelf(tmp_path)) == make_lock(overlay, 1)
+    assert shelf(tmp_path).reviewed() == [RELEASE]
 
 
 def test_releases_are_in_the_order_of_their_versions(tmp_path: Path) -> None:
@@ -81,7 +90,7 @@ def test_releases_are_in_the_order_of_their_versions(tmp_path: Path) -> None:
         (tmp_path / f"vllm-{release}").mkdir()
         (tmp_path / f"vllm-{release}" / "lock.json").touch()
     (tmp_path / "vllm-0.1.0").mkdir()
-    assert reviewed_releases(tmp_path) == ["0.9.2", "0.9.10", "0.10.0rc1", "0.10.0"]
+    assert shelf(tmp_path).reviewed() == ["0.9.2", "0.9.10", "0.10.0rc1", "0.10.0"]
 
 
 @settings(deadline=None)
@@ -100,7 +109,7 @@ def test_a_rule_stands_on_one_line() -> None:
 
 def test_an_overlay_that_was_not_reviewed(overlay: Overlay, tmp_path: Path) -> None:
     with pytest.raises(LockError) as caught:
-        check_reviewed(overlay, tmp_path)
+        check_reviewed(kept(overlay, tmp_path))
     assert str(caught.value) == (
         f"the overlay of vLLM {RELEASE} has not been reviewed\n"
         f"  where: {tmp_path}/vllm-{RELEASE}\n"
@@ -109,9 +118,9 @@ def test_an_overlay_that_was_not_reviewed(overlay: Overlay, tmp_path: Path) -> N
 
 
 def test_an_overlay_that_differs(overlay: Overlay, tmp_path: Path) -> None:
-    accept(changed(overlay), tmp_path)
+    accept(kept(changed(overlay), tmp_path))
     with pytest.raises(LockError) as caught:
-        check_reviewed(overlay, tmp_path)
+        check_reviewed(kept(overlay, tmp_path))
     what, difference, where, fix = str(caught.value).splitlines()
     assert what == f"the overlay of vLLM {RELEASE} is not the one that was reviewed:"
     assert difference == f"    {SCHEDULER}: the same upstream file is rewritten differently"
@@ -171,14 +180,14 @@ def test_a_module_more_differs(overlay: Overlay) -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "edited", "line-ends"])
 def test_a_diff_that_is_not_the_overlay_s(overlay: Overlay, tmp_path: Path, damage: str) -> None:
-    diff = accept(overlay, tmp_path) / "changes.diff"
+    diff = accept(kept(overlay, tmp_path)) / "changes.diff"
     if damage == "missing":
         diff.unlink()
     else:
         data = diff.read_bytes()
         diff.write_bytes(data + b"+more\n" if damage == "edited" else data.replace(b"\n", b"\r\n"))
     with pytest.raises(LockError, match=r"\n    changes.diff is not the diff of these modules\n"):
-        check_reviewed(overlay, tmp_path)
+        check_reviewed(kept(overlay, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -194,18 +203,18 @@ def test_a_diff_that_is_not_the_overlay_s(overlay: Overlay, tmp_path: Path, dama
     ],
 )
 def test_a_damaged_lock(tmp_path: Path, content: bytes, told: str) -> None:
-    path = directory(RELEASE, tmp_path) / "lock.json"
+    path = shelf(tmp_path).directory(RELEASE) / "lock.json"
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(LockError) as caught:
-        read_lock(RELEASE, tmp_path)
+        read_lock(RELEASE, shelf(tmp_path))
     assert told in str(caught.value)
     assert str(path) in caught.value.where
     assert caught.value.fix
 
 
 def test_no_lock_is_none(tmp_path: Path) -> None:
-    assert read_lock(RELEASE, tmp_path) is None
+    assert read_lock(RELEASE, shelf(tmp_path)) is None
 
 
 def test_the_serial_goes_up_when_a_module_is_rewritten_differently(overlay: Overlay, tmp_path: Path) -> None:
@@ -213,29 +222,30 @@ def test_the_serial_goes_up_when_a_module_is_rewritten_differently(overlay: Over
     other = replace(overlay, modules=(replace(first, rewritten=first.rewritten + b"# more\n"), *overlay.modules[1:]))
     serials = []
     for accepted in (overlay, overlay, other, other, overlay):
-        accept(accepted, tmp_path)
-        serials.append(check_reviewed(accepted, tmp_path)["serial"])
+        accept(kept(accepted, tmp_path))
+        serials.append(check_reviewed(kept(accepted, tmp_path))["serial"])
     assert serials == [1, 1, 2, 2, 3]
 
 
 def test_ones_own_vllm_does_not_take_the_place_of_the_published_one(overlay: Overlay, tmp_path: Path) -> None:
-    accept(replace(overlay, artefact=Artefact("wheel", f"vllm-{RELEASE}.whl", "0" * 64)), tmp_path)
+    overlay = kept(overlay, tmp_path)
+    accept(replace(overlay, artefact=Artefact("wheel", f"vllm-{RELEASE}.whl", "0" * 64)))
     first = overlay.modules[0]
     mine = replace(overlay, modules=(replace(first, upstream=first.upstream + b"# mine\n"), *overlay.modules[1:]))
     with pytest.raises(LockError) as caught:
-        accept(mine, tmp_path)
+        accept(mine)
     assert first.path in str(caught.value)
     assert f"--release {RELEASE}+mine" in caught.value.fix
-    accept(replace(mine, release=f"{RELEASE}+mine"), tmp_path)
+    accept(replace(mine, release=f"{RELEASE}+mine"))
 
 
 def test_the_published_artefact_keeps_its_name_while_the_content_is_the_same(overlay: Overlay, tmp_path: Path) -> None:
     published = Artefact("wheel", f"vllm-{RELEASE}.whl", "0" * 64)
-    accept(replace(overlay, artefact=published), tmp_path)
-    accept(overlay, tmp_path)
-    assert check_reviewed(overlay, tmp_path)["upstream"]["name"] == published.name
-    accept(changed(overlay), tmp_path)
-    assert check_reviewed(changed(overlay), tmp_path)["upstream"]["name"] == published.name
+    accept(kept(replace(overlay, artefact=published), tmp_path))
+    accept(kept(overlay, tmp_path))
+    assert check_reviewed(kept(overlay, tmp_path))["upstream"]["name"] == published.name
+    accept(kept(changed(overlay), tmp_path))
+    assert check_reviewed(kept(changed(overlay), tmp_path))["upstream"]["name"] == published.name
 
 
 def test_only_what_does_not_apply_is_listed_as_not_inserted(overlay: Overlay) -> None:

@@ -24,10 +24,9 @@ from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
 from tests.ucm.overlay.miniature import LICENCE, RELEASE, SOURCES
-from transforms.pipeline.lock import Lock, make_lock, read_lock, reviewed_releases
+from transforms.pipeline.checks import hook_uses
+from transforms.pipeline.lock import Lock, built_lock, make_lock, marked_lines, read_lock
 from transforms.pipeline.package import (
-    DISTRIBUTION,
-    PACKAGE,
     ROOT,
     RUNTIME,
     Built,
@@ -39,14 +38,21 @@ from transforms.pipeline.package import (
     overlay_version,
     runtime_version,
 )
+from transforms.pipeline.product import UCM
 from transforms.pipeline.sbom import make_sbom
 from transforms.pipeline.sources.tree import Artefact, sha256
+from ucm.sparse.base import SparseMethod
+from ucm.sparse.block_topk import BlockTopK
+from ucm.sparse.esa import ESA
+from ucm.sparse.probe import HOOKS
+from ucm.sparse.sink_window import SinkWindow
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transforms.pipeline.rewrite import Overlay
 
+DISTRIBUTION, PACKAGE = UCM.publisher.distribution, UCM.module
 INFO = f"{PACKAGE}-{RELEASE}.post1.dist-info"
 PUBLISHED = Artefact("wheel", f"vllm-{RELEASE}-cp38-abi3-manylinux_2_28_x86_64.whl", "ab" * 32)
 
@@ -80,7 +86,7 @@ def published(overlay: Overlay) -> Overlay:
 def package(published: Overlay, tmp_path_factory: pytest.TempPathFactory) -> Package:
     lock = make_lock(published, 1)
     built = build_package(published, lock, tmp_path_factory.mktemp("package"))
-    return Package(built, lock, read_wheel(built.wheel))
+    return Package(built, built_lock(lock, all_hooks=False), read_wheel(built.wheel))
 
 
 def test_two_builds_are_the_same_bytes(
@@ -91,7 +97,7 @@ def test_two_builds_are_the_same_bytes(
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     before = os.umask(0o077)
     try:
-        again = build_package(published, package.lock, tmp_path / "a" / "b")
+        again = build_package(published, make_lock(published, 1), tmp_path / "a" / "b")
     finally:
         os.umask(before)
     assert again.wheel.name == package.built.wheel.name
@@ -102,7 +108,10 @@ def test_a_build_replaces_what_was_there(published: Overlay, package: Package, t
     old = tmp_path / "packages" / f"vllm-{RELEASE}" / PACKAGE / "modules" / "vllm" / "old.py"
     old.parent.mkdir(parents=True)
     old.touch()
-    assert build_package(published, package.lock, tmp_path).wheel.read_bytes() == package.built.wheel.read_bytes()
+    assert (
+        build_package(published, make_lock(published, 1), tmp_path).wheel.read_bytes()
+        == package.built.wheel.read_bytes()
+    )
     assert not old.exists()
 
 
@@ -121,7 +130,7 @@ def test_the_files(package: Package, published: Overlay) -> None:
             f"{PACKAGE}/_boot.py",
             f"{PACKAGE}/_plugin.py",
             f"{PACKAGE}/manifest.json",
-            *(f"{PACKAGE}/modules/{module.path}" for module in published.modules),
+            *(f"{PACKAGE}/modules/{module.path}" for module in published.modules if module.default),
             f"{INFO}/METADATA",
             f"{INFO}/WHEEL",
             f"{INFO}/RECORD",
@@ -135,8 +144,10 @@ def test_the_files(package: Package, published: Overlay) -> None:
 
 def test_the_modules_are_the_overlay_s(package: Package, published: Overlay) -> None:
     for module in published.modules:
+        if module.default is None:
+            continue
         data = package.files[f"{PACKAGE}/modules/{module.path}"]
-        assert data == module.rewritten
+        assert data == module.default
         header, first, second = data.decode().splitlines()[:3]
         assert header + "\n" == LICENCE
         assert first.startswith(f"# Changed by the UCM overlay for vLLM {RELEASE}. ")
@@ -175,16 +186,71 @@ def test_the_record_holds_every_file_with_its_hash(package: Package) -> None:
 def test_the_manifest(package: Package, published: Overlay) -> None:
     manifest = json.loads(package.files[f"{PACKAGE}/manifest.json"])
     assert (manifest["release"], manifest["version"]) == (RELEASE, f"{RELEASE}.post1")
-    assert manifest["needs"] == group_needs()
-    assert [module["path"] for module in manifest["modules"]] == [module.path for module in published.modules]
+    needs = group_needs()
+    assert manifest["needs"] == {group: needs[group] for group in needs if group != "models"}
+    assert [module["path"] for module in manifest["modules"]] == [m.path for m in published.modules if m.default]
     by_path = {module["path"]: module for module in manifest["modules"]}
     scheduler = by_path["vllm/v1/core/sched/scheduler.py"]
     assert scheduler["name"] == "vllm.v1.core.sched.scheduler"
     assert scheduler["processes"] == ["EngineCore"]
     assert "scheduler_output_built" in scheduler["hooks"]
+    assert scheduler["changed"]["Scheduler.schedule"] == ["limit_new_tokens", "scheduler_output_built"]
+    assert by_path["vllm/v1/core/sched/output.py"]["changed"] == {"SchedulerOutput": []}
     for path, module in by_path.items():
         assert module["upstream_sha256"] == sha256((LICENCE + SOURCES[path]).encode())
         assert module["rewritten_sha256"] == sha256(package.files[f"{PACKAGE}/modules/{path}"])
+
+
+def test_a_build_with_all_hooks(published: Overlay, package: Package, tmp_path: Path) -> None:
+    """It holds every module, says so in its version and its manifest, and lies beside the other."""
+    built = build_package(published, make_lock(published, 1), tmp_path, all_hooks=True)
+    assert built.wheel.parent == tmp_path / "wheels" / "all-hooks"
+    files = read_wheel(built.wheel)
+    manifest, smaller = (json.loads(of[f"{PACKAGE}/manifest.json"]) for of in (files, package.files))
+    assert (manifest["version"], manifest["hooks"], manifest["left_out"]) == (f"{RELEASE}.post1+all.hooks", "all", [])
+    for module in published.modules:
+        assert files[f"{PACKAGE}/modules/{module.path}"] == module.rewritten
+    assert smaller["hooks"] == "default"
+    hooks, fewer = ({h for m in of["modules"] for h in m["hooks"]} for of in (manifest, smaller))
+    assert set(smaller["left_out"]) == hooks - fewer
+    assert {"kv_write_begin", "layer_begin", "mla_begin", "request_added", "v2_append_block_ids"} <= hooks - fewer
+    sboms = [json.loads(of[name]) for of in (files, package.files) for name in of if name.endswith("sbom.cdx.json")]
+    assert [of["metadata"]["component"]["properties"] for of in sboms] == [
+        [{"name": "ucm:hooks", "value": value}, {"name": "ucm:owner", "value": "ucm"}] for value in ("all", "default")
+    ]
+    readmes = [Metadata.from_email(f, validate=False).description or "" for f in _metadata(files, package.files)]
+    assert "Hooks: all." in readmes[0]
+    assert "A build with `--hooks all` also has blocks_updated, ffn_begin" in readmes[1]
+
+
+def _metadata(*wheels: dict[str, bytes]) -> list[bytes]:
+    return [data for files in wheels for name, data in files.items() if name.endswith(".dist-info/METADATA")]
+
+
+def test_the_default_modules_have_the_marks_of_shipped_rules_alone(published: Overlay) -> None:
+    for module in published.modules:
+        all_marks = set(marked_lines(module.rewritten))
+        left = all_marks - set(module.opt_in)
+        if module.default is None:
+            assert left <= {f"{module.transform}.import"}
+        else:
+            assert set(marked_lines(module.default)) == left
+
+
+def test_every_hook_of_a_shipped_method_is_in_the_default_overlay(published: Overlay) -> None:
+    """And no other is: what a hook needs to be shipped is a user."""
+    shipped = {use.hook for m in published.modules if m.default for use in hook_uses(m.default)}
+    users = (BlockTopK, ESA, SinkWindow)
+    used = {name for name in HOOKS for method in users if getattr(method, name) is not getattr(SparseMethod, name)}
+    seam = {"scheduler_init", "worker_init", "engine_core_started"}
+    names = {"build_metadata": "scheduler_output_built", "requests_finished": "worker_requests_finished"}
+    wanted = {names.get(name, name) for name in used}
+    assert {hook for hook in shipped if not hook.startswith("v2_")} == wanted | seam
+    assert {hook for hook in shipped if hook.startswith("v2_")} == {
+        "v2_execute_begin",
+        "v2_execute_finished",
+        "v2_requests_finished",
+    }
 
 
 def test_needs_name_groups_that_exist() -> None:
@@ -234,15 +300,15 @@ def test_the_bill_of_materials(package: Package) -> None:
 
 
 def test_every_reviewed_overlay_s_bill_of_materials_is_valid() -> None:
-    for release in reviewed_releases():
+    for release in UCM.reviewed():
         lock = read_lock(release)
         assert lock is not None
-        assert_valid_sbom(json.dumps(make_sbom(lock, overlay_version(release, lock["serial"]))).encode())
+        assert_valid_sbom(json.dumps(make_sbom(lock, overlay_version(release, lock["serial"]), "all")).encode())
 
 
 def test_a_bill_of_materials_of_a_directory(overlay: Overlay) -> None:
     lock = {**make_lock(overlay, 1), "release": "0.9.0+cpu"}
-    sbom = make_sbom(lock, overlay_version("0.9.0+cpu", 1))
+    sbom = make_sbom(lock, overlay_version("0.9.0+cpu", 1), "default")
     assert_valid_sbom(json.dumps(sbom).encode())
     assert sbom["metadata"]["component"]["purl"] == "pkg:pypi/ucm-vllm-overlay@0.9.0.post1%2Bcpu"
 
@@ -290,7 +356,7 @@ def test_versions_are_in_order() -> None:
 
 
 def test_reviewed_versions_are_ones_that_an_index_accepts() -> None:
-    for release in reviewed_releases():
+    for release in UCM.reviewed():
         version = Version(overlay_version(release, 1))
         assert not version.local
         assert Requirement(f"{DISTRIBUTION}=={version}")
@@ -302,8 +368,10 @@ def test_the_runtime_s_wheel(tmp_path: Path) -> None:
     assert "ucm/overlay/fingerprints.json" in files
     metadata = Metadata.from_email(files[f"ucm_runtime-{runtime_version()}.dist-info/METADATA"])
     assert (metadata.name, str(metadata.version)) == (RUNTIME, runtime_version())
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert sorted(map(str, metadata.requires_dist or ())) == sorted(declared)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [f'{one}; extra == "{name}"' for name, of in project["optional-dependencies"].items() for one in of]
+    declared = {str(Requirement(one)) for one in [*project["dependencies"], *extras]}
+    assert {str(one) for one in metadata.requires_dist or ()} == declared
 
 
 def test_the_runtime_states_one_version() -> None:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
-from tests.transforms.pipeline.memory import OUTPUT, OUTPUT_SOURCE, WORKER, WORKER_SOURCE, DictTree, small_overlay
+from tests.transforms.pipeline.memory import (
+    OUTPUT,
+    OUTPUT_SOURCE,
+    WORKER,
+    WORKER_SOURCE,
+    DictTree,
+    dict_tree,
+    small_overlay,
+)
 from transforms.pipeline import cli
 from transforms.pipeline.build import make_overlay
 from transforms.pipeline.changes import Change
 from transforms.pipeline.diff import module_diff
 from transforms.pipeline.hunks import inserted, owners, parse_diff
 from transforms.pipeline.lock import accept, read_lock
+from transforms.pipeline.product import UCM
 from transforms.pipeline.review.highlight import highlighted
 from transforms.pipeline.review.model import Review, Verdict, make_review, summary
 from transforms.pipeline.review.page import write_review
 from transforms.pipeline.review.regions import lines_of, regions
 from transforms.pipeline.review.terminal import print_review
-from transforms.registry import TRANSFORMS
+from transforms.registry import TRANSFORMS, VLLM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,12 +44,12 @@ LONGER = WORKER_SOURCE.replace("import os\n", "import os\n" + "\n" * 59 + "\f\n"
 def overlays(tmp_path: Path) -> Path:
     """The overlay of 0.31.0 is reviewed."""
     target = tmp_path / "overlays"
-    accept(small_overlay(DictTree("0.31.0")), overlays=target)
+    accept(small_overlay(DictTree("0.31.0"), target))
     return target
 
 
 def review_of(overlays: Path, worker: str = WORKER_SOURCE) -> Review:
-    return make_review(small_overlay(DictTree("0.32.0", {WORKER: worker, OUTPUT: OUTPUT_SOURCE})), overlays)
+    return make_review(small_overlay(DictTree("0.32.0", {WORKER: worker, OUTPUT: OUTPUT_SOURCE}), overlays), dict_tree)
 
 
 def printed(review: Review, width: int) -> str:
@@ -50,7 +60,7 @@ def printed(review: Review, width: int) -> str:
 
 def test_verdicts(overlays: Path) -> None:
     assert review_of(overlays).verdict is Verdict.UNREVIEWED
-    accept(small_overlay(DictTree("0.32.0")), overlays=overlays)
+    accept(small_overlay(DictTree("0.32.0"), overlays))
     assert review_of(overlays).verdict is Verdict.SAME
     changed = review_of(overlays, worker=LONGER)
     assert (changed.verdict, changed.differences) == (Verdict.DIFFERS, (f"{WORKER}: the upstream file is another",))
@@ -60,9 +70,10 @@ def test_verdicts(overlays: Path) -> None:
 
 def test_summary(overlays: Path) -> None:
     text = "\n".join(summary(review_of(overlays, worker=LONGER)))
-    assert "2 modules, 6 rules inserted, 0 not" in text
+    assert "2 modules, 3 rules inserted, 0 not" in text
     assert "compared with the lock: unreviewed" in text
-    assert "rules since 0.31.0: 1 other line, 5 unchanged" in text
+    assert "rules since 0.31.0: 1 other line, 2 unchanged" in text
+    assert "around the rules since 0.31.0: 0 of 2 functions changed" in text
 
 
 def test_regions_hold_every_line_once() -> None:
@@ -72,20 +83,20 @@ def test_regions_hold_every_line_once() -> None:
     assert [row.old for row in rows if row.old] == list(range(1, len(lines_of(module.upstream)) + 1))
     assert [row.new for row in rows if row.new] == list(range(1, len(lines_of(module.rewritten)) + 1))
     assert [region.rules for region in found] == [("worker.import",), (), ("worker.init",)]
-    assert found[-1].scope == "init_worker_distributed_environment"
+    assert found[-1].scope == "WorkerWrapperBase.init_device"
 
 
 def test_an_upstream_line_that_had_to_change_belongs_to_the_rule() -> None:
     diff = module_diff("m.py", b"f(a,\n  b)\n", b"f(a,\n  b,\n  c=1)  # ucm: x.y\n")
     ((hunk,),) = parse_diff(diff).values()
-    assert (hunk.line, hunk.removed, owners(hunk, "m.py")) == (2, ("  b)",), ["x.y", "x.y"])
+    assert (hunk.line, hunk.removed, owners(hunk, "m.py", ())) == (2, ("  b)",), ["x.y", "x.y"])
 
 
 def test_the_notice_belongs_to_no_rule() -> None:
     (_, module) = small_overlay(DictTree()).modules
-    found = inserted(module_diff(module.path, module.upstream, module.rewritten))
+    found = inserted(module_diff(module.path, module.upstream, module.rewritten), module.transforms)
     assert set(found) == {"worker.import", "worker.init"}
-    assert found["worker.init"].text == ("_ucm_hooks.worker_init(vllm_config)  # ucm: worker.init",)
+    assert found["worker.init"].text == ("_ucm_hooks.worker_init(self)  # ucm: worker.init",)
     assert found["worker.import"].lines == (5,)
 
 
@@ -115,10 +126,10 @@ def test_other_text_is_told(overlays: Path) -> None:
 def test_terminal(overlays: Path, width: int) -> None:
     text = printed(review_of(overlays, worker=LONGER), width)
     assert max(map(len, text.splitlines())) <= width
-    assert "+     _ucm_hooks.worker_init(vllm_config)  # ucm: worker.init" in text
-    assert "a general plugin runs too early" in " ".join(text.split())
+    assert "+         _ucm_hooks.worker_init(self)  # ucm: worker.init" in text
+    assert "A general plugin runs before either exists" in " ".join(text.split())
     assert "worker.init  1 hit  other line: +60 lines" in text
-    both = "ensure_model_parallel_initialized(1, 1)"
+    both = "self.worker.init_device()"
     assert any(line.count(both) == (2 if width > 100 else 1) for line in text.splitlines())
 
 
@@ -150,19 +161,24 @@ def test_accept_writes_lock_diff_and_what_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[bool] = []
-    monkeypatch.setattr(cli, "make_overlay", lambda release, _: small_overlay(DictTree(release)))
-    monkeypatch.setattr(cli, "accept", lambda overlay: accept(overlay, tmp_path))
-    monkeypatch.setattr(cli, "write_review", lambda review: write_review(review, tmp_path / "build"))
+    monkeypatch.setattr(
+        cli, "make_overlay", lambda release, origin=None, product=UCM: small_overlay(DictTree(release), tmp_path)
+    )
+    monkeypatch.setattr(
+        cli, "open_sources", lambda release, origin=None, cache=None, *, package=VLLM: DictTree(release)
+    )
+    monkeypatch.setattr(cli, "write_review", lambda review, out=None: write_review(review, tmp_path / "build"))
     monkeypatch.setattr(cli, "write_generated", lambda: written.append(True))
     assert cli.main(["review", "0.99.0"]) == 0
     told = capsys.readouterr()
     assert "unreviewed" in told.out
     assert "nox -s review -- 0.99.0 --accept" in told.err
-    assert read_lock("0.99.0", tmp_path) is None
+    assert read_lock("0.99.0", replace(UCM, overlays=tmp_path)) is None
 
     assert cli.main(["review", "0.99.0", "--accept"]) == 0
     told = capsys.readouterr()
     assert f"wrote: {tmp_path / 'vllm-0.99.0' / 'lock.json'}" in told.out
+    assert f"wrote: {tmp_path / 'vllm-0.99.0' / 'census.json'}" in told.out
     assert "nox -s build-overlay -- 0.99.0" in told.err
     assert written == [True]
 

@@ -278,7 +278,7 @@ def test_an_unknown_release_lists_the_newest(cache: Cache, pip: Callable[..., No
 @pytest.mark.parametrize("name", ["latest", "0.32.x", "all", "https://example.org/vllm.whl"])
 def test_a_word_that_is_no_release(cache: Cache, name: str) -> None:
     error = refusal(name, cache)
-    assert error.what == f"{name!r} is not a vLLM release"
+    assert error.what == f"{name!r} is not a release"
     assert error.fix == "name a version as the index does, for instance 0.32.0"
 
 
@@ -522,7 +522,7 @@ def test_a_directory_that_does_not_say_its_release(
     monkeypatch.setenv("VLLM_VERSION", "0.96")
     assert open_sources(None, str(root), cache).release == "0.96"
     monkeypatch.setenv("VLLM_VERSION", "dev")
-    assert refusal(None, cache, str(root)).what == "'dev' is not a vLLM release"
+    assert refusal(None, cache, str(root)).what == "'dev' is not a release"
 
 
 @pytest.mark.parametrize(
@@ -620,3 +620,36 @@ def test_an_interpreter_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert caught.value.what == "pip does not answer, so the package index that you use is not known"
     assert "No module named pip" in caught.value.where
     assert caught.value.fix == "install pip in this environment, or name the sources with --from PATH"
+
+
+def test_the_whole_package_comes_in_few_requests_and_is_not_kept(index: PackageIndex, cache: Cache) -> None:
+    tree = open_sources(RELEASE, cache=cache)
+    kept, before = len(list((cache.root / "blobs").iterdir())), len(index.sent)
+    found = dict(tree.read_package())
+    assert found.keys() == tree.python_files().keys()
+    assert {SCHEDULER, OUTPUT} <= found.keys()
+    assert all(hashlib.sha256(data).hexdigest() == tree.python_files()[path] for path, data in found.items())
+    assert len(found) > 3
+    assert len(index.sent) - before <= 4  # the index's page, the archive's directory, and runs of files
+    assert index.bytes_sent < len(WHEEL) / 5
+    assert len(list((cache.root / "blobs").iterdir())) == kept
+
+
+def test_what_is_kept_of_a_package_is_not_fetched_again(index: PackageIndex, cache: Cache) -> None:
+    tree = open_sources(RELEASE, cache=cache)
+    tree.read_many(list(tree.python_files()))
+    before = len(index.sent)
+    assert dict(tree.read_package()).keys() == tree.python_files().keys()
+    assert len(index.sent) == before
+
+
+def test_a_directory_has_the_same_package(tmp_path: Path, index: PackageIndex, cache: Cache) -> None:
+    published = dict(open_sources(RELEASE, cache=cache).read_package())
+    for path, data in published.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(data)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    tree = open_sources(RELEASE, str(tmp_path), cache)
+    assert published.items() <= dict(tree.read_package()).items()
+    assert tree.python_files()[SCHEDULER] == hashlib.sha256(published[SCHEDULER]).hexdigest()
+    assert index.sent

@@ -1,7 +1,8 @@
 """Drift for a program: `drift --json`.
 
 schema     1
-ok         whether every rule applies in every release asked for; the exit code says the same
+ok         whether every rule applies and every place of the census is known, in every release asked for; the exit
+           code says the same
 releases   a list, one object per release:
   release    as named, or as the sources state it
   reviewed   whether overlays/ has a lock for it
@@ -19,6 +20,12 @@ releases   a list, one object per release:
     candidates  [{line, code}]: the nearest places, for a failure
     change      null, or since the release before: {kind, notes, lines_before}; the kinds are new, gone,
                 other text, other place, other line, unchanged
+  census     a list of every place that is of a kind that rules hook:
+    census, path, name    its kind, and the class or function that holds it
+    count, hooked         how many it holds, and how many of them rules hook
+    consequence, reason   what is said of the others; "" where there are none, or nobody has said anything
+  around     a list: {rule, name, name_before, added, removed}: the lines that changed, since the release before, in the
+             function around the rule
   modules    a list: {transform, path, path_before, upstream_changed}; a path is "" where the module is not
              rewritten, and upstream_changed then null
 """
@@ -30,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transforms.pipeline.census import Site
     from transforms.pipeline.drift.model import Drift, RuleDrift
 
 SCHEMA = 1
@@ -39,7 +47,7 @@ def as_data(drifts: Sequence[Drift]) -> dict[str, Any]:
     """The drift of some releases as the module's docstring describes it."""
     return {
         "schema": SCHEMA,
-        "ok": all(drift.applies for drift in drifts),
+        "ok": all(drift.passes for drift in drifts),
         "releases": [_release(drift) for drift in drifts],
     }
 
@@ -54,6 +62,17 @@ def _release(drift: Drift) -> dict[str, Any]:
         "ok": drift.applies,
         "problem": drift.problem,
         "rules": [_rule(rule) for rule in drift.rules],
+        "census": [_site(site) for site in drift.census],
+        "around": [
+            {
+                "rule": rule,
+                "name": around.name,
+                "name_before": around.name_before,
+                "added": around.added,
+                "removed": around.removed,
+            }
+            for rule, around in drift.around.rules.items()
+        ],
         "modules": [
             {
                 "transform": transform,
@@ -63,6 +82,18 @@ def _release(drift: Drift) -> dict[str, Any]:
             }
             for transform, change in drift.modules.items()
         ],
+    }
+
+
+def _site(site: Site) -> dict[str, Any]:
+    return {
+        "census": site.census.id,
+        "path": site.path,
+        "name": site.name,
+        "count": site.count,
+        "hooked": site.hooked,
+        "consequence": site.said.consequence.value if site.said else "",
+        "reason": site.said.reason if site.said else "",
     }
 
 

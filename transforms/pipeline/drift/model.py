@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING
 
 from transforms.engine.errors import OverlayError
 from transforms.engine.report import Outcome, Status
+from transforms.pipeline.census import Site, current, hooks_of_outcomes, judge
 from transforms.pipeline.changes import Change, ModuleChange, RuleChange, changes_since_previous
 from transforms.pipeline.checks import check_overlay
 from transforms.pipeline.diff import overlay_diff
 from transforms.pipeline.hunks import inserted
-from transforms.pipeline.lock import OVERLAYS, read_lock
+from transforms.pipeline.lock import read_lock
+from transforms.pipeline.product import UCM
 from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources.open import open_sources
-from transforms.registry import TRANSFORMS
+from transforms.pipeline.surroundings import Surroundings, surroundings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from transforms.engine.transform import Transform
+    from transforms.pipeline.product import Product
     from transforms.pipeline.rewrite import Overlay
-    from transforms.pipeline.sources.tree import Artefact, SourceTree
+    from transforms.pipeline.sources.tree import Artefact, Opener, SourceTree
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,16 @@ class Drift:
     """All rules in one release.
 
     Attributes:
-        release: The release.
+        release: The release, as a command line names it.
         reviewed: Whether it has a lock.
         since: The reviewed release before it; empty if there is none.
         artefact: What its sources were read from; None if they could not be.
         rules: In the order of the transforms.
         modules: What became of each module since the release before, by transform.
         problem: What the checks of the rewritten modules object to, or why there are no sources; empty if nothing.
+        census: Every place in the package that is of a kind that rules hook.
+        around: What changed around each insertion since the release before.
+        title: The package and the release, in prose.
     """
 
     release: str
@@ -74,6 +76,19 @@ class Drift:
     rules: tuple[RuleDrift, ...]
     modules: dict[str, ModuleChange]
     problem: str
+    census: tuple[Site, ...] = ()
+    around: Surroundings = Surroundings("", {})  # noqa: RUF009 - it is as frozen as this
+    title: str = ""
+
+    @property
+    def unclassified(self) -> list[Site]:
+        """The places of which nobody has said what follows from their not being hooked."""
+        return [site for site in self.census if not site.is_known]
+
+    @property
+    def passes(self) -> bool:
+        """Whether an overlay can be built, and every place that it leaves alone is known."""
+        return self.applies and not self.unclassified
 
     @property
     def failures(self) -> list[RuleDrift]:
@@ -91,35 +106,61 @@ class Drift:
         return Counter(rule.outcome.status for rule in self.rules)
 
 
-def measure(release: str | None, origin: str | None = None, overlays: Path = OVERLAYS) -> Drift:
+def measure(release: str | None, origin: str | None = None, product: Product = UCM) -> Drift:
     """Try every rule on a release.
 
     Args:
-        release: The release; may be None where ``origin`` tells it.
+        release: The release; may be None if ``origin`` states it.
         origin: None for the package index, ``installed``, or a path.
-        overlays: The reviewed overlays.
+        product: Whose rules are tried on which package.
     """
     try:
-        return measure_tree(open_sources(release, origin), TRANSFORMS, overlays)
+        return measure_tree(open_sources(release, origin, package=product.package), product)
     except OverlayError as error:
-        return Drift(release or str(origin), False, "", None, (), {}, str(error))
+        named = product.named(release or str(origin))
+        return Drift(named, False, "", None, (), {}, str(error), title=f"{product.package.title} {release or origin}")
 
 
-def measure_tree(tree: SourceTree, transforms: Sequence[Transform], overlays: Path = OVERLAYS) -> Drift:
-    """Try every rule on a source tree.
+def measure_tree(
+    tree: SourceTree,
+    product: Product,
+    opened: Opener = open_sources,
+) -> Drift:
+    """Try every rule on a source tree, and take its census.
+
+    Args:
+        tree: The source tree.
+        product: Whose rules are tried on which package.
+        opened: The sources of the reviewed release before.
 
     Raises:
         SourceError: If its files cannot be read.
     """
-    overlay = rewrite(tree, transforms)
-    changes = changes_since_previous(overlay, overlays)
-    lines = {rule: found.lines for rule, found in inserted(overlay_diff(overlay), transforms).items()}
-    owner = {rule.id: transform.id for transform in transforms for rule in transform.all_rules}
+    overlay = rewrite(tree, product)
+    changes = changes_since_previous(overlay)
+    lines = {rule: found.lines for rule, found in inserted(overlay_diff(overlay), product.transforms).items()}
+    owner = {rule.id: transform.id for transform in product.transforms for rule in transform.all_rules}
     rules = tuple(
         RuleDrift(owner[o.rule], o, lines.get(o.rule, ()), changes.rules.get(o.rule)) for o in overlay.outcomes
     )
-    reviewed = read_lock(overlay.release, overlays) is not None
-    return Drift(overlay.release, reviewed, changes.since, overlay.artefact, rules, changes.modules, _problem(overlay))
+    reviewed = read_lock(overlay.release, product) is not None
+    return Drift(
+        overlay.named,
+        reviewed,
+        changes.since,
+        overlay.artefact,
+        rules,
+        changes.modules,
+        _problem(overlay),
+        tuple(_census(tree, overlay)),
+        surroundings(overlay, changes.since, opened),
+        overlay.title,
+    )
+
+
+def _census(tree: SourceTree, overlay: Overlay) -> list[Site]:
+    hooks = hooks_of_outcomes(overlay.outcomes, overlay.product)
+    return judge(current(tree, overlay.product), hooks, overlay.release, overlay.product)
 
 
 def _problem(overlay: Overlay) -> str:

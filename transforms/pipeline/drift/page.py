@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from transforms.engine.report import Status
+from transforms.pipeline.census import advice, census_summary
 from transforms.pipeline.changes import Change
 from transforms.pipeline.drift.terminal import MOVED, NO_SOURCES, SYMBOLS, explain, symbol
 from transforms.pipeline.package import BUILD
@@ -60,8 +61,13 @@ def write_drift(drifts: Sequence[Drift], out: Path = BUILD) -> Path:
         out / "drift" / "index.html",
         "drift.html.j2",
         drifts=drifts,
-        groups=[(transform, list(rows)) for transform, rows in groupby(_rows(drifts), lambda r: r.rule.split(".")[0])],
+        groups=[
+            (transform, list(rows)) for transform, rows in groupby(_rows(drifts), lambda r: r.rule.rpartition(".")[0])
+        ],
         legend=legend,
+        advice={drift.release: [advice(s, drift.census, drift.title) for s in drift.unclassified] for drift in drifts},
+        census={drift.release: census_summary(drift.census) for drift in drifts if drift.census},
+        around={drift.release: drift.around.distinct(list(drift.around.rules)) for drift in drifts},
         told={drift.release: [r for r in drift.rules if r.moved or r.failed] for drift in drifts},
         shifted={drift.release: _shifted(drift) for drift in drifts},
         explain=explain,

@@ -9,13 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from transforms.engine.report import Status
+from transforms.pipeline.census import advice, census_summary
 from transforms.pipeline.changes import Change
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
+    from transforms.engine.census import Census
+    from transforms.pipeline.census import Site
     from transforms.pipeline.drift.model import Drift, RuleDrift
 
 MOVED = "◆"
@@ -41,11 +44,11 @@ def symbol(rule: RuleDrift) -> tuple[str, str]:
 def print_release(drift: Drift, console: Console) -> None:
     """One release: every rule with its place, what moved, and what to know of the failures."""
     if not drift.rules:
-        console.print(Text(f"vLLM {drift.release} could not be tried: {drift.problem}", "red"))
+        console.print(Text(f"{drift.title} could not be tried: {drift.problem}", "red"))
         return
     kind = "reviewed" if drift.reviewed else "not reviewed yet"
     since = f", compared with the overlay of {drift.since}" if drift.since else ""
-    console.print(Text(f"vLLM {drift.release}: {kind}{since}", style="bold"))
+    console.print(Text(f"{drift.title}: {kind}{since}", style="bold"))
     if drift.artefact:
         console.print(Text(f"read from the {drift.artefact.kind} {drift.artefact.name}", style="dim"))
     for transform, rules in groupby(drift.rules, key=lambda rule: rule.transform):
@@ -75,6 +78,17 @@ def _print_module(drift: Drift, transform: str, rules: list[RuleDrift], console:
         table.add_row(Text(mark, style), rule.outcome.rule, lines, Text(said, _style(rule)))
         above = note
     console.print(table)
+    for around in drift.around.distinct([rule.outcome.rule for rule in rules]):
+        if around.diff:
+            console.print(Text(f"  around: {around.summary(drift.since)}", "yellow"))
+            print_diff(around.shortened(), console)
+
+
+def print_diff(lines: Sequence[str], console: Console) -> None:
+    """The lines of a unified diff, in their colours."""
+    for line in lines:
+        style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "dim")
+        console.print(Text(f"    {line}", style), soft_wrap=True)
 
 
 def explain(rule: RuleDrift) -> str:
@@ -99,16 +113,31 @@ def _print_verdict(drift: Drift, console: Console) -> None:
         console.print(Text(rule.outcome.describe(), "red"))
     if drift.problem:
         console.print(Text(f"the rewritten modules fail their check: {drift.problem}", "red"))
+    if drift.around.problem:
+        console.print(Text(f"what changed around the rules is not known: {drift.around.problem}", "yellow"))
+    for site in drift.unclassified:
+        for line in advice(site, drift.census, drift.title):
+            console.print(Text(line, "red"), soft_wrap=True)
+    if drift.census:
+        console.print(Text(f"census: {census_summary(drift.census)}", "" if not drift.unclassified else "red"))
     counts = drift.counts
     console.print(Text(", ".join(f"{counts[status]} {status.value}" for status in SYMBOLS if counts[status])))
     legend = "  ".join(f"{character} {status.value}" for status, (character, _) in SYMBOLS.items())
     console.print(Text(f"{legend}  {MOVED} applied, and changed since the release before", style="dim"))
-    verdict = "every rule applies" if drift.applies else "no overlay can be built"
-    console.print(Text(f"vLLM {drift.release}: {verdict}", _verdict_style(drift.applies)))
-    if drift.applies and not drift.reviewed:
+    console.print(Text(f"{drift.title}: {_verdict(drift)}", _verdict_style(drift.passes)))
+    if drift.passes and not drift.reviewed:
         console.print(Text(f"next: nox -s review -- {drift.release}"))
-    elif not drift.applies:
-        console.print(Text("next: CONTRIBUTING.md, «Try a new vLLM release»; releases before 0.9.0 were never tried"))
+    elif not drift.passes:
+        console.print(Text("next: CONTRIBUTING.md, 'Try a new vLLM release'; releases before 0.9.0 were never tried"))
+
+
+def _verdict(drift: Drift) -> str:
+    if not drift.applies:
+        return "no overlay can be built"
+    news = len(drift.unclassified)
+    return (
+        f"every rule applies, and the census has {news} new place{'s' * (news != 1)}" if news else "every rule applies"
+    )
 
 
 def _verdict_style(fine: bool) -> str:
@@ -132,20 +161,45 @@ def print_matrix(drifts: Sequence[Drift], console: Console) -> None:
         console.print()
     console.print(_legend())
     for drift in drifts:
-        if not drift.applies:
+        if not drift.passes:
             _print_verdict(drift, console)
+    known = sum(not drift.unclassified for drift in drifts)
+    told = f"{known} of {len(drifts)} releases: no new place in the census"
+    console.print(Text(told, _verdict_style(known == len(drifts))))
     fine = sum(drift.applies for drift in drifts)
     console.print(Text(f"{fine} of {len(drifts)} releases: every rule applies", _verdict_style(fine == len(drifts))))
 
 
+def print_censuses(
+    censuses: Mapping[str, Sequence[Site]], stale: Sequence[tuple[Census, str]], console: Console
+) -> None:
+    """Per release how many places there are and what is known of them, then what nobody has classified.
+
+    Args:
+        censuses: The places of each release, by the name that a command line gives it.
+        stale: The classifications that fit nothing, see `obsolete`.
+        console: Where it is printed.
+    """
+    for release, sites in censuses.items():
+        console.print(Text(f"{release}: {census_summary(sites)}"), soft_wrap=True)
+    for release, sites in censuses.items():
+        for site in sites:
+            if not site.is_known:
+                for line in advice(site, sites, release):
+                    console.print(Text(line, "red"), soft_wrap=True)
+    for census, pattern in stale:
+        console.print(Text(f"obsolete: {census.id} classifies {pattern}, and no reviewed release has it", "red"))
+
+
 def _print_header(releases: Sequence[str], width: int, console: Console) -> None:
     """The releases from top to bottom, above their columns."""
-    shared = "0." if all(release.startswith("0.") for release in releases) else ""
+    first = f"{releases[0].partition('.')[0]}."
+    shared = first if all(release.startswith(first) for release in releases) else ""
     names = [release.removeprefix(shared) for release in releases]
     height = max(map(len, names))
     columns = [name.rjust(height) for name in names]
     for row in range(height):
-        label = f"rule in vLLM {shared}…" if row == height - 1 else ""
+        label = f"rule in {shared}…" if row == height - 1 else ""
         console.print(Text(label.ljust(width) + "".join(f" {c[row]}" for c in columns), "bold"), no_wrap=True)
 
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from transforms.pipeline.changes import Change, Changes, ModuleChange, changes_since_previous
 from transforms.pipeline.diff import overlay_diff
-from transforms.pipeline.lock import OVERLAYS, Lock, compare, directory, make_lock, read_lock
-from transforms.registry import TRANSFORMS
+from transforms.pipeline.lock import Lock, compare, make_lock, read_lock
+from transforms.pipeline.sources.open import open_sources
+from transforms.pipeline.surroundings import Surroundings, surroundings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transforms.engine.report import Outcome
     from transforms.engine.transform import Transform
     from transforms.pipeline.rewrite import Overlay, RewrittenModule
+    from transforms.pipeline.sources.tree import Opener
 
 
 class Verdict(Enum):
@@ -34,7 +34,7 @@ class ModuleReview:
 
     Attributes:
         module: The module before and after.
-        transform: What changed it, with its governance record.
+        transforms: What changed it, with their governance records.
         upstream_sha256: The content that vLLM has.
         rewritten_sha256: The content that the overlay has.
         change: How it relates to the release before; None where there is none.
@@ -42,11 +42,21 @@ class ModuleReview:
     """
 
     module: RewrittenModule
-    transform: Transform
+    transforms: tuple[Transform, ...]
     upstream_sha256: str
     rewritten_sha256: str
     change: ModuleChange | None
     outcomes: dict[str, Outcome]
+
+    @property
+    def id(self) -> str:
+        """Its name on a page: that of the transforms that changed it."""
+        return "+".join(transform.id for transform in self.transforms)
+
+    @property
+    def processes(self) -> list[str]:
+        """Where it runs."""
+        return list(dict.fromkeys(process.value for t in self.transforms for process in t.governance.processes))
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Review:
         differences: What differs from that lock.
         changes: What changed since the reviewed release before.
         modules: Its modules, in the order of the transforms.
+        around: What changed around each insertion since that release.
     """
 
     overlay: Overlay
@@ -68,6 +79,7 @@ class Review:
     differences: tuple[str, ...]
     changes: Changes
     modules: tuple[ModuleReview, ...]
+    around: Surroundings
 
     @property
     def release(self) -> str:
@@ -85,20 +97,26 @@ class Review:
         return Counter(change.change for change in self.changes.rules.values())
 
 
-def make_review(overlay: Overlay, overlays: Path = OVERLAYS) -> Review:
-    """Gather what is to be read of an overlay."""
-    reviewed = read_lock(overlay.release, overlays)
+def make_review(overlay: Overlay, opened: Opener = open_sources) -> Review:
+    """Gather what is to be read of an overlay.
+
+    Args:
+        overlay: The overlay.
+        opened: The sources of the reviewed release before.
+    """
+    reviewed = read_lock(overlay.release, overlay.product)
     lock = make_lock(overlay, reviewed["serial"] if reviewed else 1)
-    differences = _differences(overlay, reviewed, lock, overlays) if reviewed else []
+    differences = _differences(overlay, reviewed, lock) if reviewed else []
     verdict = Verdict.UNREVIEWED if reviewed is None else Verdict.DIFFERS if differences else Verdict.SAME
-    changes = changes_since_previous(overlay, overlays)
+    changes = changes_since_previous(overlay)
     modules = tuple(_module(module, lock, changes) for module in overlay.modules)
-    return Review(overlay, lock, verdict, tuple(differences), changes, modules)
+    around = surroundings(overlay, changes.since, opened)
+    return Review(overlay, lock, verdict, tuple(differences), changes, modules, around)
 
 
-def _differences(overlay: Overlay, reviewed: Lock, made: Lock, overlays: Path) -> list[str]:
+def _differences(overlay: Overlay, reviewed: Lock, made: Lock) -> list[str]:
     found = compare(reviewed, made)
-    diff = directory(overlay.release, overlays) / "changes.diff"
+    diff = overlay.directory / "changes.diff"
     if not found and diff.read_text(encoding="utf-8") != overlay_diff(overlay):
         return ["changes.diff is not the diff of these modules"]
     return found
@@ -109,10 +127,10 @@ def _module(module: RewrittenModule, lock: Lock, changes: Changes) -> ModuleRevi
     inserted = {rule["id"] for rule in locked["rules"]}
     return ModuleReview(
         module,
-        next(transform for transform in TRANSFORMS if transform.id == module.transform),
+        module.transforms,
         locked["upstream_sha256"],
         locked["rewritten_sha256"],
-        changes.modules.get(module.transform),
+        changes.modules.get(module.transforms[0].id),
         {outcome.rule: outcome for outcome in module.outcomes if outcome.rule in inserted},
     )
 
@@ -120,7 +138,7 @@ def _module(module: RewrittenModule, lock: Lock, changes: Changes) -> ModuleRevi
 def summary(review: Review) -> list[str]:
     """The review in a few lines of text."""
     inserted = f"{review.rules} rules inserted, {len(review.lock['not_inserted'])} not"
-    lines = [f"vLLM {review.release}: {len(review.modules)} modules, {inserted}"]
+    lines = [f"{review.overlay.title}: {len(review.modules)} modules, {inserted}"]
     verdicts = {
         Verdict.SAME: "this is the overlay that was reviewed",
         Verdict.DIFFERS: "this is not the overlay that was reviewed:",
@@ -128,8 +146,13 @@ def summary(review: Review) -> list[str]:
     }
     lines.append(f"compared with the lock: {review.verdict.value}; {verdicts[review.verdict]}")
     lines += [f"    {difference}" for difference in review.differences]
+    lines += [f"owners meet: {conflict}" for conflict in review.lock.get("conflicts", ())]
     if review.changes.since:
         counts = review.change_counts
         told = ", ".join(f"{counts[change]} {change.value}" for change in Change if counts[change])
         lines.append(f"rules since {review.changes.since}: {told}")
+        distinct = review.around.distinct(list(review.around.rules))
+        moved = sum(bool(around.diff) for around in distinct)
+        around = review.around.problem or f"{moved} of {len(distinct)} functions changed"
+        lines.append(f"around the rules since {review.changes.since}: {around}")
     return lines

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transforms.pipeline.changes import RuleChange
     from transforms.pipeline.review.model import ModuleReview, Review
     from transforms.pipeline.review.regions import Region
+    from transforms.pipeline.surroundings import Surrounding
 
 CONTEXT = 10
 #: The changes that a reviewer must read; a shift of lines alone is none.
@@ -40,6 +41,19 @@ class ShownRow:
 
 
 @dataclass(frozen=True)
+class ShownSurrounding:
+    """The function around a rule, and its diff line by line.
+
+    Attributes:
+        summary: What changed, in a few words.
+        lines: Each line of the diff: its sign, and its code as HTML.
+    """
+
+    summary: str
+    lines: tuple[tuple[str, Markup], ...]
+
+
+@dataclass(frozen=True)
 class ShownRegion:
     """A change with its context, or folded lines.
 
@@ -51,6 +65,7 @@ class ShownRegion:
         count: How many lines are folded.
         scope: Where the change stands.
         rules: Its rules with their outcomes and what became of them since the release before.
+        around: The functions around them that no region before it has shown.
     """
 
     rows: tuple[ShownRow, ...]
@@ -60,13 +75,14 @@ class ShownRegion:
     count: int
     scope: str
     rules: tuple[tuple[Outcome, RuleChange | None], ...]
+    around: tuple[ShownSurrounding, ...] = ()
 
 
 def write_review(review: Review, out: Path = BUILD) -> Path:
     """Write the page of a review below a directory: ``review/vllm-X/index.html``."""
     reasons = groupby(review.lock["not_inserted"], key=lambda entry: (entry["status"], entry["reason"]))
     return write_page(
-        out / "review" / f"vllm-{review.release}" / "index.html",
+        out / "review" / review.overlay.directory.relative_to(review.overlay.product.overlays.parent) / "index.html",
         "review.html.j2",
         review=review,
         shown=[(module, _regions(module, review)) for module in review.modules],
@@ -75,7 +91,7 @@ def write_review(review: Review, out: Path = BUILD) -> Path:
         to_read=[(rule, c) for rule, c in review.changes.rules.items() if c.change in TELLING],
         changes=list(Change),
         counts={transform: _counts(transform, review) for transform in review.changes.modules},
-        news={module.transform.id: _news(module, review) for module in review.modules},
+        news={module.id: _news(module, review) for module in review.modules},
     )
 
 
@@ -87,17 +103,20 @@ def _news(module: ModuleReview, review: Review) -> int:
 
 def _counts(transform: str, review: Review) -> str:
     rules = review.changes.rules.items()
-    counts = Counter(c.change for rule, c in rules if rule.partition(".")[0] == transform)
+    counts = Counter(c.change for rule, c in rules if rule.rpartition(".")[0] == transform)
     return ", ".join(f"{counts[change]} {change.value}" for change in Change if counts[change])
 
 
 def _regions(module: ModuleReview, review: Review) -> list[ShownRegion]:
     new = highlighted(lines_of(module.module.rewritten))
     old_lines = lines_of(module.module.upstream)
-    return [_region(region, module, review, new, old_lines) for region in regions(module.module, CONTEXT)]
+    shown: set[str] = set()
+    return [_region(region, module, review, new, old_lines, shown) for region in regions(module.module, CONTEXT)]
 
 
-def _region(region: Region, module: ModuleReview, review: Review, new: list[str], old_lines: list[str]) -> ShownRegion:
+def _region(
+    region: Region, module: ModuleReview, review: Review, new: list[str], old_lines: list[str], shown: set[str]
+) -> ShownRegion:
     first = region.rows[0]
     start = (first.old or 1, first.new or 1)
     if not region.changed:
@@ -109,7 +128,17 @@ def _region(region: Region, module: ModuleReview, review: Review, new: list[str]
         left = right if not row.changed else highlighted([old_lines[row.old - 1]])[0] if row.old else ""
         rows.append(ShownRow(row.old, row.new, _html(left), _html(right), row.changed))
     rules = tuple((module.outcomes[rule], review.changes.rules.get(rule)) for rule in region.rules)
-    return ShownRegion(tuple(rows), _html(""), *start, 0, region.scope, rules)
+    around = [a for a in review.around.distinct(region.rules) if a.name not in shown]
+    shown.update(a.name for a in around)
+    return ShownRegion(
+        tuple(rows), _html(""), *start, 0, region.scope, rules, tuple(_surrounding(a, review) for a in around)
+    )
+
+
+def _surrounding(around: Surrounding, review: Review) -> ShownSurrounding:
+    code = highlighted([line[1:] for line in around.diff])
+    lines = ((line[:1], _html(html)) for line, html in zip(around.diff, code, strict=True))
+    return ShownSurrounding(around.summary(review.changes.since), tuple(lines))
 
 
 def _html(text: str) -> Markup:

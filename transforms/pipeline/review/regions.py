@@ -69,7 +69,10 @@ def regions(module: RewrittenModule, context: int) -> list[Region]:
     """
     hunks = parse_diff(module_diff(module.path, module.upstream, module.rewritten)).get(module.path, [])
     rule_at = {
-        hunk.line + offset: rule for hunk in hunks for offset, rule in enumerate(owners(hunk, module.path)) if rule
+        hunk.line + offset: rule
+        for hunk in hunks
+        for offset, rule in enumerate(owners(hunk, module.path, module.transforms))
+        if rule
     }
     rows = list(_rows(hunks, len(lines_of(module.rewritten))))
     scopes = _scopes(module.rewritten)

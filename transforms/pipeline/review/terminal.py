@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from transforms.pipeline.changes import Change
+from transforms.pipeline.drift.terminal import print_diff
 from transforms.pipeline.review.regions import Region, Row, lines_of, regions
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from transforms.engine.transform import Transform
     from transforms.pipeline.changes import RuleChange
     from transforms.pipeline.review.model import ModuleReview, Review
 
@@ -38,20 +40,32 @@ def print_review(review: Review, console: Console) -> None:
 
 def _print_module(module: ModuleReview, review: Review, console: Console) -> None:
     console.print()
-    console.rule(Text(f"{module.transform.id}  {module.module.path}", "bold"), align="left", style="dim")
+    console.rule(Text(f"{module.id}  {module.module.path}", "bold"), align="left", style="dim")
     change = module.change
     if change and change.upstream_changed is not None:
         same = "changed since" if change.upstream_changed else "is the same as in"
         console.print(Text(f"upstream file {same} {review.changes.since}", "dim"))
     console.print(Text(f"upstream  {module.upstream_sha256}\nrewritten {module.rewritten_sha256}", "dim"))
-    console.print(Padding(_record(module), (1, 0)))
+    for transform in module.transforms:
+        console.print(Padding(_record(transform), (1, 0)))
+    shown: set[str] = set()
     for region in regions(module.module, CONTEXT):
         if region.changed:
             _print_region(region, module, review, console)
+            _print_around(region, review, shown, console)
 
 
-def _record(module: ModuleReview) -> Table:
-    record = module.transform.governance
+def _print_around(region: Region, review: Review, shown: set[str], console: Console) -> None:
+    for around in review.around.distinct(region.rules):
+        if around.name not in shown:
+            shown.add(around.name)
+            console.print(Text(f"around: {around.summary(review.changes.since)}", "yellow" if around.diff else "dim"))
+            print_diff(around.shortened(), console)
+            console.print()
+
+
+def _record(transform: Transform) -> Table:
+    record = transform.governance
     upstream = record.upstream
     told = {
         "why": record.why,

@@ -1,6 +1,7 @@
 """The content-addressed cache of upstream files.
 
-``blobs/<sha256>`` holds bytes under their own hash; ``releases/<version>.json`` says which artefact a release was read
+``blobs/<sha256>`` holds bytes under their own hash; ``releases/<version>.json``, with the project's name before the
+version where it is not vLLM, says which artefact a release was read
 from and which blob is its record of files. A blob is written under a temporary name and renamed, so a cut-off run
 leaves nothing half-written under a hash.
 """
@@ -11,11 +12,15 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import platformdirs
 
 from transforms.pipeline.sources.tree import SourceError, sha256
+from transforms.registry import VLLM
+
+if TYPE_CHECKING:
+    from transforms.engine.registry import Package
 
 CACHE_VARIABLE = "UCM_OVERLAY_CACHE"
 
@@ -45,18 +50,18 @@ class Cache:
         self._write(self.root / "blobs" / digest, data)
         return digest
 
-    def release(self, version: str) -> dict[str, Any] | None:
+    def release(self, version: str, package: Package = VLLM) -> dict[str, Any] | None:
         """What is known of a release, or None."""
         try:
-            text = (self.root / "releases" / f"{version}.json").read_text(encoding="utf-8")
+            text = (self.root / "releases" / _name(version, package)).read_text(encoding="utf-8")
             return cast("dict[str, Any]", json.loads(text))
         except (OSError, ValueError):
             return None
 
-    def add_release(self, version: str, known: dict[str, Any]) -> None:
+    def add_release(self, version: str, known: dict[str, Any], package: Package = VLLM) -> None:
         """Remember what is known of a release."""
         text = json.dumps(known, indent=1, sort_keys=True)
-        self._write(self.root / "releases" / f"{version}.json", text.encode())
+        self._write(self.root / "releases" / _name(version, package), text.encode())
 
     def archive(self, filename: str, digest: str) -> Path | None:
         """Where a whole archive with this hash is kept, or None."""
@@ -86,3 +91,7 @@ class Cache:
                 where=f"{self.root}: {error}",
                 fix=f"name another directory in {CACHE_VARIABLE}",
             ) from error
+
+
+def _name(version: str, package: Package) -> str:
+    return f"{version}.json" if package == VLLM else f"{package.project}-{version}.json"

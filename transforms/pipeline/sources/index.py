@@ -1,4 +1,4 @@
-"""Find the published archives of a vLLM release on the operator's package index."""
+"""Find the published archives of a release on the operator's package index."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from unearth.fetchers import PyPIClient
 
 from transforms.pipeline.sources.pip_config import PipConfig, read_pip_config
 from transforms.pipeline.sources.tree import SourceError
+from transforms.registry import VLLM
 
 if TYPE_CHECKING:
-    from unearth import Package
+    from unearth import Package as Found
     from unearth.fetchers import Fetcher
 
-PROJECT = "vllm"
+    from transforms.engine.registry import Package
+
 CONFIGURED = "the index that `python -m pip config list` shows"
-# It warns of each place that has no vLLM; an error of ours names them if none has.
+# It warns of each place that lacks the project; an error of ours names them if none has.
 logging.getLogger("unearth").addHandler(logging.NullHandler())
 
 
@@ -46,9 +48,15 @@ class Archive:
 
 
 class Index:
-    """The package index that pip is configured for."""
+    """The package index that pip is configured for.
 
-    def __init__(self, config: PipConfig | None = None) -> None:
+    Args:
+        config: pip's settings; read from pip by default.
+        package: Whose releases are looked for.
+    """
+
+    def __init__(self, config: PipConfig | None = None, package: Package = VLLM) -> None:
+        self.package = package
         self.config = config or read_pip_config()
 
     def releases(self) -> list[str]:
@@ -59,6 +67,8 @@ class Index:
     def archives(self, release: str) -> list[Archive]:
         """The archives of a release, the one to prefer first: the wheel that pip would take, then the sdist.
 
+        A package may ask for its sdist first.
+
         Raises:
             SourceError: If the index cannot be reached or does not have the release.
         """
@@ -66,10 +76,10 @@ class Index:
         found = [p for p in self._packages if p.version and Version(p.version) == wanted]
         if not found:
             raise self._unknown(release)
-        return [_archive(package.link) for package in sorted(found, key=_preference)]
+        return [_archive(package.link) for package in sorted(found, key=self._preference)]
 
     @functools.cached_property
-    def _packages(self) -> list[Package]:
+    def _packages(self) -> list[Found]:
         config = self.config
         with _Client(config) as client:
             finder = PackageFinder(
@@ -80,21 +90,32 @@ class Index:
             )
             if not config.index_urls and not config.find_links:
                 finder.sources.clear()  # left alone, it asks the public index, which pip is then forbidden to do
-            found = finder.find_all_packages(PROJECT, allow_yanked=True)
-            packages = [p for p in found if _is_vllm(p)]
+            found = finder.find_all_packages(self.package.project, allow_yanked=True)
+            packages = [p for p in found if self._is_it(p)]
         if not packages:
             raise SourceError(
-                "no package index is in reach that has vLLM, and the release is not in the cache",
+                f"no package index is in reach that has {self.package.title}, and the release is not in the cache",
                 where="; ".join(client.problems) or CONFIGURED,
                 fix="check the network, the proxy and pip's index settings; or build from a copy that you have: "
                 "--from PATH (a virtual environment, a directory, a wheel, an sdist)",
             )
         return packages
 
+    def _is_it(self, found: Found) -> bool:
+        return canonicalize_name(found.name) == self.package.project and _parses(found.version)
+
+    def _preference(self, found: Found) -> tuple[int, int]:
+        """Wheels before the sdist, x86-64 before others, the highest build number first, as pip does."""
+        if not found.link.is_wheel:
+            return (-1 if self.package.sdist_first else 2, 0)
+        _, _, build, tags = parse_wheel_filename(found.link.filename)
+        x86 = any(tag.platform.endswith("x86_64") for tag in tags)
+        return (0 if x86 else 1, -(build[0] if build else 0))
+
     def _unknown(self, release: str) -> SourceError:
         newest = ", ".join(self.releases()[:5])
         return SourceError(
-            f"the package index has no vLLM {release}",
+            f"the package index has no {self.package.title} {release}",
             where=CONFIGURED,
             fix=f"name a published release (newest: {newest}), or build from a copy that you have with --from PATH",
         )
@@ -138,13 +159,9 @@ def parse_release(release: str) -> Version:
         return Version(release)
     except InvalidVersion:
         raise SourceError(
-            f"{release!r} is not a vLLM release",
+            f"{release!r} is not a release",
             fix="name a version as the index does, for instance 0.32.0",
         ) from None
-
-
-def _is_vllm(package: Package) -> bool:
-    return canonicalize_name(package.name) == PROJECT and _parses(package.version)
 
 
 def _parses(version: str | None) -> bool:
@@ -152,15 +169,6 @@ def _parses(version: str | None) -> bool:
         return version is not None and bool(Version(version))
     except InvalidVersion:
         return False
-
-
-def _preference(package: Package) -> tuple[int, int]:
-    """Wheels before the sdist, x86-64 before others, the highest build number first, as pip does."""
-    if not package.link.is_wheel:
-        return (2, 0)
-    _, _, build, tags = parse_wheel_filename(package.link.filename)
-    x86 = any(tag.platform.endswith("x86_64") for tag in tags)
-    return (0 if x86 else 1, -(build[0] if build else 0))
 
 
 def _archive(link: Link) -> Archive:

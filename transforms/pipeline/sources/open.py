@@ -15,18 +15,23 @@ from transforms.pipeline.sources.local import agreed_release, open_directory, op
 from transforms.pipeline.sources.session import open_session
 from transforms.pipeline.sources.tree import Artefact, SourceError, SourceTree, sha256
 from transforms.pipeline.sources.wheel import Place, WheelTree, read_record
+from transforms.registry import VLLM
 
 if TYPE_CHECKING:
+    from transforms.engine.registry import Package
     from transforms.pipeline.sources.pip_config import PipConfig
 
 
-def open_sources(release: str | None, origin: str | None = None, cache: Cache | None = None) -> SourceTree:
+def open_sources(
+    release: str | None, origin: str | None = None, cache: Cache | None = None, *, package: Package = VLLM
+) -> SourceTree:
     """The source tree of a release.
 
     Args:
-        release: The release; may be None where ``origin`` tells it.
+        release: The release; may be None if ``origin`` states it.
         origin: None for the package index, ``installed``, or a path to a directory, a wheel or an sdist.
         cache: Where fetched files are kept; the user's cache directory by default.
+        package: What it is a release of.
 
     Raises:
         SourceError: If the sources cannot be found or read.
@@ -34,51 +39,51 @@ def open_sources(release: str | None, origin: str | None = None, cache: Cache | 
     cache = cache or Cache()
     release = str(parse_release(release)) if release else None
     if origin == "installed":
-        return open_installed(release)
+        return open_installed(release, package)
     if origin is not None:
-        return _open_path(Path(origin), release, cache)
+        return _open_path(Path(origin), release, cache, package)
     if release is None:
         raise SourceError("no release was named", fix="name one, for instance 0.32.0")
-    return _open_cached(release, cache) or _open_published(release, cache)
+    return _open_cached(release, cache, package) or _open_published(release, cache, package)
 
 
-def _open_cached(release: str, cache: Cache) -> SourceTree | None:
+def _open_cached(release: str, cache: Cache, package: Package) -> SourceTree | None:
     """A published release that was read before, without asking the index; None if it was not."""
-    known = cache.release(release) or {}
+    known = cache.release(release, package) or {}
     filename, digest, record = (str(known.get(key, "")) for key in ("filename", "sha256", "record"))
     if not filename.endswith(".whl"):
         path = cache.archive(filename, digest) if filename else None
-        return open_sdist(path, release, cache) if path else None
+        return open_sdist(path, release, cache, package) if path else None
     data = cache.blob(record) if record else None
     if data is None:
         return None
-    place = functools.partial(_published_place, release, filename)
-    return WheelTree(release, Artefact("wheel", filename, digest), cache, data, place)
+    place = functools.partial(_published_place, release, filename, package)
+    return WheelTree(release, Artefact("wheel", filename, digest), cache, data, place, package)
 
 
-def _open_published(release: str, cache: Cache) -> SourceTree:
-    index = Index()
+def _open_published(release: str, cache: Cache, package: Package) -> SourceTree:
+    index = Index(package=package)
     archive = index.archives(release)[0]
     known = {"filename": archive.filename, "sha256": archive.sha256}
     if not archive.is_wheel:
         path = download(archive, cache, index.config)
-        cache.add_release(release, known)
-        return open_sdist(path, release, cache)
+        cache.add_release(release, known, package)
+        return open_sdist(path, release, cache, package)
     record = read_record(archive, index.config)
-    cache.add_release(release, {**known, "record": cache.add_blob(record)})
-    return _wheel_tree(release, archive, cache, record, index.config)
+    cache.add_release(release, {**known, "record": cache.add_blob(record)}, package)
+    return _wheel_tree(release, archive, cache, record, package, index.config)
 
 
 def _wheel_tree(
-    release: str, archive: Archive, cache: Cache, record: bytes, config: PipConfig | None = None
+    release: str, archive: Archive, cache: Cache, record: bytes, package: Package, config: PipConfig | None = None
 ) -> WheelTree:
     artefact = Artefact("wheel", archive.filename, archive.sha256)
-    return WheelTree(release, artefact, cache, record, lambda: (archive, config))
+    return WheelTree(release, artefact, cache, record, lambda: (archive, config), package)
 
 
-def _published_place(release: str, filename: str) -> Place:
+def _published_place(release: str, filename: str, package: Package) -> Place:
     """Where the index has a wheel that was read before."""
-    index = Index()
+    index = Index(package=package)
     for archive in index.archives(release):
         if archive.filename == filename:
             return archive, index.config
@@ -88,13 +93,13 @@ def _published_place(release: str, filename: str) -> Place:
     )
 
 
-def _open_path(path: Path, release: str | None, cache: Cache) -> SourceTree:
+def _open_path(path: Path, release: str | None, cache: Cache, package: Package) -> SourceTree:
     if path.is_dir():
-        return open_directory(path, release)
+        return open_directory(path, release, package)
     if not path.is_file():
         raise SourceError("there is no such file or directory", where=str(path), fix="name one that exists with --from")
     if path.name.endswith(".tar.gz"):
-        return open_sdist(path, release, cache)
+        return open_sdist(path, release, cache, package)
     try:
         version = str(parse_wheel_filename(path.name)[1])
     except InvalidWheelFilename:
@@ -104,8 +109,8 @@ def _open_path(path: Path, release: str | None, cache: Cache) -> SourceTree:
             fix="name a .whl, a .tar.gz or a directory",
         ) from None
     archive = Archive(path.name, path.resolve().as_uri(), sha256(path.read_bytes()), is_wheel=True)
-    named = agreed_release(release, version, path) if release else version
-    return _wheel_tree(named, archive, cache, read_record(archive, None))
+    named = agreed_release(release, version, path, package) if release else version
+    return _wheel_tree(named, archive, cache, read_record(archive, None), package)
 
 
 def download(archive: Archive, cache: Cache, config: PipConfig) -> Path:

@@ -17,16 +17,20 @@ import requests
 from remotezip import RemoteZip, RemoteZipError
 
 from transforms.pipeline.sources.session import open_session
-from transforms.pipeline.sources.tree import Artefact, SourceError, sha256
+from transforms.pipeline.sources.tree import Artefact, SourceError, is_python_of, sha256
+from transforms.registry import VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from transforms.engine.registry import Package
     from transforms.pipeline.sources.cache import Cache
     from transforms.pipeline.sources.index import Archive
     from transforms.pipeline.sources.pip_config import PipConfig
 
 
+#: Bytes between two wanted members that are cheaper to read than another request is.
+NEAR = 256 * 1024
 DAMAGED = "the archive or the mirror that serves it is damaged: use another index, or --from PATH"
 #: An archive, and the settings with which it is reached.
 Place = tuple["Archive", "PipConfig | None"]
@@ -41,12 +45,20 @@ class WheelTree:
         cache: Where its files are kept.
         record: Its record of files.
         place: Where the wheel lies and how it is reached; only asked for a file that the cache does not have.
+        package: What it is a release of.
     """
 
     def __init__(
-        self, release: str, artefact: Artefact, cache: Cache, record: bytes, place: Callable[[], Place]
+        self,
+        release: str,
+        artefact: Artefact,
+        cache: Cache,
+        record: bytes,
+        place: Callable[[], Place],
+        package: Package = VLLM,
     ) -> None:
         self.release = release
+        self._package = package
         self.artefact = artefact
         self._cache = cache
         self._hashes = parse_record(record, artefact.name)
@@ -62,26 +74,64 @@ class WheelTree:
         found: dict[str, bytes] = {}
         for path in paths:
             if path not in self._hashes:
-                raise SourceError(f"vLLM {self.release} has no {path}", where=self.artefact.name)
+                raise SourceError(f"{self._package.title} {self.release} has no {path}", where=self.artefact.name)
             data = self._cache.blob(self._hashes[path])
             if data is not None:
                 found[path] = data
-        missing = [path for path in paths if path not in found]
-        if missing:
-            with open_wheel(*self._place()) as wheel:
-                for path in missing:
-                    found[path] = self._checked(path, wheel.read(path))
+        for path, data in self._fetch([path for path in paths if path not in found]):
+            self._cache.add_blob(data)
+            found[path] = data
         return found
 
-    def _checked(self, path: str, data: bytes) -> bytes:
-        if sha256(data) != self._hashes[path]:
-            raise SourceError(
-                f"{path} does not match the hash in the wheel's own RECORD",
-                where=self.artefact.name,
-                fix=DAMAGED,
-            )
-        self._cache.add_blob(data)
-        return data
+    def python_files(self) -> dict[str, str]:
+        return {path: digest for path, digest in self._hashes.items() if is_python_of(self._package.name, path)}
+
+    def read_package(self) -> Iterator[tuple[str, bytes]]:
+        missing = []
+        for path, digest in self.python_files().items():
+            data = self._cache.blob(digest)
+            if data is None:
+                missing.append(path)
+            else:
+                yield path, data
+        yield from self._fetch(missing)
+
+    def _fetch(self, paths: list[str]) -> Iterator[tuple[str, bytes]]:
+        """Files from the archive itself, each checked against the record, in the archive's order."""
+        if not paths:
+            return
+        with open_wheel(*self._place()) as wheel:
+            for path, data in _read_in_runs(wheel, paths):
+                if sha256(data) != self._hashes[path]:
+                    raise SourceError(
+                        f"{path} does not match the hash in the wheel's own RECORD",
+                        where=self.artefact.name,
+                        fix=DAMAGED,
+                    )
+                yield path, data
+
+
+def _read_in_runs(wheel: zipfile.ZipFile, paths: list[str]) -> Iterator[tuple[str, bytes]]:
+    """The contents of some members; of a remote archive, members that lie near each other come in one request."""
+    wanted = sorted((wheel.getinfo(path) for path in paths), key=lambda member: member.header_offset)
+    if isinstance(wheel, RemoteZip):
+        wheel.fp.set_position_to_size(_runs(wheel, wanted))
+    for member in wanted:
+        yield member.filename, wheel.read(member)
+
+
+def _runs(wheel: zipfile.ZipFile, wanted: list[zipfile.ZipInfo]) -> dict[int, int]:
+    """The ranges to ask for, each by its first byte and its length, for members in the archive's order."""
+    starts = sorted(member.header_offset for member in wheel.infolist())
+    ends = dict(zip(starts, [*starts[1:], wheel.start_dir], strict=True))
+    runs: dict[int, int] = {}
+    first = last = -NEAR - 1
+    for member in wanted:
+        if member.header_offset - last > NEAR:
+            first = member.header_offset
+        last = ends[member.header_offset]
+        runs[first] = last - first
+    return runs
 
 
 def read_record(archive: Archive, config: PipConfig | None) -> bytes:

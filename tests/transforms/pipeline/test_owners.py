@@ -1,0 +1,398 @@
+"""Several owners: registries of others, their packages, and what happens where their rules meet ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import libcst as cst
+import pytest
+from packaging.version import Version
+
+from tests.examples import EXAMPLES, registry_of
+from tests.transforms.pipeline.third_party import of_vllm, write_project, write_rocket, write_seam
+from tests.ucm.overlay.environment import Environment
+from tests.ucm.overlay.miniature import RELEASE, SCHEDULER, write_miniature
+from transforms import model_runner, scheduler
+from transforms.engine.apply import apply_rule
+from transforms.engine.errors import RuleDefinitionError
+from transforms.pipeline.checks import check_overlay
+from transforms.pipeline.conflicts import conflicts
+from transforms.pipeline.lock import accept, check_reviewed, compare, make_lock
+from transforms.pipeline.package import ROOT, build_package, build_runtime, build_wheel
+from transforms.pipeline.product import UCM, Product, ProductError, compose, parse
+from transforms.pipeline.project import PLACE, ProjectError, Skeleton
+from transforms.pipeline.review.model import make_review, summary
+from transforms.pipeline.review.page import write_review
+from transforms.pipeline.rewrite import Overlay, rewrite
+from transforms.pipeline.sources.local import open_directory
+from transforms.pipeline.sources.open import open_sources
+from transforms.registry import REGISTRY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from transforms.engine.registry import Registry
+
+PATH = "vllm/v1/core/sched/scheduler.py"
+LIVES = f"""
+from {SCHEDULER} import Scheduler
+from types import SimpleNamespace
+request = SimpleNamespace(request_id="a")
+scheduler = Scheduler()
+scheduler.add_request(request)
+scheduler._free_request(request)
+"""
+#: What the seam of the other project was told.
+TOLD = f"{LIVES}\nfrom acme_seam.hooks import CALLS\nprint(CALLS)"
+
+
+def made(product: Product, miniature: Path) -> Overlay:
+    overlay = rewrite(open_directory(miniature, None), product)
+    assert not overlay.failures, [o.describe() for o in overlay.failures]
+    check_overlay(overlay)
+    return overlay
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("acme")
+
+
+@pytest.fixture(scope="module")
+def acme(place: Path) -> Registry:
+    return of_vllm(place)
+
+
+@pytest.fixture(scope="module")
+def composed(acme: Registry, miniature: Path) -> Overlay:
+    """UCM's rules, then the other project's, in one overlay."""
+    return made(compose(REGISTRY, acme), miniature)
+
+
+@pytest.fixture(scope="module")
+def wheels(place: Path, composed: Overlay, acme: Registry, miniature: Path) -> dict[str, Path]:
+    """The overlay of both, that of each alone, and the runtime."""
+    alone = made(compose(acme), miniature)
+    ours = replace(made(UCM, miniature), product=replace(UCM, overlays=place / "ours"))
+    built = {}
+    for name, overlay in {"both": composed, "acme": alone, "ucm": ours}.items():
+        accept(overlay)
+        built[name] = build_package(overlay, check_reviewed(overlay), place / name).wheel
+    return {**built, "runtime": build_runtime(place)}
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    environment = Environment.create(tmp_path / "venv")
+    write_miniature(environment.site)
+    write_seam(environment.site)
+    return environment
+
+
+class TestComposition:
+    def test_each_rule_stands_under_its_owner_s_name_and_calls_its_owner_s_seam(self, composed: Overlay) -> None:
+        (module,) = (module for module in composed.modules if module.path == PATH)
+        text = module.rewritten.decode()
+        assert "from acme_seam import hooks as _acme_seam_hooks  # ucm: acme.lives.import\n" in text
+        assert "_acme_seam_hooks.told('freed')  # ucm: acme.lives.freed\n" in text
+        assert "_ucm_hooks.request_freed(self, request)  # ucm: scheduler.freed\n" in text
+        assert "# Changed by the Acme overlay for vLLM" in text
+        assert [t.id for t in module.transforms] == ["scheduler", "acme.lives"]
+
+    def test_where_rules_meet_is_named_in_the_lock_with_their_order(self, composed: Overlay) -> None:
+        lock = make_lock(composed, 1)
+        assert lock["owners"] == ["ucm", "acme"]
+        assert lock["conflicts"] == [
+            (
+                f"{PATH}: one anchor has scheduler.freed and acme.lives.freed; their order there: acme.lives.freed, "
+                "scheduler.freed"
+            ),
+            f"{PATH}: switching scheduler off also takes the hooks of Acme along",
+            f"{PATH}: switching acme off also takes the hooks of UCM along",
+        ]
+        (module,) = (module for module in composed.modules if module.path == PATH)
+        text = module.rewritten.decode()
+        assert text.index("told('freed')") < text.index("request_freed(self")
+
+    def test_a_new_conflict_is_not_what_was_reviewed(self, composed: Overlay) -> None:
+        lock = make_lock(composed, 1)
+        told = compare({**lock, "conflicts": lock["conflicts"][1:]}, lock)
+        assert told == ["the places where the rules of several owners meet are others"]
+
+    def test_the_order_is_the_stated_one(self, acme: Registry, miniature: Path) -> None:
+        other = made(compose(acme, REGISTRY), miniature)
+        (module,) = (module for module in other.modules if module.path == PATH)
+        text = module.rewritten.decode()
+        assert text.index("request_freed(self") < text.index("told('freed')")
+        assert any("their order there: scheduler.freed, acme.lives.freed" in told for told in conflicts(other))
+
+    def test_one_owner_alone_meets_nobody(self, overlay: Overlay) -> None:
+        assert not {"owners", "conflicts"} & make_lock(overlay, 1).keys()
+
+    def test_it_can_be_read(self, composed: Overlay, tmp_path: Path) -> None:
+        review = make_review(composed)
+        page = write_review(review, tmp_path).read_text(encoding="utf-8")
+        assert "scheduler+acme.lives" in page
+        assert "Record of acme.lives" in page
+        assert any(line.startswith("owners meet: ") for line in summary(review))
+
+    def test_both_hooks_are_called(self, environment: Environment, wheels: dict[str, Path]) -> None:
+        environment.install(wheels["both"], wheels["runtime"])
+        assert environment.run(TOLD) == "['added', 'freed']"
+        assert environment.run(TOLD, UCM_DISABLE_PATCHES="1") == "[]"
+
+    @pytest.mark.parametrize("group", ["SCHEDULER", "ACME"])
+    def test_a_switch_takes_the_other_owner_s_hooks_along_and_says_so(
+        self, environment: Environment, wheels: dict[str, Path], group: str
+    ) -> None:
+        environment.install(wheels["both"], wheels["runtime"])
+        done = environment.start("-c", TOLD, **{f"UCM_DISABLE_{group}_PATCH": "1"})
+        assert done.stdout.strip() == "[]", done.stderr
+        other = {"SCHEDULER": "acme", "ACME": "scheduler"}[group]
+        assert f"group {other} stays upstream's: it relies on {group.lower()}, which is off" in done.stderr
+
+    def test_its_version_names_the_others(self, wheels: dict[str, Path]) -> None:
+        assert wheels["both"].name == f"acme_vllm_overlay-{RELEASE}.post1+with.ucm-py3-none-any.whl"
+        assert wheels["acme"].name == f"acme_vllm_overlay-{RELEASE}.post1-py3-none-any.whl"
+
+
+class TestTwoOverlays:
+    def test_of_one_module_are_refused_with_the_way_to_build_them_as_one(
+        self, environment: Environment, wheels: dict[str, Path]
+    ) -> None:
+        environment.install(wheels["ucm"], wheels["acme"], wheels["runtime"])
+        error = environment.fail(LIVES)
+        assert f"2 overlays shadow {SCHEDULER}, and only one of them would act" in error
+        assert f"acme-vllm-overlay {RELEASE}.post1" in error
+        assert f"ucm-vllm-overlay {RELEASE}.post1" in error
+        assert f"`nox -s build-overlay -- acme+ucm-{RELEASE}`" in error or (
+            f"`nox -s build-overlay -- ucm+acme-{RELEASE}`" in error
+        )
+        report = environment.start("-m", "ucm.cli", "doctor").stdout
+        assert "modules are shadowed by more than one overlay: vLLM will not start" in report
+
+    def test_the_plug_in_says_it_before_any_import(self, environment: Environment, wheels: dict[str, Path]) -> None:
+        environment.install(wheels["ucm"], wheels["acme"], wheels["runtime"])
+        error = environment.fail("from acme_vllm_overlay._plugin import register; register()")
+        assert "SharedModuleError" in error
+
+    def test_one_of_which_is_switched_off_leave_the_other_alone(
+        self, environment: Environment, wheels: dict[str, Path]
+    ) -> None:
+        environment.install(wheels["ucm"], wheels["acme"], wheels["runtime"])
+        assert environment.run(TOLD, UCM_DISABLE_SCHEDULER_PATCH="1") == "['added', 'freed']"
+
+    def test_a_seam_that_is_not_installed(self, environment: Environment, wheels: dict[str, Path]) -> None:
+        environment.install(wheels["acme"], wheels["runtime"])
+        shutil.rmtree(environment.site / "acme_seam")
+        assert "hooks: acme_seam.hooks.told" in environment.fail(LIVES)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the commands need, for they write into their checkout."""
+    place = tmp_path_factory.mktemp("checkout")
+    for name in ("transforms", "ucm", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, place / name)
+    return place
+
+
+def run_command(project: Path, checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of the build, where another project is installed."""
+    environ = {**os.environ, "PYTHONPATH": str(project)}
+    command = [sys.executable, "-m", "transforms", *arguments]
+    return subprocess.run(command, cwd=checkout, check=False, capture_output=True, text=True, env=environ)
+
+
+class TestAPackageThatNobodyKnows:
+    """A registry and an entry point are all that it has; the commands, the lock, the wheel and the finder follow."""
+
+    @pytest.fixture
+    def project(self, tmp_path: Path) -> Path:
+        return write_project(tmp_path / "project")
+
+    def test_it_is_reviewed_built_installed_and_imported(self, project: Path, checkout: Path, tmp_path: Path) -> None:
+        sources = write_rocket(tmp_path / "sources")
+        given = ("rocket-1.0", "--from", str(sources))
+
+        drift = run_command(project, checkout, "drift", *given)
+        assert drift.returncode == 0, drift.stderr
+        assert "Rocket 1.0: every rule applies" in drift.stdout
+        early = run_command(project, checkout, "build-overlay", *given)
+        assert "the overlay of Rocket 1.0 has not been reviewed" in early.stderr
+        review = run_command(project, checkout, "review", *given, "--accept")
+        assert review.returncode == 0, review.stderr
+        assert (project / "overlays" / "rocket-1.0" / "lock.json").is_file()
+        built = run_command(project, checkout, "build-overlay", *given)
+        assert built.returncode == 0, built.stderr
+        wheels = [type(checkout)(line) for line in built.stdout.splitlines()]
+
+        environment = Environment.create(tmp_path / "venv")
+        environment.install(*wheels)
+        write_rocket(environment.site / "..").joinpath("rocket").rename(environment.site / "rocket")
+        write_seam(environment.site)
+        code = (
+            "from rocket.engine import FUEL, Rocket, __spec__; from acme_seam.hooks import CALLS; Rocket().launch()\n"
+            "print(len(CALLS), FUEL, __spec__.origin)"
+        )
+        calls, fuel, origin = environment.run(code).split()
+        assert (calls, fuel) == ("1", "kerosene")
+        assert origin.endswith("rocket_overlay/modules/rocket/engine.py")
+        (environment.site / "rocket" / "engine.py").write_text("class Rocket: ...\n", encoding="utf-8")
+        refused = environment.fail(code)
+        assert "rocket.engine is not the file of Rocket 1.0 that this overlay was made from" in refused
+        assert "`nox -s build-overlay -- rocket-RELEASE`" in refused
+
+
+COMET = "class Comet:\n    def appear(self):\n        return True\n\n\ndef seen():\n    return Comet().appear()\n"
+HEARD = "from {project}.hooks import LISTENERS; LISTENERS.append(lambda *given: print(len(given)))\n"
+
+
+def write_comet(place: Path) -> None:
+    (place / "comet").mkdir(parents=True)
+    (place / "comet" / "__init__.py").touch()
+    (place / "comet" / "sky.py").write_text(COMET, encoding="utf-8")
+
+
+class TestASkeleton:
+    """What `init` writes is installed, tried, reviewed and built as it stands."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "release", "write", "code", "told"),
+        [
+            ((), RELEASE, write_miniature, LIVES, "1"),
+            (
+                ("--at", "comet/sky.py:Comet.appear"),
+                "1.0",
+                write_comet,
+                "from comet.sky import seen; seen()",
+                "1",
+            ),
+            (
+                ("--at", "comet/sky.py:seen"),
+                "1.0",
+                write_comet,
+                "from comet.sky import seen; seen()",
+                "0",
+            ),
+        ],
+    )
+    def test_it_builds_at_once(
+        self,
+        checkout: Path,
+        tmp_path: Path,
+        arguments: tuple[str, ...],
+        release: str,
+        write: Callable[[Path], object],
+        code: str,
+        told: str,
+    ) -> None:
+        sources, installed = tmp_path / "sources", tmp_path / "installed"
+        write(sources)
+        wanted = ("init", str(tmp_path / "project"), "--owner", "acme", "--release", release)
+        made = run_command(checkout, checkout, *wanted, *arguments)
+        assert made.returncode == 0, made.stderr
+        wheel = build_wheel(tmp_path / "project", tmp_path / "wheels")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(installed)]
+        subprocess.run([*pip, str(wheel)], check=True)
+
+        given = (f"acme-{release}", "--from", str(sources))
+        drift = run_command(installed, checkout, "drift", *given)
+        assert drift.returncode == 0, drift.stderr
+        assert "every rule applies" in drift.stdout
+        review = run_command(installed, checkout, "review", *given, "--accept")
+        assert review.returncode == 0, review.stderr
+        built = run_command(installed, checkout, "build-overlay", *given)
+        assert built.returncode == 0, built.stderr
+
+        environment = Environment.create(tmp_path / "venv")
+        environment.install(*(type(checkout)(line) for line in built.stdout.splitlines()), wheel)
+        write(environment.site)
+        assert environment.run(HEARD.format(project="acme_overlay") + code) == told
+
+    @pytest.mark.parametrize(
+        ("owner", "place", "problem"),
+        [
+            ("Acme Corp", PLACE, "an owner is one lower-case word"),
+            ("acme", "comet.sky:Comet", "a place is"),
+            ("acme", "comet/sky.py:", "a place is"),
+        ],
+    )
+    def test_what_cannot_be_a_project_is_refused(self, owner: str, place: str, problem: str) -> None:
+        with pytest.raises(ProjectError, match=problem):
+            Skeleton(owner, "1.0", place)
+
+    def test_a_release_that_is_none_is_refused(self) -> None:
+        with pytest.raises(ProjectError, match="a release is a version"):
+            Skeleton("acme", "newest")
+
+    def test_nothing_is_overwritten(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.txt").touch()
+        with pytest.raises(ProjectError, match="the directory is not empty"):
+            Skeleton("acme", "0.32.0").write(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return registry_of("early_kv")
+
+
+class TestThePageForOthers:
+    """The page 'Move your patch to an overlay' goes through the example `early_kv`, whose rules fit every release."""
+
+    @pytest.mark.parametrize("release", [r for r in UCM.reviewed() if Version(r) >= Version("0.14.1")])
+    def test_its_rules_apply(self, registry: Registry, release: str) -> None:
+        overlay = rewrite(open_sources(release), compose(registry))
+        assert not overlay.failures
+        check_overlay(overlay)
+
+    def test_its_cases_hold(self, registry: Registry) -> None:
+        for transform in registry.transforms:
+            for case in transform.cases:
+                (rule,) = (rule for rule in transform.rules if rule.id == case.rule)
+                assert apply_rule(cst.parse_module(case.before), rule, "m.py", case.release)[0].code == case.after
+
+    def test_beside_ours_it_meets_one_of_our_anchors(self, registry: Registry) -> None:
+        ours = replace(REGISTRY, transforms=(scheduler.TRANSFORM, model_runner.TRANSFORM))
+        overlay = rewrite(open_sources("0.32.0"), compose(ours, registry))
+        assert not overlay.failures
+        check_overlay(overlay)
+        (told,) = (told for told in conflicts(overlay) if "one anchor has" in told)
+        assert "scheduler.request-added and early.scheduler.admitted" in told
+
+    def test_what_it_shows_is_the_example(self) -> None:
+        page = (ROOT / "docs" / "move_your_patch.md").read_text(encoding="utf-8")
+        shown = re.findall(r'```(?:python|toml) title="examples/early_kv/([\w./]+)"\n(.*?)```', page, re.DOTALL)
+        assert len(shown) >= 4
+        for name, text in shown:
+            assert text.strip("\n") in (EXAMPLES / "early_kv" / name).read_text(encoding="utf-8"), name
+
+
+class TestProducts:
+    def test_a_name_without_a_product_is_ours(self) -> None:
+        assert parse("0.32.0") == (UCM, "0.32.0")
+        assert parse("all") == (UCM, "all")
+        assert parse("0.32.0+mine") == (UCM, "0.32.0+mine")
+
+    def test_an_owner_that_nobody_registered(self) -> None:
+        with pytest.raises(ProductError, match="there is no registry of nobody"):
+            parse("nobody-0.32.0")
+        with pytest.raises(ProductError, match="there is no registry of nobody"):
+            parse("ucm+nobody-0.32.0")
+
+    def test_two_owners_of_one_group_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ProductError, match="in common") as caught:
+            compose(REGISTRY, of_vllm(tmp_path, group="scheduler"))
+        assert "ucm and acme: scheduler" in caught.value.where
+
+    def test_an_id_without_its_owner_s_name_is_refused(self, acme: Registry) -> None:
+        with pytest.raises(RuleDefinitionError, match="does not start with its owner's name"):
+            replace(acme, owner="other")

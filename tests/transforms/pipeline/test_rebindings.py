@@ -1,0 +1,105 @@
+"""What another package puts in the place of vLLM's functions: how it is read, and what it says of the hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.transforms.pipeline.memory import DictTree
+from transforms.ascend.registry import REGISTRY
+from transforms.pipeline.product import compose
+from transforms.pipeline.rebindings import Fate, Kind, fates, paired, rebindings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ASCEND = compose(REGISTRY)
+SOURCE = """\
+import vllm.v1.engine.core
+import vllm.envs as envs
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core import kv_cache_utils
+
+_before = Scheduler.schedule
+
+
+def schedule(self):
+    return _before(self)
+
+
+def copied(self):
+    return 1
+
+
+class Core(vllm.v1.engine.core.EngineCore):
+    pass
+
+
+class Balance(Scheduler):
+    pass
+
+
+Scheduler.schedule = schedule
+Scheduler.add_request = copied
+vllm.v1.engine.core.EngineCore = Core
+vllm.v1.core.sched.scheduler.Scheduler = Balance
+kv_cache_utils.hashes = copied
+envs.SWITCH = True
+setattr(Scheduler, "finish", copied)
+unrelated.attribute = copied
+"""
+
+
+@dataclass
+class Patches(DictTree):
+    files: dict[str, str] = field(default_factory=lambda: {"other/patch/one.py": SOURCE, "other/x.py": SOURCE})
+
+
+def test_each_assignment_is_read_with_what_stands_there() -> None:
+    found = {(one.module, one.name): (one.kind, one.by) for one in rebindings(Patches(), "vllm", "other/patch/")}
+    scheduler = "vllm.v1.core.sched.scheduler"
+    assert found == {
+        (scheduler, "Scheduler.schedule"): (Kind.WRAPPER, "schedule"),
+        (scheduler, "Scheduler.add_request"): (Kind.COPY, "copied"),
+        (scheduler, "Scheduler.finish"): (Kind.COPY, "copied"),
+        ("vllm.v1.engine.core", "EngineCore"): (Kind.SUBCLASS, "Core"),
+        (scheduler, "Scheduler"): (Kind.SUBCLASS, "Balance"),
+        ("vllm.v1.core.kv_cache_utils", "hashes"): (Kind.COPY, "copied"),
+        ("vllm.envs", "SWITCH"): (Kind.VALUE, ""),
+    }
+
+
+@pytest.mark.parametrize(
+    ("release", "vllm"), [("0.9.1", "0.9.1"), ("0.18.0", "0.18.1"), ("0.23.0.post1", "0.23.0"), ("0.30.0rc2", "0.30.0")]
+)
+def test_the_release_of_vllm_that_one_pairs_with(release: str, vllm: str) -> None:
+    assert paired(release) == vllm
+
+
+@pytest.fixture(scope="module")
+def known() -> Mapping[str, list[Fate]]:
+    return {release: fates(release, ASCEND) for release in ASCEND.reviewed()}
+
+
+def test_how_many_there_are(known: Mapping[str, list[Fate]]) -> None:
+    counts = {release: len(of_release) for release, of_release in known.items()}
+    assert counts == {
+        "0.9.1": 16,
+        "0.11.0": 23,
+        "0.13.0": 37,
+        "0.18.0": 97,
+        "0.23.0": 200,
+        "0.23.0.post1": 200,
+        "0.30.0rc2": 202,
+    }
+
+
+def test_no_hook_is_lost_that_nothing_serves(known: Mapping[str, list[Fate]]) -> None:
+    hooked = {release: [f for f in of_release if f.hooked] for release, of_release in known.items()}
+    assert not [f for of_release in hooked.values() for f in of_release if not f.survives and "ascend." not in f.serves]
+    (update,) = (f for f in hooked["0.13.0"] if not f.survives)
+    assert update.rebinding.name == "GPUModelRunner._update_states"
+    assert set(update.hooked) == {f"model_runner.{n}" for n in ("blocks-updated", "requests-finished", "update-states")}
+    assert [f"ascend.update_states.{rule.rpartition('.')[2]}" for rule in update.hooked] == update.serves.split(", ")

@@ -1,0 +1,89 @@
+"""A census: all code in a package that is of a kind that rules hook, and what follows where no rule hooks it.
+
+A rule can fit a release and still miss, because the release does the same thing in a second place. A census finds all
+such places. Each one is either hooked by a rule or classified by a person, with a reason. A place that is neither fails
+the build.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+
+from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.governance import FEWEST_WORDS
+from transforms.engine.releases import ALL_RELEASES, Releases
+from transforms.engine.sites import site_pattern
+
+
+class Consequence(Enum):
+    """What follows from a place that no rule hooks."""
+
+    REACHES = "reaches a hook"  #: what runs there also passes a hooked place
+    REFUSED = "refused"  #: the runtime refuses to serve with what runs there, and names it
+    HARMLESS = "no concern"  #: what happens there does not matter to any hook
+    GAP = "gap"  #: it bypasses the hooks, and nothing refuses it
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Places that no rule hooks, and the consequence.
+
+    Attributes:
+        sites: Patterns ``path:qualified name``, with the wildcards of file names, ``*`` also for ``/``.
+        consequence: What follows.
+        reason: Why, so that a reviewer can check it.
+        refused_by: For `Consequence.REFUSED`, the function that refuses: ``package.module:name``.
+        releases: Where this is known to hold.
+    """
+
+    sites: tuple[str, ...]
+    consequence: Consequence
+    reason: str
+    refused_by: str = ""
+    releases: Releases = ALL_RELEASES
+
+    def __post_init__(self) -> None:
+        where = ", ".join(self.sites)
+        if len(self.reason.split()) < FEWEST_WORDS:
+            raise RuleDefinitionError(
+                "the reason of a classification is too short",
+                where=where,
+                fix=f"write at least {FEWEST_WORDS} words that a reviewer can check",
+            )
+        if (self.consequence is Consequence.REFUSED) != bool(self.refused_by):
+            raise RuleDefinitionError("`refused_by` goes with the consequence REFUSED, and only with it", where=where)
+        if not self.sites or any(site.count(":") != 1 for site in self.sites):
+            raise RuleDefinitionError("a classification's sites are not written as `path:qualified name`", where=where)
+
+    def patterns_for(self, site: str) -> list[str]:
+        """Return its patterns that match a site, ``path:qualified name``."""
+        return [pattern for pattern in self.sites if fnmatchcase(site, pattern)]
+
+
+@dataclass(frozen=True)
+class Census:
+    """A search for one kind of place.
+
+    Attributes:
+        id: ``<transform>.<what>``.
+        what: A description of the places.
+        patterns: The patterns that match them, see `transforms.engine.sites`.
+        rules: The rules that hook such places; a function counts as hooked once per match.
+        elsewhere: The classification of the other places; the first entry that matches a place applies.
+    """
+
+    id: str
+    what: str
+    patterns: tuple[str, ...]
+    rules: tuple[str, ...] = ()
+    elsewhere: tuple[Elsewhere, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in self.patterns:
+            site_pattern(text)
+
+    def classified(self, site: str, release: str) -> Elsewhere | None:
+        """Return the classification of a site, ``path:qualified name``, in a release."""
+        return next((e for e in self.elsewhere if release in e.releases and e.patterns_for(site)), None)

@@ -1,0 +1,61 @@
+"""EngineCore: before the first request, the scheduler's side asks every worker what it runs."""
+
+from __future__ import annotations
+
+from transforms.engine.census import Census, Consequence, Elsewhere
+from transforms.engine.edits import AtEnd
+from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.rule import Module, ModulePath, rule
+from transforms.engine.scope import Scope
+from transforms.engine.transform import Case, Transform
+
+MODULE = Module(id="engine_core", group="scheduler", paths=(ModulePath("vllm/v1/engine/core.py"),))
+
+GIVEN = """\
+class EngineCore:
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+"""
+
+CENSUS = (
+    Census(
+        "engine_core.cores",
+        "classes derived from vLLM's EngineCore",
+        ("class (EngineCore)", "class (EngineCoreProc)", "class (DPEngineCoreProc)"),
+        elsewhere=(
+            Elsewhere(
+                ("vllm/v1/engine/core.py:*EngineCoreProc", "vllm/v1/engine/core.py:*EngineCoreActor*"),
+                Consequence.REACHES,
+                "its constructor calls EngineCore's, which ends with the hook",
+            ),
+        ),
+    ),
+)
+
+TRANSFORM = Transform(
+    id="engine_core",
+    module=MODULE,
+    governance=Governance(
+        why="The scheduler's and the workers' sides of a sparse method rely on each other: a worker without the method "
+        "would read blocks that the scheduler frees. Only EngineCore can ask the workers of all nodes before the first "
+        "request.",
+        how="One call at the end of EngineCore's constructor, when the executor and its workers are running and the "
+        "model is loaded. The runtime asks the workers through the executor's collective_rpc.",
+        processes=(Process.ENGINE_CORE,),
+        upstream=Upstream(
+            UpstreamStatus.NOT_SUBMITTED,
+            "vLLM has no callback between the start of its workers and the first request; none has been requested",
+        ),
+        removal="vLLM calls a plugin group in EngineCore once its workers are up, with access to collective_rpc.",
+    ),
+    census=CENSUS,
+    rules=(rule("engine_core.started", Scope("EngineCore.__init__"), AtEnd("_ucm_hooks.engine_core_started(self)")),),
+    cases=(
+        Case(
+            "engine_core.started",
+            GIVEN,
+            GIVEN + "        _ucm_hooks.engine_core_started(self)  # ucm: engine_core.started\n",
+            "0.32.0",
+        ),
+    ),
+)

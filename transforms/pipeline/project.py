@@ -1,0 +1,118 @@
+"""The skeleton of a project with its own registry: one rule, its seam, and the packaging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jinja2
+from packaging.version import InvalidVersion, Version
+
+from transforms.engine.errors import OverlayError
+from transforms.engine.registry import Package
+from transforms.engine.transform import Seam
+from transforms.pipeline.package import TEMPLATES
+from transforms.registry import VLLM
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: The files of the project and their templates.
+FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "{module}/__init__.py": "__init__.py",
+    "{module}/hooks.py": "hooks.py",
+    "{module}/rules.py": "rules.py",
+}
+#: A function that every supported vLLM has.
+PLACE = "vllm/v1/core/sched/scheduler.py:Scheduler.add_request"
+
+
+class ProjectError(OverlayError):
+    """The project cannot be created."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A project to create.
+
+    Attributes:
+        owner: Who maintains its rules: one lower-case word.
+        release: A release of the package that is changed.
+        place: The function that its first rule hooks: ``path:qualified name``.
+        project: The name of the package on an index; default: its import name.
+    """
+
+    owner: str
+    release: str
+    place: str = PLACE
+    project: str = ""
+
+    def __post_init__(self) -> None:
+        path, _, scope = self.place.partition(":")
+        problems = {
+            "an owner is one lower-case word": self.owner.isidentifier() and self.owner == self.owner.lower(),
+            "a release is a version": _is_version(self.release),
+            "a place is `package/module.py:Class.function`": path.endswith(".py")
+            and "/" in path
+            and bool(scope)
+            and all(name.isidentifier() for name in scope.split(".")),
+        }
+        for problem, is_right in problems.items():
+            if not is_right:
+                raise ProjectError(
+                    problem, where=f"{self.owner}, {self.release}, {self.place}", fix="see `init --help`"
+                )
+
+    def write(self, directory: Path) -> list[Path]:
+        """Write the project; no existing file is replaced.
+
+        Returns:
+            The files.
+
+        Raises:
+            ProjectError: If the directory is not empty.
+        """
+        if directory.exists() and any(directory.iterdir()):
+            raise ProjectError("the directory is not empty", where=str(directory), fix="name another one")
+        path, _, scope = self.place.partition(":")
+        name = path.partition("/")[0]
+        module, function = f"{self.owner}_overlay", scope.rpartition(".")[2]
+        own = Package(name, self.project or name, self.project or name, f"the authors of {self.project or name}")
+        package = VLLM if name == VLLM.name else own
+        context = {
+            "owner": self.owner,
+            "title": self.owner.capitalize(),
+            "project": module.replace("_", "-"),
+            "module": module,
+            "distribution": f"{self.owner}-{package.project}-overlay",
+            "package": package,
+            "known": package is VLLM,
+            "release": self.release,
+            "path": path,
+            "scope": scope,
+            "hook": f"{function.strip('_')}_begins",
+            "argument": "self" if "." in scope else "",
+            "alias": Seam(f"{module}.hooks").alias,
+        }
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(TEMPLATES / "project"),
+            undefined=jinja2.StrictUndefined,
+            keep_trailing_newline=True,
+            autoescape=False,  # noqa: S701 - Python and TOML, not HTML; every value is a checked word
+        )
+        written = []
+        for target, template in FILES.items():
+            file = directory / target.format(module=module)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(environment.get_template(f"{template}.j2").render(context), encoding="utf-8")
+            written.append(file)
+        return written
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False

@@ -1,0 +1,306 @@
+"""Find what one package replaces in another at run time, and what that means for the other's overlay.
+
+Packages such as vLLM Ascend rebind attributes of vLLM at import. This module reads each such assignment from their
+sources: the attribute, its replacement, and whether the replacement calls the original. A comparison with the two
+reviewed overlays shows, for each attribute, whether hooks survive.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jinja2
+from packaging.version import Version
+
+from transforms.pipeline.census import hooks_of_release
+from transforms.pipeline.product import UCM
+from transforms.pipeline.sources.open import open_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transforms.pipeline.census import Hooks
+    from transforms.pipeline.product import Product
+    from transforms.pipeline.sources.tree import SourceTree
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+NOTHING = "nothing"
+TEMPLATE = "rebindings.md.j2"
+
+
+class Kind(Enum):
+    """The kind of a replacement."""
+
+    WRAPPER = "wrapper"  #: a function that calls the original
+    SUBCLASS = "subclass"  #: a class that derives from the original
+    COPY = "replacement"  #: a function or class that does neither
+    VALUE = "value"  #: neither a function nor a class of the package, or unknown
+
+
+@dataclass(frozen=True)
+class Rebinding:
+    """One attribute that is rebound.
+
+    Attributes:
+        module: The module of the package whose attribute it is, dotted.
+        name: The qualified name in it.
+        kind: The kind of the replacement.
+        by: The replacement's name in ``path``.
+        path: The file with the assignment.
+    """
+
+    module: str
+    name: str
+    kind: Kind
+    by: str
+    path: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The file and the qualified name of the rebound attribute."""
+        return f"{self.module.replace('.', '/')}.py", self.name
+
+
+@dataclass(frozen=True)
+class Fate:
+    """A rebinding, and its consequence for the overlay of the package whose attribute is rebound.
+
+    Attributes:
+        rebinding: What is rebound.
+        rewritten: Whether the overlay rewrites the module.
+        hooked: The rules whose insertions are in the function, or in methods of the class.
+        survives: Whether their calls are still made.
+        serves: What makes the calls instead if they are not; empty if nothing needs to.
+    """
+
+    rebinding: Rebinding
+    rewritten: bool
+    hooked: tuple[str, ...]
+    survives: bool
+    serves: str
+
+
+@dataclass(frozen=True)
+class OfRelease:
+    """All rebindings of one release.
+
+    Attributes:
+        release: The release of the package that rebinds.
+        paired: The vLLM release whose overlay they are compared with.
+        fates: What follows from each.
+    """
+
+    release: str
+    paired: str
+    fates: tuple[Fate, ...]
+
+    @property
+    def anchor(self) -> str:
+        """The name of its heading in a link."""
+        return self.release.replace(".", "")
+
+    @property
+    def rewritten(self) -> list[Fate]:
+        """Those in modules that the overlay rewrites."""
+        return [fate for fate in self.fates if fate.rewritten]
+
+    @property
+    def hooked(self) -> list[Fate]:
+        """Those of functions and classes with hooks."""
+        return [fate for fate in self.fates if fate.hooked]
+
+    @property
+    def served(self) -> list[Fate]:
+        """Those by which hooks are lost that another overlay has."""
+        return [fate for fate in self.hooked if not fate.survives and not fate.serves.startswith(NOTHING)]
+
+    @property
+    def lost(self) -> list[Fate]:
+        """Those by which hooks are lost."""
+        return [fate for fate in self.hooked if not fate.survives and fate.serves.startswith(NOTHING)]
+
+    @property
+    def others(self) -> list[tuple[str, list[Fate]]]:
+        """The others, by the file that rebinds."""
+        found: dict[str, list[Fate]] = {}
+        for fate in self.fates:
+            if not fate.rewritten:
+                found.setdefault(fate.rebinding.path, []).append(fate)
+        return list(found.items())
+
+
+def rebindings_page(product: Product) -> str:
+    """The page of what a product's package rebinds of vLLM, as Markdown."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # noqa: S701 - Markdown of our own words
+    )
+    releases = [OfRelease(one, paired(one), tuple(fates(one, product))) for one in product.reviewed()]
+    return environment.get_template(TEMPLATE).render(product=product, releases=releases)
+
+
+def rebindings(tree: SourceTree, package: str, within: str) -> list[Rebinding]:
+    """Every attribute of a package that files of another one's rebind, in the order of the files.
+
+    Args:
+        tree: The sources of the other package.
+        package: The package whose attributes are looked for.
+        within: The folder of the other whose files are read.
+    """
+    found: list[Rebinding] = []
+    for path in sorted(path for path in tree.python_files() if path.startswith(within)):
+        found += _of_file(ast.parse(tree.read(path)), path, package)
+    return list({(one.module, one.name, one.path): one for one in found}.values())
+
+
+def fates(release: str, product: Product) -> list[Fate]:
+    """What becomes of the hooks in vLLM's overlay beside a release of another package, and of that one's own.
+
+    Args:
+        release: The release of the other package; the vLLM that it pairs with has its number.
+        product: The other package's.
+    """
+    hooks, own = hooks_of_release(paired(release), UCM), hooks_of_release(release, product)
+    rewritten = {path for path, _ in hooks}
+    tree = open_sources(release, package=product.package)
+    return [_fate(one, rewritten, hooks, own) for one in rebindings(tree, UCM.package.name, product.package.rebinds)]
+
+
+def paired(release: str) -> str:
+    """The reviewed release of vLLM that is nearest to the one of the same number, and not older than its minor one."""
+    wanted = Version(release).release[:2]
+    same = [one for one in UCM.reviewed() if Version(one).release[:2] == wanted]
+    number = ".".join(map(str, Version(release).release))
+    return number if number in same else same[-1]
+
+
+def _fate(one: Rebinding, rewritten: set[str], hooks: Hooks, own: Hooks) -> Fate:
+    path, name = one.place
+    hooked = sorted(
+        {
+            rule
+            for (where, scope), rules in hooks.items()
+            if where == path and (scope == name or scope.startswith(f"{name}."))
+            for rule in rules
+        }
+    )
+    if not hooked:
+        return Fate(one, path in rewritten, (), True, "")
+    if one.kind is Kind.WRAPPER:
+        return Fate(one, True, tuple(hooked), True, "the hooked function runs inside it")
+    instead = sorted(
+        {
+            rule
+            for (where, scope), rules in own.items()
+            if where == one.path and scope.startswith(one.by)
+            for rule in rules
+        }
+    )
+    if one.kind is Kind.SUBCLASS:
+        serves = f"inherited; what it overrides has {', '.join(instead)}" if instead else "inherited"
+        return Fate(one, True, tuple(hooked), True, serves)
+    serves = ", ".join(instead) or f"{NOTHING}: a feature that needs it is refused by name when it starts"
+    return Fate(one, True, tuple(hooked), False, serves)
+
+
+def _of_file(tree: ast.Module, path: str, package: str) -> Iterator[Rebinding]:
+    names = _imported(tree, package)
+    defined = {n.name: n for n in ast.walk(tree) if isinstance(n, Definition)}
+    kept = _originals(tree, names)
+    for node in ast.walk(tree):
+        for target, value in _assignments(node):
+            dotted = _resolved(target, names)
+            if dotted is None or "." not in dotted:
+                continue
+            module, name = _split(dotted)
+            if name:
+                yield Rebinding(module, name, _kind(value, defined, kept, dotted), _name(value), path)
+
+
+def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The attributes that a statement assigns, also by ``setattr`` with a literal name, each with what."""
+    if isinstance(node, ast.Assign):
+        yield from ((target, node.value) for target in node.targets if isinstance(target, ast.Attribute))
+    elif isinstance(node, ast.Call) and _name(node.func) == "setattr" and len(node.args) == 3:  # noqa: PLR2004 - setattr
+        holder, name, value = node.args
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield ast.Attribute(holder, name.value, ast.Store()), value
+
+
+def _imported(tree: ast.Module, package: str) -> dict[str, str]:
+    """What a file's names of the package stand for, dotted."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == package:
+                    found[alias.asname or package] = alias.name if alias.asname else package
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == package:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in tree.body:  # a second name for the same thing
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            dotted = _resolved(node.value, found)
+            if dotted:
+                found.setdefault(node.targets[0].id, dotted)
+    return found
+
+
+def _originals(tree: ast.Module, names: dict[str, str]) -> dict[str, str]:
+    """The names under which a file keeps what stood in a place before."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Attribute):
+            dotted = _resolved(node.value, names)
+            if dotted:
+                found[_name(node.targets[0])] = dotted
+    return found
+
+
+def _resolved(node: ast.expr, names: dict[str, str]) -> str | None:
+    """The dotted name that an expression stands for, if it is one of the package's."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        holder = _resolved(node.value, names)
+        return f"{holder}.{node.attr}" if holder else None
+    return None
+
+
+def _split(dotted: str) -> tuple[str, str]:
+    """A dotted name as module and qualified name: a class begins with a capital, and a module never does."""
+    parts = dotted.split(".")
+    first = next((n for n, part in enumerate(parts) if part[:1].isupper() or part.startswith("_")), len(parts) - 1)
+    return ".".join(parts[:first]), ".".join(parts[first:])
+
+
+def _kind(value: ast.expr, defined: dict[str, Definition], kept: dict[str, str], dotted: str) -> Kind:
+    node = defined.get(_name(value))
+    if isinstance(value, ast.Call) and node is None:
+        inner = [defined[_name(argument)] for argument in value.args if _name(argument) in defined]
+        node = inner[0] if inner else defined.get(_name(value.func))
+    if isinstance(node, ast.ClassDef):
+        bases = {_name(base) for base in node.bases}
+        last = dotted.rpartition(".")[2]
+        return Kind.SUBCLASS if any(kept.get(base, base).rpartition(".")[2] == last for base in bases) else Kind.COPY
+    if node is None:
+        return Kind.VALUE
+    used = {_name(n) for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)}
+    return Kind.WRAPPER if any(kept.get(name) == dotted for name in used) else Kind.COPY
+
+
+def _name(node: ast.AST) -> str:
+    """The last part of a name."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Name):
+        return node.id
+    return _name(node.func) if isinstance(node, ast.Call) else ""
