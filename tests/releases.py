@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: Of vLLM Ascend; the last is a release candidate, the newest that the index has.
+ASCEND: tuple[str, ...] = ("0.9.1", "0.11.0", "0.13.0", "0.18.0", "0.23.0", "0.23.0.post1", "0.30.0rc2")
+
 REVIEWED: tuple[str, ...] = (
     "0.9.0",
     "0.9.1",

@@ -16,17 +16,25 @@ ROOMS = {
     "transforms/engine": (("transforms.pipeline", "transforms.registry", "ucm", "vllm", "torch"), ()),
     "transforms/pipeline": (("ucm", "vllm", "torch"), ()),
     "transforms": (("ucm", "vllm", "torch"), ("engine", "pipeline")),
+    "website": (("transforms", "vllm", "torch"), ()),
+    "examples": (("transforms", "vllm"), ("ascend_patches", "early_kv")),
     "ucm": (("transforms", "libcst", "vllm"), ()),
     "ucm/overlay": (("transforms", "libcst", "vllm", "torch", "numpy", "ucm.sparse", "ucm.integration"), ()),
     "ucm/sparse": (("ucm.integration", "ucm.overlay"), ()),
     "ucm/store": (("ucm.integration", "ucm.overlay", "ucm.sparse", "ucm.hashing", "vllm"), ()),
+    "ucm/blend": (("ucm.integration", "ucm.overlay", "ucm.sparse", "vllm"), ()),
     "ucm/hashing": (("ucm.integration", "ucm.overlay", "ucm.sparse", "ucm.store"), ()),
 }
 #: Third-party packages that parts of the runtime may need at import, all declared in pyproject.toml. What every Python
 #: start and every vLLM process imports (the finder's library, the hooks) needs none.
 RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
+#: What needs an extra of pyproject.toml; only what an operator has configured is imported.
+OPTIONAL = {
+    "ucm/store/redis_wire.py": {"redis"},
+    **{f"ucm/testing/{name}.py": {"pytest"} for name in ("conformance", "conformance_saving")},
+}
 #: What vLLM itself imports, by the name in its settings; nothing of ours does.
-LOADED_BY_VLLM = {"ucm/integration/vllm/ucm_connector.py"}
+LOADED_BY_VLLM = {f"ucm/integration/vllm/{name}_connector.py" for name in ("blend", "ucm")}
 #: Of the sparse room, what the hooks and ``ucm doctor`` import; a method is only imported where it is configured.
 LEAN = (
     *("ucm/overlay", "ucm/doctor"),
@@ -79,6 +87,7 @@ def test_the_runtime_needs_only_its_declared_packages_at_import() -> None:
         allowed = sys.stdlib_module_names | {"ucm"} | (frozenset() if lean else RUNTIME_MAY_IMPORT)
         if str(path.relative_to(ROOT)) in LOADED_BY_VLLM:
             allowed |= {"vllm"}
+        allowed |= OPTIONAL.get(str(path.relative_to(ROOT)), set())
         strangers = {name for name in imports(path, at_import_time=True) if name.partition(".")[0] not in allowed}
         assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
 

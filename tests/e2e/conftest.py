@@ -7,13 +7,33 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.e2e.shared import Shared
 
+if TYPE_CHECKING:
     from tests.e2e.prefix_runs import PrefixRuns
     from tests.e2e.scenarios import Environments, Runs
 
 VARIABLE = "UCM_E2E_RELEASE"
+#: Seconds for a test with all the engines that it waits for.
+PATIENCE = 1500
+
+
+#: The files that take longest, so that no test process ends long before another one.
+FIRST = (
+    "test_ranks",
+    "test_v2_runner",
+    "test_sparse_quality",
+    "test_prefix_cache",
+    "test_sparse_company",
+    "test_inside",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+    for item in items:
+        if item.get_closest_marker("e2e"):
+            item.add_marker(pytest.mark.timeout(PATIENCE))
 
 
 @pytest.fixture(scope="session")
@@ -25,25 +45,28 @@ def release() -> str:
 
 
 @pytest.fixture(scope="session")
-def environments(release: str) -> Environments:
-    from tests.e2e.scenarios import Environments  # noqa: PLC0415 - only engines need the build's packages
-
-    return Environments(release)
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """What the processes of pytest-xdist have in common."""
+    base = tmp_path_factory.getbasetemp()
+    return Shared((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
 
 
 @pytest.fixture(scope="session")
-def runs(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def environments(release: str, shared: Shared) -> Environments:
+    from tests.e2e.scenarios import make_environments  # noqa: PLC0415 - only engines need the build's packages
+
+    return shared.get("environments", lambda: make_environments(release))
+
+
+@pytest.fixture(scope="session")
+def runs(environments: Environments, shared: Shared) -> Runs:
     from tests.e2e.scenarios import Runs  # noqa: PLC0415
 
-    made = Runs(environments, tmp_path_factory.mktemp("engines"))
-    yield made
-    made.close()
+    return Runs(environments, shared)
 
 
 @pytest.fixture(scope="session")
-def prefix_runs(release: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixRuns]:
+def prefix_runs(environments: Environments, shared: Shared) -> PrefixRuns:
     from tests.e2e.prefix_runs import PrefixRuns  # noqa: PLC0415
 
-    made = PrefixRuns(release, tmp_path_factory.mktemp("prefix-engines"))
-    yield made
-    made.close()
+    return PrefixRuns(environments, shared)

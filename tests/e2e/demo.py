@@ -1,6 +1,7 @@
 """See it work: `python -m tests.e2e.demo [RELEASE]` on a real vLLM.
 
-It generates a little, starts two engines one after the other on one store, and asks `ucm doctor --run`.
+It generates a little, starts two engines one after the other on one store, asks `ucm doctor --run`, and says how to
+serve the model.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.e2e.bench import ttft_model
-from tests.e2e.engine import run_engine
+from tests.e2e.engine import MODEL, run_engine
 from tests.e2e.environment import Environment, with_overlay
+from tests.e2e.install_vllm import ENVIRONMENTS, name_vllm
 from tests.e2e.prefix_engine import Answer, EngineFailedError, PrefixEngine, connector, posix
 from transforms.engine.errors import OverlayError
 
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     release = parser.parse_args(arguments).release
     print(f"1. vLLM {release} for the CPU, our two wheels beside it (the first time takes minutes)", flush=True)
     try:
-        environment = with_overlay(release)
+        environment = demo_environment(release)
     except OverlayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -62,7 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print("\n4. ucm doctor --run", flush=True)
     doctor = subprocess.run([environment.directory / "bin" / "ucm", "doctor", "--run"], check=False).returncode
+    print(f"\n5. serve it yourself:\n   {serve_command(environment)}")
     return doctor or int(not well)
+
+
+def demo_environment(release: str) -> Environment:
+    """vLLM with both wheels, in which `vllm serve` works: it asks for the version of a distribution named ``vllm``."""
+    environment = with_overlay(release, ENVIRONMENTS / f"vllm-{release}-demo")
+    name_vllm(environment.site, release)
+    return environment
+
+
+def serve_command(environment: Environment) -> str:
+    """What serves the tiny model of the demo."""
+    return f"{environment.python} -m vllm.entrypoints.cli.main serve {MODEL}"
 
 
 def show_prefix_cache(environment: Environment) -> bool:

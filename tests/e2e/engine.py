@@ -24,6 +24,8 @@ INSIDE = Path(__file__).parent / "inside"
 MODEL = BUILD / "e2e" / "model"
 #: An engine that hangs is a failure, told by this many seconds.
 PATIENCE = 600
+#: One process in place of three: starts in a third of the time.
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 PLUGIN = "[vllm.general_plugins]\nucm_e2e_report = report_plugin:register\n"
 
 
@@ -107,8 +109,9 @@ def variables(directory: Path, switches: Mapping[str, str] | None = None) -> dic
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(directory / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
+        # What vLLM finds out about a model in one more process, it keeps by the content of the model's file.
+        "VLLM_CACHE_ROOT": str(BUILD / "e2e" / "vllm-cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(BUILD / "e2e" / "inductor"),
         "PYTHONPATH": str(directory / "plugin"),
         "UCM_E2E_REPORTS": str(directory / "reports"),
         **(switches or {}),

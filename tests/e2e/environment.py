@@ -7,6 +7,7 @@ one costs seconds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
@@ -16,14 +17,26 @@ import zipfile
 from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.e2e.install_vllm import ENVIRONMENTS, install
-from transforms.pipeline.build import build_overlay
-from transforms.pipeline.package import BUILD, PACKAGE, build_runtime
+from transforms.pipeline.build import make_overlay
+from transforms.pipeline.lock import check_reviewed
+from transforms.pipeline.package import BUILD, build_package, build_runtime
+from transforms.pipeline.product import UCM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transforms.pipeline.lock import Lock
+    from transforms.pipeline.rewrite import Overlay
 
 #: Where wheels for these tests are built, apart from those that an operator asked for.
 WHEELS = BUILD / "e2e"
 STAMP = "wheels.json"
+#: The one that the newest CPU release was seen to run with; its torch names none.
+TRITON = "triton==3.9.0"
+BACK_END = Path(__file__).parent / "inside" / "interpreted"
 SITE_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
@@ -49,13 +62,19 @@ class Environment:
     @property
     def overlay(self) -> Path:
         """Where the overlay's package lies, if it is installed."""
-        return self.site / PACKAGE
+        return self.site / UCM.module
 
 
 def plain(release: str) -> Environment:
     """A real vLLM without the overlay; installing it for the first time takes minutes."""
     python = install(release)
     return Environment(release, python.parents[1], _site(python))
+
+
+def with_all_hooks(release: str) -> Environment:
+    """The same vLLM with an overlay that has the opt-in hooks, too."""
+    directory = ENVIRONMENTS / f"vllm-{release}-all-hooks"
+    return beside(release, directory, build_wheels(release, all_hooks=True))
 
 
 def with_overlay(release: str, directory: Path | None = None, wheels: list[Path] | None = None) -> Environment:
@@ -66,7 +85,7 @@ def with_overlay(release: str, directory: Path | None = None, wheels: list[Path]
         directory: Where to put the venv; beside the plain one by default.
         wheels: The overlay's wheel and the runtime's; built from this checkout by default.
     """
-    return _beside(release, directory or ENVIRONMENTS / f"vllm-{release}-overlay", wheels or build_wheels(release))
+    return beside(release, directory or ENVIRONMENTS / f"vllm-{release}-overlay", wheels or build_wheels(release))
 
 
 def with_runtime(release: str, directory: Path | None = None, wheels: list[Path] | None = None) -> Environment:
@@ -78,23 +97,67 @@ def with_runtime(release: str, directory: Path | None = None, wheels: list[Path]
         wheels: The runtime's wheel; built from this checkout by default.
     """
     wheels = wheels or [build_runtime(WHEELS / release)]
-    return _beside(release, directory or ENVIRONMENTS / f"vllm-{release}-runtime-only", wheels)
+    return beside(release, directory or ENVIRONMENTS / f"vllm-{release}-runtime-only", wheels)
 
 
-def _beside(release: str, directory: Path, wheels: list[Path]) -> Environment:
-    """A venv with some wheels on top of the plain one, made anew when one of them has changed."""
+def with_triton(release: str) -> Environment:
+    """The same vLLM with Triton, whose kernels a CPU interprets: the V2 model runner wants it.
+
+    It is apart from the plain environment because vLLM behaves otherwise where there is a Triton.
+    """
+    directory = ENVIRONMENTS / f"vllm-{release}-triton"
+    python = directory / "bin" / "python"
+    complete = directory / "complete"
+    if not complete.exists():
+        below = plain(release)
+        make_venv(below.python, directory, [])
+        site = _site(python)
+        _read_from(site, below)
+        subprocess.run([*_pip(python), "install", "--quiet", "--no-deps", TRITON], check=True)
+        _install_back_end(site)
+        complete.touch()
+    return Environment(release, directory, _site(python))
+
+
+def with_triton_and_overlay(release: str, *, all_hooks: bool = False) -> Environment:
+    """`with_triton` with the overlay and its runtime."""
+    below = with_triton(release)
+    directory = below.directory.with_name(f"{below.directory.name}-{'all-hooks' if all_hooks else 'overlay'}")
+    return beside(release, directory, build_wheels(release, all_hooks=all_hooks), below)
+
+
+def _install_back_end(site: Path) -> None:
+    """Triton finds its back ends by an entry point."""
+    package, about = site / BACK_END.name, site / f"{BACK_END.name}-0.dist-info"
+    shutil.copytree(BACK_END, package, ignore=shutil.ignore_patterns("__pycache__"))
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {BACK_END.name}\nVersion: 0\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text(f"[triton.backends]\ncpu = {BACK_END.name}\n", encoding="utf-8")
+
+
+def _read_from(site: Path, below: Environment) -> None:
+    """An environment's packages are found in another as well; addsitedir reads its ``.pth`` files, too."""
+    (site / "below.pth").write_text(f"import site; site.addsitedir({str(below.site)!r})\n", encoding="utf-8")
+
+
+def beside(release: str, directory: Path, wheels: list[Path], below: Environment | None = None) -> Environment:
+    """A venv with some wheels on top of another, by default the plain one; made anew when a wheel has changed."""
     python = directory / "bin" / "python"
     stamp = directory / STAMP
     state = json.dumps({wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels}, indent=1)
     if not stamp.is_file() or stamp.read_text(encoding="utf-8") != state:
-        below = plain(release)
+        below = below or plain(release)
         make_venv(below.python, directory, wheels)
-        # addsitedir reads the plain environment's own .pth files as well.
-        (_site(python) / "plain_vllm.pth").write_text(f"import site; site.addsitedir({str(below.site)!r})\n", "utf-8")
+        _read_from(_site(python), below)
         missing = [need for wheel in wheels for need in third_party_needs(wheel)]
-        subprocess.run([*_pip(python), "install", "--quiet", *missing], check=True)
+        install_needs(Environment(release, directory, _site(python)), missing)
         stamp.write_text(state, encoding="utf-8")
     return Environment(release, directory, _site(python))
+
+
+def install_needs(environment: Environment, needs: Sequence[str]) -> None:
+    """Install packages, with what they need, from the index."""
+    subprocess.run([*_pip(environment.python), "install", "--quiet", *needs], check=True)
 
 
 def third_party_needs(wheel: Path) -> list[str]:
@@ -105,10 +168,18 @@ def third_party_needs(wheel: Path) -> list[str]:
     return [need for need in declared if "extra ==" not in need]
 
 
-def build_wheels(release: str) -> list[Path]:
+def build_wheels(release: str, *, all_hooks: bool = False) -> list[Path]:
     """The overlay's wheel and the runtime's, built from this checkout."""
     out = WHEELS / release
-    return [build_overlay(release, out=out).wheel, build_runtime(out)]
+    overlay, lock = _reviewed(release)
+    return [build_package(overlay, lock, out, all_hooks=all_hooks).wheel, build_runtime(out)]
+
+
+@functools.cache
+def _reviewed(release: str) -> tuple[Overlay, Lock]:
+    """Rewriting takes most of a build, and two wheels are made of it."""
+    overlay = make_overlay(release)
+    return overlay, check_reviewed(overlay)
 
 
 def make_venv(python: Path, directory: Path, wheels: list[Path]) -> Path:

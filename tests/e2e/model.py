@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import json
+import os
 import random
 import struct
 import sys
@@ -48,7 +49,7 @@ def write_model(directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         write_tokenizer(directory, VOCABULARY)
         (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-        draft = directory / "model.part"
+        draft = directory / f"model.{os.getpid()}"
         draft.write_bytes(_safetensors(_shapes(), random.Random(0)))  # noqa: S311 - weights, no secrets
         draft.rename(directory / "model.safetensors")
     return directory

@@ -121,6 +121,14 @@ class PrefixEngine:
         """Empty the engine's own prefix cache; whether it could be."""
         return bool(self._call("reset"))
 
+    def reload(self, model: Path) -> None:
+        """Load another model's weights in place."""
+        self._call("reload", str(model))
+
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply one parameter in place, in an engine of one process."""
+        self._call("scale", name, factor)
+
     def wait_until_started(self) -> float:
         """Seconds that the start took inside; calls wait for it by themselves."""
         self._started = True

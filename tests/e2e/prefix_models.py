@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.engine import INSIDE
 from tests.e2e.model import VOCABULARY, write_tokenizer
+from tests.e2e.shared import locked
 from transforms.pipeline.package import BUILD
 
 if TYPE_CHECKING:
@@ -80,10 +81,11 @@ def write_tiny_model(environment: Environment, name: str, config: dict[str, Any]
     """Write a model with an environment's interpreter, unless it is there."""
     directory = BUILD / "e2e" / f"{name}-{environment.release}"
     complete = directory / "complete"
-    if not complete.exists() or json.loads(complete.read_text(encoding="utf-8")) != config:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(directory, VOCABULARY)
-        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        subprocess.run([environment.python, INSIDE / "tiny_model.py", directory], check=True)
-        complete.write_text(json.dumps(config), encoding="utf-8")
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory.with_name(f"{directory.name}.lock")):
+        if not complete.exists() or json.loads(complete.read_text(encoding="utf-8")) != config:
+            write_tokenizer(directory, VOCABULARY)
+            (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            subprocess.run([environment.python, INSIDE / "tiny_model.py", directory], check=True)
+            complete.write_text(json.dumps(config), encoding="utf-8")
     return directory

@@ -1,28 +1,27 @@
-"""The engines that the prefix-cache tests look at: each runs once, two at a time, and serves many assertions."""
+"""The engines of the prefix-cache tests: each runs once, when it is first asked for, and serves many assertions."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.environment import plain, with_overlay, with_runtime
+from tests.e2e import engine
 from tests.e2e.prefix_damage import all_requests, damage_some
 from tests.e2e.prefix_engine import PrefixEngine, connector, posix
 from tests.e2e.prefix_workload import COLD, REFERENCE, WARM, Played, computed_blocks, play, play_phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from concurrent.futures import Future
     from pathlib import Path
 
     from tests.e2e.environment import Environment
+    from tests.e2e.scenarios import Environments
+    from tests.e2e.shared import Shared
 
-#: One process in place of three: starts in a third of the time.
-IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+IN_PROCESS = engine.IN_PROCESS
 #: Seconds in which everything that was dumped must have become visible, on a busy machine.
 SAVED = 120.0
 #: Seconds without a new block after which none is expected.
@@ -57,9 +56,15 @@ VERBOSE = {"UCM_PATCH_VERBOSE": "1"}
 SCENARIOS = {
     "reference": Scenario(REFERENCE, None, switches=IN_PROCESS),
     "cold direct": Scenario(COLD, overlay=False, connector="UCMDirectConnector"),
-    "cold layer-wise": Scenario(COLD, overlay=True, connector="UCMLayerWiseConnector", switches=VERBOSE),
+    "cold layer-wise": Scenario(
+        COLD, overlay=True, connector="UCMLayerWiseConnector", switches={**VERBOSE, **IN_PROCESS}
+    ),
     "warm direct": Scenario(
-        WARM, overlay=True, connector="UCMDirectConnector", store="cold layer-wise", switches=VERBOSE
+        WARM,
+        overlay=True,
+        connector="UCMDirectConnector",
+        store="cold layer-wise",
+        switches={**VERBOSE, **IN_PROCESS},
     ),
     "warm layer-wise": Scenario(WARM, overlay=False, connector="UCMLayerWiseConnector", store="cold direct"),
     "mock": Scenario(
@@ -70,7 +75,9 @@ SCENARIOS = {
         settings={"hit_ratio": 0.5},
         switches=IN_PROCESS,
     ),
-    "damaged direct": Scenario(WARM, overlay=False, connector="UCMDirectConnector", store="cold direct", damage=True),
+    "damaged direct": Scenario(
+        WARM, overlay=False, connector="UCMDirectConnector", store="cold direct", damage=True, switches=IN_PROCESS
+    ),
     "damaged layer-wise": Scenario(
         WARM, overlay=False, connector="UCMLayerWiseConnector", store="cold direct", damage=True, switches=IN_PROCESS
     ),
@@ -97,34 +104,25 @@ class Record:
 
 
 class PrefixRuns:
-    """The scenarios of one release; all are queued at once in their order, and run two at a time."""
+    """The scenarios of one release."""
 
-    def __init__(self, release: str, directory: Path) -> None:
+    def __init__(self, environments: Environments, shared: Shared) -> None:
         self.environments: dict[bool | None, Environment] = {
-            None: plain(release),
-            False: with_runtime(release),
-            True: with_overlay(release),
+            None: environments.plain,
+            False: environments.runtime,
+            True: environments.overlay,
         }
-        self._directory = directory
-        self._pool = ThreadPoolExecutor(2)
-        self._futures: dict[str, Future[Record]] = {}
-        for name in SCENARIOS:
-            self._futures[name] = self._pool.submit(self._run, name)
+        self._shared = shared
 
     def __getitem__(self, name: str) -> Record:
-        return self._futures[name].result()
-
-    def close(self) -> None:
-        """Start no more."""
-        self._pool.shutdown(cancel_futures=True)
+        return self._shared.get(f"prefix {name}", lambda: self._run(name))
 
     def _run(self, name: str) -> Record:
         scenario = SCENARIOS[name]
         environment = self.environments[scenario.overlay]
-        directory = self._directory / name.replace(" ", "-")
-        store = self._directory / f"{directory.name}-store"
+        directory = self._shared.directory / f"prefix-{name.replace(' ', '-')}"
+        store = directory.with_name(f"{directory.name}-store")
         if scenario.store:
-            # What an engine waits for was queued before it: it runs, or has ended.
             shutil.copytree(self[scenario.store].store, store)
         if scenario.damage:
             damage_some(list(block_files(store).values()), seed=0)
@@ -132,14 +130,14 @@ class PrefixRuns:
         if scenario.connector:
             arguments = connector(posix(store), scenario.connector, **(scenario.settings or {}))
         known = None if scenario.part == REFERENCE else self["reference"].phases
-        engine = PrefixEngine(environment, directory, arguments, scenario.switches)
-        with engine:
-            phases = play(engine, scenario.part, known)
+        started = PrefixEngine(environment, directory, arguments, scenario.switches)
+        with started:
+            phases = play(started, scenario.part, known)
             if scenario.part == REFERENCE:
-                phases |= {damage_phase(name): play_phase(engine, [batch]) for name, batch in all_requests().items()}
+                phases |= {damage_phase(name): play_phase(started, [batch]) for name, batch in all_requests().items()}
             if scenario.part == COLD:
                 wait_for_blocks(store, len(computed_blocks(phases.values())))
-        return Record(phases, engine.log, environment, store, frozenset(block_files(store)))
+        return Record(phases, started.log, environment, store, frozenset(block_files(store)))
 
 
 def damage_phase(name: str) -> str:
@@ -151,7 +149,7 @@ def block_files(store: Path) -> dict[str, Path]:
     """The files of visible blocks below a directory, by the blocks' names."""
     found = {}
     for path in store.rglob("*"):
-        if _BLOCK_FILE.fullmatch(path.name) and path.parent.parent.name != "leases":
+        if _BLOCK_FILE.fullmatch(path.name):
             found[path.parent.name + path.name] = path
     return found
 

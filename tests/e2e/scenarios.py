@@ -1,23 +1,24 @@
-"""The engines that the end-to-end tests look at: each runs once, two at a time, and serves many assertions."""
+"""The engines of the end-to-end tests: each runs once, when it is first asked for, and serves many assertions."""
 
 from __future__ import annotations
 
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import Run, run_engine
-from tests.e2e.environment import Environment, build_wheels, plain, with_overlay
+from tests.e2e.engine import IN_PROCESS, Run, run_engine
+from tests.e2e.environment import Environment, build_wheels, plain, with_all_hooks, with_overlay, with_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.e2e.shared import Shared
     from tests.e2e.workload import Request
 
 #: Few requests for the engines that are not to get that far.
 ONE_REQUEST: dict[str, list[list[Request]]] = {"one": [[{"prompt": [5, 6, 7], "params": {"max_tokens": 2}}]]}
+OWN_CACHES = {"VLLM_CACHE_ROOT": "{directory}/cache", "TORCHINDUCTOR_CACHE_DIR": "{directory}/inductor"}
 TAMPERED = "vllm/v1/worker/gpu_model_runner.py"
 EDITED = "vllm/v1/core/sched/scheduler.py"
 
@@ -39,14 +40,38 @@ class Scenario:
     batches: dict[str, list[list[Request]]] | None = None
 
 
+@dataclass(frozen=True)
 class Environments:
-    """The environments of one release."""
+    """The environments of one release.
 
-    def __init__(self, release: str) -> None:
-        self.release = release
-        self.wheels = build_wheels(release)
-        self.plain = plain(release)
-        self.overlay = with_overlay(release, wheels=self.wheels)
+    Attributes:
+        release: The vLLM.
+        wheels: The overlay's and the runtime's.
+        plain: vLLM alone.
+        runtime: With the runtime.
+        overlay: With both.
+        all_hooks: With the runtime and an overlay that has the opt-in hooks, too.
+    """
+
+    release: str
+    wheels: list[Path]
+    plain: Environment
+    runtime: Environment
+    overlay: Environment
+    all_hooks: Environment
+
+
+def make_environments(release: str) -> Environments:
+    """Build the wheels from this checkout, and install them."""
+    overlay, runtime = wheels = build_wheels(release)
+    return Environments(
+        release,
+        wheels=[overlay, runtime],
+        plain=plain(release),
+        runtime=with_runtime(release, wheels=[runtime]),
+        overlay=with_overlay(release, wheels=wheels),
+        all_hooks=with_all_hooks(release),
+    )
 
 
 def _plain(environments: Environments, _: Path) -> Environment:
@@ -55,6 +80,10 @@ def _plain(environments: Environments, _: Path) -> Environment:
 
 def _overlay(environments: Environments, _: Path) -> Environment:
     return environments.overlay
+
+
+def _all_hooks(environments: Environments, _: Path) -> Environment:
+    return environments.all_hooks
 
 
 def _tampered(environments: Environments, directory: Path) -> Environment:
@@ -78,47 +107,40 @@ def _edited(environments: Environments, directory: Path) -> Environment:
 
 
 SCENARIOS = {
-    "plain": Scenario(_plain),
+    "plain": Scenario(_plain, switches=IN_PROCESS),
     "overlay": Scenario(_overlay, switches={"UCM_PATCH_VERBOSE": "1"}),
-    "probe": Scenario(_overlay, {"additional_config": {"ucm_sparse_config": {"Probe": {"report_dir": "{}/probe"}}}}),
+    "probe": Scenario(_all_hooks, {"additional_config": {"ucm_sparse_config": {"Probe": {"report_dir": "{}/probe"}}}}),
     "disabled": Scenario(_overlay, switches={"UCM_DISABLE_PATCHES": "1", "UCM_PATCH_VERBOSE": "1"}),
-    "attention off": Scenario(_overlay, switches={"UCM_DISABLE_ATTENTION_PATCH": "1"}),
-    "scheduler off": Scenario(_overlay, switches={"UCM_DISABLE_SCHEDULER_PATCH": "1"}),
+    "attention off": Scenario(_overlay, switches={"UCM_DISABLE_ATTENTION_PATCH": "1", **IN_PROCESS}),
+    "scheduler off": Scenario(_overlay, switches={"UCM_DISABLE_SCHEDULER_PATCH": "1", **IN_PROCESS}),
     "tampered": Scenario(_tampered, batches=ONE_REQUEST),
     "edited": Scenario(_edited, batches=ONE_REQUEST),
     "on PYTHONPATH": Scenario(_plain, switches={"PYTHONPATH": "{overlay}"}, batches=ONE_REQUEST),
-    "compiled plain": Scenario(_plain, {"enforce_eager": False}),
-    "compiled overlay": Scenario(_overlay, {"enforce_eager": False}),
+    "compiled plain": Scenario(_plain, {"enforce_eager": False}, {**IN_PROCESS, **OWN_CACHES}),
+    "compiled overlay": Scenario(_overlay, {"enforce_eager": False}, {**IN_PROCESS, **OWN_CACHES}),
 }
 
 
 class Runs:
-    """The scenarios of one release; all are started at once, and run two at a time."""
+    """The scenarios of one release."""
 
-    def __init__(self, environments: Environments, directory: Path) -> None:
+    def __init__(self, environments: Environments, shared: Shared) -> None:
         self.environments = environments
-        self._directory = directory
-        self._pool = ThreadPoolExecutor(2)
-        self._futures = {name: self._pool.submit(self._run, name) for name in SCENARIOS}
+        self._shared = shared
 
     def __getitem__(self, name: str) -> Run:
-        return self._futures[name].result()
+        return self._shared.get(f"engine {name}", lambda: self._run(name))
 
     def directory(self, name: str) -> Path:
         """Where a scenario keeps its files."""
-        return self._directory / name.replace(" ", "-")
-
-    def close(self) -> None:
-        """Start no more."""
-        self._pool.shutdown(cancel_futures=True)
+        return self._shared.directory / name.replace(" ", "-")
 
     def _run(self, name: str) -> Run:
         scenario, directory = SCENARIOS[name], self.directory(name)
         directory.mkdir()
         environment = scenario.prepare(self.environments, directory)
-        switches = {
-            key: value.format(overlay=self.environments.overlay.site) for key, value in scenario.switches.items()
-        }
+        paths = {"overlay": self.environments.overlay.site, "directory": directory}
+        switches = {key: value.format(**paths) for key, value in scenario.switches.items()}
         engine = _filled(scenario.engine, str(directory))
         return run_engine(environment, directory, engine=engine, switches=switches, batches=scenario.batches)
 

@@ -1,4 +1,4 @@
-"""Engines with a sparse method: each runs once, one after the other, and serves many assertions."""
+"""Engines with a sparse method: each runs once, and serves many assertions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE, PATIENCE, Run, run_engine, variables
+from tests.e2e.engine import IN_PROCESS, INSIDE, PATIENCE, Run, run_engine, variables
 from tests.e2e.workload import phases
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def run_sparse(
     *,
     engine: Mapping[str, Any] | None = None,
     batches: Mapping[str, Any] | None = None,
+    in_process: bool = True,
 ) -> Run:
     """Run an engine to its end.
 
@@ -34,11 +35,13 @@ def run_sparse(
         method: A method's name with its options; None for a dense engine. Modules of `tests.e2e.inside` may be named.
         engine: Arguments of ``LLM`` that differ from the usual ones.
         batches: The requests; those of `tests.e2e.workload` by default.
+        in_process: Whether scheduler and worker are in the main process, which starts in half the time.
     """
     directory.mkdir()
     settings: dict[str, Any] = {} if method is None else {"additional_config": {"ucm_sparse_config": method}}
     path = {"PYTHONPATH": os.pathsep.join((str(directory / "plugin"), str(INSIDE)))}
-    return run_engine(environment, directory, engine={**settings, **(engine or {})}, switches=path, batches=batches)
+    switches = {**path, **IN_PROCESS} if in_process else path
+    return run_engine(environment, directory, engine={**settings, **(engine or {})}, switches=switches, batches=batches)
 
 
 def run_script(

@@ -1,4 +1,4 @@
-"""Every hook of the V1 CPU path fires in the process that it belongs to, and as often as it must."""
+"""Every hook of the V1 CPU path, also an opt-in one, fires in its process, and as often as it must."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from ucm.sparse.probe import HOOKS, METADATA_RECEIVED, ProcessReport, read_repor
 if TYPE_CHECKING:
     from tests.e2e.scenarios import Runs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.core]
 
-IN_ENGINE_CORE = {"request_added", "num_slots", "build_metadata", "request_preempted", "request_freed"}
+IN_ENGINE_CORE = {
+    "request_added",
+    "limit_new_tokens",
+    "before_allocation",
+    "build_metadata",
+    "request_preempted",
+    "request_freed",
+}
 PER_STEP = {"update_states", "requests_finished", "blocks_updated", "execute_begin", "execute_finished"}
 PER_LAYER = {
     f"{part}_{end}"
@@ -29,7 +36,7 @@ PER_LAYER = {
     )
     for end in ends
 }
-#: What this model on this device cannot reach: the V2 runner needs Triton, MLA another model.
+#: Of the V2 runner (`test_v2_runner.py`), and of models with MLA.
 ELSEWHERE = {"requests_added", "requests_updated", "append_block_ids", "mla_begin", "mla_finished"}
 NUM_REQUESTS = sum(len(list(itertools.chain(*batches))) for batches in phases().values())
 

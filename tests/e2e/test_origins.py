@@ -19,13 +19,17 @@ pytestmark = pytest.mark.e2e
 
 NEEDED = {
     "MainProcess": {"vllm.v1.core.sched.output"},
-    "EngineCore": {"vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.output", "vllm.v1.core.kv_cache_manager"},
+    "EngineCore": {
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.core.sched.output",
+        "vllm.v1.core.kv_cache_manager",
+        "vllm.v1.engine.core",
+    },
     "Worker": {
         "vllm.model_executor.layers.attention.attention",
-        "vllm.model_executor.models.llama",
         "vllm.v1.core.sched.output",
         "vllm.v1.worker.gpu_model_runner",
-        "vllm.v1.worker.gpu_worker",
+        "vllm.v1.worker.worker_base",
     },
 }
 

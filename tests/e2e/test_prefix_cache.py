@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,8 +21,15 @@ pytestmark = pytest.mark.e2e
 COLD = ("cold direct", "cold layer-wise")
 WARM = ("warm direct", "warm layer-wise")
 DAMAGED = ("damaged direct", "damaged layer-wise")
+#: Both sides of a restart; each connector once in three processes.
+CORE = {"cold direct", "warm layer-wise"}
 LOCAL, STORED = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
 LOADED = "ucm:hit_tokens_total{tier=posix}"
+
+
+def of(*names: str) -> list[Any]:
+    """The scenarios to look at; those of the core are marked."""
+    return [pytest.param(name, marks=[pytest.mark.core] if name in CORE else []) for name in names]
 
 
 def test_the_reference_is_vllm_alone(prefix_runs: PrefixRuns) -> None:
@@ -42,7 +49,7 @@ def test_its_outputs_depend_on_the_whole_context(prefix_runs: PrefixRuns) -> Non
     assert sum(len(found) > 2 for found in followers.values()) > 150
 
 
-@pytest.mark.parametrize("name", [*COLD, *WARM, *DAMAGED, "mock"])
+@pytest.mark.parametrize("name", of(*COLD, *WARM, *DAMAGED, "mock"))
 def test_tokens_are_those_of_the_reference(prefix_runs: PrefixRuns, name: str) -> None:
     reference, record = prefix_runs["reference"].phases, dict(prefix_runs[name].phases)
     if name == "damaged layer-wise":
@@ -81,7 +88,7 @@ def test_layer_by_layer_or_not_the_same_blocks_are_stored(prefix_runs: PrefixRun
     assert one == other
 
 
-@pytest.mark.parametrize("name", WARM)
+@pytest.mark.parametrize("name", of(*WARM))
 def test_a_warm_engine_computes_only_what_is_not_stored(prefix_runs: PrefixRuns, name: str) -> None:
     stored = computed_blocks(prefix_runs["cold direct"].phases.values())
     for phase, played in prefix_runs[name].phases.items():
@@ -90,7 +97,7 @@ def test_a_warm_engine_computes_only_what_is_not_stored(prefix_runs: PrefixRuns,
             assert [answer.cached for answer in played.answers] == expected, phase
 
 
-@pytest.mark.parametrize("name", WARM)
+@pytest.mark.parametrize("name", of(*WARM))
 def test_what_was_not_computed_was_loaded_or_in_the_engine(prefix_runs: PrefixRuns, name: str) -> None:
     total = 0.0
     for phase, played in prefix_runs[name].phases.items():
@@ -157,7 +164,7 @@ def test_the_mock_hits_no_more_than_its_share(prefix_runs: PrefixRuns) -> None:
     assert sum(played.counters.get(LOADED, 0) for played in prefix_runs["mock"].phases.values()) > 30 * BLOCK
 
 
-@pytest.mark.parametrize("name", [*COLD, *WARM, "mock"])
+@pytest.mark.parametrize("name", of(*COLD, *WARM, "mock"))
 def test_nothing_failed_and_nothing_was_said_to_have(prefix_runs: PrefixRuns, name: str) -> None:
     record = prefix_runs[name]
     failures = {

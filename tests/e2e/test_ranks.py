@@ -102,8 +102,7 @@ class TwoWorkers:
             settings["additional_config"] = {"ucm_sparse_config": dict(method)}
         if store:
             settings |= connector(posix(self._directory / store))
-        # What one engine has compiled, the others need not compile again.
-        switches = {"PYTHONPATH": os.fspath(INSIDE), "TORCHINDUCTOR_CACHE_DIR": os.fspath(self._directory / "inductor")}
+        switches = {"PYTHONPATH": os.fspath(INSIDE)}
         engine = PrefixEngine(self._environment, self._directory / name, settings, switches)
         with engine:
             answers = [answer for batch in batches() for answer in engine.generate(batch)]
@@ -144,6 +143,7 @@ def test_what_two_workers_store_two_others_load(two: TwoWorkers) -> None:
 def test_block_top_k_of_two_workers(two: TwoWorkers) -> None:
     played = two.run("top-k", TOP_K)
     assert played.tokens == two.reference.tokens
+    assert f"[UCM.Sparse] {RANKS} worker(s) run checked_topk:CheckedTopK as the scheduler does" in played.log
     assert played.log.count("CheckedTopK restricted 1 decodes in 1 steps") == RANKS
 
 

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.e2e.engine import Run
-    from tests.e2e.scenarios import Environments
+    from tests.e2e.scenarios import Environments, Runs
 
 pytestmark = pytest.mark.e2e
 
 #: Blocks are of 32 tokens: one of sinks, two recent ones, one to choose.
 SMALL = {"token_budget": 128, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
-ENGINES: dict[str, dict[str, dict[str, Any]] | None] = {
-    "dense": None,
+ENGINES: dict[str, dict[str, dict[str, Any]]] = {
     "full": {"GSAOnDevice": {**SMALL, "token_budget": 768}},
     "checked": {"checked_topk:CheckedTopK": SMALL},
+    "checked codes": {"checked_topk:CheckedTopK": {**SMALL, "selector": "codes"}},
     "small": {"BlockTopK": SMALL},
 }
 SUMMARY = re.compile(
@@ -41,12 +41,17 @@ TOO_SMALL = {"BlockTopK": {**SMALL, "token_budget": 127}}
 
 
 @pytest.fixture(scope="module")
-def engines(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def engines(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Two of them in processes of their own, as by default; all are compared with vLLM alone."""
     directory: Path = tmp_path_factory.mktemp("block-topk")
-    found = {name: run_sparse(environments.overlay, directory / name, method) for name, method in ENGINES.items()}
+    environment = runs.environments.overlay
+    found = {
+        name: run_sparse(environment, directory / name, method, in_process=not name.startswith("checked"))
+        for name, method in ENGINES.items()
+    }
     for run in found.values():
         assert run.code == 0, run.log[-4000:]
-    return found
+    return {"dense": runs["plain"], **found}
 
 
 def last_summary(run: Run) -> list[int]:
@@ -60,9 +65,11 @@ def test_a_full_budget_gives_a_dense_engines_tokens(engines: dict[str, Run]) -> 
     assert not SUMMARY.search(engines["full"].log)
 
 
-def test_all_of_the_work_changes_no_token_where_everything_is_read(engines: dict[str, Run]) -> None:
+@pytest.mark.parametrize("name", ["checked", "checked codes"])
+def test_all_of_the_work_changes_no_token_where_everything_is_read(engines: dict[str, Run], name: str) -> None:
     """With representatives made, blocks scored and tables restricted; a stale representative would be a failure."""
-    run = engines["checked"]
+    run = engines[name]
+    assert "scored slowly" not in run.log
     assert run.tokens == engines["dense"].tokens
     assert "stale" not in run.log
     assert "AssertionError" not in run.log

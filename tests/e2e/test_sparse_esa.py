@@ -1,6 +1,6 @@
 """ESA in real engines: dense to the token where all comes back from the store, and memory that does not grow.
 
-vLLM's own scheduler with random steps is in `tests/ucm/sparse/esa_steps`, which is run here where vLLM is.
+vLLM's own scheduler with random steps is in `tests/ucm/sparse/esa_steps`, which `test_inside.py` runs where vLLM is.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import pytest
 from tests.e2e.engine import MODEL
 from tests.e2e.model import MAX_LENGTH, VOCABULARY, write_model
 from tests.e2e.sparse_runs import prompts, run_script, run_sparse
-from tests.e2e.tests_inside import check_inside
 from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
+from ucm.sparse.window import TILE
+from ucm.store.posix import space as posix_space
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.e2e.engine import Run
-    from tests.e2e.scenarios import Environments
+    from tests.e2e.scenarios import Environments, Runs
 
 pytestmark = pytest.mark.e2e
 
@@ -29,17 +30,11 @@ LONGEST = 8192
 #: For some requests at a time; one of the greatest length would just fit, as vLLM requires.
 BLOCKS = LONGEST // BLOCK + 1
 SINKS, WINDOW, BUDGET = 1, 100, 8 * BLOCK
-#: Sinks; a window that does not begin with a block; a chunk; what comes back; what the prefix cache holds back.
-MOST_HELD = 1 + -(-(WINDOW + TOKENS_PER_STEP) // BLOCK) + 2 + BUDGET // BLOCK
+#: Sinks; a window before a tile, which does not begin with a block; a chunk; what comes back; what the prefix cache
+#: holds back.
+MOST_HELD = 1 + -(-(WINDOW + TILE - 1 + TOKENS_PER_STEP) // BLOCK) + 2 + BUDGET // BLOCK
 #: Everything comes back, from the first block on that is beyond a window that is as short as may be.
 ALL = {"token_budget": MAX_LENGTH, "sink_tokens": 1, "window_tokens": 1}
-FILES = (
-    "test_esa_connector.py",
-    "test_esa_on_a_layer.py",
-    "test_esa_steps.py",
-    "test_middle_store.py",
-    "test_resident.py",
-)
 
 
 def request(length: int, count: int, seed: int) -> dict[str, Any]:
@@ -56,15 +51,15 @@ def store_in(directory: Path) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     directory = tmp_path_factory.mktemp("esa-whole")
     root, store = store_in(directory)
-    methods: dict[str, Any] = {"dense": None, "retrieving": {"eager_esa:EagerESA": {**ALL, "store": store}}}
-    found = {name: run_sparse(environments.overlay, directory / name, method) for name, method in methods.items()}
-    for of in found.values():
-        assert of.code == 0, of.log[-4000:]
-    assert not list(root.iterdir()), "an engine leaves nothing in its store"
-    return found
+    method = {"eager_esa:EagerESA": {**ALL, "store": store}}
+    retrieving = run_sparse(runs.environments.overlay, directory / "retrieving", method)
+    assert retrieving.code == 0, retrieving.log[-4000:]
+    left = {path.name for path in root.iterdir()}
+    assert left == {posix_space.USAGE_FILE}, "an engine leaves nothing but the count of bytes in its store"
+    return {"dense": runs["plain"], "retrieving": retrieving}
 
 
 def test_a_budget_that_brings_all_back_gives_a_dense_engine_s_tokens(whole: dict[str, Run]) -> None:
@@ -104,7 +99,7 @@ def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
     }
     phases = {
         "long": {"requests": [request(5000, 100, 1)]},
-        "growing": {"requests": [request(30, 700, 2)]},
+        "growing": {"requests": [request(30, 900, 2)]},
         "crowd": {"requests": [request(1200, 60, 10 + number) for number in range(6)]},
         "store goes": {"requests": [request(1000, 60, 20 + number) for number in range(4)], "removal": [40, str(root)]},
         "after it": {"requests": [request(1000, 20, 30)]},
@@ -120,7 +115,7 @@ def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
-@pytest.mark.parametrize(("phase", "length"), [("long", 5000), ("growing", 700)])
+@pytest.mark.parametrize(("phase", "length"), [("long", 5000), ("growing", 900)])
 def test_the_blocks_of_a_request_stay_flat(small: dict[str, Any], phase: str, length: int) -> None:
     held = small[phase]["held"]
     print(phase, [tuple(of) for of in held[:: max(1, len(held) // 10)]])
@@ -150,9 +145,3 @@ def test_requests_go_on_without_their_store(small: dict[str, Any]) -> None:
 
 def test_nothing_is_held_at_the_end(small: dict[str, Any]) -> None:
     assert {phase["left"] for phase in small.values()} == {0}
-
-
-@pytest.mark.newest_only
-@pytest.mark.parametrize("file", FILES)
-def test_on_vllms_own_scheduler(environments: Environments, file: str) -> None:
-    check_inside(environments.overlay.python, f"tests/ucm/sparse/esa_steps/{file}")

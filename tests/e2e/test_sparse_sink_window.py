@@ -1,7 +1,7 @@
 """Sinks and a window in real engines: dense to the token where the window holds all, else a reference's, and flat.
 
 The reference (`inside/window_reference.py`) is the same model in plain torch with a mask; vLLM's own scheduler with
-random steps is in `tests/ucm/sparse/accounting`, which is run here where vLLM is.
+random steps is in `tests/ucm/sparse/accounting`, which `test_inside.py` runs where vLLM is.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import pytest
 from tests.e2e.engine import MODEL
 from tests.e2e.model import VOCABULARY, write_model
 from tests.e2e.sparse_runs import prompts, run_script, run_sparse
-from tests.e2e.tests_inside import check_inside
 from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
+from ucm.sparse.window import TILE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.e2e.engine import Run
-    from tests.e2e.scenarios import Environments
+    from tests.e2e.scenarios import Environments, Runs
 
 pytestmark = pytest.mark.e2e
 
@@ -30,8 +28,8 @@ BLOCKS = LONGEST // BLOCK
 #: Two blocks of sinks.
 SINKS, WINDOW = 40, 100
 SMALL = {"StreamingLLM": {"sink_tokens": SINKS, "window_tokens": WINDOW}}
-#: Sinks; a window that does not begin with a block; a chunk.
-MOST_HELD = 2 + -(-(WINDOW + TOKENS_PER_STEP) // BLOCK) + 2
+#: Sinks; a window before a tile, which does not begin with a block; a chunk.
+MOST_HELD = 2 + -(-(WINDOW + TILE - 1 + TOKENS_PER_STEP) // BLOCK) + 2
 CROWD = 12
 #: More than the steps that it takes until the last of them has begun.
 CROWD_ANSWERS = 240
@@ -59,18 +57,19 @@ PHASES = {
 }
 
 
-def chunks(tokens: list[int]) -> list[int]:
-    return list(range(0, len(tokens), TOKENS_PER_STEP))
-
-
+#: Of other masks, which must give other tokens.
+OTHER_WINDOWS = (WINDOW - BLOCK, WINDOW + BLOCK, LONGEST)
 CALLS = [
     [
-        {"tokens": FIRST, "steps": chunks(FIRST), "count": 24},
-        {"tokens": AGAIN, "steps": [KNOWN], "count": 24, "known": KNOWN},
+        {"tokens": FIRST, "count": 24},
+        {"tokens": AGAIN, "count": 24, "known": KNOWN},
     ],
-    [{"tokens": LONG, "steps": chunks(LONG), "count": 48}],
-    [{"tokens": SHORT, "steps": [0], "count": 600}],
+    [{"tokens": LONG, "count": 48}],
+    [{"tokens": SHORT, "count": 600}],
 ]
+
+
+REFERENCE = {"sinks": 2 * BLOCK, "block": BLOCK, "tile": TILE}
 
 
 @pytest.fixture(scope="module")
@@ -93,22 +92,25 @@ def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def reference(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
+    """For each of `CALLS` its answers; then for the first of them those with each of `OTHER_WINDOWS`."""
     directory = tmp_path_factory.mktemp("sink-window") / "reference"
-    spec = {"model": str(write_model(MODEL)), "sinks": 2 * BLOCK, "window": WINDOW, "block": BLOCK, "models": CALLS}
+    models = [{"window": WINDOW, "calls": calls} for calls in CALLS]
+    models += [{"window": window, "calls": CALLS[0]} for window in OTHER_WINDOWS]
+    spec = {"model": str(write_model(MODEL)), **REFERENCE, "models": models}
     found: list[list[list[int]]] = run_script(environments.plain, directory, "window_reference.py", spec)
     return found
 
 
 @pytest.fixture(scope="module")
-def whole(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     directory = tmp_path_factory.mktemp("sink-window-whole")
-    methods: dict[str, Any] = {"dense": None, "windowed": {"SinkWindow": {"window_tokens": ENGINE["max_model_len"]}}}
-    found = {name: run_sparse(environments.overlay, directory / name, method) for name, method in methods.items()}
-    for of in found.values():
-        assert of.code == 0, of.log[-4000:]
-    return found
+    method = {"SinkWindow": {"window_tokens": ENGINE["max_model_len"]}}
+    windowed = run_sparse(runs.environments.overlay, directory / "windowed", method)
+    assert windowed.code == 0, windowed.log[-4000:]
+    return {"dense": runs["plain"], "windowed": windowed}
 
 
+@pytest.mark.core
 def test_a_window_that_holds_all_gives_a_dense_engine_s_tokens(whole: dict[str, Run]) -> None:
     """In chunks, after prefix hits, preempted and resumed, joining and ending beside others."""
     assert whole["windowed"].tokens == whole["dense"].tokens
@@ -127,7 +129,7 @@ def tokens_of(small: dict[str, Any], phase: str) -> list[int]:
 
 
 def test_tokens_are_the_reference_s(small: dict[str, Any], reference: list[list[list[int]]]) -> None:
-    (first, again), (long,), (growing,) = reference
+    (first, again), (long,), (growing,) = reference[: len(CALLS)]
     assert tokens_of(small, "in chunks") == first
     assert small["after a hit"]["requests"][0]["cached"] == KNOWN
     assert tokens_of(small, "after a hit") == again
@@ -135,17 +137,13 @@ def test_tokens_are_the_reference_s(small: dict[str, Any], reference: list[list[
     assert tokens_of(small, "growing") == growing
 
 
-def test_the_mask_makes_a_difference(
-    environments: Environments, tmp_path: Path, reference: list[list[list[int]]]
-) -> None:
+def test_the_mask_makes_a_difference(reference: list[list[list[int]]]) -> None:
     """Or the test above would show nothing: another window, or dense attention, gives other tokens."""
-    spec = {"model": str(write_model(MODEL)), "sinks": 2 * BLOCK, "block": BLOCK, "models": CALLS[:1]}
-    for window in (WINDOW - BLOCK, WINDOW + BLOCK, LONGEST):
-        other = run_script(
-            environments.plain, tmp_path / str(window), "window_reference.py", {**spec, "window": window}
-        )
-        assert other[0][0] != reference[0][0]
-        assert other[0][1] != reference[0][1]
+    others = reference[len(CALLS) :]
+    assert len(others) == len(OTHER_WINDOWS)
+    for other in others:
+        assert other[0] != reference[0][0]
+        assert other[1] != reference[0][1]
 
 
 @pytest.mark.parametrize("phase", ["long", "growing"])
@@ -156,8 +154,8 @@ def test_the_blocks_of_a_request_stay_flat(small: dict[str, Any], phase: str) ->
     assert max(count for _, count in held) <= MOST_HELD
     settled = [count for computed, count in held if computed > len(LONG if phase == "long" else SHORT) + WINDOW + 64]
     if phase == "growing":
-        # Sinks, the window with the block that it begins in, and the block of the newest token.
-        assert max(settled) <= 2 + WINDOW // BLOCK + 2
+        # Sinks, the window with the block that it begins in, the tile, and what the prefix cache holds back.
+        assert max(settled) <= 2 + (WINDOW + TILE - 1) // BLOCK + 2
 
 
 def test_more_requests_fit_into_the_same_blocks(small: dict[str, Any]) -> None:
@@ -172,8 +170,3 @@ def test_more_requests_fit_into_the_same_blocks(small: dict[str, Any]) -> None:
 
 def test_nothing_is_held_at_the_end(small: dict[str, Any]) -> None:
     assert {name: phase["left"] for name, phase in small.items()} == dict.fromkeys(PHASES, 0.0)
-
-
-@pytest.mark.parametrize("file", ["test_accounting.py", "test_connector.py", "test_on_a_layer.py", "test_release.py"])
-def test_on_vllms_own_scheduler(environments: Environments, file: str) -> None:
-    check_inside(environments.overlay.python, f"tests/ucm/sparse/accounting/{file}")

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-SAME_AS_PLAIN = ("overlay", "probe", "disabled", "attention off", "scheduler off")
+CORE = pytest.param("probe", marks=pytest.mark.core)
+SAME_AS_PLAIN = ("overlay", CORE, "disabled", "attention off", "scheduler off")
 REQUESTS = {name: [*itertools.chain(*batches)] for name, batches in phases().items()}
 
 

@@ -4,29 +4,57 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
+from collections import defaultdict
 from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
-#: Warnings of torch and vLLM are no concern of ours, and conftest.py needs packages that are not there.
+#: Warnings of torch and vLLM are no concern of ours; what conftest.py and the usual options need is not there.
 OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
+WRONG = {"failure", "error", "skipped"}
+USUAL = ("-o", "addopts=--import-mode=importlib", "-o", "junit_family=xunit1")
 
 
-def check_inside(python: Path, file: str | Path, **variables: str) -> None:
-    """Assert that all tests of a file pass there.
+def run_inside(python: Path, files: Sequence[str]) -> dict[str, str]:
+    """Run the tests of some files in one interpreter.
 
     Args:
         python: The interpreter.
-        file: The file, from the root of the project on.
-        variables: What its environment has beside ours.
+        files: The files, from the root of the project on.
+
+    Returns:
+        For each file that did not pass as a whole what went wrong: a failure, a test that was skipped, no test at all.
     """
-    done = subprocess.run(
-        [python, "-P", "-m", "pytest", *OPTIONS, file],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory, "report.xml")
+        done = subprocess.run(
+            [python, "-P", "-m", "pytest", *OPTIONS, *USUAL, f"--junitxml={report}", *files],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # tensors are small, and threads that wait are busy
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not report.exists():
+            return dict.fromkeys(files, done.stdout + done.stderr)
+        cases = ET.parse(report).iter("testcase")  # noqa: S314 - pytest's
+    found: dict[str, list[str]] = defaultdict(list)
+    for case in cases:
+        file = case.get("file") or f"{case.get('name', '').replace('.', '/')}.py"  # a file that could not be imported
+        wrong = [f"{case.get('name')}: {of.tag}: {of.get('message')}\n{of.text}" for of in case if of.tag in WRONG]
+        found[file] += wrong
+    told = {file: "\n".join(found[file]) if file in found else "no tests were run" for file in files}
+    if done.returncode and not any(told.values()):
+        return dict.fromkeys(files, done.stdout + done.stderr)
+    return {file: wrong for file, wrong in told.items() if wrong}
+
+
+def check_inside(python: Path, file: str | Path) -> None:
+    """Assert that all tests of a file pass there; see `run_inside`."""
+    wrong = run_inside(python, [str(file)])
+    assert not wrong, wrong[str(file)]

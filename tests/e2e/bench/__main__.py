@@ -13,9 +13,22 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tests.e2e.bench import building, caching, memory, running, sparse, start, ttft
+from tests.e2e.bench import (
+    blend,
+    building,
+    caching,
+    lookups,
+    memory,
+    redis_values,
+    rerope,
+    running,
+    sparse,
+    start,
+    ttft,
+)
 from tests.e2e.bench.figure import Figure
 from tests.e2e.environment import plain, with_overlay
+from tests.e2e.judges import measuring as judging
 from tests.e2e.needle import measuring
 from transforms.pipeline.package import BUILD
 
@@ -41,10 +54,15 @@ SECTIONS: dict[str, Callable[[str], Iterator[Figure]]] = {
     "engine": _engine,
     "hashing": lambda _: caching.hashing(),
     "store": lambda _: caching.storing(),
+    "lookups": lambda _: lookups.figures(),
+    "redis": lambda _: redis_values.figures(),
     "ttft": ttft.figures,
     "memory": memory.figures,
     "sparse": sparse.figures,
+    "rerope": rerope.figures,
     "needle": measuring.figures,
+    "judges": judging.figures,
+    "blend": blend.figures,
 }
 RELEASE = "0.32.0"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.e2e.bench.figure import Figure, seconds_of
-from transforms.pipeline.lock import reviewed_releases
+from transforms.pipeline.product import UCM
 from transforms.pipeline.sources.cache import CACHE_VARIABLE
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def build(release: str) -> Iterator[Figure]:
         one = seconds_of([*command, release, "--out", out], **quiet)
         with PeakMemory() as peak:
             every = seconds_of([*command, "all", "--out", out], **quiet)
-    number = len(reviewed_releases())
+    number = len(UCM.reviewed())
     yield Figure(f"build of {release}, warm cache", one, "s", 10.0)
     yield Figure(f"build of all {number} releases, warm cache", every, "s", 150.0)
     yield Figure("peak memory of that, all processes", peak.most / MIB, "MiB", 1024.0)
@@ -40,7 +40,7 @@ def build(release: str) -> Iterator[Figure]:
 
 def download() -> Iterator[Figure]:
     """Bytes received for one release into an empty cache: the oldest, a middle one and the newest."""
-    reviewed = reviewed_releases()
+    reviewed = UCM.reviewed()
     received = {}
     for release in (reviewed[0], reviewed[len(reviewed) // 2], reviewed[-1]):
         with tempfile.TemporaryDirectory() as cache:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from tests.e2e.bench.figure import Figure
 from transforms.pipeline.package import BUILD
 from ucm.hashing.bench import measure
-from ucm.store.bench import BESIDE, Workload, bench, for_bench
+from ucm.store.bench import Workload, bench, beside, for_bench
 from ucm.store.bench_lookup import bench_lookup
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: A plain file's speed may be this many times the store's, checksums included.
-SHARE = 1 / 0.9
 MIB = 1 << 20
 
 
@@ -29,19 +29,25 @@ def hashing() -> Iterator[Figure]:
         yield Figure(f"{size} tokens, added to vLLM's hashes", cost.vllm_us, "µs", 0.1)
 
 
+def _transfers(what: str, config: StoreConfig) -> Iterator[Figure]:
+    found = bench(config, Workload(shard_nbytes=MIB // 4))
+    detail = {name: found.rate(name)[1] for name in found.seconds}
+    for operation, (plain, share) in beside(config).items():
+        if operation in found.seconds:
+            ratio = 1 / found.ratio(operation, plain)[1]  # checksums included
+            yield Figure(f"{what}: {operation}, plain {plain} to it", ratio, "", 1 / share, detail)
+
+
 def storing() -> Iterator[Figure]:
-    """The Posix store on the build directory's file system: transfers, lookups among 1,000,000 blocks, opening."""
+    """Transfers of both tiers, lookups among 1,000,000 blocks, opening; files are in the build directory."""
     directory = BUILD / "bench" / "store"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     config = for_bench(StoreConfig(directories=(str(directory),)))
     try:
-        found = bench(config, Workload(shard_nbytes=MIB // 4))
-        for operation, beside in BESIDE.items():
-            if operation in found.seconds:
-                _, share = found.ratio(operation, beside)
-                detail = {name: found.rate(name)[1] for name in found.seconds}
-                yield Figure(f"store: {operation}, plain {beside} to it", 1 / share, "", SHARE, detail)
+        yield from _transfers("store", config)
+        with TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm") as memory:
+            yield from _transfers("memory", replace(config, pipeline="Dram", dram_directory=memory))
         lookups = bench_lookup(config)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

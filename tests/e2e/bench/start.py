@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.figure import Figure, alternate, seconds_of
 from tests.e2e.engine import INSIDE
@@ -53,14 +53,28 @@ def content_checks(environment: Environment, run: Run) -> Iterator[Figure]:
     """
     names = list(read_manifest(environment.overlay).modules)
     loaded = {r["process"]: [name for name in names if name in r["modules"]] for r in run.reports}
-    costs = {process: _checks_ms(environment, modules) for process, modules in loaded.items()}
-    detail = {process: {"modules": len(loaded[process]), "ms": cost} for process, cost in costs.items()}
-    yield Figure("content checks of one vLLM start, all processes", sum(costs.values()), "ms", 10.0, detail)
-    yield Figure("content checks of all shadowed modules, one process", _checks_ms(environment, names), "ms", None)
+    costs = {process: _costs_ms(environment, modules) for process, modules in loaded.items()}
+    detail: dict[str, Any] = {p: {"modules": len(loaded[p]), **cost} for p, cost in costs.items()}
+    total = sum(cost["checks"] for cost in costs.values())
+    yield Figure("content checks of one vLLM start, all processes", total, "ms", 10.0, detail)
+    every = _costs_ms(environment, names)
+    yield Figure("content checks of all shadowed modules, one process", every["checks"], "ms", None)
+    detail = {"compiled_ms": every["compiled"], "cached_ms": every["cached"]}
+    more = every["compiled"] - every["cached"]
+    yield Figure("loading all of them, compiled rather than from bytecode: more", more, "ms", None, detail)
+    yield from hooked_checks(environment)
 
 
-def _checks_ms(environment: Environment, names: list[str]) -> float:
-    """Median over fresh processes, after one that warms the page cache."""
+def hooked_checks(environment: Environment) -> Iterator[Figure]:
+    """The look at every changed function, in a process that has all shadowed modules loaded."""
+    command = [str(environment.python), str(INSIDE / "hooked_checks.py")]
+    found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+    yield Figure("hooked functions are ours: when vLLM loads plug-ins", found["plugin"], "ms", None, found)
+    yield Figure("hooked functions are ours: when a feature starts", found["feature"], "ms", 1.0, found)
+
+
+def _costs_ms(environment: Environment, names: list[str]) -> dict[str, float]:
+    """Medians over fresh processes, after one that warms the page cache."""
     command = [str(environment.python), str(INSIDE / "content_checks.py"), str(environment.overlay), *names]
-    found = [float(json.loads(subprocess.check_output(command))) for _ in range(FRESH_PROCESSES + 1)]
-    return 1000 * statistics.median(found[1:])
+    found = [json.loads(subprocess.check_output(command)) for _ in range(FRESH_PROCESSES + 1)][1:]
+    return {name: 1000 * statistics.median(one[name] for one in found) for name in found[0]}

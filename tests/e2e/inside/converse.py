@@ -70,6 +70,18 @@ class Engine:
         """Empty the engine's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
 
+    def reload(self, path: str) -> None:
+        """Load other weights in place, as a trainer does."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply one parameter in place, past torch's count of changes; in an engine of one process."""
+
+        def scaled(worker: Any) -> None:
+            worker.model_runner.get_model().get_parameter(name).data.mul_(factor)
+
+        self._llm.collective_rpc(scaled)
+
     def _count_all_steps(self) -> None:
         """Up to 0.27.1 at least, this engine drops the counts of steps without outputs; vLLM's server does not."""
         core, log = self._engine.engine_core, self._engine.logger_manager

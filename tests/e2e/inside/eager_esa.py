@@ -14,6 +14,7 @@ class EagerESA(ESA):
     """Waits until the store has what a step has released, and takes everything from there."""
 
     at_once = True
+    tile = 1
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
         """As ESA; then nothing is left in host memory that the store has taken."""

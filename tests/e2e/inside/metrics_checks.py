@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ucm.integration.vllm import metrics_fallback
+from ucm.integration.vllm import metrics
 from ucm.integration.vllm.metric_names import METRICS, Kind
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.integration.vllm.prometheus import build_prom_metrics, build_stats
@@ -190,7 +190,7 @@ from types import SimpleNamespace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 if hasattr(KVConnectorBase_V1, "build_prom_metrics"):
     del KVConnectorBase_V1.build_prom_metrics
-from ucm.integration.vllm.metrics_fallback import create_publisher
+from ucm.integration.vllm.metrics import create_publisher
 config = SimpleNamespace(
     parallel_config=SimpleNamespace(data_parallel_rank=0),
     model_config=SimpleNamespace(served_model_name="llama"),
@@ -203,7 +203,7 @@ publish({"ucm:load_duration_seconds": {"": [1]}})
 
 def test_a_release_that_takes_no_metrics_from_connectors(tmp_path: Path) -> None:
     """Each process exports its own, and the server's /metrics shows them together."""
-    environment = {**os.environ, metrics_fallback.VARIABLE: str(tmp_path)}
+    environment = {**os.environ, metrics.VARIABLE: str(tmp_path)}
     for _ in range(2):
         subprocess.run([sys.executable, "-c", FALLBACK], env=environment, check=True)
     script = (
@@ -222,15 +222,15 @@ def test_such_a_release_without_the_variable(monkeypatch: pytest.MonkeyPatch) ->
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: PLC0415 - needs vLLM
 
     monkeypatch.delattr(KVConnectorBase_V1, "build_prom_metrics")
-    monkeypatch.delenv(metrics_fallback.VARIABLE, raising=False)
+    monkeypatch.delenv(metrics.VARIABLE, raising=False)
     said: list[str] = []
     monkeypatch.setattr(
-        metrics_fallback, "get_logger", lambda: SimpleNamespace(info=lambda text, *values: said.append(text % values))
+        metrics, "get_logger", lambda name: SimpleNamespace(info=lambda text, *values: said.append(text % values))
     )
-    assert metrics_fallback.create_publisher(SimpleNamespace()) is None
+    assert metrics.create_publisher(SimpleNamespace()) is None
     assert len(said) == 1
     assert "they are in the log only. Set PROMETHEUS_MULTIPROC_DIR to an empty directory" in said[0]
 
 
 def test_this_release_takes_them() -> None:
-    assert metrics_fallback.create_publisher(SimpleNamespace()) is None
+    assert metrics.create_publisher(SimpleNamespace()) is None

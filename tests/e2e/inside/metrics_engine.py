@@ -46,7 +46,8 @@ async def main(model: str, store: Path) -> None:
     )
     block: int = engine.vllm_config.cache_config.block_size
     tokens = []
-    for damage in (False, True, False):
+    # Computed; damaged, and so computed again; read from the store; staged from that time on.
+    for damage in (True, False, False, False):
         tokens.append(await _generate(engine, PROMPT))
         # Blocks become visible, and counts are handed over, with the steps that follow.
         for _ in range(PATIENCE):

@@ -19,13 +19,12 @@ class Observed:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - after the arguments are read
 
-        from ucm.integration.vllm import hooks  # noqa: PLC0415 - its worker is there from here on
-
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
-        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        core = self._engine.engine_core.engine_core
+        self._scheduler = core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
-        self._reader = hooks._worker.reader  # type: ignore[union-attr]
+        self._reader = core.model_executor.driver_worker.worker.model_runner._ucm_sparse_method.reader
         self._params = SamplingParams
 
     def phase(self, name: str, requests: list[dict[str, Any]], removal: list[Any] | None) -> dict[str, Any]:

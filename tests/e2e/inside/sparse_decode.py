@@ -22,7 +22,8 @@ REQUEST = "measured"
 ATTENTION, METHOD = "attention", "method"
 #: The calls of a method within a step, on either side.
 CALLS = (
-    "num_slots",
+    "limit_new_tokens",
+    "before_allocation",
     "build_metadata",
     "update_states",
     "blocks_updated",
@@ -72,12 +73,12 @@ class Engine:
 
         self._engine = LLM(**settings["engine"]).llm_engine
         self._params = SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True, detokenize=False)
-        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        core = self._engine.engine_core.engine_core
+        self._scheduler = core.scheduler
         self._watch: Stopwatch | None = None
         if settings["timed"]:
-            from ucm.integration.vllm import hooks  # noqa: PLC0415 - only where there is a method
-
-            self._watch = Stopwatch(hooks._worker, self._scheduler._ucm_sparse_method)
+            runner = core.model_executor.driver_worker.worker.model_runner
+            self._watch = Stopwatch(runner._ucm_sparse_method, self._scheduler._ucm_sparse_method)
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
         """Compute a prompt and the first token after it.

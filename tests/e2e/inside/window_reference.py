@@ -1,7 +1,7 @@
 """The tiny Llama in plain torch with a mask for sinks and window: `window_reference.py SPEC RESULT`, JSON files.
 
-It knows nothing of vLLM, nor of our code: every token's keys and values are kept, and a mask says which of them a step
-reads. A step is what the engine computes at once: a part of a prompt, or one token.
+It knows nothing of vLLM, nor of our code: every token's keys and values are kept, and a mask says which of them a token
+reads, by its position.
 """
 
 from __future__ import annotations
@@ -21,31 +21,29 @@ class Llama:
 
     Args:
         directory: Its configuration and its weights.
-        sinks: Positions before this one are read by every step.
-        window: Tokens before a step's first one that it reads, up to the start of their block.
+        sinks: Positions before this one are read by every token.
+        window: Tokens before a token's tile that it reads, up to the start of their block.
         block: Tokens per block.
+        tile: Tokens of a tile.
     """
 
-    def __init__(self, directory: Path, sinks: int, window: int, block: int) -> None:
+    def __init__(self, directory: Path, sinks: int, window: int, block: int, tile: int) -> None:
         self._config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         safetensors: Any = import_module("safetensors.torch")  # by name: it is only there where vLLM is
         self._weights = safetensors.load_file(directory / "model.safetensors")
-        self._sinks, self._window, self._block = sinks, window, block
+        self._sinks, self._window, self._block, self._tile = sinks, window, block, tile
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def generate(self, tokens: list[int], steps: list[int], count: int, *, known: int = 0) -> list[int]:
+    def generate(self, tokens: list[int], count: int, *, known: int = 0) -> list[int]:
         """The tokens that follow, the likeliest each time.
 
         Args:
             tokens: The prompt.
-            steps: Where each step of the prompt begins.
             count: How many tokens to generate.
             known: Tokens of the prompt whose keys and values are kept from the call before.
         """
         self._kept = [(keys[:known], values[:known]) for keys, values in self._kept] if known else []
-        ends = [*steps[1:], len(tokens)]
-        for begin, end in zip(steps, ends, strict=True):
-            logits = self._step(tokens[begin:end], begin)
+        logits = self._step(tokens[known:], known)
         found = [int(logits.argmax())]
         while len(found) < count:
             logits = self._step(found[-1:], len(tokens) + len(found) - 1)
@@ -57,8 +55,9 @@ class Llama:
         config, weights = self._config, self._weights
         positions = torch.arange(begin, begin + len(tokens))
         places = torch.arange(begin + len(tokens))
-        read_from = max(0, begin - self._window) // self._block * self._block
-        mask = ((places < self._sinks) | (places >= read_from)) & (places <= positions[:, None])
+        tiles = positions // self._tile * self._tile
+        read_from = (tiles - self._window).clamp(min=0) // self._block * self._block
+        mask = ((places < self._sinks) | (places >= read_from[:, None])) & (places <= positions[:, None])
         hidden = weights["model.embed_tokens.weight"][tokens]
         for layer in range(config["num_hidden_layers"]):
             of = {name.split(".", 3)[3]: w for name, w in weights.items() if name.startswith(f"model.layers.{layer}.")}
@@ -102,13 +101,13 @@ class Llama:
 
 
 def main(spec_file: Path, result_file: Path) -> None:
-    """Each list of calls goes to one model; a later call may know what an earlier one computed."""
+    """Each entry is a model with its window; a later call of one may know what an earlier one computed."""
     spec = json.loads(spec_file.read_text(encoding="utf-8"))
     with torch.inference_mode():
         found = []
-        for calls in spec["models"]:
-            model = Llama(Path(spec["model"]), spec["sinks"], spec["window"], spec["block"])
-            found.append([model.generate(**call) for call in calls])
+        for of in spec["models"]:
+            model = Llama(Path(spec["model"]), spec["sinks"], of["window"], spec["block"], spec["tile"])
+            found.append([model.generate(**call) for call in of["calls"]])
     result_file.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -1,4 +1,15 @@
-"""The model that answers the questions: a Llama of two layers, trained here within a minute or so."""
+"""The models that answer the questions: Llamas of two layers, each trained here within a minute or two.
+
+All start near the heads that look things up. They differ in what else they are given, for that decides which selectors
+look good:
+
+- `HELPED` has two traits that are easy on whatever summarises a block's keys: most of a token's code lies in a few
+  components, and filler tokens, which nobody looks for, have much the same key. It learned to look one record up.
+- `PLAIN` has neither: all codes are of independent normal components, of one length, those of filler as well. It also
+  learned chains and keys with several values.
+- `SHIFTED` is `PLAIN` with a vector that all keys share and that is four times as long as what tells them apart, as
+  trained models have it where keys have a bias (Qwen2) or just a mean (arXiv:2410.02367).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +17,9 @@ import hashlib
 import json
 import shutil
 import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.engine import INSIDE
@@ -14,7 +28,7 @@ from tests.e2e.needle import task
 from transforms.pipeline.package import BUILD
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
 TRAINER = INSIDE / "needle_train.py"
 #: The longest prompt with its answer.
@@ -35,8 +49,9 @@ LLAMA: dict[str, Any] = {
     "rope_theta": 1e8,
 }
 
-#: Short sequences first, whose positions are stretched over as many as the model is to serve; then true lengths.
-TRAINING: dict[str, Any] = {
+#: Of positions: short sequences are stretched over as many as the model is to serve.
+STRETCHED = 4_500
+COMMON: dict[str, Any] = {
     "seed": 0,
     "rate": 1e-3,
     "warm_up": 10,
@@ -44,30 +59,88 @@ TRAINING: dict[str, Any] = {
     "filler": [task.FILLER.start, task.FILLER.stop],
     "symbols": [task.SYMBOLS.start, task.SYMBOLS.stop],
     "record": task.RECORD,
-    "phases": [
-        {"steps": 60, "sequences": 8, "records": 16, "filler": [0, 8], "positions": 4_500},
-        {"steps": 30, "sequences": 2, "records": 16, "filler": [118, 124], "positions": 4_500},
-        {"steps": 20, "sequences": 1, "records": 32, "filler": [118, 124], "positions": 4_500},
-    ],
 }
 
 
-def write_model(python: Path) -> Path:
-    """The directory of the trained model; training it for the first time takes a minute or so.
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How a model is made.
+
+    Attributes:
+        name: The start of its directory's name.
+        traits: What its start is given; see ``needle_train.py``.
+        phases: Of its training: short sequences first, then those of true lengths.
+        model: What its ``config.json`` has beside `LLAMA`.
+        trainer: The script that trains it.
+    """
+
+    name: str
+    traits: Mapping[str, float]
+    phases: Sequence[Mapping[str, Any]]
+    model: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Path = TRAINER
+
+
+def _phase(steps: int, sequences: int, records: int, filler: tuple[int, int], **about: int) -> dict[str, Any]:
+    found = {"steps": steps, "sequences": sequences, "records": records, "filler": list(filler)}
+    return {**found, "positions": STRETCHED, **about}
+
+
+HELPED = Recipe(
+    "needle",
+    {"filler": 0.1, "tails": 2.0, "shift": 0.0, "copy": 2.0},
+    [_phase(60, 8, 16, (0, 8)), _phase(30, 2, 16, (118, 124)), _phase(20, 1, 32, (118, 124))],
+)
+PLAIN = Recipe(
+    "plain",
+    {"filler": 1.0, "tails": 1.0, "shift": 0.0, "copy": 8.0},
+    [
+        _phase(20, 8, 16, (0, 8)),
+        _phase(80, 8, 16, (0, 8), values=4),
+        _phase(100, 8, 16, (0, 8), hops=8, mentions=1),
+        _phase(10, 2, 16, (118, 124)),
+        _phase(20, 2, 32, (60, 64), values=4),
+        _phase(30, 2, 16, (60, 64), hops=8, mentions=1),
+    ],
+)
+SHIFTED = Recipe("shifted", {**PLAIN.traits, "shift": 4.0}, PLAIN.phases, {"attention_bias": True})
+
+#: Trained with 512 positions and the usual base: what lies behind them it has never seen.
+TRAINED = 512
+SHORT = Recipe(
+    "short",
+    HELPED.traits,
+    [
+        _phase(100, 8, 16, (0, 8), positions=TRAINED),
+        _phase(60, 8, 3, (118, 124), positions=TRAINED),
+    ],
+    {"rope_theta": 1e4, "max_position_embeddings": TRAINED},
+    INSIDE / "rerope_train.py",
+)
+
+
+def write_model(python: Path, recipe: Recipe = HELPED) -> Path:
+    """The directory of a trained model; training it for the first time takes a minute or two.
 
     Args:
         python: An interpreter that has torch and safetensors.
+        recipe: How it is made.
     """
-    recipe = json.dumps({"model": LLAMA, "training": TRAINING}, sort_keys=True)
-    key = hashlib.sha256(recipe.encode() + TRAINER.read_bytes()).hexdigest()[:16]
-    directory = BUILD / "e2e" / f"needle-{key}"
-    if not (directory / "model.safetensors").exists():
-        draft = directory.with_suffix(".part")
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+    config = {**LLAMA, **recipe.model}
+    training = {**COMMON, "traits": dict(recipe.traits), "phases": list(recipe.phases)}
+    key = hashlib.sha256(
+        json.dumps([config, training], sort_keys=True).encode() + recipe.trainer.read_bytes()
+    ).hexdigest()[:16]
+    directory = BUILD / "e2e" / f"{recipe.name}-{key}"
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
         write_tokenizer(draft, task.VOCABULARY)
-        (draft / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-        (draft / "training.json").write_text(json.dumps(TRAINING), encoding="utf-8")
-        subprocess.run([python, TRAINER, draft], check=True, stdout=subprocess.DEVNULL)
-        draft.rename(directory)
+        (draft / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (draft / "training.json").write_text(json.dumps(training), encoding="utf-8")
+        subprocess.run([python, recipe.trainer, draft], check=True, stdout=subprocess.DEVNULL)
+        try:
+            draft.rename(directory)
+        except OSError:  # another process was faster, with the same model
+            shutil.rmtree(draft)
     return directory

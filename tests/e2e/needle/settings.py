@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 #: Tokens in a block of the engines that are asked.
 BLOCK = 32
 DENSE = "dense"
-#: What is no method to attend sparsely.
-_NO_METHODS = {"Probe"}
+#: What is no method to attend sparsely: these read the whole context, and have no budget.
+_NO_METHODS = {"Probe", "ReRoPE", "LeakyReRoPE"}
 #: In options that a user gives, as a string, the budget in tokens; what stands behind it is added.
 BUDGET = "$budget"
 

@@ -1,0 +1,39 @@
+"""What all tests share: fixed draws, and stand-ins that take what they stand for takes."""
+
+from __future__ import annotations
+
+import gc
+import pkgutil
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from tests.stand_in import disagreement
+
+# Syntax trees are millions of objects and no garbage; to look through them again and again takes minutes.
+gc.set_threshold(100_000, 20, 20)
+
+# Random draws do not decide whether a change lands; `nox -s fuzz` searches with new seeds.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("fuzz", max_examples=500)
+settings.load_profile("fixed")
+
+_NOTHING = object()
+_set = pytest.MonkeyPatch.setattr
+
+
+def _set_checked(
+    patch: pytest.MonkeyPatch, target: Any, name: Any, value: Any = _NOTHING, raising: bool = True
+) -> None:
+    """``monkeypatch.setattr``, which refuses a stand-in that cannot be called as what it replaces."""
+    owner, attribute, stand_in = target, name, value
+    if value is _NOTHING:
+        path, _, attribute = target.rpartition(".")
+        owner, stand_in = pkgutil.resolve_name(path), name
+    if problem := disagreement(getattr(owner, attribute, None), stand_in):
+        raise TypeError(problem)
+    _set(patch, owner, attribute, stand_in, raising=raising)
+
+
+pytest.MonkeyPatch.setattr = _set_checked  # type: ignore[method-assign,assignment]

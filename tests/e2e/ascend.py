@@ -1,0 +1,70 @@
+"""vLLM Ascend's own files beside a real vLLM on the CPU, with both overlays: `python -m tests.e2e.ascend RELEASE`.
+
+Its sources come from the published sdist, and torch-npu is a stand-in, see `inside/torch_npu`: nothing here runs on an
+NPU. No entry point of vLLM Ascend is installed, so vLLM stays on its CPU platform and only loads what a test names.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tests.e2e.environment import Environment, beside, build_wheels, install_needs
+from tests.e2e.install_vllm import ENVIRONMENTS
+from tests.examples import EXAMPLES, registry_of
+from transforms.ascend.registry import REGISTRY, VLLM_ASCEND
+from transforms.pipeline.build import build_overlay, make_overlay
+from transforms.pipeline.lock import accept, check_reviewed
+from transforms.pipeline.package import BUILD, build_package, build_runtime, build_wheel
+from transforms.pipeline.product import compose
+from transforms.pipeline.sources.open import open_sources
+from transforms.registry import REGISTRY as VLLM_REGISTRY
+
+STAND_IN = Path(__file__).parent / "inside" / "torch_npu"
+#: What its setup writes, for a device that it names.
+BUILD_INFO = "__device_type__ = 'A2'\n"
+ASCEND = compose(REGISTRY)
+#: What its schedulers import beside vLLM.
+NEEDS = ("pandas",)
+
+
+def with_ascend(release: str) -> Environment:
+    """The environment of a release that both packages have."""
+    return _with_ascend(release, f"vllm-{release}-ascend", build_wheels(release))
+
+
+def with_patches(release: str, locks: Path) -> Environment:
+    """The same with one overlay of vLLM, which has UCM's rules and then those of the example `ascend_patches`.
+
+    Args:
+        release: A release that both packages have.
+        locks: Where the overlay's lock is written.
+    """
+    overlay = make_overlay(
+        release, product=compose(VLLM_REGISTRY, replace(registry_of("ascend_patches"), overlays=locks))
+    )
+    accept(overlay)
+    out = BUILD / "e2e" / f"ascend-patches-{release}"
+    built = build_package(overlay, check_reviewed(overlay), out).wheel
+    wheels = [built, build_runtime(out), build_wheel(EXAMPLES / "ascend_patches", out)]
+    return _with_ascend(release, f"vllm-{release}-ascend-patches", wheels)
+
+
+def _with_ascend(release: str, name: str, wheels: list[Path]) -> Environment:
+    ascend = build_overlay(release, product=ASCEND, out=BUILD / "e2e" / f"ascend-{release}").wheel
+    made = beside(release, ENVIRONMENTS / name, [*wheels, ascend])
+    package = made.site / VLLM_ASCEND.name
+    if not package.exists():
+        for path, source in open_sources(release, package=VLLM_ASCEND).read_package():
+            (made.site / path).parent.mkdir(parents=True, exist_ok=True)
+            (made.site / path).write_bytes(source)
+        (package / "_build_info.py").write_text(BUILD_INFO, encoding="utf-8")
+        install_needs(made, NEEDS)
+    shutil.copytree(STAND_IN, made.site / "torch_npu", dirs_exist_ok=True)
+    return made
+
+
+if __name__ == "__main__":
+    print(with_ascend(sys.argv[1]).python)

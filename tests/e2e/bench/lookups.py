@@ -1,0 +1,146 @@
+"""What a looked-up request costs the scheduler's thread, whatever the medium: all calls for it until it has an answer.
+
+The scheduler's side, its threads and a Posix store are the real ones. Steps are so many milliseconds apart, and the
+names of blocks are ready: what naming costs, the section ``hashing`` measures.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import create_autospec
+
+import numpy as np
+
+from tests.e2e.bench.figure import Figure
+from transforms.pipeline.package import BUILD
+from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.integration.vllm.connector.staging import Stager
+from ucm.integration.vllm.metrics import ConnectorCounters
+from ucm.store.base import BlockGeometry, BlockKey, KVStore
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.slab import Slab
+from ucm.testing.blocks import save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Self
+
+REQUESTS, BLOCKS, TOKENS = 100, 64, 16
+GEOMETRY = BlockGeometry((16_384,) * 8, b"bench of lookups")
+#: Seconds between two steps, of a slow lookup, and until a frozen medium is given up.
+STEP, SLOW, DEADLINE = 0.005, 0.05, 2.0
+MOST_MS = 0.1
+
+
+def figures() -> Iterator[Figure]:
+    """Milliseconds of the scheduler's thread per request, the median and the slowest in 100."""
+    directory = BUILD / "bench" / "lookups"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    config = StoreConfig(directories=(str(directory),), dump_queue_bytes=1 << 62, dump_nice=0)
+    goes_on = threading.Event()
+    try:
+        with open_store(config, "bench", GEOMETRY) as store:
+            for number in range(REQUESTS):
+                save(store, _keys(number), GEOMETRY)
+            with _Scheduler(store) as scheduler:
+                yield from _quantiles("a miss", [scheduler.ask(-1 - number) for number in range(REQUESTS)])
+                yield from _quantiles("a hit", [scheduler.ask(number) for number in range(REQUESTS)])
+                yield from _quantiles("a hit that is staged", [scheduler.ask(number) for number in range(REQUESTS)])
+            with _Scheduler(_behind(store, lambda: time.sleep(SLOW))) as scheduler:
+                yield from _quantiles("a slow medium", [scheduler.ask(number) for number in range(REQUESTS)])
+            with _Scheduler(_behind(store, goes_on.wait)) as scheduler:
+                yield from _quantiles("a frozen medium", [scheduler.ask(number) for number in range(REQUESTS)])
+                goes_on.set()
+    finally:
+        goes_on.set()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _quantiles(what: str, seconds: list[float]) -> Iterator[Figure]:
+    for name, part in (("median", 0.5), ("slowest in 100", 0.99)):
+        value = float(np.quantile(seconds, part)) * 1e3
+        yield Figure(f"scheduler's thread per lookup, {what}: {name}", value, "ms", MOST_MS)
+
+
+def _keys(number: int) -> list[BlockKey]:
+    return [BlockKey(number.to_bytes(16, "big", signed=True) + place.to_bytes(16, "little")) for place in range(BLOCKS)]
+
+
+def _behind(store: KVStore, wait: Callable[[], object]) -> KVStore:
+    """The same store, whose lookups wait first."""
+
+    def prefix(keys: list[BlockKey]) -> int:
+        wait()
+        return store.lookup_on_prefix(keys)
+
+    found = create_autospec(KVStore, instance=True)
+    found.lookup_on_prefix.side_effect = prefix
+    found.load.side_effect, found.wait.side_effect = store.load, store.wait
+    return cast("KVStore", found)
+
+
+class _Named:
+    """Requests bring the names of their blocks."""
+
+    def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes]:
+        del block_size
+        return cast("list[bytes]", request.keys[first:])
+
+    def may_change(self, request: Any) -> bool:
+        del request
+        return False
+
+    def is_same(self, request: Any) -> bool:
+        del request
+        return True
+
+    def is_void(self, request: Any) -> bool:
+        del request
+        return False
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class _Scheduler:
+    """The scheduler's side of an engine with one rank and one group."""
+
+    def __init__(self, store: KVStore) -> None:
+        groups = CacheGroups((CacheGroup(0, TOKENS, None, {}, ()),))
+        slab = Slab((REQUESTS + 1) * BLOCKS * GEOMETRY.nbytes, 1)
+        self._stager = Stager(groups, slab, DEADLINE, rest_seconds=3600.0)
+        counters = ConnectorCounters(export=False)
+        self._side = PrefixCacheScheduler(groups, _Named(), self._stager, counters, PlanningOptions(batches=1))
+        self._asked = 0
+        self._stager.begin({0: [store]}, {0: [GEOMETRY]})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stager.close()
+
+    def ask(self, number: int) -> float:
+        """The seconds of this thread that one request takes."""
+        self._asked += 1
+        tokens = BLOCKS * TOKENS
+        request: Any = SimpleNamespace(
+            request_id=f"{self._asked}", keys=_keys(number), num_tokens=tokens + 1, num_prompt_tokens=tokens + 1
+        )
+        spent, answer = 0.0, None
+        while answer is None:
+            began = time.perf_counter()
+            answer = self._side.matched_tokens(request, 0)
+            spent += time.perf_counter() - began
+            if answer is None:
+                time.sleep(STEP)
+        request.num_computed_tokens = 0
+        self._side.finished(request)
+        return spent

@@ -1,0 +1,94 @@
+"""One engine with BlendConnector, asked in several ways: `blend_engine.py SPECIFICATION RESULTS`, both JSON.
+
+The specification has ``engine`` (arguments of ``LLM``), ``chunks`` (each is stored by a request of its own),
+``prompts`` (each with ``prompt`` and ``marks``) and ``ways``: for each, either ``null``, which computes all, or what of
+the settings of blending is to be another; with ``wrong_table`` among them, keys are turned by another table from then
+on. The results have for each way the first token of each answer, and the counters.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+#: Seconds in which what was saved becomes visible.
+SAVED = 60.0
+
+
+def main(specification: Path, results: Path) -> None:
+    """Store the chunks, then ask."""
+    vllm: Any = import_module("vllm")
+    spec = json.loads(specification.read_text(encoding="utf-8"))
+    llm = vllm.LLM(**spec["engine"])
+    connector = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
+    worker = connector._filling._worker
+
+    def ask(prompts: list[list[int]], marks: list[Any]) -> list[Any]:
+        params = [
+            vllm.SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                detokenize=False,
+                extra_args=None if of is None else {"kv_transfer_params": {"ucm_chunks": of}},
+            )
+            for of in marks
+        ]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found: list[Any] = llm.generate(asked, params, use_tqdm=False)
+        return found
+
+    ask(spec["chunks"], [[[0, len(chunk)]] for chunk in spec["chunks"]])
+    until = time.monotonic() + SAVED
+    while worker._left() and time.monotonic() < until:
+        time.sleep(0.01)
+    prompts = [one["prompt"] for one in spec["prompts"]]
+    told = []
+    for way in spec["ways"]:
+        llm.reset_prefix_cache()
+        if way is not None:
+            if way.pop("wrong_table", False):
+                _turn_wrongly(worker._caches)
+            worker._settings = worker._settings.model_copy(update=way)
+        marks = [None if way is None else one["marks"] for one in spec["prompts"]]
+        counted = _Counts(worker)
+        outputs = ask(prompts, marks)
+        told.append(
+            {
+                "answers": [output.outputs[0].token_ids[0] for output in outputs],
+                "cached": [output.num_cached_tokens for output in outputs],
+                "reused": counted.reused,
+                "computed": counted.computed,
+                "gate_failures": counted.failures,
+            }
+        )
+        results.write_text(json.dumps(told), encoding="utf-8")
+
+
+def _turn_wrongly(caches: Any) -> None:
+    rotations = caches._rotations
+    for name, rotation in rotations.items():
+        rotations[name] = type(rotation)(rotation.table.roll(1, dims=0), rotation.neox)
+
+
+class _Counts:
+    """Adds up what a worker counts from here on."""
+
+    def __init__(self, worker: Any) -> None:
+        self.reused = self.computed = self.failures = 0
+        counters = worker._counters
+        counters.blended, counters.gate_failed = self._blended, self._failed
+
+    def _blended(self, reused: int, computed: int) -> None:
+        self.reused += reused
+        self.computed += computed
+
+    def _failed(self, chunks: int) -> None:
+        self.failures += chunks
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

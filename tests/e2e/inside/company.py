@@ -1,0 +1,92 @@
+"""An engine in this process that answers the same requests in different company: `company.py SPEC RESULT`, JSON files.
+
+Each phase is a list of requests, which arrive before the step that they name. A request may go on from another one's
+answer. Of each is told what it generated, how many tokens of it were found, and how often it was preempted after it had
+begun to answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+class Engine:
+    """One ``LLM``, and what it has answered."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM, SamplingParams  # noqa: PLC0415 - after the arguments are read
+
+        from ucm.integration.vllm import metrics  # noqa: PLC0415
+
+        metrics.TIER_SECONDS = 0.0  # what is counted is exported with the next step
+        self._engine = LLM(**arguments).llm_engine
+        self._params = SamplingParams
+        self._told: dict[str, list[dict[str, Any]]] = {}
+        core = getattr(self._engine.engine_core, "engine_core", None)
+        #: None where the scheduler is in another process.
+        self._scheduler = getattr(core, "scheduler", None)
+
+    def phase(self, name: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Serve some requests to their end."""
+        waiting = dict(enumerate(requests))
+        found: list[dict[str, Any]] = [{} for _ in requests]
+        self._told[name] = found
+        answering: dict[str, int] = {}
+        for step in itertools.count():
+            for number in [number for number, request in waiting.items() if request.get("arrives", 0) <= step]:
+                request = waiting.pop(number)
+                prompt = {"prompt_token_ids": self._begun(request) + request["prompt"], "cache_salt": request["salt"]}
+                params = self._params(detokenize=False, **request["params"])
+                found[number] = {"prompt": prompt["prompt_token_ids"], "tokens": [], "cached": 0}
+                self._engine.add_request(f"{name} {number}", prompt, params)
+            if not waiting and not self._engine.has_unfinished_requests():
+                break
+            for output in self._engine.step():
+                of = found[int(output.request_id.rpartition(" ")[2])]
+                of["tokens"], of["cached"] = list(output.outputs[0].token_ids), output.num_cached_tokens
+            for own, running in getattr(self._scheduler, "requests", {}).items():
+                if running.num_preemptions and running.num_output_tokens:
+                    answering[own] = running.num_preemptions
+        return [*found, {"preempted": sum(answering.values())}]
+
+    def close(self) -> None:
+        """End it as a server ends: what waits is saved first. Up to 0.27.1 at least, nothing else does so in here."""
+        self._engine.engine_core.shutdown()
+
+    def _begun(self, request: dict[str, Any]) -> list[int]:
+        """What a request goes on from: another's prompt and answer."""
+        if "continues" not in request:
+            return []
+        phase, number = request["continues"]
+        before = self._told[phase][number]
+        tokens: list[int] = before["prompt"] + before["tokens"]
+        return tokens
+
+
+def exported() -> dict[str, float]:
+    """What this process exports of a sparse method: each series' value, by its name and its labels but vLLM's own."""
+    return {
+        ".".join([sample.name, *(value for label, value in sample.labels.items() if label == "outcome")]): sample.value
+        for family in import_module("prometheus_client").REGISTRY.collect()  # vLLM brings it
+        for sample in family.samples
+        if sample.name.startswith("ucm:sparse_") and sample.name.endswith("_total")
+    }
+
+
+def main(spec_file: Path, result_file: Path) -> None:
+    """Start the engine, run the phases, tell what came of them."""
+    spec = json.loads(spec_file.read_text(encoding="utf-8"))
+    engine = Engine(spec["engine"])
+    result = {name: engine.phase(name, requests) for name, requests in spec["phases"].items()}
+    result["exported"] = [exported()]
+    engine.close()
+    result_file.write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

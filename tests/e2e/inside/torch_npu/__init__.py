@@ -1,0 +1,79 @@
+"""A stand-in for torch-npu, which cannot be imported without an NPU's libraries: any name in it is there, and inert.
+
+It lets the modules of vLLM Ascend be imported on a CPU, so that its schedulers run in a real engine. Nothing that it
+stands for is ever computed with.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAME = __name__
+
+
+class _Anything:
+    """An object of which every attribute, call and decoration is there."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        return _Anything()
+
+    def __or__(self, _: object) -> Any:
+        return _Anything()
+
+    __ror__ = __getitem__ = __or__
+
+    def __mro_entries__(self, _: object) -> tuple[type, ...]:
+        return (object,)
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Module(ModuleType):
+    """A module with any name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module below torch_npu."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        below = fullname.startswith(f"{NAME}.")
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if below else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Anything()
+
+
+sys.meta_path.append(_Finder())
+torch.npu = _Anything()

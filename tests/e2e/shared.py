@@ -1,0 +1,56 @@
+"""What is made once for all test processes, by whichever needs it first."""
+
+from __future__ import annotations
+
+import fcntl
+import pickle
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+T = TypeVar("T")
+
+
+class Shared:
+    """Results by name; a process that wants one waits while another makes it.
+
+    Args:
+        directory: Where they are kept; the same for all processes of a run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._known: dict[str, Any] = {}
+        directory.mkdir(exist_ok=True)
+
+    def get(self, name: str, make: Callable[[], T]) -> T:
+        """A result; it, or the exception that ended its making, is the same in all processes."""
+        if name not in self._known:
+            file = self.directory / f"{name.replace(' ', '-')}.pickle"
+            with locked(file.with_suffix(".lock")):
+                if not file.exists():
+                    file.write_bytes(pickle.dumps(_outcome(make)))
+                self._known[name] = pickle.loads(file.read_bytes())  # noqa: S301 - our own
+        found = self._known[name]
+        if isinstance(found, BaseException):
+            raise found
+        value: T = found
+        return value
+
+
+def _outcome(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001 - it is told to whoever asks
+        return error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes out; the file is made."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

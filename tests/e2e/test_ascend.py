@@ -1,0 +1,233 @@
+"""vLLM Ascend's schedulers on the CPU, in a real EngineCore, through both overlays: `nox -s e2e -- 0.23.0`.
+
+torch-npu is a stand-in (`inside/torch_npu`), the platform is vLLM's CPU: this says nothing about an NPU.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.engine import IN_PROCESS, Run, run_engine, variables
+from tests.e2e.model import VOCABULARY
+from ucm.sparse.probe import read_reports
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.e2e.environment import Environment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.older]
+
+RELEASE = "0.23.0"
+REQUESTS, PROMPT, ANSWER = 4, 60, 80
+#: So few blocks of 32 tokens that four requests, each of up to five, preempt each other.
+SCARCE: dict[str, Any] = {"num_gpu_blocks_override": 13, "max_model_len": 256, "async_scheduling": False}
+#: Each scheduler, as an installed platform would set it up. The first relies on a patch of vLLM's own, which wraps
+#: functions that vLLM's overlay hooks. The second does not know an argument of this vLLM's. The third derives from the
+#: scheduler that a patch puts in the place of vLLM's.
+PATCHED = {
+    "RecomputeScheduler": """\
+import vllm_ascend.patch.platform.patch_async_swa_kv_lifetime
+from vllm_ascend.core.recompute_scheduler import RecomputeScheduler
+""",
+    "SchedulerDynamicBatch": """\
+from vllm_ascend.core import scheduler_dynamic_batch
+
+class SchedulerDynamicBatch(scheduler_dynamic_batch.SchedulerDynamicBatch):
+    def __init__(self, vllm_config, *args, hash_block_size, **settings):
+        vllm_config.scheduler_config.SLO_limits_for_dynamic_batch = -1
+        super().__init__(vllm_config, *args, **settings)
+""",
+    "ProfilingChunkScheduler": """\
+import vllm_ascend.patch.platform.patch_balance_schedule
+from vllm_ascend.core.scheduler_profiling_chunk import ProfilingChunkScheduler
+""",
+    "BalanceScheduler": """\
+from vllm_ascend.patch.platform.patch_balance_schedule import BalanceScheduler
+""",
+}
+#: What a platform's user sets.
+SETTINGS: dict[str, dict[str, Any]] = {"BalanceScheduler": {"enable_balance_scheduling": True}}
+#: It keeps two blocks of the four or five that a request would have.
+ESA: dict[str, Any] = {"ESA": {"token_budget": 32, "sink_tokens": 4, "window_tokens": 32}}
+PREEMPTIONS = "vllm:num_preemptions"
+BLOCK_TABLE = "vllm_ascend.worker.block_table"
+SCHEDULERS = (
+    "vllm_ascend.core.recompute_scheduler",
+    "vllm_ascend.core.scheduler_dynamic_batch",
+    "vllm_ascend.core.scheduler_profiling_chunk",
+    "vllm_ascend.patch.platform.patch_balance_schedule",
+)
+
+
+@pytest.fixture(scope="module")
+def ascend(release: str) -> Environment:
+    if release != RELEASE:
+        pytest.skip(f"vLLM Ascend's schedulers are run on {RELEASE}: nox -s e2e -- {RELEASE}")
+    from tests.e2e.ascend import with_ascend  # noqa: PLC0415 - only engines need the build's packages
+
+    return with_ascend(release)
+
+
+def test_the_schedulers_are_imported_from_the_overlay(ascend: Environment, tmp_path: Path) -> None:
+    """In one interpreter; the platform and, by default, the block tables stay vLLM Ascend's own."""
+    code = "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).__spec__.origin)"
+    command = [str(ascend.python), "-c", code, "vllm_ascend.platform", BLOCK_TABLE, *SCHEDULERS]
+    done = subprocess.run(command, cwd=tmp_path, env=variables(tmp_path), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    origins = [line for line in done.stdout.splitlines() if line.endswith(".py")]
+    overlay = ascend.site / "ucm_vllm_ascend_overlay" / "modules"
+    places = [ascend.site, ascend.site, *[overlay] * len(SCHEDULERS)]
+    names = ["vllm_ascend.platform", BLOCK_TABLE, *SCHEDULERS]
+    wanted = [str(place / f"{name.replace('.', '/')}.py") for place, name in zip(places, names, strict=True)]
+    assert origins == wanted
+
+
+def requests() -> dict[str, Any]:
+    source = random.Random(1)  # noqa: S311 - prompts, no secrets
+    params = {"max_tokens": ANSWER, "temperature": 0.0, "ignore_eos": True}
+    prompts = [[source.randrange(3, VOCABULARY) for _ in range(PROMPT)] for _ in range(REQUESTS)]
+    return {"crowd": [[{"prompt": prompt, "params": params} for prompt in prompts]]}
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines with one of vLLM Ascend's schedulers."""
+
+    ascend: Environment
+    scheduler: str
+
+    def run(self, directory: Path, method: dict[str, Any], batches: dict[str, Any], engine: dict[str, Any]) -> Run:
+        """Run one to its end, in one process."""
+        (directory / "plugin").mkdir(parents=True)
+        (directory / "plugin" / "patched.py").write_text(PATCHED[self.scheduler], encoding="utf-8")
+        settings = {"ucm_sparse_config": method, **SETTINGS.get(self.scheduler, {})}
+        arguments = {**engine, "scheduler_cls": f"patched.{self.scheduler}", "additional_config": settings}
+        done = run_engine(self.ascend, directory, engine=arguments, switches=IN_PROCESS, batches=batches)
+        assert done.code == 0, done.log[-3000:]
+        return done
+
+
+@pytest.fixture(scope="module", params=PATCHED)
+def engines(ascend: Environment, request: pytest.FixtureRequest) -> Engines:
+    return Engines(ascend, request.param)
+
+
+def test_the_hooks_of_a_step_and_of_a_preemption(engines: Engines, tmp_path: Path) -> None:
+    """The Probe counts the hooks of both overlays."""
+    probe = {"Probe": {"report_dir": str(tmp_path / "probe")}}
+    done = engines.run(tmp_path / "engine", probe, requests(), SCARCE)
+    (report,) = read_reports(tmp_path / "probe")
+    preemptions = done.phases["crowd"]["counters"][PREEMPTIONS]
+    assert preemptions > 0
+    assert report.counts["request_preempted"] == preemptions
+    assert report.counts["request_freed"] == REQUESTS
+    assert report.counts["limit_new_tokens"] > report.counts["build_metadata"]
+    assert report.counts["before_allocation"] > report.counts["build_metadata"] >= ANSWER
+    steps = {report.counts[name] for name in ("build_metadata", "metadata_received", "execute_begin")}
+    assert len(steps) == 1
+
+
+def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Path) -> None:
+    """A request that was preempted while it answered goes through its answer token by token again."""
+    engines = Engines(ascend, "RecomputeScheduler")
+    batches = requests()
+    one_by_one = {"alone": [[request] for request in batches["crowd"][0]]}
+    roomy = engines.run(tmp_path / "roomy", ESA, one_by_one, {**SCARCE, "num_gpu_blocks_override": 60})
+    tight = engines.run(tmp_path / "tight", ESA, batches, SCARCE)
+    assert tight.phases["crowd"]["counters"][PREEMPTIONS] > 0
+    assert roomy.phases["alone"]["counters"][PREEMPTIONS] == 0
+    assert tight.tokens["crowd"] == roomy.tokens["alone"]
+
+
+@pytest.fixture(scope="module")
+def patches(ascend: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """With three of vLLM Ascend's patches as transforms, beside UCM's, in one overlay."""
+    from tests.e2e.ascend import with_patches  # noqa: PLC0415 - as above
+
+    return with_patches(ascend.release, tmp_path_factory.mktemp("locks"))
+
+
+def test_a_scheduler_measures_its_chunks_in_a_spawned_engine_core(patches: Environment, tmp_path: Path) -> None:
+    """A patch at run time has to find its way into that process; a CPU's worker then has nothing to measure with."""
+    (tmp_path / "plugin").mkdir()
+    scheduler = "ProfilingChunkScheduler"
+    (tmp_path / "plugin" / "patched.py").write_text(PATCHED[scheduler], encoding="utf-8")
+    engine = {**SCARCE, "scheduler_cls": f"patched.{scheduler}"}
+    done = run_engine(
+        patches,
+        tmp_path,
+        engine=engine,
+        switches={"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+        batches=requests(),
+    )
+    assert done.code == 0, done.log[-3000:]
+    told = [line for line in done.log.splitlines() if "Running startup profiling with real model forward" in line]
+    assert len(told) == 1
+    assert "EngineCore" in told[0]
+
+
+def test_readers_of_two_ranks_look_again(patches: Environment, tmp_path: Path) -> None:
+    """The wait of a worker that has nothing to do, in its own process, through the rewritten queue."""
+    code = """\
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from ascend_patches import hooks
+import multiprocessing as mp
+
+def read(handle, waits):
+    capped = hooks.recheck
+    def recheck(read_timeout):
+        capped(read_timeout)
+        waits.put(read_timeout.timeout_ms())
+    hooks.recheck = recheck
+    queue = MessageQueue.create_from_handle(handle, 0)
+    queue.wait_until_ready()
+    print(queue.dequeue(indefinite=True), flush=True)
+
+if __name__ == "__main__":
+    context = mp.get_context("spawn")
+    queue, waits = MessageQueue(1, 1), context.Queue()
+    reader = context.Process(target=read, args=(queue.export_handle(), waits))
+    reader.start()
+    queue.wait_until_ready()
+    print(waits.get(timeout=60), flush=True)
+    queue.enqueue("a message")
+    reader.join(60)
+    print(reader.exitcode)
+"""
+    script = tmp_path / "queue_of_two.py"
+    script.write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [patches.python, script], cwd=tmp_path, env=variables(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[-4:] == ["5000", "a message", "0", ""]
+
+
+def test_a_mamba_group_asks_for_the_block_of_a_load(patches: Environment, tmp_path: Path) -> None:
+    """vLLM's own manager and pool, with as many blocks of a hit here, elsewhere, and loaded in the step, as said."""
+    code = """\
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import MambaSpec
+import torch
+
+for mode in ("none", "align"):
+    spec = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+    pool = BlockPool(num_gpu_blocks=20, enable_caching=False, hash_block_size=16)
+    about = {"enable_caching": False, "kv_cache_group_id": 0, "scheduler_block_size": 16}
+    manager = MambaManager(spec, block_pool=pool, **about)
+    for computed in (0, 16):
+        print(manager.get_num_blocks_to_allocate("a", 40, [], computed, 40))
+"""
+    done = subprocess.run(
+        [patches.python, "-c", code], cwd=tmp_path, env=variables(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    none, none_loaded, aligned, aligned_loaded = map(int, done.stdout.split()[-4:])
+    assert (none_loaded, aligned_loaded) == (none + 1, aligned + 1)

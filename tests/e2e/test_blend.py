@@ -1,0 +1,232 @@
+"""BlendConnector in real engines: what is recomputed as a whole is exact, and what is not is found by nobody.
+
+A model with random weights tells apart every difference of KV; how much blending loses is asked of a trained one.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.prefix_workload import prompt, request
+from tests.e2e.workload import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.prefix_engine import PrefixEngine
+    from tests.e2e.scenarios import Environments
+    from tests.e2e.workload import Request
+
+pytestmark = pytest.mark.e2e
+
+#: Chunks of lengths that fit no block, and what is asked about them.
+CHUNKS = {name: prompt(length, f"chunk {name}") for name, length in {"A": 100, "B": 90, "C": 75, "D": 131}.items()}
+SYSTEM, QUESTION = prompt(40, "system"), prompt(20, "question")
+#: Settings under which all of a blended stretch is computed, by blending.
+ALL: dict[str, Any] = {"select": "edges", "edge_tokens": 4096}
+REUSED, COMPUTED = "ucm:blend_reused_tokens_total", "ucm:blend_computed_tokens_total"
+PREEMPTIONS = "vllm:num_preemptions_total"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt of pieces: names of `CHUNKS`, or tokens that are no chunk."""
+
+    pieces: tuple[Any, ...]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for piece in self.pieces for token in CHUNKS.get(piece, piece)] if self.pieces else []
+
+    @property
+    def marks(self) -> list[list[int]]:
+        place, found = 0, []
+        for piece in self.pieces:
+            length = len(CHUNKS[piece] if isinstance(piece, str) else piece)
+            if isinstance(piece, str):
+                found.append([place, place + length])
+            place += length
+        return found
+
+    def plain(self, number: int = 8, **params: Any) -> Request:
+        return request(self.tokens, number, **params)
+
+    def marked(self, number: int = 8, **params: Any) -> Request:
+        extra = {"kv_transfer_params": {"ucm_chunks": self.marks}}
+        return request(self.tokens, number, extra_args=extra, **params)
+
+
+def case(*pieces: Any) -> Case:
+    return Case(tuple(piece if isinstance(piece, str) else tuple(piece) for piece in pieces))
+
+
+ALONE = [case(name) for name in CHUNKS]
+#: In new orders, with and without gaps; a chunk that is not stored; a prompt that ends within a chunk.
+ORDERS = [
+    case("B", "C", "A", QUESTION),
+    case(SYSTEM, "C", "A", "B", QUESTION),
+    case("A", prompt(9, "gap"), "D", prompt(70, "wide gap"), "B", QUESTION),
+    case("D", "C", prompt(200, "long question")),
+    case("C", "D"),
+]
+#: More at once than there is room for, once they have generated so many tokens.
+LONG = 120
+CROWD = [
+    case(*random.Random(number).sample(sorted(CHUNKS), 3), prompt(8 + number, "crowd"))  # noqa: S311 - no secrets
+    for number in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def reference(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixEngine]:
+    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415
+    from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
+
+    directory = tmp_path_factory.mktemp("blend") / "reference"
+    with PrefixEngine(environments.plain, directory, {"enable_prefix_caching": False}, IN_PROCESS) as engine:
+        yield engine
+
+
+def blending(
+    environments: Environments, directory: Path, store: Path, engine: dict[str, Any] | None = None, **settings: Any
+) -> PrefixEngine:
+    from tests.e2e.blend.asking import connector  # noqa: PLC0415
+    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415
+    from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
+
+    arguments = {**(engine or {}), **connector(store, min_tokens=BLOCK, **settings)}
+    return PrefixEngine(environments.runtime, directory, arguments, None if engine else IN_PROCESS)
+
+
+def store_chunks(engine: PrefixEngine) -> None:
+    """Each chunk by a request of its own; then until they can be found."""
+    engine.generate([each.marked(1) for each in ALONE])
+    for attempt in range(100):
+        before = engine.counters()
+        # Nothing else begins like this: what is computed here is found by no other request.
+        engine.generate([case(prompt(9, f"attempt {attempt}"), *CHUNKS, QUESTION).marked(1)])
+        after = engine.counters()
+        if (
+            after[REUSED] + after[COMPUTED] - before[REUSED] - before[COMPUTED]
+            >= sum(map(len, CHUNKS.values())) - BLOCK
+        ):
+            return
+    raise AssertionError(engine.log[-4000:])
+
+
+def test_what_is_recomputed_as_a_whole_is_exact(
+    environments: Environments, reference: PrefixEngine, tmp_path: Path
+) -> None:
+    """In new orders, behind exact prefixes of any length, two in a step, in chunks of steps, aborted and preempted."""
+    wanted = [answer.tokens for answer in reference.generate([each.plain() for each in ORDERS])]
+    crowd = [answer.tokens for answer in reference.generate([each.plain(LONG) for each in CROWD])]
+    with blending(environments, tmp_path / "engine", tmp_path / "store", **ALL) as engine:
+        store_chunks(engine)
+        for one, tokens in zip(ORDERS, wanted, strict=True):
+            engine.reset()
+            before = engine.counters()
+            (answer,) = engine.generate([one.marked()])
+            assert answer.tokens == tokens
+            end = one.marks[-1][1] if one.tokens[-1] == QUESTION[-1] or len(one.pieces) == 3 else len(one.tokens) - 1
+            assert answer.cached == end // BLOCK * BLOCK
+            assert engine.counters()[COMPUTED] - before[COMPUTED] > 0
+        # Behind an exact prefix that ends anywhere: within a chunk, at its end, in a gap (UCM's issues 867 and 906).
+        for known in (BLOCK, 3 * BLOCK, 4 * BLOCK, 6 * BLOCK):
+            engine.reset()
+            prefix = ORDERS[1].tokens[:known]
+            engine.generate([request([*prefix, 5], 1)])
+            (answer,) = engine.generate([ORDERS[1].marked()])
+            assert answer.tokens == wanted[1]
+        engine.reset()
+        answers = engine.generate([each.marked() for each in ORDERS] + [each.plain() for each in ORDERS[:2]])
+        assert [answer.tokens for answer in answers] == [*wanted, *wanted[:2]]
+        engine.reset()
+        aborted = [{**each.marked(), "abort_after": number % 3} for number, each in enumerate(ORDERS)]
+        answers = engine.generate([*aborted, ORDERS[0].marked()])
+        assert answers[-1].tokens == wanted[0]
+        engine.reset()
+        before = engine.counters()
+        answers = engine.generate([each.marked(LONG) for each in CROWD])
+        assert [answer.tokens for answer in answers] == crowd
+        assert engine.counters()[PREEMPTIONS] > before[PREEMPTIONS]
+    assert "[UCM.Blend]" not in engine.log
+
+
+def test_what_was_blended_is_found_by_nobody(
+    environments: Environments, reference: PrefixEngine, tmp_path: Path
+) -> None:
+    """Not under exact names: in vLLM's own cache, in the store, after a restart; nor what was generated behind it."""
+    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+
+    store = tmp_path / "store"
+    one = ORDERS[1]
+    with blending(environments, tmp_path / "engine", store, select="none") as engine:
+        store_chunks(engine)
+        (blended,) = engine.generate([one.marked(2 * BLOCK)])
+        longer = case(one.tokens, blended.tokens, QUESTION)
+        shorter = case(one.tokens[: 6 * BLOCK], QUESTION)
+        (exact, behind, sharing) = reference.generate([one.plain(2 * BLOCK), longer.plain(), shorter.plain()])
+        # The test can fail: what was blended is not what the model would have computed.
+        assert blended.tokens != exact.tokens
+        answers = engine.generate([longer.plain(), shorter.plain()])
+        assert [answer.tokens for answer in answers] == [behind.tokens, sharing.tokens]
+        (plain,) = engine.generate([one.plain(2 * BLOCK)])
+        assert plain.tokens == exact.tokens
+        # And the other way round: exact blocks are taken before chunks are.
+        (again,) = engine.generate([one.marked(2 * BLOCK)])
+        assert again.tokens == exact.tokens
+    arguments = connector(posix(store))
+    with PrefixEngine(environments.runtime, tmp_path / "exact", arguments, IN_PROCESS) as engine:
+        answers = engine.generate([longer.plain(), shorter.plain(), one.plain(2 * BLOCK)])
+        assert [answer.tokens for answer in answers] == [behind.tokens, sharing.tokens, exact.tokens]
+
+
+@pytest.mark.newest_only
+def test_two_workers(environments: Environments, tmp_path: Path) -> None:
+    """Each with heads and chunks of its own; they agree on what is computed, or their sums would not end."""
+    from tests.e2e.prefix_models import SHARED, write_tiny_model  # noqa: PLC0415 - needs the build's packages
+
+    model = write_tiny_model(environments.runtime, "shared", SHARED)
+    two = {"model": str(model), "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with blending(environments, tmp_path / "engine", tmp_path / "store", two, **ALL) as engine:
+        # Under a salt of their own: what is computed here is found by no other request.
+        wanted = engine.generate([{**each.plain(), "salt": "exact"} for each in ORDERS])
+        store_chunks(engine)
+        before = engine.counters()
+        answers = engine.generate([each.marked() for each in ORDERS])
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
+        assert engine.counters()[COMPUTED] - before[COMPUTED] > sum(map(len, CHUNKS.values()))
+
+
+@pytest.mark.newest_only
+def test_what_it_loses_is_what_the_table_says(environments: Environments) -> None:
+    """With a model that can fail: records over two chunks want edges, references into another chunk the deviation."""
+    from tests.e2e.blend.asking import FULL, NAIVE, WAYS, ask  # noqa: PLC0415 - needs the build's packages
+
+    wrong_base = {"select": "edges", "edge_tokens": 8, "wrong_table": True}
+    chosen = (NAIVE, "edges 8", "deviation 15%", "all recomputed", FULL)
+    ways = {**{name: WAYS[name] for name in chosen[:-1]}, "wrong": wrong_base, "refused": wrong_base, FULL: WAYS[FULL]}
+    results = ask(environments.runtime, 4, 24, ways)
+    full = results[FULL]
+    assert full.accuracy == {"inside": 1.0, "split": 1.0, "reference": 1.0}
+    assert results["all recomputed"].answers == full.answers
+    assert results[NAIVE].accuracy["inside"] == 1.0
+    assert results[NAIVE].accuracy["split"] < 0.5
+    assert results[NAIVE].accuracy["reference"] < 0.5
+    assert results["edges 8"].accuracy["split"] == 1.0
+    assert results["edges 8"].accuracy["reference"] < 0.5
+    assert results["edges 8"].share < 0.15
+    assert results["deviation 15%"].accuracy == full.accuracy
+    assert results["deviation 15%"].share < 0.2
+    # Keys that are turned wrongly are seen, and computed instead; then the model is refused.
+    assert results["wrong"].answers == full.answers
+    assert results["wrong"].gate_failures
+    assert results["refused"].answers == full.answers
+    assert not results["refused"].gate_failures
+    assert not results["refused"].reused

@@ -1,0 +1,96 @@
+"""Engines whose blocks are not the same do not meet in one store."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.prefix_workload import prompt, request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.e2e.prefix_engine import Answer
+    from tests.e2e.scenarios import Environments
+
+pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
+
+
+def test_engines_with_and_without_hybrid_groups_share_nothing(environments: Environments, tmp_path: Path) -> None:
+    """The second one would be promised blocks of the first one that it cannot read."""
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_models import HYBRID, write_tiny_model  # noqa: PLC0415
+    from tests.e2e.prefix_runs import IN_PROCESS, wait_for_quiet  # noqa: PLC0415
+
+    environment, store = environments.overlay, tmp_path / "store"
+    engine = {"model": str(write_tiny_model(environment, "hybrid", HYBRID)), **connector(posix(store))}
+    requests = [request(prompt(length, "geometry"), 8) for length in (97, 400)]
+    answers: list[list[Answer]] = []
+    namespaces = set()
+    for name, more in {"hybrid": {}, "one group": {"disable_hybrid_kv_cache_manager": True}}.items():
+        with PrefixEngine(environment, tmp_path / name, {**engine, **more}, IN_PROCESS) as started:
+            answers.append([answer for one in requests for answer in started.generate([one])])
+            wait_for_quiet(store)
+        namespaces.update(re.findall(r"\[UCM.Connector\] namespace (\S+), (\d) stores? to look up", started.log))
+    assert sorted(count for _, count in namespaces) == ["1", "3"]
+    assert len({where for where, _ in namespaces}) == 2
+    assert [answer.cached for answer in answers[1]] == [0, 0]
+    assert [answer.tokens for answer in answers[1]] == [answer.tokens for answer in answers[0]]
+
+
+def other_weights(model: Path, directory: Path) -> Path:
+    """A copy of a model in which every value projection has another sign."""
+    shutil.copytree(model, directory)
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in header.items():
+        if "v_proj" in name:
+            begin, end = (8 + length + offset for offset in tensor["data_offsets"])
+            content[begin + 3 : end : 4] = bytes(byte ^ 0x80 for byte in content[begin + 3 : end : 4])
+    path.write_bytes(content)
+    return directory
+
+
+def test_weights_that_change_in_place_start_anew(environments: Environments, tmp_path: Path) -> None:
+    """Reloaded with a plain reset of vLLM's cache; then changed by hand, without torch's counting it."""
+    from tests.e2e.engine import MODEL  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.model import write_model  # noqa: PLC0415
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
+    from tests.e2e.prefix_runs import IN_PROCESS, wait_for_quiet  # noqa: PLC0415
+
+    environment, store = environments.overlay, tmp_path / "store"
+    other = other_weights(write_model(MODEL), tmp_path / "other")
+    wanted = [request(prompt(300, "in place"), 8)]
+    with PrefixEngine(environment, tmp_path / "changing", connector(posix(store)), IN_PROCESS) as engine:
+        (old,) = engine.generate(wanted)
+        wait_for_quiet(store)
+        assert engine.reset()
+        (again,) = engine.generate(wanted)
+        engine.reload(other)
+        assert engine.reset()
+        (new,) = engine.generate(wanted)
+        wait_for_quiet(store)
+        assert engine.reset()
+        (kept,) = engine.generate(wanted)
+        engine.scale("model.layers.1.input_layernorm.weight", -1.0)
+        assert engine.reset()
+        (scaled,) = engine.generate(wanted)
+        log = engine.log
+    model = {"model": str(other), **connector(posix(store))}
+    with PrefixEngine(environment, tmp_path / "other engine", model, IN_PROCESS) as engine:
+        (reference,) = engine.generate(wanted)
+    assert (again.tokens, again.cached) == (old.tokens, 288)
+    assert (new.tokens, new.cached) == (reference.tokens, 0)
+    assert new.tokens != old.tokens
+    assert scaled.cached == 0
+    assert scaled.tokens != new.tokens
+    assert log.count("the weights were changed in place") == 2
+    assert kept.tokens == new.tokens
+    assert reference.cached == 0

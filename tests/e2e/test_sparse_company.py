@@ -1,0 +1,250 @@
+"""The same request gets the same answer in any company: with every method, in real engines, in float32.
+
+Alone, in a random crowd, after a hit of vLLM's own cache and of the connector's store, in other chunks, preempted, as
+the second turn of a conversation, and with two ranks. Each method has two engines in one process, and those whose ranks
+choose have one with two ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.engine import MODEL
+from tests.e2e.model import VOCABULARY, write_model
+from tests.e2e.sparse_runs import run_script
+from tests.e2e.workload import BLOCK, ENGINE
+from ucm.integration.vllm.metric_names import METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.e2e.scenarios import Environments
+
+pytestmark = pytest.mark.e2e
+
+LONGEST = 1024
+ANSWER = 40
+METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    "GSAOnDevice": {"GSAOnDevice": {"token_budget": 192, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}},
+    "ESA": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60}},
+    "ESA, ahead": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60, "retrieval": "ahead"}},
+    "SinkWindow": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100}},
+    "LeakyReRoPE": {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}},
+    "SinkWindow, dense prompts": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100, "prefill": "dense"}},
+}
+#: Methods whose ranks choose what they read, or put it together.
+#: Methods that serve what a request asks for; the others serve it like all.
+STEERED = ("GSAOnDevice", "SinkWindow, dense prompts")
+#: What each of the targets asks for: to be dense, a budget of its own, nothing, and what makes no sense.
+ASKED = (False, '{"token_budget": 160}', None, "nonsense")
+ON_TWO_RANKS = ("GSAOnDevice", "ESA", "ESA, ahead", "LeakyReRoPE")
+#: How `inside/rerope_reference.py` is told of a method.
+REFERENCES = {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}}
+#: Chunks of eight tiles' size, and of less than one; blocks for all, and for so few that requests are preempted.
+ROOMY = {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 600}
+TIGHT = {"max_num_batched_tokens": 100, "num_gpu_blocks_override": LONGEST // BLOCK + 6}
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    source = random.Random(f"company {seed}")  # noqa: S311 - prompts, no secrets
+    return [source.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def request(tokens: list[int], salt: str, count: int = ANSWER, asked: Any = None, **about: Any) -> dict[str, Any]:
+    params: dict[str, Any] = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}
+    if asked is not None:
+        params["extra_args"] = {"ucm_sparse": asked}
+    return {"prompt": tokens, "salt": salt, "params": params, **about}
+
+
+#: They grow until others have to go.
+GROWING = [request(prompt(30, 50 + number), "tight", 300) for number in range(6)]
+#: One of a whole number of blocks, one that ends with a tile, others.
+TARGETS = [prompt(length, length) for length in (480, 640, 555, 901)]
+OTHERS = [prompt(length, length) for length in (30, 700, 333, 129, 512)]
+
+
+def crowd(salt: str, spread: int, asked: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """The targets first, with what they ask for; all arrive at random."""
+    source = random.Random(f"crowd {salt}")  # noqa: S311 - no secret
+    steered = [*asked, *[None] * len(TARGETS + OTHERS)]
+    return [
+        request(tokens, salt, asked=of, arrives=source.randrange(spread))
+        for tokens, of in zip(TARGETS + OTHERS, steered, strict=False)
+    ]
+
+
+def second_turn(salt: str, first: str) -> list[dict[str, Any]]:
+    return [request(prompt(70, 7), salt, continues=[first, number]) for number in range(len(TARGETS))]
+
+
+def alone(name: str, requests: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Each in a phase of its own."""
+    return {f"{name} {number}": [one] for number, one in enumerate(requests)}
+
+
+ROOMY_PHASES = {
+    **alone("alone", [request(tokens, "alone") for tokens in TARGETS]),
+    "crowd": crowd("crowd", 30),
+    **alone("steered alone", [request(of, "steered", asked=ask) for of, ask in zip(TARGETS, ASKED, strict=True)]),
+    "steered crowd": crowd("steered crowd", 30, ASKED),
+    "all read": [request(TARGETS[0], "all read", asked={"token_budget": 4 * LONGEST})],
+    "warm": [request([*tokens[: len(tokens) * 2 // 3], *prompt(50, 9)], "hit") for tokens in TARGETS],
+    "hit": [request(tokens, "hit") for tokens in TARGETS],
+    "first turn": [request(tokens, "turns") for tokens in TARGETS],
+    "second turn": second_turn("turns", "first turn"),
+    "second turn, nothing found": second_turn("fresh", "first turn"),
+}
+TIGHT_PHASES = {
+    "stored": [request(tokens, "alone") for tokens in TARGETS[:2]],
+    **alone("in chunks", [request(tokens, "chunks") for tokens in TARGETS]),
+    "preempted": [*(request(tokens, "tight", arrives=20 + 60 * n) for n, tokens in enumerate(TARGETS)), *GROWING],
+}
+
+
+class Company:
+    """What the engines of one method told."""
+
+    def __init__(self, environments: Environments, directory: Path, method: str) -> None:
+        directory.mkdir()
+        self.method = method
+        self._environments, self._directory = environments, directory
+        connector = {
+            "kv_connector": "UCMConnector",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
+            "kv_connector_extra_config": {
+                "store": {"directories": [str(directory / "store")], "posix_capacity": "1GiB"},
+                "ucm_sparse_config": METHODS[method],
+            },
+        }
+        self._engine = {
+            **ENGINE,
+            "model": str(write_model(MODEL)),
+            "max_model_len": LONGEST,
+            "hf_overrides": {"max_position_embeddings": LONGEST},
+            "kv_transfer_config": connector,
+        }
+        self.roomy = self.run("roomy", ROOMY, ROOMY_PHASES)
+        self.tight = self.run("tight", TIGHT, TIGHT_PHASES)
+
+    def run(self, name: str, engine: dict[str, Any], phases: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+        specification = {"engine": {**self._engine, **engine}, "phases": phases}
+        found: dict[str, list[dict[str, Any]]] = run_script(
+            self._environments.overlay,
+            self._directory / name,
+            "company.py",
+            specification,
+            VLLM_ENABLE_V1_MULTIPROCESSING="0" if engine.get("tensor_parallel_size", 1) == 1 else "1",
+        )
+        return found
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """To each target, when it is alone."""
+        return [self.roomy[f"alone {number}"][0]["tokens"] for number in range(len(TARGETS))]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def company(
+    environments: Environments, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Company:
+    return Company(environments, tmp_path_factory.mktemp("company") / "engines", request.param)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(company: Company) -> list[list[int]]:
+    """The answers of an engine with two ranks."""
+    phases = {"targets": [request(of, "ranks") for of in TARGETS]}
+    found = company.run("ranks", {**ROOMY, "tensor_parallel_size": 2}, phases)
+    return tokens(found["targets"])
+
+
+def test_as_the_reference(company: Company, environments: Environments, tmp_path: Path) -> None:
+    """What has one is compared with plain torch, which knows no cache and no chunks; other settings differ from it."""
+    if company.method not in REFERENCES:
+        pytest.skip("it has no reference here")
+    ways: list[dict[str, Any]] = [REFERENCES[company.method], {}, {"window": 150}]
+    spec = {"model": str(write_model(MODEL)), "ways": ways, "prompts": TARGETS, "count": ANSWER}
+    found, *others = run_script(environments.plain, tmp_path / "reference", "rerope_reference.py", spec)
+    assert company.answers == found
+    assert all(answer not in other for other in others for answer in found)
+
+
+def tokens(phase: list[dict[str, Any]]) -> list[list[int]]:
+    return [of["tokens"] for of in phase[: len(TARGETS)]]
+
+
+def test_in_a_crowd(company: Company) -> None:
+    assert tokens(company.roomy["crowd"]) == company.answers
+
+
+def test_each_request_is_served_as_it_asks(company: Company) -> None:
+    """In a crowd as alone; a dense one reads what it reads with a budget for all of its context."""
+    alone = [company.roomy[f"steered alone {number}"][0]["tokens"] for number in range(len(TARGETS))]
+    assert tokens(company.roomy["steered crowd"]) == alone
+    assert alone[2] == company.answers[2]
+    if company.method in STEERED:
+        assert alone[0] != company.answers[0]
+        assert alone[3] != company.answers[3]
+        assert alone[0] == company.roomy["all read"][0]["tokens"]
+    else:
+        assert alone == company.answers
+    assert (alone[1] != company.answers[1]) == (company.method in STEERED)
+
+
+def test_what_is_left_out_and_who_is_dense_is_exported(company: Company) -> None:
+    (found,) = company.roomy["exported"]
+    assert {name.partition(".")[0] for name in found} == {name for name in METRICS if name.startswith("ucm:sparse_")}
+    if company.method.endswith("ReRoPE"):  # it leaves nothing out
+        assert not any(found.values())
+        return
+    assert found["ucm:sparse_rows_total"] > 0
+    assert 0 < found["ucm:sparse_read_tokens_total"] < found["ucm:sparse_held_tokens_total"]
+    # Alone and in the crowd; with a window, a budget of its own is as wrong as nonsense, also where all is to be read.
+    opted_out, refused = {"GSAOnDevice": (2, 2), "SinkWindow, dense prompts": (2, 5)}.get(company.method, (0, 0))
+    assert found["ucm:sparse_requests_total.opted_out"] == opted_out
+    assert found["ucm:sparse_requests_total.refused"] == refused
+    assert found["ucm:sparse_requests_total.failed"] == 0
+    assert (found["ucm:sparse_requests_total.restricted"] > 0) == (company.method == "GSAOnDevice")
+    assert (found["ucm:sparse_fetched_blocks_total"] > 0) == company.method.startswith("ESA")
+    assert found["ucm:sparse_lost_blocks_total"] == 0
+
+
+def test_after_a_hit_of_the_engines_own_cache(company: Company) -> None:
+    assert all(of["cached"] > 0 for of in company.roomy["hit"][: len(TARGETS)])
+    assert tokens(company.roomy["hit"]) == company.answers
+
+
+def test_after_a_hit_of_the_store(company: Company) -> None:
+    found = company.tight["stored"][:2]
+    assert [of["tokens"] for of in found] == company.answers[:2]
+    assert all(of["cached"] > 0 for of in found)
+
+
+def test_in_other_chunks(company: Company) -> None:
+    found = [company.tight[f"in chunks {number}"][0]["tokens"] for number in range(len(TARGETS))]
+    assert found == company.answers
+
+
+def test_preempted(company: Company) -> None:
+    assert company.tight["preempted"][-1]["preempted"] > 0
+    assert tokens(company.tight["preempted"]) == company.answers
+
+
+def test_a_second_turn_does_not_depend_on_what_is_found_of_the_first(company: Company) -> None:
+    found, fresh = (company.roomy[name] for name in ("second turn", "second turn, nothing found"))
+    assert tokens(company.roomy["first turn"]) == company.answers
+    assert all(of["cached"] > 0 for of in found[: len(TARGETS)])
+    assert all(of["cached"] == 0 for of in fresh[: len(TARGETS)])
+    assert tokens(found) == tokens(fresh)
+
+
+def test_with_two_ranks(company: Company, request: pytest.FixtureRequest) -> None:
+    if company.method not in ON_TWO_RANKS:
+        pytest.skip("its ranks choose nothing: what they read is counted from positions")
+    assert request.getfixturevalue("two_ranks") == company.answers

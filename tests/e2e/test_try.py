@@ -1,0 +1,107 @@
+"""`ucm try` beside a real engine: the same namespace, and what the engine has stored is found."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e.workload import BLOCK, ENGINE
+from tests.ucm.debugging_page import steps
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.e2e.prefix_runs import PrefixRuns
+
+pytestmark = pytest.mark.e2e
+
+
+def test_it_finds_what_an_engine_stored(prefix_runs: PrefixRuns, tmp_path: Path) -> None:
+    from tests.e2e.engine import MODEL, variables  # noqa: PLC0415 - needs the build's packages
+
+    record = prefix_runs["cold direct"]
+    (namespace,) = set(re.findall(r"\[UCM\.Connector\] namespace (\S+),", record.log))
+    prompt = record.phases["document"].requests[0]["prompt"]
+    config, tokens, trace = tmp_path / "ucm_config.yaml", tmp_path / "tokens.json", tmp_path / "trace.json"
+    config.write_text(f"store: {{directories: {record.store}}}\n", encoding="utf-8")
+    tokens.write_text(json.dumps(prompt), encoding="utf-8")
+    arguments = {name: ENGINE[name] for name in ("block_size", "dtype", "max_model_len", "seed")}
+    done = subprocess.run(
+        [
+            *(record.environment.python, "-m", "ucm.cli", "try", "--config", config, "--model", MODEL),
+            *("--tokens", tokens, "--engine-args", json.dumps(arguments), "--profile", trace),
+        ],
+        env=variables(tmp_path, {"PYTHONPATH": ""}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"namespace    {namespace}\n" in done.stdout
+    # Of whole blocks the last one is computed: it has the one token that must be.
+    found, count = len(prompt) - BLOCK, len(prompt)
+    assert f"{found} of {count} tokens of the prompt found: {found / count:.0%}" in done.stdout
+    assert "8 blocks, 524,288 bytes: intact, from posix" in done.stdout
+    assert not list(record.store.glob("ucm-try*"))
+    names = {event.get("name") for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
+    assert {"ucm.lookup", "ucm.save", "ucm.load"} <= names
+
+
+@pytest.mark.newest_only
+def test_vllms_refusal_is_one_error(prefix_runs: PrefixRuns, tmp_path: Path) -> None:
+    from tests.e2e.engine import variables  # noqa: PLC0415 - needs the build's packages
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
+    (tmp_path / "ucm_config.yaml").write_text("store: {directories: store}\n", encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(prefix_runs.environments[False].python, "-m", "ucm.cli", "try"),
+            *("--config", "ucm_config.yaml", "--model", "model"),
+        ],
+        env=variables(tmp_path, {"PYTHONPATH": ""}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "ucm: vLLM would not start with this model" in done.stderr
+    assert "NoSuchModel" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.newest_only
+def test_an_engine_prints_the_lines_of_the_page(prefix_runs: PrefixRuns, tmp_path: Path) -> None:
+    """Each line with other numbers and names: one engine computes and saves a prompt, and another loads it."""
+    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - likewise
+    from tests.e2e.prefix_runs import wait_for_blocks  # noqa: PLC0415 - likewise
+    from tests.e2e.prefix_workload import prompt, request  # noqa: PLC0415 - likewise
+
+    config = tmp_path / "ucm_config.yaml"
+    store = posix(tmp_path / "store")
+    config.write_text(json.dumps({"store": store}), encoding="utf-8")
+    arguments = connector(store, "UCMConnector")
+    arguments["kv_transfer_config"]["kv_connector_extra_config"] = {"UCM_CONFIG_FILE": str(config)}
+    arguments["additional_config"] = {"ucm_sparse_config": {"BlockTopK": {"token_budget": 4096}}}
+    switches = {**IN_PROCESS, "UNIFIED_CACHE_LOG_LEVEL": "DEBUG", "UCM_PATCH_VERBOSE": "1", "PYTHONHASHSEED": "0"}
+    log = ""
+    for name in ("first", "second"):
+        with PrefixEngine(prefix_runs.environments[True], tmp_path / name, arguments, switches) as engine:
+            engine.generate([request(prompt(4 * BLOCK + 3, "debugging"))])
+            wait_for_blocks(tmp_path / "store", 4)
+        log += engine.log
+    missing = [row.line for row in steps() if row.line and not re.search(shape(row.line), log)]
+    assert missing == []
+
+
+def shape(line: str) -> str:
+    """What a line of the page looks like in any engine."""
+    words = re.split(r"(\d+|/\S+|llama-\w+)", line)
+    return "".join(re.escape(word) if place % 2 == 0 else r".+?" for place, word in enumerate(words))
