@@ -1,8 +1,17 @@
-"""The front door: each session installs what it needs and calls one of the packages."""
+"""The project's commands: each session installs what it needs and calls one of the packages."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
 import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "venv"
@@ -10,8 +19,11 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests"]
 
 GROUPS = nox.project.load_toml("pyproject.toml")
-#: The real vLLMs that the end-to-end tests run: the newest with a CPU build, and the oldest that takes the same torch.
+#: Releases for the end-to-end tests: the newest with a CPU build, and the oldest that runs with the same torch.
 E2E_RELEASES = ("0.32.0", "0.27.1")
+INSTALL_VLLM = ("python", "-m", "tests.e2e.install_vllm")
+#: Engines are single-threaded, so two run at a time; tests of one file share what they build.
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def install(session: nox.Session, group: str) -> None:
@@ -21,28 +33,35 @@ def install(session: nox.Session, group: str) -> None:
 
 @nox.session(name="build-overlay")
 def build_overlay(session: nox.Session) -> None:
-    """Build the wheels of a reviewed overlay: `-- RELEASE …`, `-- all`; the newest by default."""
+    """Build the wheels of reviewed overlays: `-- RELEASE …`, `-- all`; default: the newest."""
     install(session, "build")
     session.run("python", "-m", "transforms", "build-overlay", *session.posargs)
 
 
 @nox.session
 def review(session: nox.Session) -> None:
-    """Show what changes in a release, page and terminal: `-- RELEASE [--accept]`."""
+    """Show what an overlay changes in a release, as a page and in the terminal: `-- RELEASE [--accept]`."""
     install(session, "build")
     session.run("python", "-m", "transforms", "review", *session.posargs)
 
 
 @nox.session
 def drift(session: nox.Session) -> None:
-    """Try every rule on a release, also one never seen: `-- RELEASE`, `-- all`."""
+    """Try every rule on a release, reviewed or new: `-- RELEASE`, `-- all`."""
     install(session, "build")
     session.run("python", "-m", "transforms", "drift", *session.posargs)
 
 
 @nox.session
+def census(session: nox.Session) -> None:
+    """Search whole releases for code like the code that rules hook, and compare with the record: `-- all`."""
+    install(session, "build")
+    session.run("python", "-m", "transforms", "census", *session.posargs)
+
+
+@nox.session
 def regenerate(session: nox.Session) -> None:
-    """Write every lock, diff and generated page anew; fails if one of them was not up to date."""
+    """Write every lock, diff and generated page again; fail if one of them was out of date."""
     install(session, "build")
     session.run("python", "-m", "transforms", "regenerate", *session.posargs)
 
@@ -54,11 +73,38 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+    session.run("pytest", "-q", "tests/ucm/test_api.py")  # what a type checker sees of the wheel
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into build/docs: strictly, offline, every link checked."""
+    install(session, "docs")
+    session.run("mkdocs", "build", "--quiet", env={"NO_MKDOCS_2_WARNING": "true", "PYTHONPATH": "."})
+    # This session's packages are checked here. pytest's usual settings need packages that it does not install.
+    session.run(
+        "pytest", "-q", "--config-file=/dev/null", "--noconftest", "-p", "no:cacheprovider", "tests/test_licences.py"
+    )
+
+
+@contextlib.contextmanager
+def beside(session: nox.Session, *command: str) -> Iterator[None]:
+    """Run a command of the session's environment in the background; wait for it at the end."""
+    process = subprocess.Popen([f"{session.bin}/{command[0]}", *command[1:]], start_new_session=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
+    if process.wait():
+        session.error(f"failed: {' '.join(command)}")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests, the end-to-end ones on real vLLMs and the comparison of all locks among them.
+    """Run the unit tests, compare all locks, and run the core of the end-to-end tests on a real vLLM.
 
     With arguments, only pytest runs, with those: `-- tests/ucm -k finder`.
     """
@@ -66,27 +112,41 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
-    session.run("pytest", "-n", "auto", "-m", "not e2e")
-    session.notify("regenerate")
-    session.notify("e2e")
+    with beside(session, *INSTALL_VLLM, E2E_RELEASES[0]):
+        session.run("pytest", "-n", "auto", "-m", "not e2e")
+        session.run("python", "-m", "transforms", "regenerate")
+    session.run("pytest", *TWO_AT_A_TIME, "-m", "core", "tests/e2e", env={"UCM_E2E_RELEASE": E2E_RELEASES[0]})
 
 
 @nox.session
 def e2e(session: nox.Session) -> None:
     """Run the end-to-end tests on real vLLM engines on the CPU: `-- RELEASE …`.
 
-    By default all of them on the newest release, and on an older one those that tell of the release.
+    By default 0.32.0, with all of them, and 0.27.1, without those marked `newest_only`. Any other release, for instance
+    0.16.0 or 0.12.0, gets those marked `older`: tokens with each connector and method, and `ucm doctor --run`.
     """
     install(session, "test")
-    for release in session.posargs or E2E_RELEASES:
-        all_of_them = session.posargs or release == E2E_RELEASES[0]
-        which = "e2e" if all_of_them else "e2e and not newest_only"
-        session.run("pytest", "--durations=12", "-m", which, "tests/e2e", env={"UCM_E2E_RELEASE": release})
+    releases = session.posargs or E2E_RELEASES
+    for release, following in zip(releases, [*releases[1:], None], strict=True):
+        which = "e2e and not older" if release == E2E_RELEASES[0] else "e2e and not older and not newest_only"
+        if release not in E2E_RELEASES:
+            which = "older"
+        options = [*TWO_AT_A_TIME, "--durations=20", "-m", which]
+        installing = beside(session, *INSTALL_VLLM, following) if following else contextlib.nullcontext()
+        with installing:
+            session.run("pytest", *options, "tests/e2e", env={"UCM_E2E_RELEASE": release})
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Run the property tests with new seeds, and save what fails as examples: `-- --minutes 10 --seed 1 [PATH …]`."""
+    install(session, "test")
+    session.run("python", "-m", "tests.fuzz", *session.posargs)
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Generate a little on a real vLLM 0.32.0 with the overlay, and show that its hooks fired."""
+    """Generate some text on a real vLLM 0.32.0 with the overlay, and show which hooks fired."""
     install(session, "build")
     session.run("python", "-m", "tests.e2e.demo", *session.posargs)
 
@@ -100,16 +160,16 @@ def parity(session: nox.Session) -> None:
 
 @nox.session
 def campaign(session: nox.Session) -> None:
-    """Kill, damage, fill and remove stores at random, and count what was served: `-- --count 500 --seed 1`."""
+    """Kill, damage, fill and remove stores at random, and count what they serve: `-- --count 500 --seed 1`."""
     install(session, "test")
     session.run("python", "-m", "tests.campaign", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure what the overlay and the prefix cache cost and save, side by side with plain vLLM and with peers.
+    """Measure what the overlay and the prefix cache cost and save, compared with plain vLLM and with peers.
 
-    With arguments, only those sections: `-- ttft`, `-- scheduler start build`; the table names the goal of each figure.
+    Arguments select sections: `-- ttft`, `-- scheduler start build`. The table shows the goal of each figure.
     """
     install(session, "test")
     session.run("python", "-m", "tests.e2e.bench", *session.posargs)

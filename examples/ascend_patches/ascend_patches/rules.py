@@ -1,0 +1,117 @@
+"""The registry: three patches of `vllm_ascend/patch/platform`, each one insertion into vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transforms.engine.edits import AtEnd, after, before
+from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.registry import Registry
+from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant, rule
+from transforms.engine.scope import Scope
+from transforms.engine.transform import HERE, Seam, Transform, method_case
+from transforms.registry import VLLM
+
+PLACE = Path(__file__).parent
+SEAM = Seam("ascend_patches.hooks")
+READ = "read_timeout = self.ReadTimeoutWithWarnings(...)"
+
+RECHECK = Rule(
+    "npu.queue.recheck",
+    (Variant(Scope("MessageQueue.acquire_read"), after(READ, "_ascend_patches_hooks.recheck(read_timeout)")),),
+    upstreamed=Upstreamed(
+        Scope("MessageQueue.ReadTimeoutWithWarnings.timeout_ms"),
+        "a reader waits no longer than SHM_READER_RECHECK_INTERVAL_MS",
+        "wait_ms = SHM_READER_RECHECK_INTERVAL_MS",
+    ),
+)
+ALLOCATED = Scope("MambaManager.get_num_blocks_to_allocate")
+EXTERNAL = (
+    "_ascend_patches_hooks.external_blocks("
+    "len(new_computed_blocks) * self.block_size, total_computed_tokens, num_tokens_main_model)"
+)
+BY_TOKENS = "return super().get_num_blocks_to_allocate(...)"
+BY_BLOCKS = "return num_new_blocks + num_evictable_computed_blocks"
+OF_ALL = rule("npu.mamba.external-of-all", ALLOCATED, before(BY_TOKENS, f"num_tokens += self.block_size * {EXTERNAL}"))
+OF_ALIGNED = rule("npu.mamba.external-of-aligned", ALLOCATED, before(BY_BLOCKS, f"num_new_blocks += {EXTERNAL}"))
+STARTED = rule(
+    "npu.engine_core.started",
+    Scope("EngineCore.__init__"),
+    AtEnd("_ascend_patches_hooks.engine_core_started(self)"),
+)
+
+QUEUE = Transform(
+    id="npu.queue",
+    module=Module("npu.queue", "npu_queue", (ModulePath("vllm/distributed/device_communicators/shm_broadcast.py"),)),
+    governance=Governance(
+        why="A reader of the shared-memory queue waits for ever when the one notification of a message is lost.",
+        how="The wait of each read is capped at five seconds, after which the reader looks itself. The patch also "
+        "gives a reader's slot back when its caller fails; that changes lines, and stays with the upstream fix.",
+        processes=(Process.ENGINE_CORE, Process.WORKER),
+        upstream=Upstream(
+            UpstreamStatus.RELEASED,
+            "vLLM 0.27.1 and later cap the wait; the rule reports that it is needless there",
+            "https://github.com/vllm-project/vllm/pull/45224",
+        ),
+        removal="The oldest supported release caps the wait of a reader by itself.",
+    ),
+    rules=(RECHECK,),
+    cases=(method_case(RECHECK, "0.23.0", READ, HERE, "while True:", "    wait(read_timeout.timeout_ms())"),),
+    not_counted="Only acquire_read waits for a message; the writer's waits end by their own deadline.",
+    seam=SEAM,
+)
+
+MAMBA = Transform(
+    id="npu.mamba",
+    module=Module("npu.mamba", "npu_mamba", (ModulePath("vllm/v1/core/single_type_kv_cache_manager.py"),)),
+    governance=Governance(
+        why="Where a connector loads a hit in the step that uses it, a mamba group takes one more block than it has "
+        "said it would, and the pool may run out in the middle of an allocation.",
+        how="One more block is asked for in such a step, at both places that count. The patch puts a class of its own "
+        "in vLLM's place, which also looks prefixes up for context parallelism; that half is not moved.",
+        processes=(Process.ENGINE_CORE,),
+        upstream=Upstream(
+            UpstreamStatus.SUBMITTED,
+            "a mend of the count was sent to vLLM; vLLM Ascend keeps its patch until it is accepted",
+            "https://github.com/vllm-project/vllm/pull/46892",
+        ),
+        removal="vLLM's own count has the block that a synchronous load takes.",
+    ),
+    rules=(OF_ALL, OF_ALIGNED),
+    cases=(
+        method_case(OF_ALL, "0.23.0", 'if self.mode != "align":', f"    {HERE}", f"    {BY_TOKENS}", "return 0"),
+        method_case(OF_ALIGNED, "0.23.0", HERE, BY_BLOCKS),
+    ),
+    not_counted="MambaManager counts blocks in this method alone, at the two statements that are hooked.",
+    seam=SEAM,
+)
+
+ENGINE_CORE = Transform(
+    id="npu.engine_core",
+    module=Module("npu.engine_core", "npu_engine_core", (ModulePath("vllm/v1/engine/core.py"),)),
+    governance=Governance(
+        why="A scheduler that measures how long chunks take can only do so once the workers are up.",
+        how="One call at the end of EngineCore's constructor. The patch replaces the constructor, and EngineCoreProc's "
+        "entry point as well, so that a spawned process replaces the constructor again; here neither is needed.",
+        processes=(Process.ENGINE_CORE,),
+        upstream=Upstream(
+            UpstreamStatus.NOT_SUBMITTED, "it is for a scheduler of vLLM Ascend's own; vLLM has no callback of the kind"
+        ),
+        removal="vLLM tells a scheduler when its workers are up, with access to collective_rpc.",
+    ),
+    rules=(STARTED,),
+    cases=(method_case(STARTED, "0.23.0", "self.scheduler = make()", HERE),),
+    not_counted="Every process that schedules makes one EngineCore, through the constructor that the rule hooks.",
+    seam=SEAM,
+)
+
+REGISTRY = Registry(
+    owner="npu",
+    title="Ascend patches",
+    package=VLLM,
+    transforms=(QUEUE, MAMBA, ENGINE_CORE),
+    hooks=PLACE / "hooks.py",
+    overlays=PLACE.parent / "overlays",
+    distribution="ascend-patches-vllm-overlay",
+    requires=("ascend-patches",),
+)

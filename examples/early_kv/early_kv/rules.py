@@ -1,0 +1,77 @@
+"""The registry: what is inserted into vLLM, where, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transforms.engine.edits import AtStart, after
+from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
+from transforms.engine.registry import Registry
+from transforms.engine.rule import Module, ModulePath, rule
+from transforms.engine.scope import Scope
+from transforms.engine.transform import HERE, Seam, Transform, method_case
+from transforms.registry import VLLM
+
+PLACE = Path(__file__).parent
+SEAM = Seam("early_kv.hooks")
+UPSTREAM = Upstream(
+    UpstreamStatus.REJECTED,
+    "an optional hook of KV connectors before the state update was proposed, and closed without one",
+    "https://github.com/vllm-project/vllm/issues/39696",
+)
+
+NOTED = "self.requests[request.request_id] = request"
+ADMITTED = rule(
+    "early.scheduler.admitted",
+    Scope("Scheduler.add_request"),
+    after(NOTED, "_early_kv_hooks.request_admitted(self.connector, request)"),
+)
+BEFORE = rule(
+    "early.runner.before-update-states",
+    Scope("GPUModelRunner.execute_model"),
+    AtStart("scheduler_output = _early_kv_hooks.before_update_states(scheduler_output)"),
+)
+
+SCHEDULER = Transform(
+    id="early.scheduler",
+    module=Module("early.scheduler", "early_scheduler", (ModulePath("vllm/v1/core/sched/scheduler.py"),)),
+    governance=Governance(
+        why="A lookup in a remote store takes longer than a step; it has to start when the request arrives.",
+        how="One call when the request is noted; the connector starts its lookup and returns at once.",
+        processes=(Process.ENGINE_CORE,),
+        upstream=UPSTREAM,
+        removal="All supported releases call the connector's on_new_request, which does the same.",
+    ),
+    rules=(ADMITTED,),
+    cases=(method_case(ADMITTED, "0.32.0", "if new:", f"    {NOTED}", f"    {HERE}"),),
+    not_counted="A new request is noted in one place of vLLM's scheduler, which the rule hooks.",
+    seam=SEAM,
+)
+
+RUNNER = Transform(
+    id="early.runner",
+    module=Module("early.runner", "early_runner", (ModulePath("vllm/v1/worker/gpu_model_runner.py"),)),
+    governance=Governance(
+        why="Only a worker knows what it could fetch of a request's KV. The step must then compute the rest "
+        "alone, and the runner takes the step's size before it updates its states.",
+        how="One call at the start of execute_model, which hands the step on, smaller by what was fetched.",
+        processes=(Process.WORKER,),
+        upstream=UPSTREAM,
+        removal="vLLM asks KV connectors before a step how much of it has become needless.",
+    ),
+    rules=(BEFORE,),
+    cases=(method_case(BEFORE, "0.32.0", HERE, "self._update_states(scheduler_output)"),),
+    not_counted="The V1 runner has one execute_model, which the rule hooks; the V2 runner is not served.",
+    seam=SEAM,
+)
+
+REGISTRY = Registry(
+    owner="early",
+    title="Early KV",
+    package=VLLM,
+    transforms=(SCHEDULER, RUNNER),
+    hooks=PLACE / "hooks.py",
+    overlays=PLACE.parent / "overlays",
+    distribution="early-kv-vllm-overlay",
+    requires=("early-kv",),
+)
