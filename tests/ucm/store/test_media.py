@@ -260,6 +260,45 @@ def test_direct_io_gives_way_where_it_is_refused(
     assert len([line for line in said if "refuses direct I/O" in line]) == 2
 
 
+def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    cut, refused = os.ftruncate, []
+
+    def refuse_once(descriptor: int, nbytes: int) -> None:
+        if nbytes % posix_files.ALIGNMENT and not refused:
+            refused.append(nbytes)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        cut(descriptor, nbytes)
+
+    monkeypatch.setattr(os, "ftruncate", refuse_once)
+    direct = replace(config, direct_io=True)
+    with open_store(direct, NAMESPACE, ODD) as store, open_store(config, NAMESPACE, ODD) as reader:
+        assert save(store, KEYS, ODD).failed == {}
+        assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
+    assert refused
+    assert any("refuses direct I/O" in line for line in said)
+
+
+def test_a_direct_read_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = os.urandom(5 * posix_files.ALIGNMENT + 100)
+    (tmp_path / "file").write_bytes(written)
+    preadv, lengths = os.preadv, []
+
+    def some_read(descriptor: int, buffers: list[memoryview], offset: int, *rest: int) -> int:
+        assert offset % posix_files.ALIGNMENT == 0
+        lengths.append(len(buffers[0]))
+        return preadv(descriptor, [buffers[0][:6000]], offset, *rest)
+
+    monkeypatch.setattr(os, "preadv", some_read)
+    for more in (0, 1000):  # the second asks for more than there is
+        found = bytearray(len(written) + more)
+        with (tmp_path / "file").open("rb") as file:
+            assert posix_files.read_direct(file.fileno(), [found], 0, len(found)) == len(written)
+        assert found == written + bytes(more)
+    assert len(lengths) > 10
+
+
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINTR, None])
 def test_claiming_space_is_left_where_it_cannot_be(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, number: int | None

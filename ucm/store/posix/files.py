@@ -113,12 +113,13 @@ def read_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: 
     """Like ``read_into``, for a file opened with O_DIRECT."""
     lead = offset % ALIGNMENT
     bounce = _bounce(lead + nbytes)
-    done = 0
-    while done < len(bounce):
-        step = os.preadv(descriptor, [bounce[done:]], offset - lead + done)
-        done += step
-        if step == 0 or done % ALIGNMENT:  # the end of the file
+    begin = done = 0
+    while done < lead + nbytes:
+        step = os.preadv(descriptor, [bounce[begin:]], offset - lead + begin)
+        if begin + step <= done:  # the end of the file
             break
+        done = begin + step
+        begin = done - done % ALIGNMENT  # a read that ended anywhere else goes on from an aligned place
     at = lead
     for buffer in buffers:
         target = np.frombuffer(buffer, dtype=np.uint8)
@@ -295,7 +296,7 @@ def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) 
     try:
         if status.st_size == codec.file_nbytes and _is_sound(descriptor, codec, block, direct=direct):
             return status.st_mtime, None
-        return status.st_mtime, _refusal(descriptor, codec, block, status.st_size)
+        return status.st_mtime, _refusal(descriptor, codec, block, status.st_size, direct=direct)
     finally:
         os.close(descriptor)
 
@@ -317,20 +318,23 @@ def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, dire
     return codec.is_sound(header, block.key, first, shards)
 
 
-def _refusal(descriptor: int, codec: HeaderCodec, block: BlockTransfer, file_nbytes: int) -> StoreError:
+def _refusal(
+    descriptor: int, codec: HeaderCodec, block: BlockTransfer, file_nbytes: int, *, direct: bool
+) -> StoreError:
     """What is wrong with a block, read again as far as needed."""
-    header = _pread(descriptor, UNIT)
+    header = _pread(descriptor, UNIT, direct=direct)
     try:
-        header = _pread(descriptor, header_nbytes(header))
+        header = _pread(descriptor, header_nbytes(header), direct=direct)
     except StoreError as error:
         return error
     return codec.refusal(header, block.key, file_nbytes)
 
 
-def _pread(descriptor: int, nbytes: int) -> bytes:
-    """The file's first bytes, whatever way it was opened."""
+def _pread(descriptor: int, nbytes: int, *, direct: bool = False) -> bytes:
+    """The file's first bytes; fewer than asked for only if it ends before."""
     memory = bytearray(nbytes)
-    return bytes(memory[: read_direct(descriptor, [memory], 0, nbytes)])
+    read = read_direct if direct else read_into
+    return bytes(memory[: read(descriptor, [memory], 0, nbytes)])
 
 
 class WriterListener(Protocol):
@@ -423,7 +427,10 @@ class BlockFileWriter(BlockWriter):
         return failure
 
     def _write_direct(self, buffers: Sequence[Buffer | bytearray], nbytes: int) -> bool:
-        """Try to write the whole file past the page cache; if the file system refuses, leave it open and empty."""
+        """Try to write the whole file past the page cache; if the file system refuses, leave it open and empty.
+
+        What was written by then may be longer than the block, as direct writes are padded: it must not stay.
+        """
         try:
             self._open(os.O_DIRECT)
             write_direct(self._descriptor, buffers, nbytes)
@@ -432,7 +439,7 @@ class BlockFileWriter(BlockWriter):
                 raise
             self._directory.no_direct_io(error)
             self._close()
-            self._open(0)
+            self._open(os.O_TRUNC)
             return False
         self._directory.writes.succeeded()
         return True
