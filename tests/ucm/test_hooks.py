@@ -80,6 +80,7 @@ class Scheduler:
 @dataclass
 class Request:
     request_id: str = "r1"
+    num_computed_tokens: int = 0
 
 
 @dataclass
@@ -514,6 +515,80 @@ def test_a_step_that_has_not_arrived_ends_the_engine(version: str, monkeypatch: 
     with pytest.raises(SparseMethodError, match="Asked was not told") as caught:
         _begin(version, runner, step)
     assert "update_states" in str(caught.value.where)
+
+
+class Halves(SparseMethod):
+    """Needs both rewritten modules of the scheduler's side."""
+
+    needed_hooks = ("SCHEDULER", "KV_CACHE_MANAGER")
+
+
+def _scheduler_with_halves() -> Scheduler:
+    scheduler = Scheduler(VllmConfig({"ucm_sparse_config": {f"{__name__}:Halves": {}}}))
+    hooks.scheduler_init(scheduler)
+    return scheduler
+
+
+def _schedule(scheduler: Scheduler, *requests: Request, asks: bool = True, decides: bool = True) -> None:
+    """One step of these requests, a token each; without what another package has replaced."""
+    for request in requests:
+        for _ in range(2 if asks else 0):  # again, as when another request had to make room
+            hooks.before_allocation(scheduler.kv_cache_manager, request)
+    if decides:
+        hooks.scheduler_output_built(scheduler, Step({request.request_id: 1 for request in requests}))
+    for request in requests:
+        request.num_computed_tokens += 1
+
+
+def test_blocks_that_nobody_asked_for_end_the_engine() -> None:
+    """As it is when another package replaces ``allocate_slots``: nothing would be given back any more."""
+    scheduler, requests = _scheduler_with_halves(), [Request("r1"), Request("r2")]
+    for _ in range(3):
+        _schedule(scheduler, *requests)
+        _schedule(scheduler, asks=False)  # a step without requests
+    with pytest.raises(SparseMethodError, match="Halves was not told.*KV-cache manager") as caught:
+        _schedule(scheduler, *requests, asks=False)
+    assert caught.value.where == "a step of 2 requests runs, and the hook before_allocation did not fire before it"
+
+
+@pytest.mark.parametrize("ended", ["", "r1", "r2"])
+def test_a_step_that_was_not_told_ends_the_engine(ended: str) -> None:
+    """As it is when another package replaces ``schedule``; a request that has ended does not hide it."""
+    scheduler, requests = _scheduler_with_halves(), [Request("r1"), Request("r2")]
+    for _ in range(3):
+        _schedule(scheduler, *requests)
+    _schedule(scheduler, *requests, decides=False)
+    if ended:
+        hooks.request_freed(scheduler, Request(ended))
+        requests = [request for request in requests if request.request_id != ended]
+        _schedule(scheduler, *requests[ended == "r2" :], decides=False)
+    with pytest.raises(SparseMethodError, match="Halves was not told.*of the scheduler") as caught:
+        _schedule(scheduler, *requests, decides=False)
+    assert f"another step of request {requests[0].request_id} runs" in str(caught.value.where)
+    assert "scheduler_output_built" in str(caught.value.where)
+
+
+def test_blocks_may_be_asked_for_and_not_used() -> None:
+    """As for a request whose KV is loaded meanwhile, one that is preempted and comes back, and one that ends."""
+    scheduler, loading, other = _scheduler_with_halves(), Request("r1"), Request("r2")
+    hooks.before_allocation(scheduler.kv_cache_manager, loading)
+    loading.num_computed_tokens = 32
+    hooks.scheduler_output_built(scheduler, Step())
+    _schedule(scheduler, loading, other)
+    hooks.before_allocation(scheduler.kv_cache_manager, other)
+    other.num_computed_tokens = 0  # preempted
+    hooks.before_allocation(scheduler.kv_cache_manager, other)
+    hooks.before_allocation(scheduler.kv_cache_manager, loading)
+    hooks.request_freed(scheduler, other)
+    hooks.scheduler_output_built(scheduler, Step({"r1": 1}))
+
+
+@pytest.mark.parametrize("needed", [("SCHEDULER",), ("KV_CACHE_MANAGER",)])
+def test_a_hook_that_a_method_does_not_need_may_be_gone(needed: tuple[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, request = _scheduler_with_halves(), Request("r1")
+    monkeypatch.setattr(Halves, "needed_hooks", needed)
+    for _ in range(3):
+        _schedule(scheduler, request, asks="KV_CACHE_MANAGER" in needed, decides="SCHEDULER" in needed)
 
 
 @pytest.mark.parametrize("version", ["V1", "V2"])

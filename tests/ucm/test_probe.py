@@ -101,7 +101,7 @@ def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
     assert set(vars(SparseMethod)) - set(HOOKS) == {
         *(name for name in vars(SparseMethod) if name.startswith("__")),
         *("scheduler_started", "worker_started", "layer_seen", "options_type", "needed_hooks", "optional_hooks"),
-        *("asked", "awaits_begin", "identity", "lasting_tokens", "prompts_are_dense", "revision"),
+        *("allocating", "asked", "awaits_begin", "identity", "lasting_tokens", "prompts_are_dense", "revision"),
         *("asks_workers", "complaints", "confirms", "figures"),
     }
 
@@ -206,7 +206,7 @@ def test_it_counts_behind_the_real_hooks(tmp_path: Path, monkeypatch: pytest.Mon
     config = VllmConfig({"ucm_sparse_config": {"Probe": {"report_dir": str(tmp_path)}}})
     scheduler, request = (
         SimpleNamespace(vllm_config=config, kv_cache_manager=SimpleNamespace()),
-        SimpleNamespace(request_id="r1"),
+        SimpleNamespace(request_id="r1", num_computed_tokens=0),
     )
     step = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())
     hooks.scheduler_init(scheduler)

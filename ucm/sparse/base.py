@@ -48,6 +48,8 @@ class SparseMethod:
         attention: The worker's attention layers; set before any other call on the worker side.
         asked: Maintained by the hooks: the layers of this worker whose attention has called the method, until all
             layers with a KV cache have; None from then on, and for a method that needs no attention hooks.
+        allocating: Maintained by the hooks: the first request that asked for blocks since a step was decided, and how
+            many of its tokens were computed then; None if none has, without a name if it has ended.
         awaits_begin: Maintained by the hooks: whether a step has arrived in this worker and its `execute_begin` has not
             been called. No layer may run then.
         options_type: The class that declares the settings, so that they can be checked without an engine; None if the
@@ -60,6 +62,7 @@ class SparseMethod:
 
     attention: AttentionView
     asked: set[str] | None = None
+    allocating: tuple[str, int] | None = None
     awaits_begin: bool = False
     options_type: ClassVar[type[MethodOptions] | None] = None
     needed_hooks: ClassVar[tuple[str, ...]] = ()

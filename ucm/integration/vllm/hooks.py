@@ -143,14 +143,24 @@ def limit_new_tokens(scheduler: Any, request: Any, num_computed_tokens: int, num
 
 def before_allocation(kv_cache_manager: Any, request: Any) -> bool:
     """Blocks are about to be allocated for a request: whether to go on; see `SparseMethod.before_allocation`."""
-    method = getattr(kv_cache_manager, METHOD, None) if _schedules_sparsely else None
-    return method is None or method.before_allocation(request)
+    method: SparseMethod | None = getattr(kv_cache_manager, METHOD, None) if _schedules_sparsely else None
+    if method is None:
+        return True
+    name, computed = method.allocating or ("", 0)
+    if name in ("", request.request_id):
+        if name and request.num_computed_tokens > computed:
+            _check_built(method, name)
+        method.allocating = (request.request_id, request.num_computed_tokens)
+    return method.before_allocation(request)
 
 
 def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
     """A step is decided: what the method built for it travels to the workers as ``ucm_sparse_meta``."""
     method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
     if method is not None:
+        if method.allocating is None:
+            _check_allocated(method, scheduler_output)
+        method.allocating = None
         scheduler_output.ucm_sparse_meta = method.build_metadata(scheduler_output)
 
 
@@ -165,7 +175,30 @@ def request_freed(scheduler: Any, request: Any) -> None:
     """A request has ended."""
     method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
     if method is not None:
+        if method.allocating is not None and method.allocating[0] == request.request_id:
+            method.allocating = ("", 0)  # the next request that asks takes its place
         method.request_freed(request)
+
+
+def _check_built(method: SparseMethod, request_id: str) -> None:
+    """A request asks for blocks again, and more of it is computed than when it asked before: a step lies between.
+
+    A scheduler's class may ask as often as it wants within a step; what is computed of a request grows behind a step.
+    """
+    if "SCHEDULER" in method.needed_hooks:
+        from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
+
+        runs = f"another step of request {request_id}"
+        raise hook_lost(type(method).__name__, "scheduler_output_built", runs, "scheduler")
+
+
+def _check_allocated(method: SparseMethod, scheduler_output: Any) -> None:
+    """A step is decided for which nobody asked: it must be without requests, for each gets blocks before it runs."""
+    if scheduler_output.num_scheduled_tokens and "KV_CACHE_MANAGER" in method.needed_hooks:
+        from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
+
+        runs = f"a step of {len(scheduler_output.num_scheduled_tokens)} requests"
+        raise hook_lost(type(method).__name__, "before_allocation", runs, "KV-cache manager")
 
 
 # The worker's side.

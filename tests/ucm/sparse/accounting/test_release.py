@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from tests.ucm.sparse.accounting.engine import BLOCK, Engine, Setting
+from ucm.errors import SparseMethodError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 OPTIONS = {"sink_tokens": 4, "window_tokens": 16}
 LONG = [1 + place % 5 for place in range(300)]
@@ -114,6 +118,48 @@ def test_a_request_that_was_taken_back_within_its_window_goes_on(engine: Engine)
     engine.take_back(request, request.num_computed_tokens - 1)
     step(engine)
     assert not request.num_preemptions
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "hook"),
+    [(KVCacheManager, "allocate_slots", "before_allocation"), (Scheduler, "schedule", "scheduler_output_built")],
+)
+@pytest.mark.parametrize("derived", [False, True])
+def test_what_gives_vllm_its_own_function_back_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, hook: str, derived: bool
+) -> None:
+    """Nothing would be released any more; whether an engine runs vLLM's class or one that is derived from it."""
+    holder = engine.scheduler.kv_cache_manager if kind is KVCacheManager else engine.scheduler
+    if derived:
+        monkeypatch.setattr(holder, "__class__", _calling(type(holder), name))
+    request = engine.submit(LONG, 60)
+    step(engine, 25)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, _of_vllm(kind, name))
+        with pytest.raises(SparseMethodError, match="SmallTiles was not told of a step that runs") as caught:
+            step(engine, 3)
+    assert hook in str(caught.value.where)
+    engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+
+def _calling(kind: type, name: str) -> type:
+    """A class derived from one of vLLM's, as platforms have them, with a method that calls the one it overrides."""
+
+    def method(self: Any, *arguments: Any, **more: Any) -> Any:
+        return getattr(kind, name)(self, *arguments, **more)
+
+    return type(f"Derived{kind.__name__}", (kind,), {name: method})
+
+
+def _of_vllm(kind: type, name: str) -> Any:
+    """The function as vLLM's own file has it, which the overlay shadows."""
+    file = Path(importlib.import_module("vllm").__file__ or "").parents[1] / f"{kind.__module__.replace('.', '/')}.py"
+    spec = importlib.util.spec_from_file_location("of_vllm", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(getattr(module, kind.__name__))[name]
 
 
 def test_prompts_are_admitted_that_fit_only_in_windows(tmp_path: Path) -> None:

@@ -92,21 +92,22 @@ def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], as
         )
 
 
-def hook_lost(name: str, hook: str, runs: str) -> SparseMethodError:
+def hook_lost(name: str, hook: str, runs: str, place: str = "model runner") -> SparseMethodError:
     """What is wrong where something runs in a step, and a hook that comes before it did not fire.
 
     Hooks are looked at when an engine starts. Who takes one out later would have the method run half: its scheduler's
-    side gives blocks back, and nothing copies them out, or keeps this step from reading them.
+    side gives blocks back, and nothing copies them out, or keeps this step from reading them; or nothing is given back.
 
     Args:
         name: The method's.
         hook: The hook that did not fire.
         runs: What runs nevertheless.
+        place: The part of vLLM that calls the hook.
     """
     return SparseMethodError(
-        f"{name} was not told of a step that runs: a hook of the model runner has been taken out",
+        f"{name} was not told of a step that runs: a hook of the {place} has been taken out",
         where=f"{runs} runs, and the hook {hook} did not fire before it",
-        fix="do without what replaces functions of vLLM's model runner in a running engine, or serve without "
+        fix=f"do without what replaces functions of vLLM's {place} in a running engine, or serve without "
         "ucm_sparse_config",
     )
 
