@@ -1,1 +1,1 @@
-"""The KV store: blocks of KV cache kept outside the accelerator, and found again."""
+"""Keep blocks of KV cache outside the accelerator and find them again."""

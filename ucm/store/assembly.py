@@ -1,4 +1,4 @@
-"""A block being put together from shards that arrive in any order, in the first tier that takes it."""
+"""Assemble a block from shards that arrive in any order, in the first tier that accepts it."""
 
 from __future__ import annotations
 
@@ -19,44 +19,43 @@ if TYPE_CHECKING:
 
 
 class Assembly:
-    """One block, from its first shard to ``finish`` or ``abort``.
+    """One block being assembled, from its first shard to ``finish`` or ``abort``.
 
-    ``pending``, ``commit``, ``discarded``, ``touched`` and ``is_expected`` belong to the store and are guarded by its
-    lock.
+    The store's lock guards ``pending``, ``commit``, ``discarded``, ``touched`` and ``is_expected``.
 
     Args:
-        key: The block.
-        codec: What it looks like when stored.
-        tiers: Where it may go, the first that takes it.
+        key: The block's key.
+        codec: The codec of the block's stored form.
+        tiers: The tiers to try, in order.
     """
 
     def __init__(self, key: BlockKey, codec: HeaderCodec, tiers: Sequence[Guard]) -> None:
         self.key = key
-        self.pending = 0  #: transfers queued or under way
-        self.commit: TransferTask | None = None  #: the task that waits for it
+        self.pending = 0  #: transfers queued or in progress
+        self.commit: TransferTask | None = None  #: the commit task waiting for this block
         self.discarded = False
         self.touched = 0.0  #: when the last transfer was queued, in the store's seconds of use
-        self.is_expected = False  #: whether the tiers know that it comes
+        self.is_expected = False  #: whether the tiers were told to expect the block
         self._codec = codec
         self._tiers = tiers
         self._lock = Lock()
         self._sums: list[int | None] = [None] * len(codec.geometry.shard_sizes)
-        self._tier: Guard | None = None  # the one that has it, or takes it
-        self._writer: BlockWriter | None = None  # None if it was there
+        self._tier: Guard | None = None  # the tier that has the block or receives it
+        self._writer: BlockWriter | None = None  # None if the tier already had the block
         self._error: StoreError | None = None
 
     def refuse(self, error: StoreError) -> None:
-        """Let the block fail with this error, if it has not already."""
+        """Fail the block with this error, unless it has failed already."""
         self._error = self._error or error
 
     def take(self, block: BlockTransfer) -> tuple[str, int]:
-        """Write shards into the first tier that takes them; once one has some, only there.
+        """Write shards into the first tier that accepts them; later shards of the block go to the same tier.
 
         Returns:
-            The tier, and the bytes that were moved: none if the block was there.
+            The tier's name, and the bytes written: 0 if the tier already had the block.
 
         Raises:
-            StoreError: No tier took them, now or before.
+            StoreError: No tier accepted these shards or earlier ones.
         """
         with self._lock:
             if self._error is not None:
@@ -82,16 +81,16 @@ class Assembly:
         """Make the block visible.
 
         Returns:
-            The tier that has it, and its bytes: none if it was there.
+            The name of the tier that has the block, and the block's bytes: 0 if the tier already had it.
 
         Raises:
-            IncompleteBlockError: Some shards did not arrive, or no tier took them; what the dump reported is its cause.
-            StoreError: The tier does not have it.
+            IncompleteBlockError: Shards are missing, or no tier accepted them; the cause is the error of the dump.
+            StoreError: The tier failed to commit the block.
         """
         with self._lock:
             error = self._error
             if error is not None:
-                # The dump has said and counted it: as an error of the commit's own it would count twice.
+                # The dump has already reported and counted this error: reporting it as is would count it twice.
                 self._abort()
                 what = f"block {self.key.hex()} was not dumped and cannot be committed: {error.what}"
                 raise IncompleteBlockError(what, where=error.where, fix=error.fix) from error
@@ -115,7 +114,7 @@ class Assembly:
             return tier.name, nbytes
 
     def abort(self) -> None:
-        """Drop what was written."""
+        """Drop the shards written so far."""
         with self._lock:
             self._abort()
 
@@ -125,7 +124,7 @@ class Assembly:
             self._writer = None
 
     def _begin(self, block: BlockTransfer) -> None:
-        """Write the first shards into the first tier that takes them."""
+        """Write the first shards into the first tier that accepts them."""
         for tier in self._tiers:
             writer = None
             try:

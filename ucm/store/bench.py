@@ -1,8 +1,8 @@
-"""How fast a store is, beside what the machine can do at best: the same bytes, in the same run, in turns.
+"""Measure a store against the best the machine can do: the same bytes, in the same run, in turns.
 
 Every round measures a plain copy in memory, plain files (one write or read per block, no header, no checksum, no
-rename) and the store, one after the other, so that what else the machine does hits all of them alike. The ratios are
-taken within a round.
+rename) and the store, one after the other, so that other load on the machine affects all of them alike. Ratios are
+computed within a round.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
 
 MIB = 1 << 20
-#: How long what is written behind is waited for, lest it disturb what is measured next.
+#: How long to wait for blocks that are written behind, so that they do not disturb the next measurement.
 _FLUSH_SECONDS = 60.0
-#: What each figure of a store of files is compared with, and of one in memory; and what is left of that at least.
+#: By figure, for a store of files and for one in memory: the figure it is compared with and the lowest ratio to reach.
 _BESIDE_FILES = {"dump": ("write", 0.9), "load hot": ("read hot", 0.9), "load cold": ("read cold", 0.9)}
 _BESIDE_MEMORY = {"dump": ("memcpy", 0.7), "load hot": ("memcpy", 0.7)}
-#: Of blocks that are staged, whatever the store.
+#: For staged blocks, with any store.
 _BESIDE_STAGED = {"staged": ("memcpy", 0.7)}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is moved.
+    """The blocks to move.
 
     Args:
-        blocks: How many blocks.
-        shards: Of how many shards each.
-        shard_nbytes: Bytes of each shard.
-        rounds: How often everything is measured.
+        blocks: The number of blocks.
+        shards: The number of shards per block.
+        shard_nbytes: The size of each shard in bytes.
+        rounds: The number of rounds.
     """
 
     blocks: int = 64
@@ -61,18 +61,18 @@ class Workload:
 
     @property
     def geometry(self) -> BlockGeometry:
-        """Of these blocks."""
+        """The geometry of the blocks."""
         return BlockGeometry((self.shard_nbytes,) * self.shards, b"ucm store bench!")
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks."""
+        """The size of all blocks in bytes."""
         return self.blocks * self.geometry.nbytes
 
 
 @dataclass
 class Figures:
-    """What was measured: by operation, the seconds of each round."""
+    """The measured seconds of each round, by operation."""
 
     workload: Workload
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -84,35 +84,34 @@ class Figures:
         self.seconds.setdefault(operation, []).append(time.perf_counter() - began)
 
     def rate(self, operation: str) -> tuple[float, float]:
-        """The best and the median GB/s of an operation."""
+        """Return the best and the median GB/s of an operation."""
         seconds = self.seconds[operation]
         return self.workload.nbytes / min(seconds) / 1e9, self.workload.nbytes / median(seconds) / 1e9
 
     def ratio(self, operation: str, beside: str) -> tuple[float, float]:
-        """How fast the first is for each unit of speed of the second: of the best rounds, and the median of rounds."""
+        """Return the speed of ``operation`` relative to ``beside``: of the best rounds, and the median over rounds."""
         one, other = self.seconds[operation], self.seconds[beside]
         return min(other) / min(one), median(o / s for s, o in zip(one, other, strict=True))
 
 
 def beside(config: StoreConfig) -> dict[str, tuple[str, float]]:
-    """What each figure of a store is compared with, and which share of that is the goal."""
+    """Return the figure that each of a store's figures is compared with, and the ratio to reach."""
     in_memory = config.parts[0] in {"Dram", "Cache"}
     return {**(_BESIDE_MEMORY if in_memory else _BESIDE_FILES), **_BESIDE_STAGED}
 
 
 def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], None] = lambda _: None) -> Figures:
-    """Measure a store in a namespace of its own, which is deleted afterwards.
+    """Measure a store in a temporary namespace.
 
     Args:
-        config: The store; of its first directory's file system (or the Dram tier's) the plain files are.
-        workload: What is moved.
+        config: The store. The plain files lie on the file system of its first directory, or of the Dram tier's.
+        workload: The blocks to move.
         progress: Called with the name of each operation before it is measured.
 
     Returns:
         The figures of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread and, as ``… xN``, by as many
-        as the store uses, and of the store's ``dump``, ``load hot`` and ``load cold``; and of ``staged``, the copies
-        that a worker makes of blocks that were found and lie verified in memory. There is no cold read where files
-        live in memory.
+        threads as the store uses; of the store's ``dump``, ``load hot`` and ``load cold``; and of ``staged``, a
+        worker's copies of blocks that were found and lie verified in memory. Files in memory have no cold reads.
 
     Raises:
         UcmError: The store cannot be opened, or a transfer failed.
@@ -121,7 +120,7 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
     namespace = f"bench-{os.getpid()}"
     figures = Figures(workload)
     with ExitStack() as stack:
-        cleanup = stack.enter_context(ExitStack())  # after the store is closed, which may still write
+        cleanup = stack.enter_context(ExitStack())  # runs after the store is closed, which may still write
         store = stack.enter_context(open_store(config, namespace, workload.geometry))
         layouts = [Layout(root, namespace) for root in {*roots, config.dram_directory} if Path(root).is_dir()]
         plain = Path(roots[0], f"bench-plain-{owner_name()}")
@@ -143,7 +142,7 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
 
 
 class _Run:
-    """The memory, the files and the store of one bench."""
+    """The memory, the files and the store of one benchmark."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class _Run:
         self._from, self._into = self._blocks(self._source), self._blocks(self._target)
 
     def stage(self, slab: Slab, reader: SlabReader) -> None:
-        """Bring every block into a slab, as the scheduler's process does with what it finds."""
+        """Bring every block into a slab, as the scheduler process does with blocks that it finds."""
         geometry = self._workload.geometry
         slab.lay_out(geometry.nbytes)
         reader.attach(slab.address, 0, {})
@@ -183,7 +182,7 @@ class _Run:
         self._copy = lambda: self._finished(reader.wait(reader.load(self._loads, places, names)))
 
     def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
-        """What a round measures; what must be done before each is done when it is asked for."""
+        """Yield the operations of a round; each one's preparation runs when it is requested."""
         loads, dumps = self._config.load_threads, self._config.dump_threads
         yield "memcpy", lambda: np.copyto(self._target, self._source)
         self._target.fill(0)
@@ -195,7 +194,7 @@ class _Run:
             ("dump", self._dump),
         ]
         self._delete(stored=True)
-        # In turns, as who comes first finds the disk idle.
+        # Alternate the order, because the first one finds the disk idle.
         for operation, action in writes if number % 2 else [writes[2], *writes[:2]]:
             if operation != "dump":
                 self._delete()
@@ -205,7 +204,7 @@ class _Run:
             (f"read x{loads}", lambda: self._each(self._read, loads)),
             ("load", self._load),
         ]
-        # A file's first read after it was written costs more than any later one: the kernel moves its pages.
+        # The first read of a file after it was written costs more than later ones: the kernel moves its pages.
         self._each(self._read)
         self._target.fill(0)
         self._load()
@@ -273,7 +272,7 @@ class _Run:
             path.unlink()
 
     def _drop(self) -> None:
-        """Take everything out of the page cache."""
+        """Drop all files from the page cache."""
         for path in self._files(stored=True):
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
@@ -282,5 +281,5 @@ class _Run:
 
 
 def for_bench(config: StoreConfig) -> StoreConfig:
-    """A configuration under which nothing but transfers happens: no eviction, no refusal, no giving way."""
+    """Return a configuration without eviction, queue limits or lowered priority, to measure transfers only."""
     return replace(config, posix_capacity_bytes=None, dump_queue_bytes=1 << 62, dump_nice=0)

@@ -1,4 +1,4 @@
-"""How long a lookup takes in a store of many blocks, and how long opening it."""
+"""Measure lookups in a store of many blocks, and opening it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _PAUSE = 0.01
 
 @dataclass(frozen=True)
 class LookupFigures:
-    """Seconds; each list is one entry per call."""
+    """Measured seconds; each list has one entry per call."""
 
     stored: int  #: blocks in the store
     asked: int  #: keys per call
-    opening: list[float]  #: opening the store and asking for one key
-    first: list[float]  #: ids that are there, asked of an instance that knows nothing
-    known: list[float]  #: ids that are there and were not asked for before, once the names were listed
-    prefix: list[float]  #: the same by ``lookup_on_prefix``
-    missing: list[float]  #: ids that are not there
+    opening: list[float]  #: opening the store and looking up one key
+    first: list[float]  #: existing keys, looked up in an instance without an index
+    known: list[float]  #: existing keys, looked up for the first time after the names were listed
+    prefix: list[float]  #: as ``known``, by ``lookup_on_prefix``
+    missing: list[float]  #: keys that do not exist
 
     @staticmethod
     def quantile(seconds: list[float], part: float) -> float:
-        """For instance the median for 0.5."""
+        """Return a quantile of the seconds, for instance the median for 0.5."""
         return float(np.quantile(seconds, part))
 
 
@@ -52,15 +52,15 @@ def bench_lookup(
     calls: int = 200,
     progress: Callable[[int], None] = lambda _: None,
 ) -> LookupFigures:
-    """Measure lookups in a namespace of its own, which is deleted afterwards.
+    """Measure lookups in a temporary namespace.
 
-    The blocks are entries without contents, spread over the store's directories: a lookup asks for no more.
+    The blocks are empty files, spread over the store's directories, because a lookup reads only directory entries.
 
     Args:
-        config: A store of one directory.
-        stored: How many blocks there are.
-        asked: How many are asked for at once.
-        calls: How often.
+        config: A store with one directory.
+        stored: The number of blocks in the store.
+        asked: The number of keys per call.
+        calls: The number of calls.
         progress: Called with the number of blocks made so far.
     """
     namespace = f"bench-lookup-{os.getpid()}"

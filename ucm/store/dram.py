@@ -1,4 +1,4 @@
-"""The tier in memory: files like those of the Posix tier, in a tmpfs that all engines of a user on a host share."""
+"""Prepare the memory tier: files as in the Posix tier, in a tmpfs that all engines of a user on a host share."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
         The directory, and the capacity in bytes.
 
     Raises:
-        ConfigError: It cannot be made, is not ours alone, is on no tmpfs, or the tmpfs is smaller than the capacity.
+        ConfigError: It cannot be made, others can access it, it is not in a tmpfs, or the tmpfs is too small.
     """
     path = config.dram_directory
     where = f"store: dram_directory: {path}"
     parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - a link in its place is refused below
     try:
-        with suppress(NotADirectoryError):  # what it is instead is told below
+        with suppress(NotADirectoryError):  # reported below with what is there instead
             make_directory(f"{os.path.realpath(parent)}/{name}")
         status = Path(path).lstat()
         system = os.statvfs(path)
@@ -69,13 +69,13 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
 
 
 def in_memory(path: str) -> bool:
-    """Whether a directory is in a file system that keeps its files in memory."""
+    """Return whether a directory is on a file system that keeps its files in memory."""
     real = os.path.realpath(path)
     best, kind = "", ""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
-        return True  # no way to tell: the operator named it
+        return True  # the mounts cannot be read: trust the operator
     for line in lines:
         _, point, found, *_ = line.split(" ")
         inside = point in ("/", real) or real.startswith(f"{point}/")

@@ -1,4 +1,4 @@
-"""The store that keeps nothing: what everything around a store costs."""
+"""A store that keeps nothing, to measure the cost of everything around a store."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class EmptyStore(KVStore):
-    """Accepts every block and has none.
+    """Accepts every block and keeps none.
 
     Args:
-        config: Unused; every back end is made from the same three things.
+        config: Unused; all back ends take the same three arguments.
         namespace: Unused.
         geometry: Unused.
     """
@@ -29,34 +29,34 @@ class EmptyStore(KVStore):
         self._stats = TierStats()
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Nothing is there."""
+        """Find nothing."""
         self._stats.lookups += len(keys)
         return [False] * len(keys)
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Nothing is there."""
+        """Find nothing."""
         self._stats.lookups += min(1, len(keys))
         return 0
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Nothing is there."""
+        """Do nothing."""
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Every block is missing."""
+        """Fail every block as missing."""
         task = TransferTask(len(blocks))
         for block in blocks:
             task.failed(block.key, BlockMissingError("nothing is ever in the empty store"))
         return task
 
     def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Every block is taken."""
+        """Accept every block."""
         task = TransferTask(len(blocks))
         for block in blocks:
             task.succeeded(block.key, "empty", 0)
         return task
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Every block is gone."""
+        """Report every block as done and drop it."""
         distinct = dict.fromkeys(keys)
         task = TransferTask(len(distinct))
         for key in distinct:
@@ -65,22 +65,22 @@ class EmptyStore(KVStore):
         return task
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Nothing was kept."""
+        """Do nothing."""
 
     def wait(self, task: Task) -> TaskResult:
-        """It is finished."""
+        """Return the result; the task is finished already."""
         if not isinstance(task, TransferTask):
             raise TypeError(f"{task!r} is not a task of this store")
         return task.result()
 
     def check(self, task: Task) -> bool:
-        """It is finished."""
+        """Return True: tasks are finished when they are returned."""
         del task
         return True
 
     def stats(self) -> Mapping[str, TierStats]:
-        """One tier, with nothing in it."""
+        """Return the statistics of the one tier."""
         return {"empty": self._stats}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""

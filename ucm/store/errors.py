@@ -1,8 +1,8 @@
-"""What can go wrong in a store. By itself none of these ends a request: what could not be loaded is recomputed.
+"""Errors of a store. None of them ends a request by itself: blocks that could not be loaded are recomputed.
 
-Only where vLLM cannot do that does the connector stop the engine, rather than compute with what is not there.
+Where vLLM cannot recompute them, the connector stops the engine rather than compute with missing KV.
 
-Every class has a ``cause``, a short word that is the label of the failure counters.
+Every class has a ``cause``, a short word that labels the failure counters.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from ucm.errors import UcmError
 
 
 class StoreError(UcmError):
-    """A block could not be stored or brought back."""
+    """A block could not be stored or loaded."""
 
     cause: ClassVar[str] = "other"
 
 
 class BlockMissingError(StoreError):
-    """The block is not in the store, or no longer."""
+    """The block is not in the store, or not any more."""
 
     cause = "missing"
 
 
 class BlockCorruptError(StoreError):
-    """The block's bytes are not what was stored: cut short, changed, or no block at all. It has been set aside."""
+    """The block's bytes differ from those stored: truncated, changed, or not a block. It has been quarantined."""
 
     cause = "corrupt"
 
 
 class BlockForeignError(StoreError):
-    """The block is whole, but of another format version, namespace, key or geometry than what is asked for."""
+    """The block is intact but has another format version, namespace, key or geometry than expected."""
 
     cause = "foreign"
 
 
 class BlockUnreadableError(StoreError):
-    """The medium does not read this block, and lets it be taken out of the way, after an I/O error for instance."""
+    """The medium cannot read this block, for instance because of an I/O error, but lets it be moved away."""
 
     cause = "unreadable"
 
 
 class IncompleteBlockError(StoreError):
-    """A block was committed whose shards did not all arrive, or could not all be written; nothing of it is kept."""
+    """A block was committed without all of its shards, or some could not be written; none are kept."""
 
     cause = "incomplete"
 
 
 class StoreFullError(StoreError):
-    """The medium has no room, or the writer is too far behind to take more."""
+    """The medium has no room, or the write queue is full."""
 
     cause = "full"
 
 
 def too_far_behind(limit: int) -> StoreFullError:
-    """What a dump is told beyond ``StoreConfig.dump_queue_bytes``."""
+    """Return the error of a dump that exceeds ``StoreConfig.dump_queue_bytes``."""
     return StoreFullError(
         f"more than {limit} bytes wait for being written",
         fix="raise dump_queue, or dump_threads if the medium is not busy",
@@ -63,7 +63,7 @@ def too_far_behind(limit: int) -> StoreFullError:
 
 
 class StoreUnavailableError(StoreError):
-    """The medium does not answer: a directory that vanished, a permission withdrawn, an input/output error."""
+    """The medium does not answer: a directory vanished, a permission was withdrawn, an I/O error occurred."""
 
     cause = "unavailable"
 

@@ -1,4 +1,4 @@
-"""Open a store by its configuration."""
+"""Open a store from its configuration."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _WHERE = "store: pipeline"
 def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
     """Open one namespace of a store.
 
-    A whole store of others is a class that is called with these three arguments; a tier of others is a ``Tier``.
+    A third-party store is a class that is called with these three arguments; a third-party tier is a ``Tier``.
 
     Args:
-        config: Its options.
-        namespace: What the sharers of blocks have in common; of ``a-z 0-9 . _ / -``.
-        geometry: What a block is; None for an instance that only looks up and prefetches.
+        config: The store's options.
+        namespace: The name shared by all engines that share blocks; of ``a-z 0-9 . _ / -``.
+        geometry: The geometry of a block; None for an instance that only looks up and prefetches.
 
     Raises:
-        ConfigError: An option is wrong, or names something that is not there; it says which.
+        ConfigError: An option is wrong, or names something that does not exist; the message says which.
     """
     check_namespace(namespace)
     names = config.parts
@@ -73,18 +73,18 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
 
 
 def ask_tier(config: StoreConfig, name: str) -> str:
-    """Connect to a tier and look for a block that is not there.
+    """Connect to a tier and look up a block that does not exist.
 
     Args:
         config: The store's options.
-        name: The tier, as the pipeline calls it.
+        name: The tier's name in the pipeline.
 
     Returns:
-        What it answered, in words.
+        A description of the answer.
 
     Raises:
-        ConfigError: It cannot be opened.
-        StoreError: It does not answer.
+        ConfigError: The tier cannot be opened.
+        StoreError: The tier does not answer.
     """
     back_end = back_end_class(name)
     if not is_tier(back_end):
@@ -104,15 +104,15 @@ def ask_tier(config: StoreConfig, name: str) -> str:
 
 
 def is_tier(back_end: Any) -> bool:
-    """Whether a back end can be one of several parts of a pipeline."""
+    """Return whether a back end is a tier, which can be one of several parts of a pipeline."""
     return isinstance(back_end, type) and issubclass(back_end, Tier)
 
 
 def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) -> TierOptions:
-    """The options of a tier, checked.
+    """Return a tier's options, validated.
 
     Raises:
-        ConfigError: One is wrong. What it was is not told: it may be a secret in the wrong place.
+        ConfigError: An option is wrong. Its value is not shown: it may be a misplaced secret.
     """
     try:
         return back_end.Options.model_validate(dict(written))
@@ -126,7 +126,7 @@ def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) ->
 
 
 def _open_tiers(back_ends: Mapping[str, Any], places: Mapping[str, TierPlace]) -> list[Tier]:
-    """Every tier of a pipeline; none stays open if one cannot be opened."""
+    """Open every tier of a pipeline; close all of them again if one fails."""
     tiers: list[Tier] = []
     try:
         for name, back_end in back_ends.items():
@@ -149,10 +149,10 @@ def _whole_store(
 
 
 def back_end_class(name: str) -> Any:
-    """The class of a part of a pipeline, imported now.
+    """Import and return the class of one part of a pipeline.
 
     Raises:
-        ConfigError: There is none, or it cannot be imported.
+        ConfigError: The class does not exist or cannot be imported.
     """
     if name in _CLASSES:
         return _CLASSES[name]

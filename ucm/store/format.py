@@ -1,4 +1,4 @@
-"""The file of one block: a header, then the shards back to back.
+"""The file format of a block: a header, then the shards back to back.
 
 The header is a multiple of 4096 bytes, all integers little endian::
 
@@ -11,14 +11,14 @@ The header is a multiple of 4096 bytes, all integers little endian::
         24     16  fingerprint of the geometry
         40     16  BLAKE2b digest of the namespace
         56      1  length of the key, then 7 bytes of zeros
-        64     64  key, filled up with zeros
+        64     64  key, padded with zeros
        128    8*n  bytes of each shard
              8*n  XXH3-64 of each shard
                …  zeros
      end-8      8  XXH3-64 of everything before it
 
-A shard's checksum guards its bytes, the header's checksum guards the rest, and the namespace, key and fingerprint guard
-against a whole block in the wrong place.
+A shard's checksum protects its bytes and the header's checksum protects the rest. The namespace, key and fingerprint
+detect an intact block in the wrong place.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from ucm.store.errors import StoreError
 
 VERSION = 1
-#: Headers are multiples of this, so that shards are read and written at aligned places.
+#: The header's length is a multiple of this, so that shards are read and written at aligned offsets.
 UNIT = 4096
-#: No header is longer than so many units: room for 260,000 shards.
+#: The longest header, in units: room for 260,000 shards.
 MAX_UNITS = 1024
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 FINGERPRINT_BYTES = 16
@@ -52,41 +52,41 @@ _FIXED = struct.Struct("<8sHHIQ16s16sB7x64s")
 _SUM = struct.Struct("<Q")
 _KEY_AT = 56
 
-#: The checksum of a shard: fast enough (more than 50 GB/s where AVX2 is there) to be always on.
+#: The checksum of a shard; fast enough to be always on: more than 50 GB/s with AVX2.
 checksum = xxhash.xxh3_64_intdigest
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What a block's file says about itself."""
+    """The decoded header of a block's file."""
 
     key: BlockKey
     namespace_digest: bytes
     fingerprint: bytes
     shard_sizes: tuple[int, ...]
     checksums: tuple[int, ...]
-    nbytes: int  #: of the header; the first shard begins there
+    nbytes: int  #: length of the header; the first shard begins there
 
     @property
     def file_nbytes(self) -> int:
-        """How long the file must be."""
+        """The length that the file must have, in bytes."""
         return self.nbytes + sum(self.shard_sizes)
 
 
 def namespace_digest(namespace: str) -> bytes:
-    """How a namespace is told from others within a header."""
+    """Return the digest that identifies a namespace in a header."""
     return hashlib.blake2b(namespace.encode(), digest_size=16).digest()
 
 
 def header_nbytes(first_unit: bytes | bytearray) -> int:
-    """How long the header is that begins so.
+    """Return the length of a header in bytes.
 
     Args:
         first_unit: The file's first 4096 bytes.
 
     Raises:
-        BlockCorruptError: It is no header.
-        BlockForeignError: It is one of another format version.
+        BlockCorruptError: The bytes are not a header.
+        BlockForeignError: The header has another format version.
     """
     if len(first_unit) < UNIT:
         raise BlockCorruptError(f"the file ends after {len(first_unit)} bytes, within its header")
@@ -101,11 +101,11 @@ def header_nbytes(first_unit: bytes | bytearray) -> int:
 
 
 def decode(header: bytes | bytearray) -> BlockHeader:
-    """Read a whole header, as long as ``header_nbytes`` says.
+    """Decode a whole header, as long as ``header_nbytes`` says.
 
     Raises:
-        BlockCorruptError: It is no header, or was changed.
-        BlockForeignError: It is one of another format version.
+        BlockCorruptError: The bytes are not a header, or were changed.
+        BlockForeignError: The header has another format version.
     """
     nbytes = header_nbytes(header)
     if len(header) != nbytes:
@@ -122,11 +122,11 @@ def decode(header: bytes | bytearray) -> BlockHeader:
 
 
 def verify(content: Buffer, key: BlockKey) -> BlockHeader:
-    """Check a whole file against its own header, and that it is the block of this key.
+    """Check that a whole file matches its header and belongs to this key.
 
     Raises:
-        BlockCorruptError: Any byte of it was changed, or some are missing or too many.
-        BlockForeignError: It is another block, or of another format version.
+        BlockCorruptError: Bytes were changed, are missing or are too many.
+        BlockForeignError: The file is another block's, or has another format version.
     """
     header = decode(bytes(content[: header_nbytes(bytes(content[:UNIT]))]))
     if header.key != key:
@@ -141,7 +141,7 @@ def check_shards(content: Buffer, header: BlockHeader) -> None:
     """Compare the checksums of a file's shards with those in its header.
 
     Raises:
-        BlockCorruptError: One is wrong.
+        BlockCorruptError: A checksum is wrong.
     """
     at = header.nbytes
     for index, (size, expected) in enumerate(zip(header.shard_sizes, header.checksums, strict=True)):
@@ -151,14 +151,14 @@ def check_shards(content: Buffer, header: BlockHeader) -> None:
 
 
 class HeaderCodec:
-    """Headers of one namespace and geometry, made and recognised quickly.
+    """Encodes and checks the headers of one namespace and geometry.
 
     Args:
         namespace: The namespace.
-        geometry: What its blocks are.
+        geometry: The geometry of its blocks.
 
     Raises:
-        ValueError: The geometry cannot be stored: no shards, too many, an empty one, or a fingerprint not of 16 bytes.
+        ValueError: The geometry has no shards, too many, an empty one, or a fingerprint that is not 16 bytes long.
     """
 
     def __init__(self, namespace: str, geometry: BlockGeometry) -> None:
@@ -173,7 +173,7 @@ class HeaderCodec:
         self.geometry = geometry
         self.nbytes = units * UNIT
         self.file_nbytes = self.nbytes + geometry.nbytes
-        #: Where each shard begins in the file, and where the last one ends.
+        #: The offset of each shard in the file, and the end of the last one.
         self.offsets = _running_sums(self.nbytes, sizes)
         self._digest = namespace_digest(namespace)
         self._sums = struct.Struct(f"<{count}Q")
@@ -187,7 +187,7 @@ class HeaderCodec:
         self._template = template
 
     def encode(self, key: BlockKey, checksums: Iterable[int]) -> bytearray:
-        """The header of a block whose shards have these checksums."""
+        """Return the header of a block with these shard checksums."""
         header = self._template.copy()
         self._key.pack_into(header, _KEY_AT, len(key), key)
         self._sums.pack_into(header, self._sums_at, *checksums)
@@ -196,17 +196,17 @@ class HeaderCodec:
         return header
 
     def checksums(self, header: bytearray) -> tuple[int, ...]:
-        """The shards' checksums that a header of this geometry holds; meaningless in any other."""
+        """Return the shard checksums in a header of this geometry; meaningless for any other header."""
         return self._sums.unpack_from(header, self._sums_at)
 
     def is_sound(self, header: bytearray, key: BlockKey, first: int, shards: Sequence[Buffer]) -> bool:
-        """Whether shards are as they were stored, and the header is theirs, a block's of this key and geometry."""
+        """Return whether shards have their stored checksums and the header has this key and geometry."""
         stored = self.checksums(header)
-        # One comparison of the whole header says that all its fields are as they should be, and that it is unchanged.
+        # Comparing the whole header with a newly encoded one checks all of its fields at once.
         return tuple(sums_of(shards)) == stored[first : first + len(shards)] and header == self.encode(key, stored)
 
     def refusal_of(self, header: bytearray, key: BlockKey) -> StoreError:
-        """What is wrong with a block of the right length, of which as much was read as such a header is long."""
+        """Return the reason to refuse a block of the right length, from its first ``nbytes`` bytes."""
         try:
             nbytes = header_nbytes(header)
         except (BlockCorruptError, BlockForeignError) as error:
@@ -214,7 +214,7 @@ class HeaderCodec:
         return self.refusal(bytes(header[:nbytes]), key, self.file_nbytes)
 
     def check(self, content: Buffer, key: BlockKey) -> StoreError | None:
-        """What is wrong with a whole stored block, header and shards; None if it is sound."""
+        """Return what is wrong with a whole stored block, header and shards; None if it is sound."""
         if content.nbytes == self.file_nbytes:
             shards = [content[begin:end] for begin, end in zip(self.offsets, self.offsets[1:], strict=False)]
             if self.is_sound(bytearray(content[: self.nbytes]), key, 0, shards):
@@ -226,7 +226,13 @@ class HeaderCodec:
         return self.refusal(bytes(content[:nbytes]), key, content.nbytes)
 
     def refusal(self, header: bytes, key: BlockKey, file_nbytes: int) -> StoreError:
-        """What is wrong with a block: its header, whole as ``header_nbytes`` says, or else its length or its shards."""
+        """Return what is wrong with a block: its header, or else its length, or else its shards.
+
+        Args:
+            header: The whole header, as long as ``header_nbytes`` says.
+            key: The expected key.
+            file_nbytes: The length of the file.
+        """
         try:
             found = decode(header)
         except (BlockCorruptError, BlockForeignError) as error:
@@ -245,7 +251,7 @@ class HeaderCodec:
 
 
 def sums_of(shards: Sequence[Buffer]) -> list[int]:
-    """The checksum of each shard."""
+    """Return the checksum of each shard."""
     return [checksum(shard) for shard in shards]
 
 

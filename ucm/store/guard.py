@@ -1,4 +1,4 @@
-"""A tier as its store sees it: asked only while it answers, timed, counted, and on threads of its own."""
+"""Protect a store from its tiers: skip a failing tier, time and count calls, and run them on separate threads."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Keeps one tier's failures from everybody else.
+    """Isolates the failures of one tier.
 
-    Lookups and reads report what failed instead of raising it; what else can fail raises StoreError and nothing else.
+    Lookups and reads return their failures; all other operations raise only StoreError.
 
     Args:
         tier: The tier.
         config: The store's options.
-        before_dump: See ``Pool``, for the threads that write.
+        before_dump: Called before each write job; see ``Pool``.
     """
 
     def __init__(self, tier: Tier, config: StoreConfig, before_dump: Job | None = None) -> None:
@@ -39,7 +39,7 @@ class Guard:
         self.counters = tier.counters
         failures, rest = config.failures_until_rest, config.rest_seconds
         self._breaker = tier.breaker or Breaker(f"the tier {tier.name}", failures, rest)
-        self._writes = Breaker(f"writing to the tier {tier.name}", failures, rest)  # a full server still reads
+        self._writes = Breaker(f"writing to the tier {tier.name}", failures, rest)  # a full server can still be read
         patience = max(config.stuck_seconds, 2 * tier.transfer_timeout if not tier.rests_by_itself else 0.0)
         self._loads = [Pool("ucm-load", config.load_threads, patience=patience, rest=rest) for _ in range(tier.lanes)]
         self._dumps = [
@@ -56,12 +56,12 @@ class Guard:
         run: Callable[[Sequence[BlockTransfer]], None],
         refuse: Callable[[Sequence[BlockTransfer], StoreError], None],
     ) -> None:
-        """Have the loading threads do something with blocks, some at a time.
+        """Process blocks on the load threads, in batches.
 
         Args:
             blocks: The blocks.
-            run: Called with some of them.
-            refuse: Called instead with what would wait for stuck threads, and why.
+            run: Called with each batch.
+            refuse: Called instead, with the batch and an error, if the batch would wait for stuck threads.
         """
         for lane, some in self._by_lane(blocks).items():
             nbytes = sum(shard.nbytes for shard in some[0].shards) or 1
@@ -71,27 +71,27 @@ class Guard:
             self._loads[lane].submit([RefusableJob(partial(run, part), partial(refuse, part, stuck)) for part in parts])
 
     def dump_later(self, key: BlockKey, run: Job, refuse: Job | None = None) -> None:
-        """Have a writing thread do something with a block.
+        """Process a block on a write thread.
 
         Args:
             key: The block.
-            run: What to do.
-            refuse: What to do instead where it would wait for stuck threads; None: let it wait.
+            run: The job.
+            refuse: The job to run instead if ``run`` would wait for stuck threads; None: let it wait.
         """
         self._dumps[self.tier.lane(key)].submit([run if refuse is None else RefusableJob(run, refuse)])
 
     def relieve(self) -> None:
-        """See ``Pool.relieve``."""
+        """Refuse queued jobs if all threads are stuck; see ``Pool.relieve``."""
         for pool in (*self._loads, *self._dumps):
             pool.relieve()
 
     def finish_dumps(self) -> None:
-        """Finish what is queued to be written; no more is taken."""
+        """Finish queued writes and accept no more."""
         for pool in self._dumps:
             pool.close()
 
     def close(self) -> None:
-        """Finish what is queued, then close the tier."""
+        """Finish all queued jobs, then close the tier."""
         for pool in (*self._loads, *self._dumps):
             pool.close()
         self.tier.close()
@@ -99,16 +99,16 @@ class Guard:
     # The tier.
 
     def allows(self, *, wait: bool = False) -> bool:
-        """Whether the tier is to be asked."""
+        """Return whether the tier may be called; the caller may become the breaker's probe."""
         return self.tier.rests_by_itself or self._breaker.allows(wait=wait)
 
     @property
     def takes(self) -> bool:
-        """Whether it is of use to write to it; unlike ``allows`` without becoming the probe."""
+        """Whether a write is likely to succeed; unlike ``allows``, this does not make the caller the probe."""
         return self.tier.resting < 1 if self.tier.rests_by_itself else not (self._breaker.rests or self._writes.rests)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each block is there; nothing is in a tier that does not answer."""
+        """Return whether each block exists; none does in a tier that does not answer."""
         found: list[bool] = []
         if keys and self.allows():
             with self._noting("lookup"):
@@ -117,7 +117,7 @@ class Guard:
         return found or [False] * len(keys)
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
-        """How many of the first blocks are there without a gap; none in a tier that does not answer."""
+        """Return how many of the first blocks exist without a gap; 0 for a tier that does not answer."""
         hits = 0
         if keys and self.allows():
             with self._noting("lookup"):
@@ -126,7 +126,7 @@ class Guard:
         return hits
 
     def read_many(self, blocks: Sequence[BlockTransfer]) -> list[Outcome]:
-        """Fill memory with shards; an outcome for each block."""
+        """Load shards into memory and return an outcome for each block."""
         if not self.allows(wait=True):
             return [self._breaker.refusal(self.name)] * len(blocks)
         outcomes: list[Outcome] = []
@@ -141,7 +141,7 @@ class Guard:
         return outcomes
 
     def read_file(self, key: BlockKey) -> Buffer:
-        """A whole block as it is stored; see ``Tier.read_file``."""
+        """Return a whole block in its stored form; see ``Tier.read_file``."""
         with self._asking("load"):
             return self.tier.read_file(key, time.monotonic() + self.tier.transfer_timeout)
 
@@ -152,17 +152,17 @@ class Guard:
         self.counters.dumped(content.nbytes - header_nbytes(bytes(content[:UNIT])))
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        """Begin a block; see ``Tier.writer``."""
+        """Begin writing a block; see ``Tier.writer``."""
         with self._asking("dump"):
             return self.tier.writer(key, file_nbytes)
 
     def write(self, action: Callable[[], None]) -> None:
-        """Have a writer of this tier's do something."""
+        """Run an action of one of this tier's writers."""
         with self._asking("dump"):
             action()
 
     def stats(self) -> TierStats:
-        """The tier's snapshot, with its state."""
+        """Return a snapshot of the tier's counters, with its state."""
         found = self.tier.stats()
         pools = (*self._loads, *self._dumps)
         stuck = sum(pool.is_stuck for pool in pools) / len(pools)
@@ -173,7 +173,7 @@ class Guard:
 
     @contextmanager
     def _asking(self, operation: str) -> Iterator[None]:
-        """Something that raises StoreError and nothing else; refused while the tier rests."""
+        """Guard an operation so that it raises only StoreError; refuse it while the tier rests."""
         if not self.allows(wait=True):
             raise self._breaker.refusal(self.name)
         if operation == "dump" and not self._writes.allows():
@@ -183,7 +183,7 @@ class Guard:
 
     @contextmanager
     def _noting(self, operation: str, *, counted: bool = True) -> Iterator[None]:
-        """Something of which a failure is noted, and raised only if it is not counted here."""
+        """Guard an operation and count its failure; re-raise the failure only if it is not counted here."""
         try:
             with self._timing(operation):
                 yield
@@ -194,7 +194,7 @@ class Guard:
 
     @contextmanager
     def _timing(self, operation: str) -> Iterator[None]:
-        """Time something, and tell the breaker how it went."""
+        """Time an operation and report its outcome to the breaker."""
         began = time.monotonic()
         try:
             yield
@@ -202,7 +202,7 @@ class Guard:
             self._tell(error)
             raise
         except StoreError as error:
-            self._tell(None)  # it has answered
+            self._tell(None)  # the tier answered
             if isinstance(error, StoreFullError) and not self.tier.rests_by_itself:
                 self._writes.failed(error)
             raise
@@ -234,10 +234,10 @@ class Guard:
         return dict(found)
 
     def stuck(self) -> StoreError:
-        """What is told of a job that would wait for stuck threads."""
+        """Return the error of a job that would wait for stuck threads."""
         return StoreTimeoutError(f"the threads of the tier {self.name} are stuck: it does not answer")
 
 
 def unexpected(error: Exception) -> StoreError:
-    """What is told of an exception that nobody expects; whoever waits must hear of it."""
+    """Return a StoreError for an unexpected exception, so that the waiting caller receives it."""
     return StoreError(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""A breaker: a directory or a server that keeps failing is left alone for a while, then tried with one call, the probe.
+"""A circuit breaker: a failing directory or server is not used for a while, then tried with one call, the probe.
 
-UCM's stores have such a breaker; this one counts failures in a row instead of watching windows of time.
+UCM's stores have such a breaker; this one counts consecutive failures instead of watching time windows.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from threading import Condition
 from ucm.logger import get_logger
 from ucm.store.errors import StoreError, StoreTimeoutError, StoreUnavailableError
 
-#: For how long, in seconds, other calls wait to hear how a probe went, so that what is queued behind one that goes well
-#: does not fail while it is under way. A medium that hangs keeps them no longer.
+#: How long, in seconds, other calls wait for the outcome of a probe, so that calls queued behind a successful probe do
+#: not fail meanwhile. A probe that hangs delays them no longer than this.
 _PATIENCE = 1.0
 
 
 class Breaker:
-    """Says whether something may be tried.
+    """Decides whether a medium may be tried.
 
     Args:
-        what: Its name in the log.
-        failures: After how many failures in a row it rests.
-        seconds: For how long.
+        what: The medium's name in the log.
+        failures: The number of consecutive failures that starts a rest.
+        seconds: The length of a rest.
     """
 
     def __init__(self, what: str, failures: int, seconds: float) -> None:
@@ -37,10 +37,10 @@ class Breaker:
         self._patient_until = 0.0
 
     def allows(self, *, wait: bool = True) -> bool:
-        """Whether to try; after a rest, the first caller who hears True is the probe, and must tell how it went.
+        """Return whether to try; after a rest, the first caller to get True is the probe and must report its outcome.
 
         Args:
-            wait: Whether to wait for the outcome of a probe that is under way, a second at most.
+            wait: Whether to wait, for at most a second, for the outcome of a probe in progress.
         """
         if self._row < self._limit:
             return True
@@ -58,16 +58,16 @@ class Breaker:
 
     @property
     def rests(self) -> bool:
-        """Whether it is of no use to ask; unlike ``allows`` without becoming the probe."""
+        """Whether calls would be refused; unlike ``allows``, this does not make the caller the probe."""
         return self._row >= self._limit and time.monotonic() < self._until
 
     @property
     def probing(self) -> bool:
-        """Whether what is under way can only be a probe: the last calls failed."""
+        """Whether any call in progress can only be a probe, because the last calls failed."""
         return self._row >= self._limit
 
     def succeeded(self) -> None:
-        """Tell that a call went well."""
+        """Report that a call succeeded."""
         if self._row == 0:
             return
         with self._changed:
@@ -78,17 +78,17 @@ class Breaker:
             get_logger(__name__).info("[UCM.Store] %s works again", self._what)
 
     def refusal(self, where: str) -> StoreError:
-        """What a call is told that comes during a rest: of the same kind as the failure that led to it."""
+        """Return the error of a call during a rest, of the same class as the failure that caused the rest."""
         return type(self._cause)(f"{self._what} rests after failures: {self._cause.what}", where=where)
 
     def failed(self, error: StoreError) -> None:
-        """Tell that a call failed. One that timed out is enough for a rest: another would cost as much time again."""
+        """Report that a call failed. One timeout is enough for a rest: another would cost as much time again."""
         with self._changed:
             was_resting = self._row >= self._limit
             self._row += 1
             if isinstance(error, StoreTimeoutError):
                 self._row = max(self._row, self._limit)
-            if self._probing or not was_resting:  # what was under way when the rest began does not hide its cause
+            if self._probing or not was_resting:  # calls in progress when the rest began do not replace its cause
                 self._cause = error
             self._until = time.monotonic() + self._seconds
             row, probed, self._probing = self._row, self._probing, False

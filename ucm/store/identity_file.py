@@ -1,7 +1,7 @@
-"""What a namespace's blocks depend on, as a text beside them, for operators: it tells why two engines do not share.
+"""Write what a namespace's blocks depend on as a text beside them, so that operators see why two engines do not share.
 
-The scheduler's process writes it when it starts; the workers' stores keep what they find when they are opened, and
-write it again where they make a namespace that somebody deleted.
+The scheduler process writes it when it starts. The workers' stores remember the text that they find when they are
+opened, and write it again when they recreate a namespace that was deleted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def write_identity(config: StoreConfig, namespace: str, text: str) -> None:
-    """Write the text into each directory of our tiers, unless it is there; a directory that fails is told.
+    """Write the text into each directory of our tiers unless it is there; log a directory that fails.
 
     Args:
-        config: Of the store.
-        namespace: Whose blocks it is about.
+        config: The store's configuration.
+        namespace: The namespace that the text describes.
         text: JSON.
     """
     names = {name.strip() for name in config.pipeline.split("|")}

@@ -1,6 +1,6 @@
-"""What lies in a store's directories, for whoever looks from outside: lists and checks of whole roots.
+"""List and check the blocks in a store's directories, for tools outside an engine.
 
-Everything here works on a root that engines are using.
+All functions work on a root that engines are using.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block's file, as far as its directory entry tells."""
+    """A block's file, as described by its directory entry."""
 
     layout: Layout
     key: BlockKey
@@ -33,12 +33,12 @@ class StoredBlock:
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path of the file."""
         return self.layout.block(self.key)
 
 
 def stored_blocks(root: str, namespace: str | None = None) -> Iterator[StoredBlock]:
-    """Every block of a root, or of one of its namespaces; those that vanish meanwhile are left out.
+    """Yield every block of a root, or of one of its namespaces; skip those that vanish meanwhile.
 
     Raises:
         OSError: The root cannot be listed.
@@ -54,7 +54,7 @@ def stored_blocks(root: str, namespace: str | None = None) -> Iterator[StoredBlo
 
 
 def check_block(block: StoredBlock) -> StoreError | None:
-    """Read a block and compare every checksum: what is wrong with it, or None."""
+    """Read a block and compare every checksum; return what is wrong with it, or None."""
     try:
         header = check_file(block.path, block.key)
     except FileNotFoundError:
@@ -70,5 +70,5 @@ def check_block(block: StoredBlock) -> StoreError | None:
 
 
 def put_aside(block: StoredBlock, error: StoreError, keep: int) -> bool:
-    """Take a damaged block out of the way, as an engine that meets it does; see ``quarantine``."""
+    """Move a damaged block away, as an engine that meets it does; see ``quarantine``."""
     return quarantine(block.layout, block.key, error, keep)

@@ -1,6 +1,6 @@
-"""How much a namespace holds, whose it is, and what dead processes left in it; beside ``ucm.store.inspection``.
+"""Report a namespace's size, its identity, and files left by dead processes; complements ``ucm.store.inspection``.
 
-Nothing is changed, and engines may be at work meanwhile: what is gone by the time that it is looked at was not there.
+All functions are read-only and safe while engines are running; files that vanish during a scan are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """What lies in a namespace beside its blocks."""
+    """A file of a namespace that is not a visible block."""
 
     path: str
     nbytes: int
@@ -45,25 +45,25 @@ class SideFile:
 
 @dataclass(slots=True)
 class NamespaceStock:
-    """What a namespace holds in one directory; bytes are those of whole files, times seconds since the epoch."""
+    """The contents of a namespace in one directory; bytes count whole files, times are seconds since the epoch."""
 
     namespace: str
-    identity: dict[str, Any] | None  #: what its blocks depend on
+    identity: dict[str, Any] | None  #: the facts that its blocks depend on
     blocks: int = 0
     nbytes: int = 0
-    oldest: float | None = None  #: the least recent use
+    oldest: float | None = None  #: the time of the least recent use
     newest: float | None = None
     temporaries: int = 0  #: blocks being written
-    left_behind: int = 0  #: those whose owners are gone
-    aside: int = 0  #: damaged blocks that were moved out of the way
+    left_behind: int = 0  #: temporary files whose owners are gone
+    aside: int = 0  #: damaged blocks in quarantine
     side_nbytes: int = 0  #: of temporaries and damaged blocks
 
 
 def side_files(directory: str) -> list[SideFile]:
-    """What we put into one of a namespace's directories beside its blocks; nothing if that is not there.
+    """Return our files in one of a namespace's directories for temporary or damaged blocks; empty if it is missing.
 
     Raises:
-        OSError: It cannot be listed.
+        OSError: The directory cannot be listed.
     """
     return [
         SideFile(f"{directory}/{name}", status.st_size if stat.S_ISREG(status.st_mode) else 0, status.st_mtime)
@@ -73,12 +73,12 @@ def side_files(directory: str) -> list[SideFile]:
 
 
 def damaged_files(layout: Layout) -> list[SideFile]:
-    """The blocks that were moved out of the way; raises as ``side_files``."""
+    """Return the quarantined blocks; raises like ``side_files``."""
     return [file for file in side_files(layout.aside) if is_quarantined(file.path.rpartition("/")[2])]
 
 
 def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
-    """Unfinished files whose owners are gone.
+    """Return unfinished files whose owners are gone.
 
     Args:
         layout: The namespace.
@@ -97,7 +97,7 @@ def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
 
 
 def identity(layout: Layout) -> dict[str, Any] | None:
-    """What was written beside the blocks of a namespace; None if there is nothing, or nothing that can be read."""
+    """Return the content of a namespace's identity file; None if it is missing or unreadable."""
     try:
         found = json.loads(read_file(f"{layout.base}/{IDENTITY}", MAX_IDENTITY_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -106,7 +106,7 @@ def identity(layout: Layout) -> dict[str, Any] | None:
 
 
 def take_stock(layout: Layout, stale_seconds: float, step: Callable[[], object] = int) -> NamespaceStock:
-    """Count what a namespace holds.
+    """Count the contents of a namespace.
 
     Args:
         layout: The namespace.
@@ -131,7 +131,7 @@ def take_stock(layout: Layout, stale_seconds: float, step: Callable[[], object] 
 
 
 def unmarked(root: str) -> list[str]:
-    """Directories of a root that look like a namespace and lack its marker, so that nobody looks after them.
+    """Return directories that look like a namespace but lack its marker, so that no process maintains them.
 
     Raises:
         OSError: The root cannot be listed.

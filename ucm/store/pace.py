@@ -1,7 +1,7 @@
-"""When background writing gives way to its caller's computation.
+"""Delay background writing while its caller computes.
 
-A low priority alone does not keep it out of the way where the computation takes all processors, as vLLM does on a CPU:
-a thread of low priority that holds the interpreter's lock gets no processor, and the computation waits for that lock.
+A low priority alone is not enough where the computation uses all processors, as vLLM does on a CPU: a low-priority
+thread that holds the interpreter's lock gets no processor, and the computation waits for that lock.
 """
 
 from __future__ import annotations
@@ -9,44 +9,44 @@ from __future__ import annotations
 import threading
 import time
 
-#: Bytes that may wait; more than that is written at once.
+#: Bytes that may wait; if more wait, jobs run at once.
 MOST_WAITING = 1 << 30
-#: Seconds after which one job is done all the same, so that what is being saved moves on within a long computation;
-#: the fewer, the more waits, so that an engine that never rests saves as fast as it computes.
+#: Seconds after which a job runs during a computation, so that saving goes on within a long one. The delay shrinks as
+#: more bytes wait, so that an engine that never rests saves as fast as it computes.
 PATIENCE = 0.25
-#: Seconds after a computation until jobs are done: a step's tokens are yet to be sampled and sent, by the same
-#: processors, and very often the next step follows at once.
+#: Seconds to wait after a computation: the same processors still have to sample and send the step's tokens, and very
+#: often the next step follows at once.
 GRACE = 0.03
 
 
 class Pace:
-    """Holds jobs back while their caller computes."""
+    """Delays jobs while their caller computes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._active = False
-        #: Of the clock: from when on jobs are done, if nothing is computed.
+        #: The monotonic time from which jobs may run if nothing is computed.
         self._free_from = 0.0
 
     def stand_back(self, *, active: bool) -> None:
-        """Hold jobs back from now on, or in a moment no longer."""
+        """Start to delay jobs, or stop after ``GRACE``."""
         with self._changed:
             self._active = active
             self._free_from = time.monotonic() + GRACE
             self._changed.notify_all()
 
     def hurry(self) -> None:
-        """Hold jobs back no longer: somebody waits for one."""
+        """Stop delaying jobs, because a caller waits for one."""
         with self._changed:
             self._active = False
             self._free_from = 0.0
             self._changed.notify_all()
 
     def take_turn(self, waiting: int) -> None:
-        """Called before a job: returns when it may be done.
+        """Wait until the next job may run.
 
         Args:
-            waiting: Bytes that wait with it.
+            waiting: Bytes queued, including this job's.
         """
         latest = time.monotonic() + PATIENCE * (1 - waiting / MOST_WAITING)
         with self._changed:

@@ -1,8 +1,8 @@
-"""Threads that work off one queue, started when there is something to do.
+"""Run jobs from one queue on threads that start when there is work.
 
-A medium can keep a thread for ever: no system interrupts a read of a file whose server does not answer. So each medium
-has a pool of its own. Where all of a pool's threads are stuck, what waits is refused instead of waiting with them, and
-once per rest one more thread tries whether the medium answers again.
+A medium can block a thread for ever: no system interrupts a read of a file whose server does not answer. So each medium
+has its own pool. If all of a pool's threads are stuck, queued jobs are refused instead of waiting behind them, and once
+per rest one more thread tries whether the medium answers again.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 Job = Callable[[], None]
 
-#: How many threads are started in place of stuck ones; a medium that keeps as many is not tried again until it lets one
-#: go.
+#: How many threads are started in place of stuck ones. If all of these are stuck too, the medium is not tried again
+#: until one returns.
 _MOST_EXTRA = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RefusableJob:
-    """A job for which something else is done where it cannot be.
+    """A job with an alternative for when it cannot run.
 
     Args:
         run: The job.
-        refuse: What is done instead, by whichever thread finds out.
+        refuse: The alternative, run by whichever thread finds the pool stuck.
     """
 
     run: Job
     refuse: Job
 
     def __call__(self) -> None:
-        """Do the job."""
+        """Run the job."""
         self.run()
 
 
@@ -49,12 +49,12 @@ class Pool:
     """A few daemon threads.
 
     Args:
-        name: Their name, of at most 13 characters so that system tools show it whole.
-        threads: How many.
-        nice: How much they give way to the process's other threads.
-        before: Called before each job; it returns when the job may be done.
-        patience: After how many seconds in one job a thread counts as stuck.
-        rest: How many seconds after all were found stuck one more is started; never after an infinite time.
+        name: The prefix of their names, at most 13 characters so that system tools show it whole.
+        threads: The number of threads.
+        nice: How far to lower their priority below the process's other threads.
+        before: Called before each job; returns when the job may run.
+        patience: Seconds in one job after which a thread counts as stuck.
+        rest: Seconds from finding all threads stuck until one more is started; infinite: never.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Pool:
         self._rest = rest
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._began: dict[int, float] = {}  # of the threads that have a job: since when
+        self._began: dict[int, float] = {}  # start time of each busy thread's job
         self._rest_until = 0.0
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._closed = False
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs, done in order as far as one thread is concerned. A job must not raise.
+        """Queue jobs; each thread takes them in order. A job must not raise.
 
         Raises:
             ValueError: The pool is closed.
@@ -100,7 +100,7 @@ class Pool:
         self.relieve()
 
     def relieve(self) -> None:
-        """Refuse what waits, if all threads are stuck; whoever waits for a job's end calls this now and then."""
+        """Refuse queued jobs if all threads are stuck; callers that wait for a job call this from time to time."""
         if len(self._began) < len(self._threads) or not self._is_stuck():
             return
         with self._lock:
@@ -124,12 +124,12 @@ class Pool:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether none of the threads gets on."""
+        """Whether all of the threads are stuck."""
         with self._lock:
             return self._is_stuck()
 
     def close(self) -> None:
-        """Finish what is queued and end the threads; those that are stuck are left to themselves."""
+        """Finish queued jobs and end the threads; stuck threads are abandoned."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -166,17 +166,17 @@ class Pool:
                 if self._before is not None:
                     self._before()
                 job()
-            except Exception:  # noqa: BLE001 - a thread that ends would leave its queue waiting for ever
+            except Exception:  # noqa: BLE001 - an exception would end the thread and leave its queue waiting for ever
                 get_logger(__name__).exception("[UCM.Store] a job of %s failed unexpectedly", self._name)
             finally:
                 self._began.pop(me, None)
             if time.monotonic() - began >= self._patience and self._is_one_too_many():
                 return
-        with self._lock:  # where all others have ended, one that is stuck is all that there is
+        with self._lock:  # once all other threads have ended, only stuck ones may remain in the list
             self._threads.remove(threading.current_thread())
 
     def _is_one_too_many(self) -> bool:
-        """Of a thread that was stuck: whether another one has taken its place."""
+        """Return whether this thread, which was stuck, has been replaced by another one."""
         with self._lock:
             self._rest_until = 0.0
             if len(self._threads) > self._count:

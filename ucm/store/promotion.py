@@ -1,4 +1,4 @@
-"""Copying blocks of lower tiers into the first one, in the background."""
+"""Copy blocks from lower tiers into the first one, in the background."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from ucm.store.format import HeaderCodec
     from ucm.store.guard import Guard
 
-#: How many blocks may wait to be read from a lower tier: more would be old news by the time they are there.
+#: How many blocks may wait to be read from a lower tier; more would be outdated by the time they arrive.
 _MOST_WAITING = 1024
 
 
 class Promoter:
-    """Copies a block that was just loaded from the bytes that are in memory; others it reads.
+    """Copies just loaded blocks from memory into the first tier; other blocks are read from a lower tier.
 
     Args:
-        tiers: The store's, fastest first.
-        codec: What a block looks like when stored; None in a store that does not load.
-        limit: How many bytes of loaded blocks may wait for being written; more are not copied.
+        tiers: The store's tiers, fastest first.
+        codec: The codec of stored blocks; None in a store that does not load.
+        limit: Bytes of loaded blocks that may wait to be written; further blocks are not copied.
     """
 
     def __init__(self, tiers: Sequence[Guard], codec: HeaderCodec | None, limit: int) -> None:
@@ -37,11 +37,11 @@ class Promoter:
         self._limit = limit
         self._lock = Lock()
         self._waiting: set[BlockKey] = set()
-        self._nbytes = 0  # copied and not yet written
+        self._nbytes = 0  # bytes copied and not yet written
         self._closed = False
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Bring blocks nearer: into the first tier, or if there is only one, into whatever reads ahead for it."""
+        """Copy blocks into the first tier; with only one tier, let it read ahead."""
         if self._lower:
             missing = [key for key, there in zip(keys, self._first.contains(keys), strict=True) if not there]
             for key in missing:
@@ -51,7 +51,7 @@ class Promoter:
                 self._first.dump_later(key, partial(self._first.tier.prefetch, key))
 
     def promote(self, key: BlockKey) -> None:
-        """Copy a block from a lower tier, unless that is under way or too much is."""
+        """Copy a block from a lower tier, unless it is being copied already or too many are."""
         with self._lock:
             if self._closed or key in self._waiting or len(self._waiting) >= _MOST_WAITING:
                 return
@@ -60,7 +60,7 @@ class Promoter:
             self._lower[0].dump_later(key, partial(self._fetch, 0, key), partial(self._forget, key))
 
     def keep(self, block: BlockTransfer) -> None:
-        """Copy a block that was just loaded from a lower tier and is in memory; its memory is copied now."""
+        """Copy a block that was just loaded from a lower tier; its memory is copied before this returns."""
         codec = self._codec
         if codec is None or len(block.shards) < len(codec.geometry.shard_sizes):
             self.promote(block.key)
@@ -86,12 +86,12 @@ class Promoter:
             )
 
     def close(self) -> None:
-        """Skip what waits."""
+        """Skip queued copies."""
         with self._lock:
             self._closed = True
 
     def _fetch(self, number: int, key: BlockKey) -> None:
-        """Read a block from a lower tier, and have it written."""
+        """Read a block from a lower tier and queue it to be written."""
         following, job = None, partial(self._fetch, number + 1, key)
         try:
             content = self._lower[number].read_file(key)
@@ -119,7 +119,7 @@ class Promoter:
                 self._first.put(key, content)
         except StoreError as error:
             self._first.counters.failed("promote", error)
-        except Exception as error:  # noqa: BLE001 - the block must not wait for ever
+        except Exception as error:  # noqa: BLE001 - otherwise the block would count as being copied for ever
             self._first.counters.failed("promote", unexpected(error))
         finally:
             self._forget(key, counted)

@@ -1,4 +1,4 @@
-"""Keys that were seen present a moment ago."""
+"""Remember keys that were recently found present."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class RecentKeys:
-    """A set that forgets: two generations, of which the older one is dropped when its time is over.
+    """A set of keys that expire, in two generations; the older one is dropped at the end of its time.
 
     Args:
-        limit: How many keys are held at most; 0 or 1 hold none.
-        seconds: How long a key is held unless there are too many; twice that at most.
+        limit: The most keys held; 0 or 1 hold none.
+        seconds: How long a key is held at least, unless there are too many; at most twice as long.
     """
 
     def __init__(self, limit: int, seconds: float) -> None:
@@ -25,7 +25,7 @@ class RecentKeys:
         self._turn = 0.0
 
     def generations(self) -> tuple[set[BlockKey], set[BlockKey]]:
-        """The younger and the older set, for one lookup: new keys go into the younger."""
+        """Return the younger and the older set for one lookup; add new keys to the younger one."""
         if not self._half:
             return set(), set()
         now = time.monotonic()
@@ -41,6 +41,6 @@ class RecentKeys:
         return self._young, self._old
 
     def drop(self, key: BlockKey) -> None:
-        """Forget a key that is gone, or may be."""
+        """Forget a key that is, or may be, gone."""
         self._young.discard(key)
         self._old.discard(key)

@@ -1,4 +1,4 @@
-"""The tier on Redis or Valkey servers: a block is one value, which the server may evict at any time."""
+"""Store blocks on Redis or Valkey servers: a block is one value, which the server may evict at any time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from ucm.store.tier import Outcome, TierPlace
 
 _MOST_PORT = 65535
-#: The largest value that a server takes.
+#: The largest value that a server accepts, in bytes.
 _MOST_NBYTES = 512 << 20
 
 
 def _addresses(value: object) -> object:
-    """One address may stand for a list of one."""
+    """Turn a single address or a list into a tuple."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
@@ -85,20 +85,20 @@ class RedisOptions(TierOptions):
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Hosts and ports."""
+        """The servers' hosts and ports."""
         pairs = [one.rpartition(":") for one in self.address]
         return [(host.strip("[]"), int(port)) for host, _, port in pairs]
 
 
 class RedisTier(ValueTier):
-    """Blocks as values.
+    """A tier that stores each block as one value.
 
-    A value is the header and the shards of a block, stored by one command, and checked when it arrives. Its key is
-    ``ucm<format version>:<digest of the namespace>:<block>``, so that releases with other formats do not meet.
+    A value is the header and the shards of a block, stored by one command and checked when it is received. Its key is
+    ``ucm<format version>:<digest of the namespace>:<block>``, so that releases with other formats do not share values.
 
     Args:
-        options: Where the servers are.
-        place: What it is opened for.
+        options: The options of the servers.
+        place: The namespace and geometry to open.
 
     Raises:
         ConfigError: redis-py is not installed, or a file with a secret or a certificate cannot be read.
@@ -124,12 +124,12 @@ class RedisTier(ValueTier):
 
     @property
     def resting(self) -> float:
-        """The share of the servers that rest."""
+        """The share of the servers that rest, 0 to 1."""
         nodes = self._servers.nodes
         return sum(node.rests for node in nodes) / len(nodes)
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """One round trip to each server; those seen a moment ago are not asked for."""
+        """Look up keys in one round trip to each server, except keys that were found recently."""
         young, old = self._recent.generations()
         unknown = [key for key in keys if key not in young and key not in old]
         if not unknown:
@@ -147,12 +147,12 @@ class RedisTier(ValueTier):
         if failure is not None:
             if not there and len(unknown) == len(keys):
                 raise failure
-            self.counters.failed("lookup", failure)  # and the other servers have answered
+            self.counters.failed("lookup", failure)  # the other servers answered, so do not raise
         lacking = set(unknown) - there
         return [key not in lacking for key in keys]
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
-        """The values one behind the other, each received into the memory that wants it."""
+        """Load the blocks' values in pipelined commands, each received directly into its memory."""
         codec = self._known_codec()
         headers = [bytearray(codec.nbytes) for _ in blocks]
         replies = self._servers.run(
@@ -173,7 +173,7 @@ class RedisTier(ValueTier):
         return outcomes
 
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
-        """The value, whatever its length."""
+        """Return the value, whatever its length."""
         from ucm.store.redis_wire import Command, pack  # noqa: PLC0415 - see _share
 
         name = self._name(key)
@@ -196,7 +196,7 @@ class RedisTier(ValueTier):
         return content if reply[0] == content.nbytes else content[: min(reply[0], content.nbytes - 1)]
 
     def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """One SET."""
+        """Store the value by one SET."""
         from ucm.store.redis_wire import Command, pack_set  # noqa: PLC0415 - see _share
 
         name = self._name(key)
@@ -207,14 +207,14 @@ class RedisTier(ValueTier):
         self._recent.generations()[0].add(key)
 
     def remove(self, key: BlockKey, deadline: float) -> None:
-        """One DEL."""
+        """Delete the value by one DEL."""
         del deadline
         name = self._name(key)
         self._recent.drop(key)
         self._servers.plain(name, b"DEL", name)
 
     def stats(self) -> TierStats:
-        """The counters; what the servers use is theirs to tell."""
+        """Return the counters; the memory use of the servers is unknown."""
         return self.counters.snapshot(None, None)
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class RedisTier(ValueTier):
         return self._prefix + key.hex().encode()
 
     def _gets(self, block: BlockTransfer, header: bytearray, deadline: float) -> Sequence[Command]:
-        """What to ask for some shards of a block."""
+        """Return the commands that load some shards of a block."""
         from ucm.store.redis_wire import Command, Into, pack  # noqa: PLC0415 - see _share
 
         codec, name, first = self._known_codec(), self._name(block.key), block.first_shard
@@ -240,7 +240,7 @@ class RedisTier(ValueTier):
         ]
 
     def _judge(self, block: BlockTransfer, header: bytearray, reply: Any) -> StoreError | None:
-        """What is wrong with a value that was received."""
+        """Return what is wrong with a received value, or None."""
         codec = self._known_codec()
         if isinstance(reply, StoreError):
             return reply
@@ -265,7 +265,7 @@ _lock = threading.Lock()
 
 
 def _share(options: RedisOptions, name: str, failures: int, rest: float) -> Servers:
-    """The connections to some servers, and what is known of these, one for all stores of a process."""
+    """Return the connections and breakers of some servers, shared by all stores of this process."""
     try:
         from ucm.store.redis_wire import Servers  # noqa: PLC0415 - an optional dependency
     except ImportError as error:

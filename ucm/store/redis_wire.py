@@ -1,11 +1,10 @@
-"""Talking to Redis or Valkey servers without copying values: one server, the master that sentinels name, or a cluster.
+"""Talk to Redis or Valkey servers without copying values: one server, a master named by sentinels, or a cluster.
 
-redis-py makes the connections (TLS, authentication, sentinels) and reads replies through a parser of ours, which
-receives a value straight into the memory that wants it. Commands are written as they are on the wire. So a batch of
-commands costs one round trip to each server, an answer of a thousand keys is parsed at once, and no byte of a value is
-copied on either way.
+redis-py makes the connections (TLS, authentication, sentinels) and reads replies through our parser, which receives a
+value directly into its destination. Commands are written in wire format. So a batch of commands costs one round trip to
+each server, an answer for a thousand keys is parsed at once, and no byte of a value is copied in either direction.
 
-Nothing is tried twice but where a cluster redirects: the time of every call is bounded.
+Nothing is retried except where a cluster redirects, so that the time of every call is bounded.
 """
 
 from __future__ import annotations
@@ -45,26 +44,26 @@ if TYPE_CHECKING:
     from ucm.store.redis_tier import RedisOptions
 
 SLOTS = 16384
-#: Values are sent and received in parts no longer than this; one must pass within the time of one answer.
+#: Values are sent and received in parts of at most this size; each must pass within the timeout of one answer.
 _PART = 1 << 20
 _TIMEVAL = struct.Struct("ll")
-#: How many bytes of values may be on their way while those before them are received; the server holds them meanwhile.
+#: Bytes of values that may be requested while earlier ones are received; the server holds them meanwhile.
 _WINDOW = 8 << 20
-#: A value of the wrong length up to this is read and dropped; a longer one costs the connection.
+#: The longest value of the wrong length that is read and dropped; a longer one costs the connection.
 _MOST_DROPPED = 1 << 16
 _READ_SIZE = 1 << 14
-#: How often a command follows a cluster's redirections.
+#: How many times a command follows a cluster's redirections.
 _ROUNDS = 4
-#: How many seconds lie between two looks at a cluster's layout, at least.
+#: The least number of seconds between two requests for a cluster's layout.
 _LAYOUT_SECONDS = 0.5
 
 
 class Into:
-    """A value that is to be received into memory.
+    """Receives a value into memory.
 
     Args:
-        memory: Where, in order.
-        deadline: By when.
+        memory: The destination buffers, in order.
+        deadline: When to stop, as ``time.monotonic()``.
     """
 
     def __init__(self, memory: Sequence[Buffer], deadline: float) -> None:
@@ -73,7 +72,7 @@ class Into:
         self.nbytes = sum(view.nbytes for view in self._memory)
 
     def read(self, parser: IntoParser) -> int | None:
-        """Receive it: its length, or None if there is none; of another length it is not received."""
+        """Receive the value and return its length, or None if there is none; skip one of another length."""
         buffer, sock = parser.buffer, parser.sock
         line = buffer.readline()
         if not line.startswith(b"$"):
@@ -100,11 +99,11 @@ class Into:
                 receive(view[len(ahead) :], sock, timeout)
         finally:
             sock.settimeout(timeout)
-        buffer.read(0)  # the end of the line
+        buffer.read(0)  # consume the end of the line
         return nbytes
 
     def _receive_all(self, view: Buffer, sock: Any, timeout: float) -> None:
-        """One call to the system for each part, which comes back with all of it, or with what there is in time."""
+        """Receive parts by one system call each, which returns the whole part, or less after a timeout."""
         del timeout
         at = 0
         while at < view.nbytes:
@@ -119,7 +118,7 @@ class Into:
             at += got
 
     def _receive_checked(self, view: Buffer, sock: Any, timeout: float) -> None:
-        """As much as there is at a time: what TLS can do."""
+        """Receive whatever is available at a time, because TLS has no MSG_WAITALL."""
         at = 0
         while at < view.nbytes:
             left = self._deadline - time.monotonic()
@@ -134,11 +133,11 @@ class Into:
 
 
 class Lines:
-    """So many short replies, each of one line.
+    """Receives a number of short replies of one line each.
 
     Args:
-        count: How many.
-        deadline: By when.
+        count: The number of replies.
+        deadline: When to stop, as ``time.monotonic()``.
     """
 
     def __init__(self, count: int, deadline: float) -> None:
@@ -146,7 +145,7 @@ class Lines:
         self._deadline = deadline
 
     def read(self, parser: IntoParser) -> list[bytes]:
-        """Receive them."""
+        """Receive the replies."""
         data = bytearray(parser.read_ahead(1 << 30))
         while data.count(b"\r\n") < self._count:
             if time.monotonic() > self._deadline:
@@ -159,7 +158,7 @@ class Lines:
 
 
 class WrongLengthError(exceptions.InvalidResponse):
-    """A value is not as long as a block; it is left unread, and its connection closed."""
+    """A value does not have a block's length; it is left unread and its connection closed."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(f"the value has {nbytes} bytes")
@@ -170,7 +169,7 @@ _WANTED = threading.local()
 
 
 class IntoParser(_RESP2Parser):
-    """redis-py's parser, which receives the next reply in the way that its thread wants it."""
+    """A redis-py parser that receives the next reply in the way its thread requested."""
 
     def _read_response(self, disable_decoding: bool = False, timeout: float | object = NO_TIMEOUT) -> Any:
         wanted = getattr(_WANTED, "reply", None)
@@ -181,7 +180,7 @@ class IntoParser(_RESP2Parser):
 
     @property
     def buffer(self) -> Any:
-        """What has been received and not yet read."""
+        """The received bytes that were not read yet."""
         return self._buffer
 
     @property
@@ -190,23 +189,23 @@ class IntoParser(_RESP2Parser):
         return self._sock
 
     def read_plain(self) -> Any:
-        """The next reply, as redis-py reads it."""
+        """Read the next reply as redis-py does."""
         return super()._read_response(disable_decoding=True)
 
     def read_ahead(self, nbytes: int) -> bytes:
-        """What has been received already, so much at most."""
+        """Return bytes that were received already, at most ``nbytes``."""
         buffer: Any = self._buffer
-        found: bytes = buffer._buffer.read(nbytes)  # noqa: SLF001 - redis-py has no other name for it
+        found: bytes = buffer._buffer.read(nbytes)  # noqa: SLF001 - redis-py has no public name for it
         return found
 
 
 def pack(*words: bytes) -> bytes:
-    """A command as it is on the wire."""
+    """Return a command in wire format."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 def pack_set(key: bytes, buffers: Sequence[Buffer | bytearray], ttl_seconds: int | None) -> list[Buffer | bytes]:
-    """A SET of a value in pieces."""
+    """Return a SET command whose value is given in pieces."""
     pieces: list[Buffer | bytes] = []
     nbytes = 0
     for buffer in buffers:
@@ -220,17 +219,17 @@ def pack_set(key: bytes, buffers: Sequence[Buffer | bytearray], ttl_seconds: int
 
 
 def slot(key: bytes) -> int:
-    """The hash slot of a key without braces."""
+    """Return the hash slot of a key without braces."""
     return binascii.crc_hqx(key, 0) % SLOTS
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of a batch.
+    """One command of a batch.
 
     Args:
-        sent: What is sent.
-        wanted: How the reply is received; None: as redis-py does.
+        sent: The command in wire format, in pieces.
+        wanted: How to receive the reply; None: as redis-py does.
     """
 
     sent: Sequence[Buffer | bytes]
@@ -241,8 +240,8 @@ class Node:
     """One server, or the master that sentinels name.
 
     Args:
-        name: For messages.
-        pool: Its connections.
+        name: The name used in messages.
+        pool: The server's connections.
         failures: See ``Breaker``.
         rest: See ``Breaker``.
     """
@@ -251,21 +250,21 @@ class Node:
         self.name = name
         self._pool = pool
         self.calls = Breaker(f"the Redis server {name}", failures, rest)
-        self.writes = Breaker(f"writing to the Redis server {name}", failures, rest)  # a full server still reads
+        self.writes = Breaker(f"writing to the Redis server {name}", failures, rest)  # a full server can still be read
 
     @property
     def rests(self) -> bool:
-        """Whether it is of no use to ask it."""
+        """Whether calls would be refused."""
         return self.calls.rests or self.writes.rests
 
     def exchange(self, commands: Sequence[Command], deadline: float) -> list[Any]:
-        """Send commands, one ahead of the other, and receive their replies.
+        """Send commands ahead of their replies, and receive the replies.
 
         Returns:
-            The replies; an error that a server answers is one. What came after a value of the wrong length is missing.
+            The replies, including error replies. Replies after a value of the wrong length are missing.
 
         Raises:
-            StoreError: The server does not answer, or only errors.
+            StoreError: The server does not answer, or the connection fails.
         """
         replies: list[Any] = []
         with self._connection() as connection:
@@ -287,7 +286,7 @@ class Node:
         return replies
 
     def ask(self, keys: Sequence[bytes], deadline: float, *, asking: bool = False) -> list[bytes]:
-        """Whether keys are there, in one round trip: one line of the answer for each."""
+        """Look up keys in one round trip; return one line of the answer for each."""
         prefix = pack(b"ASKING") if asking else b""
         sent = b"".join(prefix + b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys)
         with self._connection() as connection:
@@ -296,7 +295,7 @@ class Node:
         return lines[1::2] if asking else lines
 
     def plain(self, *words: bytes) -> Any:
-        """One command with a short reply."""
+        """Send one command with a short reply."""
         with self._connection() as connection:
             connection.send_packed_command([pack(*words)], check_health=False)
             return connection.read_response(disable_decoding=True)
@@ -314,7 +313,7 @@ class Node:
 
     @contextmanager
     def _connection(self) -> Iterator[Any]:
-        """A connection of the pool; what goes wrong with it is told in our words, and to the breaker."""
+        """Yield a pooled connection; convert its errors to StoreError and report them to the breaker."""
         if not self.calls.allows(wait=False):
             raise self.calls.refusal(self.name)
         try:
@@ -332,7 +331,7 @@ class Node:
 
 
 def failure_of(error: BaseException, where: str) -> StoreError:
-    """What a store is told of an error of redis-py's."""
+    """Return the StoreError for an error of redis-py."""
     said = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, exceptions.TimeoutError):
         return StoreTimeoutError(f"Redis does not answer in time: {said}", where=where)
@@ -344,13 +343,13 @@ def failure_of(error: BaseException, where: str) -> StoreError:
         )
     if isinstance(error, exceptions.ResponseError) and said.startswith("WRONGTYPE"):
         return BlockForeignError(f"another kind of value has the block's key: {said}", where=where)
-    if isinstance(error, exceptions.InvalidResponse):  # it says nothing of any block: all of a batch would be deleted
+    if isinstance(error, exceptions.InvalidResponse):  # no block's fault: otherwise a whole batch would be deleted
         return StoreUnavailableError(f"Redis answered what cannot be read: {said}", where=where)
     return StoreUnavailableError(f"Redis: {said}", where=where)
 
 
 def _until(pieces: Iterable[Buffer | bytes], deadline: float) -> Iterator[Buffer | bytes]:
-    """Pieces to send, as long as there is time."""
+    """Yield pieces to send until the deadline."""
     for piece in pieces:
         if time.monotonic() > deadline:
             raise exceptions.TimeoutError("the server did not take the value in time")
@@ -362,20 +361,20 @@ def _expected(command: Command) -> int:
 
 
 class Servers:
-    """The server, or servers, that options name.
+    """All servers named by the options.
 
     Args:
-        options: Where they are, and how to talk to them.
+        options: The addresses and how to connect to them.
         password: The password; empty: none.
-        failures: After how many failures in a row a server rests.
-        rest: For how many seconds.
+        failures: The number of consecutive failures after which a server rests.
+        rest: The length of a rest in seconds.
     """
 
     def __init__(self, options: RedisOptions, password: str, failures: int, rest: float) -> None:
         self._options = options
         self._limits = failures, rest
         self._lock = threading.Lock()
-        self._slots: list[Node] = []  # of a cluster
+        self._slots: list[Node] = []  # the nodes of a cluster, by slot
         self._looked = 0.0
         self._stale = True
         self._settings: dict[str, Any] = {
@@ -408,11 +407,11 @@ class Servers:
 
     @property
     def nodes(self) -> list[Node]:
-        """All servers that are known."""
+        """All known servers."""
         return list(self._nodes.values())
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool | StoreError]:
-        """Whether each key is there, in one round trip to each server."""
+        """Return whether each key exists, in one round trip to each server."""
 
         def ask(node: Node, indexes: list[int], asking: bool) -> list[Any]:
             return node.ask([keys[index] for index in indexes], deadline, asking=asking)
@@ -439,7 +438,7 @@ class Servers:
         *,
         writing: bool = False,
     ) -> list[Any]:
-        """Some commands for each key: a list of replies, or an error."""
+        """Run commands for each key and return a list of replies, or an error, for each."""
 
         def exchange(node: Node, indexes: list[int], asking: bool) -> list[Any]:
             found: list[Any] = []
@@ -454,7 +453,7 @@ class Servers:
                 for count in counts:
                     some, replies = replies[:count], replies[count:]
                     if not some:
-                        break  # a value of the wrong length has cost the connection: go on with another one
+                        break  # a value of the wrong length has cost the connection: continue with another one
                     some = some[1::2] if asking else some
                     bad = next((one for one in some if isinstance(one, Exception)), None)
                     found.append(some if bad is None else bad)
@@ -463,10 +462,10 @@ class Servers:
         return self._each(keys, exchange, lambda reply: reply, writing=writing)
 
     def plain(self, key: bytes, *words: bytes) -> Any:
-        """One command about a key.
+        """Run one command about a key.
 
         Raises:
-            StoreError: It could not be done.
+            StoreError: The command failed.
         """
         found = self.run([key], lambda _: [Command([pack(*words)])], 0.0 + time.monotonic() + self._options.timeout)[0]
         if isinstance(found, StoreError):
@@ -478,7 +477,7 @@ class Servers:
         for node in self.nodes:
             node.close()
 
-    def _each(  # noqa: C901 - one loop, of which every branch is short
+    def _each(  # noqa: C901 - one loop with short branches
         self,
         keys: Sequence[bytes],
         ask: Callable[[Node, list[int], bool], list[Any]],
@@ -486,7 +485,7 @@ class Servers:
         *,
         writing: bool = False,
     ) -> list[Any]:
-        """Ask the servers of keys, and follow where a cluster redirects."""
+        """Ask the servers of the keys, and follow a cluster's redirections."""
         found: list[Any] = [None] * len(keys)
         asked: dict[tuple[Node, bool], list[int]] = defaultdict(list)
         for index, key in enumerate(keys):
@@ -518,7 +517,7 @@ class Servers:
         return found
 
     def _outcome(self, answer: Any, node: Node, *, writing: bool) -> Any:
-        """An answer, or what a store is told of an error; a server that is full is not written to for a while."""
+        """Return an answer, or the StoreError for an error; note if a server is full, to pause writes to it."""
         found = failure_of(answer, node.name) if isinstance(answer, Exception) else answer
         if isinstance(found, StoreFullError):
             node.writes.failed(found)
@@ -527,7 +526,7 @@ class Servers:
         return found
 
     def _redirection(self, error: exceptions.AskError, node: Node) -> Node:
-        """The server that another one names; MovedError is an AskError."""
+        """Return the server named by a redirection; MovedError is an AskError."""
         target = self._node(error.host or node.name.rpartition(":")[0], error.port)
         if isinstance(error, exceptions.MovedError):
             self._stale = True
@@ -542,7 +541,7 @@ class Servers:
         return self._slots[slot(key)]
 
     def _look(self) -> None:
-        """Learn a cluster's layout from the first server that tells it."""
+        """Learn a cluster's layout from the first server that reports it."""
         with self._lock:
             if not self._stale or (self._slots and time.monotonic() - self._looked < _LAYOUT_SECONDS):
                 return

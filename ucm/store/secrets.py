@@ -1,4 +1,4 @@
-"""Secrets come from a file or from the environment, and are shown nowhere."""
+"""Read secrets from a file or from the environment, without ever showing them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ucm.errors import ConfigError
 
 
 def read_secret(file: str | None, variable: str | None, where: str) -> str:
-    """A secret: the first line of a file, or the value of an environment variable; empty if neither is named.
+    """Return the first line of a file or an environment variable's value; empty if neither is named.
 
     Args:
-        file: The path of the file; ``~`` is put in.
+        file: The path of the file; ``~`` is expanded.
         variable: The name of the variable.
         where: The setting, for messages.
 

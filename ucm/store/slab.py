@@ -1,12 +1,12 @@
-"""Host memory that an engine's processes share: blocks are staged there, verified, and copied from there.
+"""Share host memory between an engine's processes: blocks are staged there, verified, and copied from there.
 
-The scheduler's process makes one anonymous file of memory. It needs no name in a file system and no room in
-``/dev/shm``, takes memory only where it was written, and is gone with the last process that has it open. A worker opens
-it by its address, ``/proc/<pid>/fd/<fd>``, and answers by writing its record into it; so the scheduler learns which
-ranks share its host, and what their blocks look like.
+The scheduler process makes one anonymous memory file. It needs no name in a file system and no room in ``/dev/shm``,
+uses memory only where it was written, and disappears with the last process that has it open. A worker opens it by its
+address, ``/proc/<pid>/fd/<fd>``, and answers by writing its record into it. So the scheduler learns which ranks share
+its host, and the format of their blocks.
 
-    offset                    what
-    0                         the address' token, so that nobody takes another file for this one
+    offset                    content
+    0                         the address's token, so that a process detects a wrong file
     4096 + 65536 * rank       the record of a rank
     …                         rows: room for one block of one KV-cache group, the parts of all ranks one after the other
 """
@@ -43,27 +43,27 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task, TaskResult
 
 PAGE = 4096
-#: Room for a rank's record.
+#: The size reserved for a rank's record, in bytes.
 RECORD_BYTES = 64 << 10
 #: The length of a record, and its checksum.
 _RECORD = struct.Struct("<QQ")
-#: Without a limit of the operator's, this part of the host's memory, and no more than so much.
+#: The default limit: host memory divided by ``_SHARE``, at most ``_MOST_BYTES``.
 _SHARE, _MOST_BYTES = 8, 16 << 30
-#: Blocks that nobody has used for so long give their memory back.
+#: Seconds after which unused blocks give their memory back.
 IDLE_SECONDS = 120.0
-#: Blocks of this age are read again when they are wanted, so that the tiers see that they are in use.
+#: Seconds after which a block is read again when it is wanted, so that the tiers see that it is in use.
 STALE_SECONDS = 600.0
-#: So much memory is taken ahead of its first use: a page's first use costs more than reading the page.
+#: Bytes allocated ahead of their first use, because first touching a page costs more than reading it from a file.
 AHEAD_BYTES = 128 << 20
 _MADV_POPULATE_WRITE = 23
 #: Threads that copy out of the slab in each worker.
 COPY_THREADS = 2
-#: Shards from this size on are copied by numpy, which lets other threads run meanwhile; smaller ones faster without it.
+#: From this size on, numpy copies a shard and lets other threads run meanwhile; smaller shards are faster without it.
 _LARGE_BYTES = 32 << 10
 
 
 def default_bytes() -> int:
-    """How much may be staged unless the operator says: an eighth of the host's, or the container's, memory."""
+    """Return the default limit of staged bytes: an eighth of the memory of the host or the container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
@@ -72,14 +72,14 @@ def default_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlabAddress:
-    """Where a slab is found, by processes of the same host and user.
+    """The address of a slab, for processes of the same host and user.
 
     Args:
-        boot: The running system's own name.
-        pid: The owner's process.
-        descriptor: The open file in it.
-        inode: The file's.
-        token: What stands at its beginning.
+        boot: The id of the running system's boot.
+        pid: The owner's process id.
+        descriptor: The file's descriptor in the owner's process.
+        inode: The file's inode.
+        token: The bytes at the beginning of the file.
     """
 
     boot: str
@@ -90,18 +90,18 @@ class SlabAddress:
 
 
 class State(Enum):
-    """Of a row."""
+    """The state of a row."""
 
-    READING = "reading"  #: somebody fills it
+    READING = "reading"  #: being filled
     WHOLE = "whole"  #: verified
-    FAILED = "failed"  #: nobody finds it any more
+    FAILED = "failed"  #: no longer found by lookups
 
 
 class Row:
     """Room for one block, with the parts of all ranks.
 
     Args:
-        number: Its place.
+        number: The row's index in the slab.
         name: The KV-cache group, and the block's key.
     """
 
@@ -111,17 +111,17 @@ class Row:
         self.number = number
         self.name = name
         self.state = State.READING
-        self.tier = ""  #: where it came from
-        self.users = 2  #: who wanted it first, and who fills it
+        self.tier = ""  #: the tier it was read from
+        self.users = 2  #: the first process that wanted the block, and the thread that fills it
         self.read_at = time.monotonic()
 
 
 class Slab:
-    """The owner's side. All methods may be called from any thread.
+    """The owner's side of a slab. All methods may be called from any thread.
 
     Args:
-        nbytes: How much may be staged.
-        ranks: How many workers write a record.
+        nbytes: Bytes that may be staged.
+        ranks: The number of workers that write a record.
     """
 
     def __init__(self, nbytes: int, ranks: int) -> None:
@@ -138,14 +138,14 @@ class Slab:
         self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token)
         self._row_bytes = 0
         self._rows = 0
-        self._fresh = 0  # rows from here on were never used
-        self._populated = 0  # rows from here on have no memory yet
+        self._fresh = 0  # index of the first row that was never used
+        self._populated = 0  # index of the first row without memory
         self._free: list[int] = []
         self._table: dict[tuple[int, BlockKey], Row] = {}
         self._unused: OrderedDict[Row, float] = OrderedDict()
 
     def records(self) -> dict[int, dict[str, Any]]:
-        """What the ranks have written until now."""
+        """Return the records that ranks have written so far, by rank."""
         found = {}
         for rank in range(self._ranks):
             at = PAGE + rank * RECORD_BYTES
@@ -157,21 +157,21 @@ class Slab:
         return found
 
     def lay_out(self, row_bytes: int) -> None:
-        """Say how large a row is; called once."""
+        """Set the size of a row in bytes; called once."""
         self._row_bytes = -(-row_bytes // PAGE) * PAGE
         self._rows = (self._nbytes - self._begin) // self._row_bytes
 
     def offset(self, row: Row) -> int:
-        """Where a row begins."""
+        """Return the offset of a row in the slab."""
         return self._begin + row.number * self._row_bytes
 
     def memory(self, row: Row, share: int, sizes: Sequence[int]) -> list[Buffer]:
-        """The memory of a rank's shards of a block.
+        """Return the memory of a rank's shards of a block.
 
         Args:
-            row: The block's.
-            share: Where the rank's part begins within it.
-            sizes: The shards', in bytes.
+            row: The block's row.
+            share: The offset of the rank's part within the row.
+            sizes: The sizes of the shards in bytes.
         """
         at = self.offset(row) + share
         found = []
@@ -181,7 +181,7 @@ class Slab:
         return found
 
     def holds(self, group: int, keys: Sequence[BlockKey]) -> int:
-        """How many of the first blocks are there, verified."""
+        """Return how many of the first blocks are staged and verified."""
         table, oldest = self._table, time.monotonic() - STALE_SECONDS
         for count, key in enumerate(keys):
             row = table.get((group, key))
@@ -190,7 +190,7 @@ class Slab:
         return len(keys)
 
     def hold(self, group: int, keys: Sequence[BlockKey]) -> list[Row] | None:
-        """Keep blocks that are there, until ``release``; None if one is not."""
+        """Keep staged blocks until ``release``; return None if one is missing."""
         with self.changed:
             if self.holds(group, keys) < len(keys):
                 return None
@@ -200,9 +200,9 @@ class Slab:
             return found
 
     def claim(self, group: int, key: BlockKey) -> tuple[Row, bool] | None:
-        """A block's row, to be given back by ``release``, and whether the caller is to fill it; None without room.
+        """Return a block's row, to be released later, and whether the caller must fill it; None if there is no room.
 
-        Who fills it says how that went by ``filled`` or ``failed``; until then the row is nobody else's.
+        The thread that fills the row reports the outcome by ``filled`` or ``failed``; until then no other uses it.
         """
         name = (group, key)
         with self.changed:
@@ -220,14 +220,14 @@ class Slab:
             return row, True
 
     def filled(self, row: Row, tier: str) -> None:
-        """A claimed row has its block, verified, of all ranks."""
+        """Report that a claimed row has its block, verified for all ranks."""
         with self.changed:
             row.state, row.tier = State.WHOLE if self._table.get(row.name) is row else State.FAILED, tier
             self._drop(row)
             self.changed.notify_all()
 
     def failed(self, row: Row, *, at_rest: bool = True) -> None:
-        """A claimed row cannot be filled; unless it is ``at_rest``, somebody may write to it for ever."""
+        """Report that a claimed row cannot be filled; unless ``at_rest``, a stuck thread may still write to it."""
         with self.changed:
             row.state = State.FAILED
             if self._table.get(row.name) is row:
@@ -237,13 +237,13 @@ class Slab:
             self.changed.notify_all()
 
     def release(self, rows: Iterable[Row]) -> None:
-        """Let blocks go; they stay until the room is needed, or nobody wants them for a while."""
+        """Release blocks; they stay until their room is needed or they were unused for a while."""
         with self.changed:
             for row in rows:
                 self._drop(row)
 
     def clear(self) -> None:
-        """Let nobody find what was staged until now; who holds some of it may still use it."""
+        """Hide all staged blocks from lookups; holders of a block may still use it."""
         with self.changed:
             for row in list(self._unused):
                 self._forget(row)
@@ -252,7 +252,7 @@ class Slab:
             self._table.clear()
 
     def trim(self) -> None:
-        """Give the memory of blocks back that nobody has used for a while; takes time."""
+        """Give back the memory of blocks that were unused for a while; this takes time."""
         limit = time.monotonic() - IDLE_SECONDS
         while True:
             with self.changed:
@@ -266,17 +266,17 @@ class Slab:
                 heappush(self._free, row.number)
 
     def populate(self) -> None:
-        """Take memory for some rows beyond those that were used; takes time, so call it beforehand."""
+        """Allocate memory for some rows beyond the used ones; call it ahead of time, as it takes long."""
         with self.changed:
             begin = max(self._fresh, self._populated)
             end = min(self._rows, self._fresh + AHEAD_BYTES // max(1, self._row_bytes))
             self._populated = max(begin, end)
         for number in range(begin, end):
-            with suppress(OSError):  # older systems take it as it is used
+            with suppress(OSError):  # older systems allocate on first use
                 self._map.madvise(_MADV_POPULATE_WRITE, self._begin + number * self._row_bytes, self._row_bytes)
 
     def close(self) -> None:
-        """No more workers find it; its memory goes when nobody reads or writes it any more."""
+        """Hide the slab from new workers; its memory is freed when its last user ends."""
         os.close(self._file)
 
     def _use(self, row: Row) -> None:
@@ -310,14 +310,14 @@ class Slab:
 
 
 class CopyTask(TransferTask):
-    """Copies out of a slab under way."""
+    """A copy out of a slab."""
 
 
 class SlabReader:
-    """A worker's side: copies blocks out of the slab, in threads of its own.
+    """A worker's side of a slab: copies blocks out of it on its own threads.
 
-    The slab stays mapped. The first copy of a row is as fast as reading it from the file, since the kernel maps its
-    pages; every later one runs at the speed of memory, and rows are used again and again.
+    The slab stays mapped. The first copy of a row is as fast as reading it from the file, because the kernel maps its
+    pages; later copies run at the speed of memory, and rows are reused often.
     """
 
     def __init__(self) -> None:
@@ -326,21 +326,21 @@ class SlabReader:
 
     @property
     def attached(self) -> bool:
-        """Whether there is a slab."""
+        """Whether a slab is attached."""
         return self._memory is not None
 
     def attach(self, address: SlabAddress, rank: int, record: dict[str, Any]) -> bool:
-        """Open a slab, and write this rank's record into it.
+        """Open a slab and write this rank's record into it.
 
         Returns:
-            Whether it is there: on another host it is not.
+            Whether the slab was found; it is not on another host.
         """
         text = json.dumps(record).encode()
         if len(text) > RECORD_BYTES - _RECORD.size:
             return False
         path = f"/proc/{address.pid}/fd/{address.descriptor}"
         try:
-            status = os.stat(path)  # noqa: PTH116 - of the file that it stands for
+            status = os.stat(path)  # noqa: PTH116 - the link's target
             if address.boot != _boot() or not stat.S_ISREG(status.st_mode) or status.st_ino != address.inode:
                 return False
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -358,12 +358,12 @@ class SlabReader:
         return True
 
     def load(self, blocks: Sequence[BlockTransfer], places: Sequence[int], tiers: Sequence[str]) -> Task:
-        """Copy blocks into memory.
+        """Start to copy blocks into memory.
 
         Args:
-            blocks: The memory.
-            places: Of each, where its first wanted shard begins in the slab.
-            tiers: Of each, where it came from.
+            blocks: The blocks with their destination memory.
+            places: For each block, the offset of its first requested shard in the slab.
+            tiers: For each block, the tier it was read from.
         """
         task = CopyTask(len(blocks))
         step = -(-len(blocks) // COPY_THREADS) or 1
@@ -374,15 +374,15 @@ class SlabReader:
         return task
 
     def check(self, task: Task) -> bool:
-        """Whether a copy is finished."""
+        """Return whether a copy is finished."""
         return _copy(task).is_finished()
 
     def wait(self, task: Task) -> TaskResult:
-        """Wait for a copy."""
+        """Wait for a copy and return its result."""
         return _copy(task).result()
 
     def close(self) -> None:
-        """Finish what was asked for."""
+        """Finish queued copies."""
         self._pool.close()
         self._memory = None
 
@@ -399,7 +399,7 @@ class SlabReader:
                     failure = StoreUnavailableError("the slab ends before the block does")
                 else:
                     _copy_out(self._memory, place, block.shards)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
+            except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
                 failure = StoreError(f"{type(error).__name__}: {error}")
             if failure is None:
                 task.succeeded(block.key, tier, nbytes)

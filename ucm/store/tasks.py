@@ -1,4 +1,4 @@
-"""Transfers under way."""
+"""Track transfers in progress."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class TransferTask(Task):
-    """Collects how each of a number of transfers ends.
+    """Collects the outcomes of a number of transfers.
 
     Args:
-        transfers: How many there are; with none the task is finished.
+        transfers: The number of transfers; with 0 the task is finished.
     """
 
     def __init__(self, transfers: int) -> None:
@@ -36,14 +36,14 @@ class TransferTask(Task):
             self._event.set()
 
     def succeeded(self, key: BlockKey, tier: str, nbytes: int) -> None:
-        """One transfer went well."""
+        """Record a successful transfer."""
         with self._lock:
             self._done[key] = tier
             self._nbytes += nbytes
             self._finish_one()
 
     def failed(self, key: BlockKey, error: StoreError) -> None:
-        """One transfer failed."""
+        """Record a failed transfer."""
         with self._lock:
             self._failed.setdefault(key, error)
             self._finish_one()
@@ -51,7 +51,7 @@ class TransferTask(Task):
     def _finish_one(self) -> None:
         self._left -= 1
         if self._left == 0:
-            # A key in several transfers went well only if all of them did.
+            # A key with several transfers succeeds only if all of them do.
             for key in self._failed:
                 self._done.pop(key, None)
             self._seconds = time.perf_counter() - self._started
@@ -60,18 +60,18 @@ class TransferTask(Task):
                 self._then()
 
     def when_finished(self, then: Callable[[], None]) -> None:
-        """Have something done when every transfer has ended; called before any has."""
+        """Set a callback for the end of the last transfer; call this before any transfer ends."""
         self._then = then
 
     def finished_within(self, seconds: float) -> bool:
-        """Wait for the end, so long at most; whether every transfer has ended."""
+        """Wait at most ``seconds`` and return whether every transfer has ended."""
         return self._event.wait(seconds)
 
     def is_finished(self) -> bool:
-        """Whether every transfer has ended."""
+        """Return whether every transfer has ended."""
         return self._event.is_set()
 
     def result(self) -> TaskResult:
-        """Wait for the end."""
+        """Wait for the last transfer and return the outcomes."""
         self._event.wait()
         return TaskResult(self._done, self._failed, self._nbytes, self._seconds)

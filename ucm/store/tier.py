@@ -1,8 +1,8 @@
-"""A tier: one medium for blocks, used synchronously by the threads of a store.
+"""Define a tier: one medium for blocks, called synchronously by the threads of a store.
 
-``ucm.store.tiered`` makes a store of one or several tiers. A tier of another kind derives from ``Tier``, or from
-``ValueTier`` if it keeps whole values by name, as servers do, and can then stand in a pipeline; a whole store of
-another kind derives from ``ucm.store.base.KVStore``.
+``ucm.store.tiered`` combines one or several tiers into a store. A custom tier derives from ``Tier``, or from
+``ValueTier`` if it stores whole values by name, as servers do, and can then be part of a pipeline; a custom store
+derives from ``ucm.store.base.KVStore``.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from ucm.store.health import Breaker
 
 
-#: Failures whose reasons are about the medium and not about one block, and how many of them are logged at most.
+#: Failures that concern the medium rather than one block, and how many different reasons are logged at most.
 _OF_THE_MEDIUM = (StoreFullError, StoreUnavailableError)
 _MOST_REASONS = 8
 
-#: How reading a block went: what failed, or whether its time of last use was old. Then the tiers below renew theirs,
-#: too, lest they evict what is only ever read from above.
+#: The outcome of reading a block: an error, or whether its time of last use was old. If it was, the lower tiers renew
+#: theirs as well, so that they do not evict blocks that are always read from a higher tier.
 Outcome: TypeAlias = "StoreError | bool"
 
 
 class TierCounters:
-    """What a tier counts; every method may be called from any thread.
+    """The counters of a tier; methods may be called from any thread.
 
     Args:
-        tier: Its name, for the log.
+        tier: The tier's name, for the log.
     """
 
     def __init__(self, tier: str) -> None:
@@ -58,13 +58,13 @@ class TierCounters:
         self._reasons: dict[str, set[str]] = {}
 
     def looked_up(self, asked: int, found: int) -> None:
-        """Count keys of a lookup."""
+        """Count the keys of a lookup."""
         with self._lock:
             self._stats.lookups += asked
             self._stats.hits += found
 
     def took(self, operation: str, seconds: float) -> None:
-        """Count the time of a ``lookup``, ``load`` or ``dump``."""
+        """Add to the time of a ``lookup``, ``load`` or ``dump``."""
         with self._lock:
             if operation == "lookup":
                 self._stats.lookup_calls += 1
@@ -75,7 +75,7 @@ class TierCounters:
                 self._stats.dump_seconds += seconds
 
     def loaded(self, nbytes: int) -> None:
-        """Count a block, or shards of it, that was loaded."""
+        """Count a loaded block, or loaded shards of one."""
         with self._lock:
             self._stats.loaded_blocks += 1
             self._stats.loaded_bytes += nbytes
@@ -92,12 +92,12 @@ class TierCounters:
             self._stats.evicted_blocks += blocks
 
     def set_aside(self) -> None:
-        """Count a damaged block taken out of the way."""
+        """Count a damaged block that was moved away or deleted."""
         with self._lock:
             self._stats.set_aside_blocks += 1
 
     def failed(self, operation: str, error: StoreError) -> None:
-        """Count a failure; the first of each kind is logged, and the first with each reason of the medium's."""
+        """Count a failure; log the first of each kind and, for failures of the medium, the first with each reason."""
         label = f"{operation}.{error.cause}"
         with self._lock:
             failures = self._stats.failures
@@ -113,7 +113,7 @@ class TierCounters:
             )
 
     def snapshot(self, used_bytes: int | None, capacity_bytes: int | None) -> TierStats:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
         with self._lock:
             return replace(
                 self._stats,
@@ -124,44 +124,44 @@ class TierCounters:
 
 
 class BlockWriter(ABC):
-    """One block on its way into a tier: bytes of its file at their places, then ``commit`` or ``abort``.
+    """Writes one block into a tier: bytes of its file at their offsets, then ``commit`` or ``abort``.
 
-    Used by one thread at a time. Methods raise StoreError; after one did, ``abort`` is called.
+    Used by one thread at a time. Methods raise StoreError; the caller then calls ``abort``.
     """
 
     @abstractmethod
     def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-        """Take bytes of the block's file from an offset on; ``nbytes`` in all buffers together."""
+        """Write bytes of the block's file at an offset; ``nbytes`` is the total size of the buffers."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Give back what is scarce, for instance an open file, until the next call."""
+        """Release scarce resources, for instance an open file, until the next call."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Make the block visible, whole at once."""
+        """Make the block visible, atomically."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop what was written. Never raises."""
+        """Drop the written bytes. Never raises."""
 
 
 class TierOptions(BaseModel):
-    """The options of a tier; one kind of tier derives its own. A secret is never one: its file or variable is."""
+    """The options of a tier; tiers derive their own. An option names a secret's file or variable, never the secret."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
-    """What a tier is opened for.
+    """The context in which a tier is opened.
 
     Args:
-        name: How the tier is called in the pipeline.
-        namespace: What the sharers of blocks have in common.
-        geometry: What a block is; None in an instance that only looks up and prefetches.
-        codec: What a block looks like when stored; None as the geometry.
-        config: The whole store's options.
+        name: The tier's name in the pipeline.
+        namespace: The name shared by all engines that share blocks.
+        geometry: The geometry of a block; None in an instance that only looks up and prefetches.
+        codec: The codec of stored blocks; None if the geometry is None.
+        config: The options of the whole store.
     """
 
     name: str
@@ -172,28 +172,28 @@ class TierPlace:
 
 
 class Tier(ABC):
-    """One medium, opened for one namespace. Methods that transfer raise StoreError, no other one raises at all.
+    """One medium, opened for one namespace. Transfer methods raise StoreError; other methods never raise.
 
-    The class of a tier of others is called with an instance of its ``Options`` and a ``TierPlace``.
+    The class of a third-party tier is called with an instance of its ``Options`` and a ``TierPlace``.
 
-    A *deadline* is a time of ``time.monotonic()`` by which a call has ended: with ``StoreTimeoutError``, or with
-    nothing found. A tier whose medium cannot be interrupted, a file system for instance, ignores it in transfers: the
-    store sees to it that nobody else waits for such a call. A lookup keeps it in any case.
+    A *deadline* is a ``time.monotonic()`` value by which a call ends, with ``StoreTimeoutError`` or with nothing found.
+    A tier whose medium cannot be interrupted, for instance a file system, ignores it in transfers: the store ensures
+    that only the call's own thread waits for it. A lookup always meets its deadline.
 
     Args:
-        name: Its name in results and statistics.
+        name: The tier's name in results and statistics.
         timeout: Seconds that a lookup may take.
         transfer_timeout: Seconds that a batch of loads, or one dump, may take.
-        breaker: What keeps the store from asking while the medium fails, where several tiers share it; None: one of
-            its own.
+        breaker: The breaker shared by tiers of the same medium, which stops calls while it fails; None: a separate
+            one.
     """
 
     Options: ClassVar[type[TierOptions]] = TierOptions
-    #: Bytes that are read in one call, about.
+    #: About how many bytes to read in one call.
     batch_nbytes: ClassVar[int] = 16 << 20
-    #: Whether the parts of the tier, such as directories, each have a breaker; the store then asks in any case.
+    #: Whether the parts of the tier, such as directories, have their own breakers; the store then never skips the tier.
     rests_by_itself: ClassVar[bool] = False
-    #: How many parts there are that can get stuck on their own; each has its own threads.
+    #: The number of parts that can get stuck independently; each has its own threads.
     lanes: int = 1
 
     def __init__(
@@ -207,63 +207,63 @@ class Tier(ABC):
 
     @classmethod
     def open(cls, options: Any, place: TierPlace) -> Tier:
-        """Make a tier of this kind.
+        """Open a tier of this class.
 
         Args:
             options: An instance of ``Options``.
-            place: What it is opened for.
+            place: The context in which the tier is opened.
 
         Raises:
-            ConfigError: It cannot be opened as configured.
+            ConfigError: The tier cannot be opened as configured.
         """
         made: Any = cls
         opened: Tier = made(options, place)
         return opened
 
     def lane(self, key: BlockKey) -> int:
-        """Which part of the tier has a block."""
+        """Return the index of the part that stores a block."""
         del key
         return 0
 
     @property
     def resting(self) -> float:
-        """The share of its parts that rest, 0 to 1; of a tier that ``rests_by_itself``."""
+        """The share of the tier's parts that rest, 0 to 1; used if ``rests_by_itself``."""
         return 0.0
 
     @abstractmethod
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """Whether each block is there, all in one round trip."""
+        """Return whether each block exists, using one round trip for all."""
 
     def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
-        """How many of the first blocks are there without a gap."""
+        """Return how many of the first blocks exist without a gap."""
         found = self.contains(keys, deadline)
         return found.index(False) if False in found else len(found)
 
     @abstractmethod
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
-        """Fill memory with shards, verified; one outcome for each block.
+        """Load shards into memory and verify them; return one outcome for each block.
 
-        A damaged block is set aside before its error is returned.
+        A damaged block is quarantined before its error is returned.
         """
 
     def touch(self, key: BlockKey) -> None:
-        """Renew a block's time of last use, if it is there; a tier that never evicts need do nothing."""
+        """Set a block's time of last use to now, if it exists; a tier that never evicts can do nothing."""
         del key
 
     @abstractmethod
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
-        """A whole block as it is stored, header and shards, verified; valid until this thread's next call."""
+        """Return a whole stored block, header and shards, verified; valid until this thread's next call."""
 
     def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
-        """Prepare for these blocks, each for its own ``writer``; a tier that has nothing to prepare need do nothing."""
+        """Prepare for blocks that will each get a ``writer``; a tier without preparations can do nothing."""
         del keys, file_nbytes
 
     @abstractmethod
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        """Begin a block that will have this length; None if the tier has it already."""
+        """Begin a block whose file has ``file_nbytes`` bytes; return None if the tier has the block already."""
 
     def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
-        """Store a whole block, header and shards; one that is there may be replaced by it."""
+        """Store a whole block, header and shards; this may replace an existing one."""
         del deadline
         self.expect([key], content.nbytes)
         writer = self.writer(key, content.nbytes)
@@ -276,23 +276,23 @@ class Tier(ABC):
                 raise
 
     def prefetch(self, key: BlockKey) -> None:
-        """Have the medium read ahead, if it can."""
+        """Let the medium read a block ahead, if it can."""
         del key
 
     def stats(self) -> TierStats:
-        """A snapshot of the counters, and the usage if it is known."""
+        """Return a snapshot of the counters, and the usage if known."""
         return self.counters.snapshot(None, None)
 
     def close(self) -> None:  # noqa: B027 - a tier may have nothing to end
-        """End its threads and connections."""
+        """End the tier's threads and connections."""
 
 
 class ValueTier(Tier):
-    """A tier that keeps a block as one value by name: a server, a bucket.
+    """A tier that stores each block as one named value, for instance on a server or in a bucket.
 
     Args:
         name: See ``Tier``.
-        place: What it is opened for.
+        place: The context in which the tier is opened.
         timeout: See ``Tier``.
         transfer_timeout: See ``Tier``.
         breaker: See ``Tier``.
@@ -311,35 +311,35 @@ class ValueTier(Tier):
 
     @abstractmethod
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
-        """The value of a block, unverified.
+        """Return the value of a block, unverified.
 
         Raises:
-            BlockMissingError: There is none.
+            BlockMissingError: There is no such value.
             StoreError: The medium does not answer.
         """
 
     @abstractmethod
     def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """Store a value, given in pieces, visible all at once; one that is there is replaced.
+        """Store a value, given in pieces, atomically; replace an existing one.
 
         Raises:
-            StoreError: It could not be.
+            StoreError: The value could not be stored.
         """
 
     @abstractmethod
     def remove(self, key: BlockKey, deadline: float) -> None:
-        """Delete a block, if it is there.
+        """Delete a block, if it exists.
 
         Raises:
-            StoreError: It could not be.
+            StoreError: The block could not be deleted.
         """
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
-        """One value after the other, each copied."""
+        """Load one value after the other, with a copy of each."""
         return [self._read(block, deadline) for block in blocks]
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
-        """The value, verified by its own header, and by the codec if there is one."""
+        """Return the value, verified against its own header or, if there is one, the codec."""
         content = self.fetch(key, deadline)
         if self.codec is not None:
             refusal = self.codec.check(content, key)
@@ -353,17 +353,17 @@ class ValueTier(Tier):
         return content
 
     def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
-        """As one piece."""
+        """Store a whole block as one value."""
         self.put_value(key, [content], deadline)
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
-        """One that collects the block in memory; None if the tier has it."""
+        """Return a writer that collects the block in memory; None if the tier has the block already."""
         if self.contains([key], time.monotonic() + self.timeout)[0]:
             return None
         return ValueWriter(self, key, file_nbytes)
 
     def damaged(self, key: BlockKey, error: StoreError, deadline: float) -> StoreError:
-        """Delete a block that cannot be used, and give the error back."""
+        """Delete an unusable block and return the error."""
         error.where = f"{self.name}: {key.hex()}"
         self.counters.set_aside()
         try:
@@ -390,12 +390,12 @@ class ValueTier(Tier):
 
 
 class ValueWriter(BlockWriter):
-    """Collects a block in memory and puts it at once.
+    """Collects a block in memory and stores it as one value.
 
     Args:
-        tier: Where to.
-        key: The block.
-        nbytes: How long it will be.
+        tier: The tier to write to.
+        key: The block's key.
+        nbytes: The length of the block's file.
     """
 
     def __init__(self, tier: ValueTier, key: BlockKey, nbytes: int) -> None:
@@ -403,7 +403,7 @@ class ValueWriter(BlockWriter):
         self._memory = memoryview(bytearray(nbytes))
 
     def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-        """Copy."""
+        """Copy bytes into the collected block."""
         del nbytes
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
@@ -411,12 +411,12 @@ class ValueWriter(BlockWriter):
             offset += view.nbytes
 
     def pause(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resources are held."""
 
     def commit(self) -> None:
-        """Put it."""
+        """Store the block."""
         self._tier.put_value(self._key, [self._memory], time.monotonic() + self._tier.transfer_timeout)
 
     def abort(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self._memory = memoryview(b"")

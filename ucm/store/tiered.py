@@ -1,4 +1,4 @@
-"""A store of tiers: what is dumped goes to the first and from there to the others; what is loaded, the other way."""
+"""Combine tiers into a store: dumps go to the first tier and then to lower ones; loads try them in order."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from ucm.store.format import HeaderCodec
     from ucm.store.tier import Tier
 
-#: How often blocks that were dumped and never committed nor discarded are looked for, in seconds of use. Between two
-#: dumps no more than this counts as use: an engine that idles for hours has not forgotten what it will commit.
+#: How often to look for blocks that were dumped but never committed or discarded, in seconds of use. Between two dumps
+#: at most this much counts as use, because an engine that idled for hours may still commit its blocks.
 _SWEEP_SECONDS = 60.0
-#: For how long a block that is written behind lets loads go first, and how often it looks.
+#: How long a write-behind job lets loads go first, and how often it checks for loads, in seconds.
 _LOADS_FIRST_SECONDS, _LOOK_SECONDS = 0.25, 0.005
 
 
 class TieredStore(KVStore):
-    """Tiers as one store. An instance belongs to the process that opened it: a fork of that has none of its threads.
+    """A store of one or several tiers. It works only in the process that opened it, because a fork has no threads.
 
     Args:
-        tiers: Fastest first.
-        codec: What a block's file looks like; None for an instance that only looks up and prefetches.
+        tiers: The tiers, fastest first.
+        codec: The codec of a block's file; None for an instance that only looks up and prefetches.
         config: The store's options.
     """
 
@@ -50,10 +50,10 @@ class TieredStore(KVStore):
         self._lock = Lock()
         self._assemblies: dict[BlockKey, Assembly] = {}
         self._queued_bytes = 0
-        self._dumped = time.monotonic()  # when it was used last
-        self._used = self._swept = 0.0  # for how long it was in use by then, and as of the last sweep
+        self._dumped = time.monotonic()  # time of the last dump
+        self._used = self._swept = 0.0  # seconds of use until the last dump, and until the last sweep
         self._closed = False
-        self._loading = 0  # transfers that somebody waits for
+        self._loading = 0  # load tasks in progress
         self._pace = Pace()
         self._guards = tuple(Guard(tier, config, self._take_turn) for tier in self._tiers)
         self._promoter = Promoter(self._guards, codec, config.write_behind_bytes)
@@ -74,7 +74,7 @@ class TieredStore(KVStore):
         )
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Asks each tier, in one call, for what those above it do not have."""
+        """Look up keys: each tier is asked, in one call, for the keys missing in the tiers above it."""
         self._check_open()
         return self._lookup(keys)
 
@@ -88,25 +88,25 @@ class TieredStore(KVStore):
         return found
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Goes on in the next tier where one has a gap; no tier is asked more than twice."""
+        """Count blocks without a gap; after a gap, continue in the next tier. No tier is asked more than twice."""
         self._check_open()
         hits = 0
         for tier in self._guards:
             hits += tier.prefix(keys[hits:])
             if hits == len(keys):
                 return hits
-        if hits and len(self._guards) > 1:  # a part from one tier, then some from another: who has the rest?
+        if hits and len(self._guards) > 1:  # several tiers may each hold parts of the rest: ask all of them
             found = self._lookup(keys[hits:])
             hits += found.index(False) if False in found else len(found)
         return hits
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Copies blocks into the first tier, or has the only one read ahead."""
+        """Copy blocks into the first tier, or let the only tier read ahead."""
         self._check_open()
         self._promoter.prefetch(keys)
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Some blocks per job, on the threads of each tier; what one tier does not have goes on to the next."""
+        """Load blocks in batches on each tier's threads; blocks that one tier lacks go on to the next."""
         self._check_open()
         codec = self._known_codec()
         for block in blocks:
@@ -121,7 +121,7 @@ class TieredStore(KVStore):
         return task
 
     def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """One job per block; see ``Assembly``."""
+        """Queue one job per block; see ``Assembly``."""
         self._check_open()
         codec = self._known_codec()
         sizes = [check_transfer(block, codec) for block in blocks]
@@ -165,7 +165,7 @@ class TieredStore(KVStore):
         return task
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Each block is finished by the thread that writes its last shard."""
+        """Finish each block on the thread that writes its last shard."""
         self._check_open()
         distinct = dict.fromkeys(keys)
         task = TransferTask(len(distinct))
@@ -182,7 +182,7 @@ class TieredStore(KVStore):
         return task
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """What is being written is dropped by the thread that writes it."""
+        """Drop blocks; the thread that is writing a block drops it."""
         self._check_open()
         idle = []
         with self._lock:
@@ -196,11 +196,11 @@ class TieredStore(KVStore):
             self._guards[0].dump_later(assembly.key, assembly.abort)
 
     def stand_back(self, *, active: bool) -> None:
-        """Holds dumps, commits and promotions back, as long as little waits and nobody waits for them."""
+        """Delay dumps, commits and promotions, as long as few bytes are queued and no caller waits for them."""
         self._pace.stand_back(active=active)
 
     def wait(self, task: Task) -> TaskResult:
-        """Also after ``close``."""
+        """Wait for a task, also after ``close``."""
         known = _known(task)
         if not known.is_finished():
             self._pace.hurry()
@@ -209,20 +209,20 @@ class TieredStore(KVStore):
         return known.result()
 
     def check(self, task: Task) -> bool:
-        """Also after ``close``."""
+        """Return whether a task is finished, also after ``close``."""
         known = _known(task)
         if not known.is_finished():
             self._relieve()
         return known.is_finished()
 
     def flush(self, seconds: float) -> bool:
-        """Waits for what is written behind."""
+        """Wait for blocks that are written behind."""
         until = time.monotonic() + seconds
         self._pace.hurry()
         return all(lane.flush(max(0.0, until - time.monotonic())) for lanes in self._behind for lane in lanes)
 
     def stats(self) -> Mapping[str, TierStats]:
-        """Every tier's snapshot."""
+        """Return every tier's snapshot."""
         found = {guard.name: guard.stats() for guard in self._guards}
         for guard, lanes in zip(self._guards[1:], self._behind, strict=False):
             for lane in lanes:
@@ -232,7 +232,7 @@ class TieredStore(KVStore):
         return found
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the store; later calls do nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -257,7 +257,7 @@ class TieredStore(KVStore):
         self._pace.take_turn(self._queued_bytes)
 
     def _take_turn_behind(self) -> None:
-        """Let loads go first, for a moment, and whoever computes."""
+        """Give way to loads, for a moment, and to the caller's computation."""
         until = time.monotonic() + _LOADS_FIRST_SECONDS
         while self._loading and not self._closed and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
@@ -302,13 +302,13 @@ class TieredStore(KVStore):
                 if outcome:
                     for lower in self._tiers[number + 1 :]:
                         lower.touch(block.key)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
+        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             failure = unexpected(error)
             left += [(block, failure) for block in untold]
         self._not_loaded(number, task, left)
 
     def _not_loaded(self, number: int, task: TransferTask, failed: Sequence[tuple[BlockTransfer, StoreError]]) -> None:
-        """Go on in the next tier with what one did not have."""
+        """Pass blocks that one tier could not load to the next tier."""
         last = number + 1 == len(self._guards)
         for block, error in failed:
             if last or not isinstance(error, BlockMissingError):
@@ -330,13 +330,13 @@ class TieredStore(KVStore):
             if refusal is None:
                 tier, moved = assembly.take(block)
                 task.succeeded(assembly.key, tier, moved)
-            else:  # another shard's thread may be stuck within the assembly: it is not entered
+            else:  # another shard's thread may be stuck inside the assembly: do not wait for its lock
                 assembly.refuse(refusal)
                 self._guards[0].counters.failed("dump", refusal)
                 task.failed(assembly.key, refusal)
         except StoreError as error:
             task.failed(assembly.key, error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
+        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             failure = unexpected(error)
             assembly.refuse(failure)
             self._guards[0].counters.failed("dump", failure)
@@ -344,7 +344,7 @@ class TieredStore(KVStore):
         with self._lock:
             self._queued_bytes -= nbytes
             assembly.pending -= 1
-            # Read here: a commit or discard that comes after this finds nothing pending, and sees to the block itself.
+            # Read this under the lock: a later commit or discard finds nothing pending and handles the block itself.
             commit, discarded = assembly.commit, assembly.discarded
             idle = not assembly.pending
         if idle and commit is not None:
@@ -366,7 +366,7 @@ class TieredStore(KVStore):
             tier, nbytes = assembly.finish()
         except StoreError as error:
             task.failed(assembly.key, error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
+        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             failure = unexpected(error)
             self._guards[0].counters.failed("commit", failure)
             assembly.abort()
@@ -376,7 +376,7 @@ class TieredStore(KVStore):
             task.succeeded(assembly.key, tier, nbytes)
 
     def _feed(self, key: BlockKey, above: str) -> None:
-        """Have a block that a tier has written to those below it."""
+        """Queue a block that one tier has to be written to the tiers below it."""
         below = False
         for guard, lanes in zip(self._guards, ((), *self._behind), strict=True):
             if below:
@@ -393,7 +393,7 @@ class TieredStore(KVStore):
         task.failed(key, error)
 
     def _sweep(self, used: float) -> None:
-        """Discard what its caller has forgotten."""
+        """Discard blocks that were not used for a long time."""
         if used - self._swept < _SWEEP_SECONDS:
             return
         self._swept = used

@@ -1,4 +1,4 @@
-"""Whether a transfer is one that the geometry allows: what is refused here is misuse."""
+"""Check transfers against the geometry, to detect misuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
-    """The bytes of a transfer.
+    """Check a transfer and return its size in bytes.
 
     Raises:
         ValueError: A shard does not exist, or its memory is of the wrong size or not contiguous.
@@ -32,7 +32,7 @@ def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
 
 
 def check_memory(block: BlockTransfer) -> None:
-    """Refuse to load where nothing can be written.
+    """Check that a transfer's memory is writable.
 
     Raises:
         ValueError: The memory is read-only.

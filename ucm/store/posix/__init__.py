@@ -1,1 +1,1 @@
-"""The tier of files."""
+"""The tier that stores blocks as files."""

@@ -1,12 +1,12 @@
-"""Block files: read and write them, through the page cache or past it; quarantine those that cannot be used.
+"""Read and write block files, through the page cache or past it, and quarantine unusable ones.
 
 A block is read with one call for its header and shards, then every checksum is compared. It is written to a temporary
-file of its own and becomes visible by one atomic rename. A block that cannot be used is moved out of the way, so that
-it is a miss; a few are kept for inspection.
+file and becomes visible by one atomic rename. An unusable block is moved to quarantine, so that it is a miss; a few
+are kept for inspection.
 
-On ext4, claiming a file's space first makes buffered writing about a quarter faster, since blocks are then not reserved
-page by page, and keeps a file in one piece for later cold reads. ``os.posix_fallocate`` would do, but where the file
-system cannot, glibc writes to every page instead.
+On ext4, allocating a file's space first makes buffered writing about a quarter faster, since blocks are then not
+reserved page by page, and keeps the file contiguous for later cold reads. ``os.posix_fallocate`` is no alternative:
+where the file system does not support it, glibc writes to every page instead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: What O_DIRECT wants of places, lengths and memory; enough for every common device.
+#: The alignment that O_DIRECT needs for offsets, lengths and memory; enough for every common device.
 ALIGNMENT = 4096
 _MOST_BUFFERS = 1024
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -69,7 +69,7 @@ _local = threading.local()
 
 
 def store_error(error: OSError, where: str) -> StoreError:
-    """What the operating system refused, in our terms."""
+    """Return the StoreError for an error of the operating system."""
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         return StoreFullError(f"no room: {reason}", where=where, fix="free some, or give the store a smaller capacity")
@@ -77,16 +77,16 @@ def store_error(error: OSError, where: str) -> StoreError:
 
 
 def read_into(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> int:
-    """Fill buffers from one place on.
+    """Fill buffers from a file, starting at an offset.
 
     Args:
         descriptor: An open file.
         buffers: Contiguous and writable.
-        offset: Where to begin.
-        nbytes: Of all buffers together.
+        offset: The offset to start at.
+        nbytes: The total size of the buffers.
 
     Returns:
-        The bytes read; fewer than asked for only at the end of the file.
+        The bytes read; fewer than ``nbytes`` only at the end of the file.
     """
     if len(buffers) <= _MOST_BUFFERS:
         done = os.preadv(descriptor, buffers, offset)
@@ -103,14 +103,14 @@ def read_into(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: in
 
 
 def write_from(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-    """Write all of these contiguous buffers from one place on; see ``read_into``."""
+    """Write contiguous buffers to a file, starting at an offset; see ``read_into``."""
     done = os.pwritev(descriptor, buffers, offset) if len(buffers) <= _MOST_BUFFERS else 0
     while done < nbytes:
         done += os.pwritev(descriptor, _beyond(buffers, done), offset + done)
 
 
 def read_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> int:
-    """Like ``read_into``, for a file opened with O_DIRECT."""
+    """Fill buffers like ``read_into``, from a file opened with O_DIRECT."""
     lead = offset % ALIGNMENT
     bounce = _bounce(lead + nbytes)
     begin = done = 0
@@ -119,7 +119,7 @@ def read_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: 
         if begin + step <= done:  # the end of the file
             break
         done = begin + step
-        begin = done - done % ALIGNMENT  # a read that ended anywhere else goes on from an aligned place
+        begin = done - done % ALIGNMENT  # after a short read, continue from an aligned offset
     at = lead
     for buffer in buffers:
         target = np.frombuffer(buffer, dtype=np.uint8)
@@ -129,7 +129,7 @@ def read_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: 
 
 
 def write_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], nbytes: int) -> None:
-    """Write a whole file opened with O_DIRECT."""
+    """Write a whole file that was opened with O_DIRECT."""
     bounce = _bounce(nbytes)
     at = 0
     for buffer in buffers:
@@ -141,7 +141,7 @@ def write_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], nbytes:
 
 
 def _beyond(buffers: Sequence[Buffer | bytearray], skip: int) -> list[Buffer]:
-    """What is left of the buffers after so many bytes, as far as one call takes it."""
+    """Return what is left of the buffers after ``skip`` bytes, as many as one call accepts."""
     rest: list[Buffer] = []
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
@@ -154,7 +154,7 @@ def _beyond(buffers: Sequence[Buffer | bytearray], skip: int) -> list[Buffer]:
 
 
 def _bounce(nbytes: int) -> Buffer:
-    """This thread's own aligned memory, rounded up to the alignment."""
+    """Return this thread's aligned buffer, its size rounded up to the alignment."""
     nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
     memory: mmap.mmap | None = getattr(_local, "memory", None)
     if memory is None or len(memory) < nbytes:
@@ -162,7 +162,7 @@ def _bounce(nbytes: int) -> Buffer:
     return memoryview(memory)[:nbytes]
 
 
-#: What a system says of one file rather than of a medium, if the file can be taken out of the way.
+#: Errors about one file rather than the medium, provided that the file can be moved away.
 _OF_ONE_FILE = frozenset(
     {
         errno.EIO,
@@ -179,23 +179,23 @@ _CHUNK = 1 << 20
 
 
 def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, path: str) -> bool:
-    """Fill memory with a block's shards and verify them.
+    """Load a block's shards into memory and verify them.
 
     Args:
-        directory: Where the block is.
-        codec: What it must look like.
-        block: Which shards, and their memory.
+        directory: The directory of the block.
+        codec: The codec of the expected header.
+        block: The shards to read, and their memory.
         path: The block's file.
 
     Returns:
-        Whether its time of last use is old.
+        Whether the file's time of last use should be renewed.
 
     Raises:
-        BlockMissingError: It is not there.
-        BlockCorruptError: It is damaged; the caller sets it aside.
-        BlockForeignError: It is not what it should be; the caller sets it aside.
-        BlockUnreadableError: The medium does not read it; the caller sets it aside, or takes the medium for broken.
-        StoreError: The directory rests, or cannot be read.
+        BlockMissingError: There is no such block.
+        BlockCorruptError: The block is damaged; the caller quarantines it.
+        BlockForeignError: The file is not the expected block; the caller quarantines it.
+        BlockUnreadableError: The medium cannot read it; the caller quarantines it, or treats the medium as broken.
+        StoreError: The directory rests or cannot be read.
     """
     if not directory.reads.allows():
         raise directory.reads.refusal(directory.layout.root)
@@ -218,10 +218,10 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
 
 
 def read_file(directory: Directory, codec: HeaderCodec | None, key: BlockKey, path: str) -> Buffer:
-    """A block's whole file, verified by what its own header says, and by the codec if there is one.
+    """Return a block's whole file, verified against its own header and, if there is one, the codec.
 
     Raises:
-        StoreError: As ``read_block``.
+        StoreError: As for ``read_block``.
     """
 
     def read(descriptor: int, header: BlockHeader) -> Buffer:
@@ -238,9 +238,9 @@ def check_file(path: str, key: BlockKey) -> BlockHeader:
     """Check a block's whole file against its own header, without holding it in memory.
 
     Raises:
-        BlockCorruptError: Any byte of it was changed, or some are missing or too many.
-        BlockForeignError: It is another block, or of another format version.
-        OSError: It cannot be read.
+        BlockCorruptError: Bytes were changed, are missing or are too many.
+        BlockForeignError: The file is another block's, or has another format version.
+        OSError: The file cannot be read.
     """
 
     def check(descriptor: int, header: BlockHeader) -> BlockHeader:
@@ -258,7 +258,7 @@ def check_file(path: str, key: BlockKey) -> BlockHeader:
 
 
 def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], T]) -> T:
-    """Read, and tell failures of the medium from those of one block."""
+    """Read a block, and distinguish failures of the medium from those of one block."""
     try:
         return read()
     except FileNotFoundError:
@@ -277,7 +277,7 @@ def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], 
 
 
 def _with_header(path: str, key: BlockKey, use: Callable[[int, BlockHeader], T]) -> T:
-    """Do something with an open file whose header is sound, is the key's, and tells its length."""
+    """Open a file, check its header, key and length, and call ``use`` with it."""
     descriptor, status = open_file(path, os.O_RDONLY)
     try:
         header = decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))))
@@ -291,7 +291,7 @@ def _with_header(path: str, key: BlockKey, use: Callable[[int, BlockHeader], T])
 
 
 def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> tuple[float, StoreError | None]:
-    """Read and verify: the time of last use, and what is wrong."""
+    """Read and verify a block; return its time of last use, and what is wrong with it or None."""
     descriptor, status = open_file(path, os.O_RDONLY | os.O_DIRECT if direct else os.O_RDONLY)
     try:
         if status.st_size == codec.file_nbytes and _is_sound(descriptor, codec, block, direct=direct):
@@ -302,7 +302,7 @@ def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) 
 
 
 def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> bool:
-    """Read a file of the right length; False if anything in it is not as it was stored."""
+    """Read a file of the right length; return False if anything in it differs from what was stored."""
     read = read_direct if direct else read_into
     shards, first = block.shards, block.first_shard
     begin, end = codec.offsets[first], codec.offsets[first + len(shards)]
@@ -321,7 +321,7 @@ def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, dire
 def _refusal(
     descriptor: int, codec: HeaderCodec, block: BlockTransfer, file_nbytes: int, *, direct: bool
 ) -> StoreError:
-    """What is wrong with a block, read again as far as needed."""
+    """Return what is wrong with a block, reading its header again."""
     header = _pread(descriptor, UNIT, direct=direct)
     try:
         header = _pread(descriptor, header_nbytes(header), direct=direct)
@@ -331,33 +331,33 @@ def _refusal(
 
 
 def _pread(descriptor: int, nbytes: int, *, direct: bool = False) -> bytes:
-    """The file's first bytes; fewer than asked for only if it ends before."""
+    """Return the file's first bytes; fewer than ``nbytes`` only if the file is shorter."""
     memory = bytearray(nbytes)
     read = read_direct if direct else read_into
     return bytes(memory[: read(descriptor, [memory], 0, nbytes)])
 
 
 class WriterListener(Protocol):
-    """What a writer's tier hears."""
+    """The events that a writer reports to its tier."""
 
     def committed(self, directory: Directory, key: BlockKey) -> None:
-        """The block is visible."""
+        """Report that the block is visible."""
 
     def refused(self, directory: Directory, error: StoreError) -> None:
-        """The medium did not take it."""
+        """Report that the medium refused the block."""
 
     def behind(self) -> None:
-        """There is no room for it within the capacity."""
+        """Report that the block exceeds the capacity until the evictor makes room."""
 
 
 class BlockFileWriter(BlockWriter):
     """Writes one block's file.
 
     Args:
-        directory: Where.
-        key: The block.
-        file_nbytes: How long the file will be.
-        listener: Hears how it ends.
+        directory: The directory to write to.
+        key: The block's key.
+        file_nbytes: The length of the finished file.
+        listener: Receives the writer's events.
     """
 
     def __init__(self, directory: Directory, key: BlockKey, file_nbytes: int, listener: WriterListener) -> None:
@@ -371,7 +371,7 @@ class BlockFileWriter(BlockWriter):
         self._descriptor = -1
 
     def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
-        """Write at once."""
+        """Write bytes to the temporary file immediately."""
         directory = self._directory
         if not directory.writes.allows():
             raise directory.writes.refusal(directory.layout.root)
@@ -382,7 +382,7 @@ class BlockFileWriter(BlockWriter):
             elif self._descriptor < 0:
                 self._open(0)
             write_from(self._descriptor, buffers, offset, nbytes)
-        except StoreFullError:  # the evictor is behind: that is no failure of the medium
+        except StoreFullError:  # the evictor is behind, which is no failure of the medium
             directory.writes.succeeded()
             raise
         except OSError as error:
@@ -390,11 +390,11 @@ class BlockFileWriter(BlockWriter):
         directory.writes.succeeded()
 
     def pause(self) -> None:
-        """Close the file."""
+        """Close the file until the next call."""
         self._close()
 
     def commit(self) -> None:
-        """Rename it into its place; the file before it, if there is one, is replaced."""
+        """Rename the file into its place, replacing an existing one."""
         directory = self._directory
         try:
             file = self._file
@@ -429,7 +429,7 @@ class BlockFileWriter(BlockWriter):
     def _write_direct(self, buffers: Sequence[Buffer | bytearray], nbytes: int) -> bool:
         """Try to write the whole file past the page cache; if the file system refuses, leave it open and empty.
 
-        What was written by then may be longer than the block, as direct writes are padded: it must not stay.
+        Direct writes are padded, so a partial one may be longer than the block: it must not stay.
         """
         try:
             self._open(os.O_DIRECT)
@@ -474,16 +474,16 @@ class BlockFileWriter(BlockWriter):
             os.close(descriptor)
 
 
-#: Smaller files are written faster without.
+#: Smaller files are written faster without claiming their space.
 CLAIM_FROM = 256 * 1024
 _CANNOT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM})
 
 
 def claim_space(descriptor: int, nbytes: int) -> bool:
-    """Claim the space of a file that was just made.
+    """Allocate the space of a new file.
 
     Returns:
-        False if the system cannot, and need not be asked again.
+        False if the system does not support this, so that the caller need not try again.
 
     Raises:
         OSError: There is no room.
@@ -512,16 +512,16 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 
 def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> bool:
-    """Move whatever is in a block's place into the namespace's ``aside``, or delete it if that is impossible.
+    """Move the file at a block's path into the namespace's ``aside``, or delete it if it cannot be moved.
 
     Args:
-        layout: Where.
-        key: The block.
-        error: What is wrong with it; its cause becomes part of the name.
-        keep: How many such files stay; the oldest are deleted.
+        layout: The namespace.
+        key: The block's key.
+        error: What is wrong with the block; its cause becomes part of the file name.
+        keep: How many quarantined files to keep; the oldest are deleted.
 
     Returns:
-        Whether the block is out of the way. A file that is gone already is.
+        Whether the block is out of the way, also if it was gone already.
     """
     path = layout.block(key)
     try:
@@ -532,14 +532,14 @@ def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> b
     except OSError:
         if not _delete(path):
             return False
-    with suppress(OSError):  # what is too many now is deleted when the next one comes
+    with suppress(OSError):  # surplus files are deleted with the next quarantined block
         _delete_oldest(layout, keep)
     log_removals(layout, [key])
     return True
 
 
 def _delete(path: str) -> bool:
-    """Delete a block, or what is in the place of the directory in which it should be."""
+    """Delete a block, or a file that stands in the place of its directory."""
     try:
         unlink(path)
     except FileNotFoundError:
@@ -560,7 +560,7 @@ def _delete_oldest(layout: Layout, keep: int) -> None:
     found = sorted(entry for entry in list_directory(layout.aside) if is_quarantined(entry[0]))
     for name, status in found[: max(0, len(found) - keep)]:
         path = f"{layout.aside}/{name}"
-        with suppress(OSError):  # a directory that is not empty stays: nothing in it is ours
+        with suppress(OSError):  # a directory that is not empty stays: its content is not ours
             if stat.S_ISDIR(status.st_mode):
                 remove_directory(path)
             else:

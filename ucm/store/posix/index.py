@@ -1,17 +1,17 @@
-"""What a root holds: the index of block names, the log of removals that keeps it current, scans.
+"""Track the contents of a root: the index of block names, the log of removals that keeps it current, and scans.
 
-A test of a directory entry takes microseconds, and in a store of a million blocks several. So once enough keys have
-been tested one by one, a thread lists the names, and from then on only keys that are not among them are tested. A key
-whose file was deleted by hand is found missing when it is loaded, or when the names are listed again.
+Testing one directory entry takes microseconds, several in a store of a million blocks. So once enough keys have been
+tested one by one, a thread lists the names, and from then on only keys missing from that list are tested. A key whose
+file was deleted by hand is found missing when it is loaded, or when the names are listed again.
 
-A namespace's log of removals, ``REMOVED``, holds a random mark of 8 bytes and then, for every block that was evicted or
-quarantined, the first 8 bytes of its key. It is only ever appended to, by single calls; when it has grown long, a new
-one with another mark takes its place, and readers begin anew. The log is advisory: a block whose removal was not logged
-fails to load, as one that is removed between a lookup and the load does.
+A namespace's log of removals, ``REMOVED``, holds a random mark of 8 bytes and then, for every evicted or quarantined
+block, the first 8 bytes of its key. Writers only append to it, each record by a single call; a log that has grown long
+is replaced by a new one with another mark, and readers start again. The log is advisory: a block whose removal was not
+logged fails to load, like a block that is removed between a lookup and the load.
 
-Keys are digests, so the blocks of one bucket are a fair sample of its namespace's. A scan visits a namespace bucket by
-bucket in random order until it has seen enough blocks, and takes the rest to be like them. Small stores are visited
-whole, and their figures are exact.
+Keys are digests, so the blocks of one bucket are a fair sample of their namespace. A scan visits a namespace bucket by
+bucket in random order until it has seen enough blocks, and extrapolates to the rest. Small stores are visited
+completely, and their figures are exact.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _APPEND = os.O_WRONLY | os.O_APPEND
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a reader has read: up to a length of the log with an inode and a mark; as below if there is none."""
+    """How far a reader has read the log: its inode, mark and length; the defaults mean that there is no log."""
 
     inode: int = 0
     mark: bytes = b""
@@ -67,12 +67,12 @@ class Position:
 
 
 def removals_path(layout: Layout) -> str:
-    """Where a namespace's log is."""
+    """Return the path of a namespace's log."""
     return f"{layout.base}/{REMOVALS}"
 
 
 def log_removals(layout: Layout, keys: Iterable[BlockKey]) -> None:
-    """Tell of blocks that are gone. Never raises: what cannot be logged is found out by loading."""
+    """Log removed blocks. Never raises: an unlogged removal is found out when the block is loaded."""
     record = b"".join([key[:PREFIX_BYTES] for key in keys])
     path = removals_path(layout)
     with suppress(OSError):
@@ -105,18 +105,18 @@ def _begin(layout: Layout) -> None:
 
 
 def read_removals(layout: Layout, since: Position | None) -> tuple[Position, Prefixes | None]:
-    """What was removed since a position.
+    """Return what was removed since a position.
 
     Args:
         layout: The namespace.
-        since: Where the last reading ended; None to begin at the end.
+        since: Where the last call ended; None to start at the end of the log.
 
     Returns:
-        Where this reading ended, and the first 8 bytes of each key; None in their place if nothing that was known
-        before is to be relied on.
+        The new position, and the first 8 bytes of each removed key as uint64; None instead of the keys if earlier
+        knowledge of the namespace is no longer valid.
 
     Raises:
-        OSError: The namespace cannot be reached, or is not there.
+        OSError: The namespace cannot be reached or does not exist.
     """
     path = removals_path(layout)
     try:
@@ -145,21 +145,21 @@ _NONE: Prefixes = np.empty(0, dtype=np.uint64)
 
 
 INDEX_THREAD = "ucm-index"
-#: After so many tests of directory entries, listing the names is worth it.
+#: The number of directory entries tested after which listing the names pays off.
 WORTH = 2_000
-#: How many keys are kept apart before they are merged into the sorted names.
+#: The most keys kept outside the sorted array before they are merged into it.
 _APART = 65_536
-#: After so many seconds the names are listed again: somebody may have deleted files by hand.
+#: Seconds after which the names are listed again, in case files were deleted by hand.
 _LISTED_SECONDS = 600.0
-#: How long the end waits for a listing that is under way.
+#: How many seconds ``close`` waits for a listing in progress.
 CLOSE_SECONDS = 5.0
 
 
 class NameIndex:
-    """The names of the blocks of one namespace in one directory.
+    """An index of the block names of one namespace in one directory.
 
     Args:
-        layout: Where they are.
+        layout: The namespace.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -175,7 +175,7 @@ class NameIndex:
         self._closed = False
 
     def known(self, keys: Sequence[BlockKey]) -> list[bool] | None:
-        """Whether each block is known to be there; None as long as nothing is known."""
+        """Return whether each block is known to exist; None if there is no index yet."""
         if self._names is None or (names := self._catch_up()) is None:
             return None
         if time.monotonic() - self._listed > _LISTED_SECONDS:
@@ -192,7 +192,7 @@ class NameIndex:
         return result
 
     def add(self, keys: Sequence[BlockKey]) -> None:
-        """Note blocks that are there."""
+        """Add existing blocks to the index."""
         if self._names is None:
             return
         with self._lock:
@@ -203,7 +203,7 @@ class NameIndex:
                 self._merge()
 
     def drop(self, key: BlockKey) -> None:
-        """Note a block that is gone, or damaged."""
+        """Remove a missing or damaged block from the index."""
         if self._names is None:
             return
         with self._lock:
@@ -213,21 +213,21 @@ class NameIndex:
                 self._merge()
 
     def tested(self, keys: int) -> None:
-        """Count keys that had to be asked for; the names are listed once there were many."""
+        """Count keys tested on the file system; list the names once there were many."""
         if self._names is None:
             self._tests += keys
             if self._tests >= WORTH:
                 self._start()
 
     def forget(self) -> None:
-        """Know nothing any more, until many keys have been asked for again."""
+        """Discard the index; it is rebuilt after many more tests."""
         with self._lock:
             self._names = None
             self._added, self._dropped = set(), set()
             self._tests = 0
 
     def close(self) -> None:
-        """End the listing, should it be under way; one that the directory keeps is left to it."""
+        """End a listing in progress; abandon one that is stuck in the directory."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -241,7 +241,7 @@ class NameIndex:
                 self._thread.start()
 
     def _catch_up(self) -> Prefixes | None:
-        """Read the log: the names that are left, None if all is to be forgotten."""
+        """Apply new removals from the log; return the names, or None if the index was discarded."""
         try:
             position, removed = read_removals(self._layout, self._position)
         except OSError:
@@ -270,7 +270,7 @@ class NameIndex:
         self._added, self._dropped = set(), set()
 
     def _list(self) -> None:
-        """List all names, in a thread of its own; half of the time is left to others."""
+        """List all names in a background thread, which sleeps half of the time."""
         enter_background()
         try:
             position = read_removals(self._layout, None)[0]
@@ -278,14 +278,14 @@ class NameIndex:
             names: Prefixes | None
             for bucket in buckets(self._layout):
                 if self._closed:
-                    return  # and leave the thread to be joined
+                    return  # leave the thread to be joined
                 began = time.monotonic()
                 parts.append(_names_in(bucket))
                 time.sleep(time.monotonic() - began)
             names = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
             names.sort()
         except OSError:
-            names = None  # a directory that cannot be listed now may be when many keys have been asked for again
+            names = None  # try again after many more tests
         with self._lock:
             self._thread = None
             self._tests = 0
@@ -303,7 +303,7 @@ def _names_in(bucket: str) -> Prefixes:
         joined = bytes.fromhex("".join([start + name[:rest] for name in names]))
     except ValueError:
         joined = b""
-    if len(joined) != PREFIX_BYTES * len(names):  # there is something else among the blocks
+    if len(joined) != PREFIX_BYTES * len(names):  # the directory also contains other files
         keys = [key for key in (key_of(bucket, name) for name in names) if key is not None]
         joined = b"".join([key[:PREFIX_BYTES] for key in keys])
     return np.frombuffer(joined, dtype=np.uint64)
@@ -314,7 +314,7 @@ def _array(prefixes: set[bytes]) -> Prefixes:
 
 
 def _among(names: Prefixes, wanted: Prefixes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which of the wanted are among the names, which are sorted."""
+    """Return which of ``wanted`` are in ``names``, which is sorted."""
     if not names.size:
         return np.zeros(wanted.size, dtype=np.bool_)
     places = np.minimum(names.searchsorted(wanted), names.size - 1)
@@ -322,7 +322,7 @@ def _among(names: Prefixes, wanted: Prefixes) -> np.ndarray[tuple[int], np.dtype
     return found
 
 
-#: A sample of n blocks tells their number to one part in sqrt(n).
+#: A sample of n blocks estimates their number with a relative error of 1/sqrt(n).
 SAMPLE_BLOCKS = 20_000
 _LEAST_SAMPLE = 1_000
 _LOGGED_AT_ONCE = 64
@@ -330,7 +330,7 @@ _LOGGED_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A block, or a damaged one."""
+    """The file of a block or of a quarantined block."""
 
     path: str
     nbytes: int
@@ -340,23 +340,23 @@ class StoredFile:
 
 @dataclass(slots=True)
 class Scan:
-    """What a root holds."""
+    """The result of scanning a root."""
 
     nbytes: float = 0.0
     blocks: float = 0.0
     exact: bool = True
-    files: list[StoredFile] = field(default_factory=list)  #: all, or a sample of them
+    files: list[StoredFile] = field(default_factory=list)  #: all files, or a sample
 
 
 def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
-    """Look at a root.
+    """Scan a root.
 
     Args:
         root: A configured directory.
-        sample_blocks: How many blocks are enough.
+        sample_blocks: How many blocks are a sufficient sample.
 
     Raises:
-        OSError: It cannot be listed.
+        OSError: The root cannot be listed.
     """
     found = Scan()
     layouts = list(namespaces(root))
@@ -379,7 +379,7 @@ def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
             seen += _blocks(path)
             visited += 1
             if len(seen) > _LEAST_SAMPLE:
-                time.sleep(time.monotonic() - began)  # half of the time belongs to others
+                time.sleep(time.monotonic() - began)  # spend half of the time asleep
         weight = len(paths) / visited if visited else 1.0
         found.nbytes += weight * sum(file.nbytes for file in seen)
         found.blocks += weight * len(seen)
@@ -390,24 +390,24 @@ def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
 
 
 def evict(root: str, found: Scan, nbytes: float, deleted: Callable[[str], None]) -> tuple[int, int]:
-    """Delete what was used longest ago, unless it has been used since the scan.
+    """Delete the least recently used files, unless they were used after the scan.
 
-    An exact scan may be used again until none of its files is left: what was written since then was used later.
+    An exact scan may be reused until none of its files is left, because files written after it were used later.
 
-    Several evictors may be at work in one directory, often with the same list before them. What another one has deleted
-    since the scan counts towards the bytes as well, so that together they delete about as much as one would alone.
+    Several evictors may work in one directory, often with the same list. Files that another evictor deleted since the
+    scan count towards the bytes as well, so that together they delete about as much as one would alone.
 
     Args:
         root: The directory.
-        found: A scan of it, which loses the files that are dealt with.
-        nbytes: How much is to go.
-        deleted: Called with the path of each file that was deleted here.
+        found: A scan of the directory; processed files are removed from it.
+        nbytes: How many bytes to free.
+        deleted: Called with the path of each file deleted by this call.
 
     Returns:
-        The number of files deleted here, and the bytes that went, here or by others.
+        The number of files deleted by this call, and the bytes freed by this call and by other evictors.
 
     Raises:
-        OSError: The directory cannot be listed any more.
+        OSError: The directory can no longer be listed.
     """
     count = freed = 0
     with _Removed(root) as removed:
@@ -416,7 +416,7 @@ def evict(root: str, found: Scan, nbytes: float, deleted: Callable[[str], None])
                 if not unlink_unused(file.path, file.used_ns):
                     continue
             except FileNotFoundError:
-                freed += file.nbytes  # it was in the scan: another evictor was faster
+                freed += file.nbytes  # the file was in the scan, so another evictor deleted it
             except OSError:
                 continue
             else:
@@ -430,7 +430,7 @@ def evict(root: str, found: Scan, nbytes: float, deleted: Callable[[str], None])
 
 
 def _oldest(root: str, found: Scan, nbytes: float) -> Iterator[StoredFile]:
-    """What may be deleted to gain so many bytes, from the oldest on."""
+    """Yield files that may be deleted to free ``nbytes``; an exact scan yields the least recently used first."""
     found.files.sort(key=lambda file: -file.used_ns)
     if found.exact:
         while found.files:
@@ -447,14 +447,14 @@ def _oldest(root: str, found: Scan, nbytes: float) -> Iterator[StoredFile]:
 
 
 def clean_up(root: str, stale_seconds: float) -> int:
-    """Delete the unfinished files of owners that are gone, in every namespace.
+    """Delete unfinished files of dead owners in every namespace.
 
     Args:
         root: A configured directory.
         stale_seconds: See ``StoreConfig``.
 
     Returns:
-        How many were deleted.
+        The number of files deleted.
 
     Raises:
         OSError: The root cannot be listed.
@@ -471,10 +471,10 @@ def clean_up(root: str, stale_seconds: float) -> int:
 
 
 class _Removed:
-    """Blocks that were deleted, on their way into the logs of their namespaces.
+    """Collects deleted blocks for the logs of their namespaces.
 
     Args:
-        root: Whose blocks they are.
+        root: The root of the blocks.
     """
 
     def __init__(self, root: str) -> None:
@@ -485,7 +485,7 @@ class _Removed:
         return self
 
     def add(self, path: str) -> None:
-        """Note a deleted file; some at a time are logged."""
+        """Add a deleted file; files are logged in batches."""
         base, bucket, name = path.rsplit("/", 2)
         key = key_of(bucket, name)
         if key is not None and base in self._layouts:
@@ -502,7 +502,7 @@ class _Removed:
 
 
 def _older(root: str, threshold: int) -> Iterator[StoredFile]:
-    """All files of a big root last used at this time or before, slowly: half of the time is spent asleep."""
+    """Yield all files last used at ``threshold`` or before; sleep half of the time, because the root is big."""
     paths = [path for layout in namespaces(root) if not layout.is_private for path in buckets(layout)]
     random.shuffle(paths)
     for path in paths:
@@ -512,12 +512,12 @@ def _older(root: str, threshold: int) -> Iterator[StoredFile]:
 
 
 def _blocks(bucket: str) -> list[StoredFile]:
-    """The blocks of a directory: not, for instance, what a network file system keeps of deleted ones."""
+    """Return a bucket's blocks, but not, for instance, a network file system's remains of deleted files."""
     return [file for file in _files(bucket) if key_of(bucket, file.path.rpartition("/")[2]) is not None]
 
 
 def _files(directory: str) -> list[StoredFile]:
-    """The files of a directory, if it is there and can be listed."""
+    """Return the regular files of a directory; none if it is missing or cannot be listed."""
     with suppress(OSError):
         return [
             StoredFile(f"{directory}/{name}", status.st_size, status.st_mtime_ns)

@@ -1,16 +1,16 @@
-"""Where the files of a directory are, and what they are called.
+"""Define the paths and file names in a store's directory.
 
 ::
 
     <root>/USED                          how much the root holds; see ``space``
-    <root>/<namespace>/NAMESPACE         says that this is ours, and the namespace
-    <root>/<namespace>/identity.json     what its blocks depend on; see ``identity_file``
+    <root>/<namespace>/NAMESPACE         marks the directory as ours, and names the namespace
+    <root>/<namespace>/identity.json     the facts that its blocks depend on; see ``identity_file``
     <root>/<namespace>/REMOVED           which blocks were taken out; see ``index``
     <root>/<namespace>/<2 hex>/<hex>     a block; the two parts are its key
     <root>/<namespace>/tmp/              blocks being written, named by their writers
     <root>/<namespace>/aside/            damaged blocks
 
-A ``/`` in a namespace is a ``+`` in its directory's name, so that no namespace lies within another. Every name is
+A ``/`` in a namespace becomes a ``+`` in its directory's name, so that no namespace lies within another. All paths are
 relative to a root that the operator made; nothing outside these patterns is ever touched, and no symbolic link below
 the root is followed; see ``paths``.
 """
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 
 MARKER = "NAMESPACE"
-#: The file in which an engine tells what the blocks depend on, and as much as is read of one.
+#: The file in which an engine describes what the blocks depend on, and the most bytes read from it.
 IDENTITY, MAX_IDENTITY_BYTES = "identity.json", 1 << 22
 TEMPORARY, ASIDE = "tmp", "aside"
-#: The first part of the namespaces whose blocks are one process's own: a request's, as long as it runs.
+#: The first part of namespaces whose blocks belong to one process: to a request, while it runs.
 PRIVATE = "middle"
 MAX_NAMESPACE = 200
 _MAX_MARKER_BYTES = 4096
@@ -68,10 +68,10 @@ _numbers = count()
 
 
 def check_namespace(namespace: str) -> str:
-    """The namespace, if it can be one.
+    """Return the namespace if it is valid.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It is not.
     """
     if len(namespace) > MAX_NAMESPACE or not _NAMESPACE.fullmatch(namespace):
         raise ConfigError(
@@ -96,13 +96,13 @@ class Layout:
         self.base = f"{self.root}/{namespace.replace('/', '+')}"
         self.temporary = f"{self.base}/{TEMPORARY}"
         self.aside = f"{self.base}/{ASIDE}"
-        self.identity: bytes | None = None  #: what to write into that file where it is missing
+        self.identity: bytes | None = None  #: the content to write into the identity file if it is missing
         self._prefix = f"{self.base}/"
         self._group: tuple[int | None] | None = None
 
     @property
     def group(self) -> int | None:
-        """The group that shares the root, so that what is made is for it as well; None for none.
+        """The group that shares the root and so gets access to new files; None if there is no such group.
 
         Raises:
             OSError: The root cannot be reached.
@@ -113,29 +113,29 @@ class Layout:
 
     @property
     def is_private(self) -> bool:
-        """Whether the blocks are those of one process that lives, or may: nobody else deletes them."""
+        """Whether the blocks belong to one process that is, or may be, alive, so that no other process deletes them."""
         first, _, rest = self.namespace.partition("/")
         owner = rest.rpartition("/")[0]
         return first == PRIVATE and bool(owner) and not is_stale(owner, 0.0, float("inf"))
 
     @property
     def file_mode(self) -> int:
-        """What may be done with a new file; raises as ``group``."""
+        """The mode of a new file; raises like ``group``."""
         return FILE_MODE if self.group is None else SHARED_FILE_MODE
 
     def block(self, key: BlockKey) -> str:
-        """The path of a block."""
+        """Return the path of a block."""
         name = key.hex()
         return f"{self._prefix}{name[:2]}/{name[2:]}"
 
     def make(self) -> None:
         """Make the namespace's directories below an existing root.
 
-        Writers call it where they miss the one for temporary files. It comes last, so that a process that dies in here
-        leaves no namespace behind that takes blocks and is never looked after for want of its marker.
+        Writers call this when the directory for temporary files is missing. That directory is made last: a process that
+        dies before cannot leave a namespace that accepts blocks but, without its marker, is never maintained.
 
         Raises:
-            OSError: It cannot be done.
+            OSError: A directory or file cannot be made.
         """
         for path in (self.base, self.aside):
             make_directory(path, self.group)
@@ -145,30 +145,30 @@ class Layout:
         make_directory(self.temporary, self.group)
 
     def keep_identity(self) -> None:
-        """Remember what lies there about the blocks, if anything does, so that ``make`` writes it again."""
+        """Remember the content of an existing identity file, so that ``make`` writes it again."""
         with suppress(OSError):
             self.identity = read_file(f"{self.base}/{IDENTITY}", MAX_IDENTITY_BYTES)
 
     def mend(self) -> None:
-        """Make again what a namespace has lost that is there: somebody may have deleted it beside a running engine.
+        """Recreate missing parts of an existing namespace, for instance parts deleted beside a running engine.
 
         Raises:
-            OSError: It cannot be done.
+            OSError: A part cannot be made.
         """
         with suppress(FileNotFoundError):
             if stat.S_ISDIR(status_of(self.base).st_mode):
                 self.make()
 
     def new_file(self, path: str, flags: int = os.O_WRONLY) -> int:
-        """Make a file that nobody else has; the descriptor.
+        """Make a new file and return its descriptor.
 
         Raises:
-            OSError: It cannot be made, or is there.
+            OSError: The file cannot be made, or exists already.
         """
         return open_file(path, flags | os.O_CREAT | os.O_EXCL, self.file_mode, self.group)[0]
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write one of the namespace's own files, whole at once, unless it is there; what else is there is replaced."""
+        """Write one of the namespace's own files atomically unless it exists; replace anything but a regular file."""
         path = f"{self.base}/{name}"
         with suppress(FileNotFoundError):
             if stat.S_ISREG(status_of(path).st_mode):
@@ -187,13 +187,13 @@ class Layout:
 
 
 def unlink_private(path: str) -> None:
-    """Delete a file of this process's own that came to nothing: nobody else will, as long as the process lives."""
+    """Delete an unused file of this process; no other process does so while this one lives."""
     with suppress(OSError):
         unlink(path)
 
 
 def namespaces(root: str) -> Iterator[Layout]:
-    """Every namespace of a root, known by its marker, and no more open to others than the root is.
+    """Yield every namespace of a root that has a marker and is no more open to others than the root is.
 
     Raises:
         OSError: The root cannot be listed.
@@ -204,7 +204,7 @@ def namespaces(root: str) -> Iterator[Layout]:
 
 
 def distrusted_namespaces(root: str) -> list[tuple[str, str]]:
-    """The paths of a root's other namespaces, and what is wrong with each.
+    """Return the paths of a root's other namespaces, and what is wrong with each.
 
     Raises:
         OSError: The root cannot be listed.
@@ -231,7 +231,7 @@ def _marked(root: str) -> Iterator[tuple[Layout, str]]:
 
 
 def buckets(layout: Layout) -> list[str]:
-    """The paths of a namespace's directories of blocks that are there."""
+    """Return the paths of a namespace's existing block directories."""
     return sorted(
         f"{layout.base}/{name}"
         for name, status in list_directory(layout.base)
@@ -240,24 +240,24 @@ def buckets(layout: Layout) -> list[str]:
 
 
 def key_of(bucket: str, name: str) -> BlockKey | None:
-    """The key of the block of this name in a directory; None if it is no block's name."""
+    """Return the key of the block with this name in a directory; None if the name is not a block's."""
     if len(name) % 2 or not _REST.fullmatch(name):
         return None
     return BlockKey(bytes.fromhex(bucket[-2:] + name))
 
 
 def is_owned(name: str) -> bool:
-    """Whether a name is one that ``owner_name`` makes."""
+    """Return whether a name was made by ``owner_name``."""
     return _OWNER.fullmatch(name) is not None
 
 
 def is_quarantined(name: str) -> bool:
-    """Whether a file of this name in ``aside`` is one that we put there."""
+    """Return whether a name in ``aside`` is one of a quarantined block."""
     return _QUARANTINED.fullmatch(name) is not None
 
 
 def owner_name() -> str:
-    """A name for a file or directory of this process, never given before."""
+    """Return a unique name for a file or directory of this process."""
     return f"{_owner(os.getpid())}-{next(_numbers)}"
 
 
@@ -267,15 +267,15 @@ def _owner(process: int) -> str:
 
 
 def is_stale(name: str, age: float, stale_seconds: float) -> bool:
-    """Whether a file's owner is gone; never of a file that none of us made.
+    """Return whether a file's owner is gone; False for a file that no store made.
 
-    A process of this host can be seen: what it began stays as long as it lives, however old, for an engine that idles
-    over night has blocks that wait for their commit.
+    The processes of this host can be checked: their files stay as long as they live, however old, because an engine
+    that idles over night has blocks that wait for their commit.
 
     Args:
-        name: As ``owner_name`` made it, here or elsewhere.
-        age: The seconds since it was last written.
-        stale_seconds: The age from which on it is stale if its owner cannot be seen, being on another host.
+        name: As made by ``owner_name``, on this host or another one.
+        age: The seconds since the file was last written.
+        stale_seconds: The age in seconds above which a file of another host, whose owner cannot be checked, is stale.
     """
     owner = _OWNER.fullmatch(name)
     if owner is None:
@@ -287,7 +287,7 @@ def is_stale(name: str, age: float, stale_seconds: float) -> bool:
 
 @cache
 def _host() -> str:
-    """This host's boot and its space of process ids, and nothing that tells who it is."""
+    """Return a digest of this host's boot and its space of process ids, which does not reveal who the host is."""
     parts = [socket.gethostname()]
     for path, read in (
         ("/proc/sys/kernel/random/boot_id", lambda p: p.read_text(encoding="utf-8")),
@@ -296,13 +296,13 @@ def _host() -> str:
         try:
             parts.append(read(Path(path)))
         except OSError:
-            # Without them two containers could take each other's writers for dead: then only age tells.
+            # Otherwise two containers could take each other's writers for dead; now only the age decides.
             parts.append(f"{time.time_ns()}")
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def _started(process: int) -> int:
-    """When a process began, in clock ticks since the boot, so that a process id used again is told apart; -1: gone."""
+    """Return a process's start in clock ticks since boot, to tell a reused process id apart; -1 if it is gone."""
     try:
         status = Path(f"/proc/{process}/stat").read_bytes()
     except OSError:

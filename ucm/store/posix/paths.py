@@ -1,8 +1,8 @@
-"""Access to files below a root that never follows a symbolic link, and who may write to a directory.
+"""Access files below a root without following symbolic links, and check who may write to a directory.
 
-Every function takes an absolute path whose root was resolved when the store was opened. A symbolic link in any later
-part of the path is refused by the kernel (``openat2``; where that is missing, by one ``openat`` per part), so that
-nobody who can write below a root can make us read, write or delete elsewhere.
+Every function takes an absolute path whose root was resolved when the store was opened. The kernel refuses a symbolic
+link in any later part of the path (``openat2``; where that is missing, one ``openat`` per part), so that nobody who can
+write below a root can make us read, write or delete elsewhere.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
     Open = Callable[[str, int, int], int]
 
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
-#: The same where the root's group shares the store; the set-group-id bit hands the group on.
+#: The modes if the root's group shares the store; the set-group-id bit passes the group on.
 SHARED_FILE_MODE, SHARED_DIRECTORY_MODE = 0o660, 0o2770
 
-_OPENAT2 = 437  # the same number on every architecture that Python and vLLM run on
+_OPENAT2 = 437  # the same on every architecture that Python and vLLM run on
 _AT_FDCWD = -100
 _RESOLVE_NO_SYMLINKS = 0x04
 _HOW = struct.Struct("=QQQ")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-#: To name something in a directory, it need not be readable.
+#: A parent directory need not be readable to access an entry by name.
 _PARENT = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-#: For how long a directory stays open that is no longer written to.
+#: How long an idle directory stays open, in seconds.
 _KEPT_SECONDS = 1.0
-#: What opening something says that is no regular file, or lies beyond something that is no directory.
+#: Errors of opening a path that is no regular file, or that passes through something other than a directory.
 _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
 
 
 class NotAFileError(OSError):
-    """There is a symbolic link, a directory, a FIFO, a device or the like where a regular file should be."""
+    """The path leads to something other than a regular file: a symbolic link, a directory, a FIFO, a device."""
 
 
 class KeptDirectory:
     """A directory that stays open for a moment, so that not every file in it costs a walk from the root.
 
-    Its path is resolved as that of every other file. Before a file is made in it, one call tells whether the path still
-    leads to it, for anybody may rename, delete or replace what is above. Every method may be called from any thread; a
-    thread that uses the directory keeps it open.
+    Its path is resolved like that of any other file. Before a file is made in it, one call checks that the path still
+    leads to it, because a directory above may have been renamed, deleted or replaced. Methods may be called from any
+    thread; a thread that uses the directory keeps it open.
 
     Args:
-        path: Of the directory.
+        path: The path of the directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,21 +62,21 @@ class KeptDirectory:
         self._open: _Kept | None = None
 
     def new_file(self, name: str, flags: int, mode: int, group: int | None) -> tuple[int, NewFile]:
-        """Make a file that nobody else has; its descriptor, and the file.
+        """Make a new file; return its descriptor and the file.
 
         Args:
-            name: In this directory.
+            name: The file's name in this directory.
             flags: As for ``os.open``.
             mode: As for ``open_file``.
             group: As for ``open_file``.
 
         Raises:
-            OSError: It cannot be made, or is there.
+            OSError: The file cannot be made, or exists already.
         """
         folder = self._open
         if folder is None or not self._leads_to(folder):
             folder = self._resolve()
-        flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # so it is a regular file
+        flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # this makes a regular file or fails
         descriptor = os.open(name, flags, mode, dir_fd=folder.number)
         if group is not None:
             try:
@@ -87,19 +87,19 @@ class KeptDirectory:
         return descriptor, NewFile(folder, name)
 
     def receive(self, file: NewFile, inner: str, name: str) -> bool:
-        """Move a file into a directory in this one, in place of what has its name already.
+        """Move a file into a subdirectory of this one, replacing a file of that name.
 
         Args:
-            file: Of any directory on the same file system.
-            inner: The directory in this one.
-            name: The file's name in there.
+            file: A file in any directory on the same file system.
+            inner: The name of the subdirectory.
+            name: The file's name in the subdirectory.
 
         Returns:
-            Whether this directory's path leads to where the file is now; False if somebody has just renamed or deleted
-            what is above: then the path is resolved anew next time.
+            Whether this directory's path leads to the moved file; False if a directory above was renamed or deleted
+            just now: then the path is resolved again next time.
 
         Raises:
-            OSError: It cannot be done; the file is where it was.
+            OSError: The file cannot be moved; it stays where it was.
         """
         above = self._open or self._resolve()
         try:
@@ -113,7 +113,7 @@ class KeptDirectory:
         return leads
 
     def let_go(self, *, old: bool = False) -> None:
-        """Resolve the path anew next time; with ``old``, only if it was resolved more than a second ago."""
+        """Resolve the path again next time; with ``old``, only if it was resolved more than a second ago."""
         found = self._open
         if found is not None and not (old and time.monotonic() < found.until):
             self._open = None
@@ -131,11 +131,11 @@ class KeptDirectory:
 
 
 class NewFile:
-    """A file of which nobody else knows; it is found whatever becomes of its directory's name.
+    """A file that no other process knows; it is found even if its directory is renamed.
 
     Args:
-        folder: Its directory.
-        name: In there.
+        folder: The file's directory.
+        name: The file's name in the directory.
     """
 
     def __init__(self, folder: _Descriptor, name: str) -> None:
@@ -143,31 +143,31 @@ class NewFile:
         self._name = name
 
     def open(self, flags: int) -> int:
-        """Open it again.
+        """Open the file again.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(self._name, flags, dir_fd=self._folder.number)
 
     def move(self, folder: _Descriptor, name: str) -> None:
-        """Give it another directory and name.
+        """Move the file to another directory and name.
 
         Raises:
-            OSError: It cannot be done.
+            OSError: The file cannot be moved.
         """
         os.rename(self._name, name, src_dir_fd=self._folder.number, dst_dir_fd=folder.number)
         self._folder, self._name = folder, name
 
     def unlink(self) -> None:
-        """Delete it, if that can be done: nobody else will, as long as this process lives."""
+        """Delete the file if possible; no other process does so while this one lives."""
         with suppress(OSError):
             os.unlink(self._name, dir_fd=self._folder.number)
 
 
 class _Descriptor:
-    """An open directory; it is closed when nobody uses it any more."""
+    """An open directory, closed when it is no longer referenced."""
 
     __slots__ = ("number",)
 
@@ -179,7 +179,7 @@ class _Descriptor:
 
 
 class _Kept(_Descriptor):
-    """The same, with what tells it apart from every other one, and until when it is kept unused."""
+    """An open directory with its device and inode, and the time until which it is kept while unused."""
 
     __slots__ = ("identity", "until")
 
@@ -194,20 +194,20 @@ def open_file(path: str, flags: int, mode: int = 0, group: int | None = None) ->
     """Open a regular file.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
         flags: As for ``os.open``.
-        mode: For a file that is made; the umask does not apply where it lets the group in.
-        group: The group that a file of ours is given; None for whatever the system gives it.
+        mode: The mode of a new file; with a ``group``, the umask does not apply.
+        group: The group to give a file of ours to; None: the system's choice.
 
     Returns:
-        Its descriptor, and its status.
+        The descriptor and the status.
 
     Raises:
-        NotAFileError: It is no regular file, or a part of its path is a symbolic link.
-        OSError: It cannot be opened.
+        NotAFileError: The path is no regular file, or a part of it is a symbolic link.
+        OSError: The file cannot be opened.
     """
     try:
-        # Without O_NONBLOCK, a FIFO in a file's place would hold us up until somebody opens its other end.
+        # Without O_NONBLOCK, a FIFO in a file's place would block us until somebody opens its other end.
         descriptor = _open()(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno in _NO_FILE:
@@ -228,7 +228,7 @@ def open_file(path: str, flags: int, mode: int = 0, group: int | None = None) ->
 def _share(descriptor: int, status: os.stat_result, mode: int, group: int) -> None:
     """Give a file of ours to a group."""
     if status.st_uid == os.geteuid():
-        # Its directory hands the group on, but may just be being made.
+        # New files inherit the group from their directory, but that may not have its group yet.
         if status.st_gid != group:
             with suppress(PermissionError):
                 os.fchown(descriptor, -1, group)
@@ -240,16 +240,16 @@ def open_directory(path: str) -> int:
     """Open a directory to list it.
 
     Raises:
-        OSError: It is not there, is no directory, or a part of its path is a symbolic link.
+        OSError: It does not exist, is no directory, or a part of its path is a symbolic link.
     """
     return _open()(path, _DIRECTORY, 0)
 
 
 def read_file(path: str, limit: int) -> bytes:
-    """The first bytes of a regular file, of which it is known that it is small.
+    """Return the first bytes of a small regular file.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     descriptor, _ = open_file(path, os.O_RDONLY)
     try:
@@ -259,10 +259,10 @@ def read_file(path: str, limit: int) -> bytes:
 
 
 def status_of(path: str) -> os.stat_result:
-    """The status of whatever has this name; of a symbolic link its own.
+    """Return the status of a directory entry; for a symbolic link, the link's own.
 
     Raises:
-        OSError: There is nothing, or a part of the path before the name is a symbolic link.
+        OSError: There is no such entry, or a part of the path before its name is a symbolic link.
     """
     folder, name = _split(path)
     try:
@@ -272,10 +272,10 @@ def status_of(path: str) -> os.stat_result:
 
 
 def list_directory(path: str) -> list[tuple[str, os.stat_result]]:
-    """The names in a directory with their own statuses; nothing if it is not there.
+    """Return the names in a directory, each with its own status; empty if there is no such directory.
 
     Raises:
-        OSError: It cannot be listed.
+        OSError: The directory cannot be listed.
     """
     found = []
     try:
@@ -295,10 +295,10 @@ def list_directory(path: str) -> list[tuple[str, os.stat_result]]:
 
 
 def names_in(path: str) -> list[str]:
-    """The names in a directory; nothing if it is not there.
+    """Return the names in a directory; empty if there is no such directory.
 
     Raises:
-        OSError: It cannot be listed.
+        OSError: The directory cannot be listed.
     """
     try:
         folder = open_directory(path)
@@ -311,10 +311,10 @@ def names_in(path: str) -> list[str]:
 
 
 def touch(path: str) -> None:
-    """Renew a file's time of last use.
+    """Set a file's time of last use to now.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: The time cannot be set.
     """
     folder, name = _split(path)
     try:
@@ -327,7 +327,7 @@ def unlink(path: str) -> None:
     """Delete a file, or a symbolic link itself.
 
     Raises:
-        OSError: It cannot be done; what is a directory is not deleted.
+        OSError: The file cannot be deleted; directories are never deleted.
     """
     folder, name = _split(path)
     try:
@@ -337,13 +337,13 @@ def unlink(path: str) -> None:
 
 
 def unlink_unused(path: str, used_ns: int) -> bool:
-    """Delete a file that was used last at this time.
+    """Delete a file unless it was used after ``used_ns``.
 
     Returns:
-        Whether it is deleted.
+        Whether the file was deleted.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: The file cannot be deleted.
     """
     folder, name = _split(path)
     try:
@@ -360,7 +360,7 @@ def remove_directory(path: str) -> None:
     """Delete an empty directory.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: The directory cannot be deleted.
     """
     folder, name = _split(path)
     try:
@@ -370,10 +370,10 @@ def remove_directory(path: str) -> None:
 
 
 def rename(source: str, target: str) -> None:
-    """Give anything another name, in place of what has that name already.
+    """Rename a file or directory, replacing an existing target.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: It cannot be renamed.
     """
     first, name = _split(source)
     try:
@@ -387,11 +387,11 @@ def rename(source: str, target: str) -> None:
 
 
 def make_directory(path: str, group: int | None = None) -> None:
-    """Make one directory, for its owner only, or for a group as well, unless it is there.
+    """Make one directory, for its owner and, if given, a group, unless it exists.
 
     Raises:
         NotADirectoryError: Something else is there, for instance a symbolic link.
-        OSError: It cannot be made.
+        OSError: The directory cannot be made.
     """
     folder, name = _split(path)
     try:
@@ -413,14 +413,14 @@ def make_directory(path: str, group: int | None = None) -> None:
 
 
 def distrust(status: os.stat_result, group: int | None) -> str:
-    """Why the content of a directory is not to be trusted.
+    """Return why the content of a directory cannot be trusted.
 
     Args:
-        status: The directory's own.
+        status: The directory's own status.
         group: The id of a group whose members are trusted.
 
     Returns:
-        What is wrong with it; nothing if it is ours, and only we, or members of that group, may write to it.
+        The problem; empty if the directory is ours and only we, or members of that group, may write to it.
     """
     mode = stat.S_IMODE(status.st_mode)
     by_group = bool(mode & stat.S_IWGRP)
@@ -438,7 +438,7 @@ def distrust(status: os.stat_result, group: int | None) -> str:
 
 
 def group_id(group: str | int | None) -> int | None:
-    """The id of a group; None for none.
+    """Return the id of a group; None for None.
 
     Raises:
         ConfigError: There is no group of this name.
@@ -454,7 +454,7 @@ def group_id(group: str | int | None) -> int | None:
 
 
 def shared_group(root: str) -> int | None:
-    """The group that shares a root, as its mode says; None if there is none.
+    """Return the group that a root's mode lets write to it; None if there is none.
 
     Raises:
         OSError: The root cannot be reached.
@@ -470,7 +470,7 @@ def _split(path: str) -> tuple[int, str]:
 
 @cache
 def _open() -> Open:
-    """``openat2`` if this system lets us, or else the same in several steps."""
+    """Return ``openat2`` as a function if the system allows it, or else ``open_in_steps``."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
     call.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
@@ -491,7 +491,7 @@ def _open() -> Open:
 
 
 def open_in_steps(path: str, flags: int, mode: int) -> int:
-    """As ``openat2`` with RESOLVE_NO_SYMLINKS."""
+    """Open a path as ``openat2`` with RESOLVE_NO_SYMLINKS does."""
     *folders, name = path.lstrip("/").split("/")
     folder = os.open("/", _PARENT)
     try:
