@@ -1,1 +1,1 @@
-"""The prefix-cache connector in parts: what the scheduler decides, what a worker moves, where a block's bytes are."""
+"""The parts of the prefix-cache connector: scheduler side, worker side, and the memory of KV blocks."""

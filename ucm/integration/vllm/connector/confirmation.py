@@ -1,8 +1,8 @@
-"""What a step has dumped becomes visible once it is known that no rank's weights had changed by then.
+"""Commit the dumps of a step once no rank's weights are known to have changed by then.
 
-Each rank looks at its own weights alone, and a change need not show there: later layers of a pipeline may keep theirs,
-and a sample may miss it. But the KV of all ranks is that of the changed model. So where there are several ranks, each
-tells the scheduler of its looks, and the scheduler tells all of them up to which step nobody has seen a change.
+Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
+unchanged, and a sample may miss the change. But the KV of all ranks belongs to the changed model. So with several
+ranks, each reports its checks to the scheduler, and the scheduler tells all ranks up to which step none found a change.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _Waiting(Generic[T]):
 
 
 class Unconfirmed(Generic[T]):
-    """Keeps back what is dumped and not confirmed.
+    """Holds back dumped items until their step is confirmed.
 
     Args:
-        commit: Makes it visible.
-        discard: Forgets it.
+        commit: Makes an item visible.
+        discard: Drops an item.
     """
 
     def __init__(self, commit: Callable[[T], None], discard: Callable[[T], None]) -> None:
@@ -41,7 +41,7 @@ class Unconfirmed(Generic[T]):
         self._epoch = 0
 
     def begin(self, plan: StepPlan) -> None:
-        """A step begins; its plan says what is confirmed. What an earlier epoch left unconfirmed never will be."""
+        """Begin a step: commit what its plan confirms, and discard unconfirmed items of earlier epochs."""
         self._confirmed, self._epoch = plan.confirmed, plan.epoch
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -51,11 +51,11 @@ class Unconfirmed(Generic[T]):
                 self._commit_or_keep(one)
 
     def add(self, item: T, step: int) -> None:
-        """Something was dumped whose KV was computed until a step."""
+        """Add a dumped item whose KV was computed in steps up to ``step``."""
         self._commit_or_keep(_Waiting(item, step, self._epoch))
 
     def close(self) -> None:
-        """No further step will confirm anything."""
+        """Discard all unconfirmed items."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             self._discard(one.item)

@@ -1,7 +1,7 @@
-"""A group's KV cache on an accelerator: blocks gathered into page-locked host memory, and scattered from it.
+"""Gather blocks of a group's KV cache on an accelerator into page-locked host memory, and scatter them back.
 
-A chunk of blocks is gathered on the device into one contiguous tensor per layer, which crosses the bus in one copy per
-layer, on a stream of its own. The other way round, each layer crosses in one copy and is scattered on the device.
+A chunk of blocks is gathered on the device into one contiguous tensor per layer and copied to the host with one copy
+per layer, on a separate stream. Loading copies each layer to the device once and scatters it there.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
     from ucm.integration.vllm.connector.groups import CacheGroup
 
-#: Ranges and strides that are multiples of this move as wider elements than bytes.
+#: Ranges and strides that are multiples of this are copied as 8-byte elements instead of bytes.
 WORD = 8
 
 
 class DeviceMemory:
-    """Blocks of one group on a device.
+    """The KV blocks of one group on a device.
 
     Args:
         group: The group.
         kv_caches: The registered tensors by layer name, all on one device.
-        num_blocks: Blocks that vLLM hands out; None in releases that do not tell it in time.
-        about: What else the bytes depend on, for the fingerprint.
+        num_blocks: Blocks that vLLM allocates from; None in releases that do not provide the number in time.
+        about: Other facts that the bytes depend on, for the fingerprint.
 
     Raises:
         UnknownLayoutError: If a layer's blocks cannot be located.
@@ -41,14 +41,14 @@ class DeviceMemory:
         tensors = [kv_caches[layout.name] for layout in self.layouts]
         self.device = tensors[0].device
         self._blocks = [_rows(tensor, layout) for tensor, layout in zip(tensors, self.layouts, strict=True)]
-        # Unlike in host memory, a layer leaves the device as one contiguous range.
+        # Unlike in host memory, each layer of a block is copied as one contiguous range.
         self.geometry = BlockGeometry(
             tuple(layout.block_bytes for layout in self.layouts), fingerprint(self.layouts, {**about, "staged": True})
         )
 
     def staging(self, blocks: int) -> list[Any]:
-        """Page-locked host memory for a chunk: per layer ``(blocks, block_bytes)`` of uint8."""
-        import torch  # noqa: PLC0415 - the room may be imported without torch
+        """Return page-locked host memory for a chunk: per layer, uint8 of shape ``(blocks, block_bytes)``."""
+        import torch  # noqa: PLC0415 - this package is also imported without torch
 
         pinned = self.device.type != "cpu"
         return [
@@ -74,14 +74,14 @@ class DeviceMemory:
             blocks.index_copy_(0, index, moved.view(blocks.dtype).view(len(rows), *blocks.shape[1:]))
 
     def _index(self, block_ids: Sequence[int]) -> Any:
-        import torch  # noqa: PLC0415 - the room may be imported without torch
+        import torch  # noqa: PLC0415 - this package is also imported without torch
 
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
 
 
 def _rows(tensor: Any, layout: LayerLayout) -> Any:
-    """A view of a layer's KV cache with one row per block, in the order of the block's bytes."""
-    import torch  # noqa: PLC0415 - the room may be imported without torch
+    """Return a view of a layer's KV cache with one row per block, in the order of the block's bytes."""
+    import torch  # noqa: PLC0415 - this package is also imported without torch
 
     places = (layout.start, layout.block_stride, layout.nbytes, *(stride for _, stride in layout.outer))
     wide = all(place % WORD == 0 for place in places)
@@ -94,6 +94,6 @@ def _rows(tensor: Any, layout: LayerLayout) -> Any:
 
 
 def _as_bytes(rows: Any, count: int) -> Any:
-    import torch  # noqa: PLC0415 - the room may be imported without torch
+    import torch  # noqa: PLC0415 - this package is also imported without torch
 
     return rows.reshape(count, -1).view(torch.uint8)

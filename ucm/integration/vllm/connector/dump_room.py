@@ -1,4 +1,4 @@
-"""Host memory where blocks wait for being written, so that a medium keeps no block of the KV cache."""
+"""Provide host memory for blocks that wait to be written, so that slow media do not hold blocks of the KV cache."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, Buffer
     from ucm.store.errors import StoreFullError
 
-#: Rows are cut from memory that is asked for in portions of about so many bytes.
+#: Rows are cut from allocations of about this many bytes.
 EXTENT_BYTES = 8 << 20
-#: Rows that were not needed for so many seconds, up to twice that, are given back to the system. The first use of a
-#: page costs ten times what copying a page does.
+#: Rows that were not needed for this many seconds, at most twice as many, are given back to the system. The first use
+#: of a page costs ten times as much as copying it.
 KEEP_SECONDS = 60.0
 
 
 class DumpRoom:
-    """Lets blocks in until their bytes reach the limit, and remembers those that it turned away.
+    """Allocates rows up to a limit of bytes, and remembers the blocks that it refused.
 
-    One thread asks for room; any other takes rows and gives them back.
+    One thread takes rows; any thread gives them back.
 
     Args:
-        limit: Bytes that may wait or be under way.
+        limit: Bytes of blocks that may wait or be in progress.
     """
 
     def __init__(self, limit: int) -> None:
@@ -37,30 +37,30 @@ class DumpRoom:
         self._lock = Lock()
         self._taken = 0
         self._refused: set[BlockKey] = set()
-        self._free: dict[int, list[Buffer]] = {}  # by the rows' bytes
+        self._free: dict[int, list[Buffer]] = {}  # by the size of the rows in bytes
         self._free_bytes = 0
         self._since = time.monotonic()
-        self._most = self._most_before = 0  # bytes taken at once since then, and in the time before
+        self._most = self._most_before = 0  # peak of taken bytes in this period and in the last one
 
     @property
     def held_bytes(self) -> int:
-        """Memory that was asked of the system and not given back."""
+        """The memory allocated from the system, in bytes."""
         with self._lock:
             return self._taken + self._free_bytes
 
     @property
     def taken_bytes(self) -> int:
-        """What waits, or is being written."""
+        """Bytes of blocks that wait or are being written."""
         with self._lock:
             return self._taken
 
     def take(self, keys: Sequence[BlockKey], nbytes: int) -> list[tuple[int, Buffer]]:
-        """Rows for blocks of this many bytes each; something is let in whenever nothing waits.
+        """Take rows for blocks of ``nbytes`` each; at least one row is granted if none is in use.
 
-        A block that one layer was refused of cannot become whole: its further layers leave their room to others.
+        Once a layer of a block was refused, the block cannot become complete: its further layers are refused as well.
 
         Returns:
-            The places in ``keys`` of those that have room, each with its row.
+            The indexes in ``keys`` of the accepted blocks, each with its row.
         """
         found = []
         with self._lock:
@@ -77,7 +77,7 @@ class DumpRoom:
         return found
 
     def give_back(self, rows: Sequence[Buffer]) -> None:
-        """These rows are read no longer, and what was in them waits no longer."""
+        """Return rows that are no longer read."""
         with self._lock:
             for row in rows:
                 self._free.setdefault(row.nbytes, []).append(row)
@@ -89,17 +89,17 @@ class DumpRoom:
                 self._since, self._most_before, self._most = now, self._most, self._taken
 
     def forget(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Those of the keys that were refused; they may be dumped anew."""
+        """Forget which of the keys were refused, so that they can be dumped again; return them."""
         found = self._refused.intersection(keys)
         self._refused -= found
         return found
 
     def error(self) -> StoreFullError:
-        """Why there was no room."""
+        """Return the error for refused blocks."""
         return too_far_behind(self._limit)
 
     def _row(self, nbytes: int) -> Buffer | None:
-        """Memory for one block; None if the system has none."""
+        """Return memory for one block; None if the system has none."""
         rows = self._free.setdefault(nbytes, [])
         if not rows:
             count = max(1, EXTENT_BYTES // nbytes)
@@ -113,7 +113,7 @@ class DumpRoom:
         return rows.pop()
 
     def _trim(self, keep: int) -> None:
-        """Let go of memory no row of which is in use, until so many bytes are left."""
+        """Free allocations without used rows, until ``keep`` free bytes are left."""
         for nbytes, rows in self._free.items():
             whole = max(1, EXTENT_BYTES // nbytes)
             idle = {extent for extent, count in Counter(id(row.obj) for row in rows).items() if count == whole}

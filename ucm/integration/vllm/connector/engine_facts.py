@@ -1,4 +1,4 @@
-"""What the connector has to know of the engine that it runs in, read where each release of vLLM keeps it."""
+"""Read facts about the engine from vLLM's configuration and classes, which differ between releases."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ucm.errors import SparseMethodError
 from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.errors import UnsupportedModelError
 
-#: The name under which rewritten modules import what they call.
+#: The name under which rewritten modules import UCM's hooks.
 HOOKS = "_ucm_hooks"
 
 
 def ranks(vllm_config: Any) -> int:
-    """Workers that run one step together."""
+    """Return the number of workers that run one step together."""
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
-    """When loads are made.
+    """When loads run.
 
     Args:
-        between_steps: A request waits for its load between steps, in vLLM's state for remote KV; vLLM then computes the
-            tokens of blocks that failed to load. Else they are loaded within the step that needs them, and must not
-            fail.
+        between_steps: Requests wait for their loads between steps, in vLLM's state for remote KV; vLLM then computes
+            the tokens of blocks that failed to load. If False, blocks are loaded within the step that needs them, and
+            loads must not fail.
         background: A step may end before the loads that it started.
-        reloads_preempted: A request that was preempted may load again.
+        reloads_preempted: A preempted request may load again.
     """
 
     between_steps: bool
@@ -40,33 +40,33 @@ class LoadPolicy:
 
 
 def load_policy(connector_base: type, num_groups: int, kind: str) -> LoadPolicy:
-    """Choose by what vLLM's recovery can be trusted with.
+    """Choose a load policy that vLLM's load-failure recovery supports.
 
-    It came with 0.11.1, for models with one KV-cache group. For requests that wait between steps it is sound, but for
-    preempted ones before 0.19.1.
+    Recovery came with 0.11.1, for models with one KV-cache group. It is sound for requests that wait between steps,
+    except for preempted ones before 0.19.1.
 
     Args:
         connector_base: vLLM's connector class.
-        num_groups: KV-cache groups of the model.
-        kind: How blocks are moved; ``layerwise`` needs loads within a step.
+        num_groups: The model's number of KV-cache groups.
+        kind: The connector type; ``layerwise`` needs loads within a step.
     """
     if not hasattr(connector_base, "get_block_ids_with_load_errors") or num_groups > 1 or kind == "layerwise":
         return LoadPolicy(between_steps=False)
-    # From 0.17.1 at the latest, the blocks of an aborted request are kept until its load has ended.
+    # From 0.17.1 at the latest, vLLM keeps the blocks of an aborted request until its load has ended.
     background = hasattr(connector_base, "requires_piecewise_for_cudagraph")
     reaches_pool = hasattr(connector_base, "bind_gpu_block_pool")
     return LoadPolicy(between_steps=True, background=background, reloads_preempted=reaches_pool)
 
 
 def asks_again(connector_base: type) -> bool:
-    """Whether vLLM may be told that the outcome of a lookup is not known yet, as from 0.10.2 on."""
-    return hasattr(connector_base, "shutdown")  # came with the same release
+    """Return whether a lookup's outcome may be reported as not yet known, as from vLLM 0.10.2 on."""
+    return hasattr(connector_base, "shutdown")  # added in the same release
 
 
 def outer_transfer(vllm_config: Any) -> Any:
-    """The ``KVTransferConfig`` of the engine if this connector is one of several, as in ``MultiConnector``; else None.
+    """Return the engine's ``KVTransferConfig`` if this is one of several connectors (``MultiConnector``); else None.
 
-    Such a connector is made with a configuration of its own, and vLLM's is in the frame of whoever makes it.
+    Such a connector is created with its own configuration, so vLLM's is read from the frame of the creator.
     """
     mine = vllm_config.kv_transfer_config.kv_connector
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
@@ -77,15 +77,15 @@ def outer_transfer(vllm_config: Any) -> Any:
 
 
 def runs_micro_batches(vllm_config: Any) -> bool:
-    """Whether the worker may split a batch, so that a layer runs several times in a step, and in several threads."""
+    """Return whether the worker may split a batch, so that layers run several times per step, in several threads."""
     parallel = vllm_config.parallel_config
     return bool(getattr(parallel, "enable_dbo", False)) or int(getattr(parallel, "ubatch_size", 0) or 0) > 1
 
 
 def weights_move(vllm_config: Any) -> bool:
-    """Whether a rank's weights change though the model does not, so that a look at them tells nothing.
+    """Return whether a rank's weights move without a change of the model, so that checking them is meaningless.
 
-    Experts may move between ranks, and layers that are offloaded may take turns in one buffer on the device.
+    Experts may move between ranks, and offloaded layers may take turns in one buffer on the device.
     """
     offload = getattr(vllm_config, "offload_config", None)
     turns = int(getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) or 0) > 0
@@ -93,7 +93,7 @@ def weights_move(vllm_config: Any) -> bool:
 
 
 def drafts_look_ahead(vllm_config: Any) -> bool:
-    """Whether a draft model reads the target's hidden states, shifted by one token (EAGLE, MTP and their like)."""
+    """Return whether a draft model reads the target's hidden states, shifted by one token (EAGLE, MTP and similar)."""
     draft = getattr(vllm_config, "speculative_config", None)
     return draft is not None and bool(draft.use_eagle())
 
@@ -102,7 +102,7 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse settings under which blocks cannot be found again, or must not be.
 
     Raises:
-        UnsupportedModelError: Naming the setting.
+        UnsupportedModelError: Names the setting.
     """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -141,18 +141,18 @@ def _device_type(vllm_config: Any) -> str:
 
 
 def refuse_method_without_hooks(vllm_config: Any) -> None:
-    """Refuse a sparse method where nothing would call it: in a vLLM as upstream made it.
+    """Refuse a sparse method in a process of upstream vLLM, where nothing would call it.
 
-    Without the overlay a connector is all of ours that vLLM knows; the engine would be dense, and nobody would say so.
+    Without the overlay, vLLM calls only UCM's connector: the engine would be dense without any notice.
 
     Raises:
-        SparseMethodError: If a method is configured, and no module of vLLM in this process has hooks.
+        SparseMethodError: If a method is configured but no vLLM module in this process has hooks.
         ConfigError: If the setting is wrong.
     """
     found = sparse_method_config(vllm_config)
     if found is None:
         return
-    # Not `hasattr`: some of vLLM's modules import others when they are asked for what they have not.
+    # Not `hasattr`: some vLLM modules import others when asked for an attribute that they do not have.
     modules = [module for name, module in sys.modules.copy().items() if name.startswith("vllm.")]
     if any(HOOKS in getattr(module, "__dict__", ()) for module in modules):
         return

@@ -1,4 +1,4 @@
-"""What stops a connector at its start, and the one thing that stops a running one."""
+"""Errors that stop a connector at its start, and the one error that stops a running one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from ucm.errors import ConfigError, UcmError
 
 
 class UnknownLayoutError(UcmError):
-    """The registered KV caches are laid out in a way that is not known; blocks would be guessed."""
+    """The layout of the registered KV caches is unknown, so blocks cannot be located reliably."""
 
 
 class UnsupportedModelError(ConfigError):
-    """The model has KV that cannot be restored from blocks, or the engine a setting under which it must not be."""
+    """The model's KV cannot be restored from blocks, or a setting of the engine forbids it."""
 
 
 class PromisedBlockLostError(UcmError):
-    """Blocks were promised that must not be used: the weights were changed in place since, and nothing can recompute.
+    """Promised blocks must not be used, because the weights were changed in place, and nothing can recompute them.
 
-    Raised where vLLM has no load-failure recovery: the engine stops rather than go on with wrong KV.
+    Raised where vLLM has no load-failure recovery: the engine stops rather than continue with wrong KV.
     """

@@ -1,4 +1,4 @@
-"""Counting what went wrong on the data path, and saying it once."""
+"""Count failures on the data path and log the first of each cause."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class FailureLog:
-    """Failures of one operation, by cause; any thread may tell of some.
+    """Failures of one operation, by cause; any thread may record some.
 
     Args:
-        area: What the log lines start with, for instance ``[UCM.Load]``.
-        consequence: What happens to the blocks, as the log line says it.
+        area: The prefix of the log lines, for instance ``[UCM.Load]``.
+        consequence: What happens to the failed blocks, for the log line.
     """
 
     def __init__(self, area: str, consequence: str) -> None:
@@ -30,7 +30,7 @@ class FailureLog:
         self.counts: Counter[str] = Counter()
 
     def record(self, failed: Mapping[BlockKey, StoreError]) -> None:
-        """Count failed blocks; the first of each cause is logged with its reason."""
+        """Count failed blocks; log the first of each cause with its reason."""
         for key, error in failed.items():
             with self._lock:
                 self.counts[error.cause] += 1

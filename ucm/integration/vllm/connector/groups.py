@@ -1,7 +1,7 @@
-"""Which groups of layers share a block table, and what of each must be there to continue a request.
+"""Describe KV-cache groups, the layers that share a block table, and which of their blocks a request needs.
 
-A model with one kind of attention has one group. With hybrid KV-cache groups each group has block ids of its own: full
-attention needs every block of a prefix, a sliding window the blocks that its window still reaches from the end of it.
+A model with one kind of attention has one group. With hybrid KV-cache groups each group has its own block ids: full
+attention needs every block of a prefix, a sliding window only the blocks that its window reaches from the prefix's end.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from ucm.integration.vllm.connector.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: The specifications whose blocks hold all that their layers need of a prefix. Compared by exact class name: a class
-#: that derives from one of them may keep state elsewhere.
+#: Specifications whose blocks hold everything that their layers need of a prefix. Compared by exact class name, because
+#: a subclass may keep state elsewhere.
 FULL_ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec"}
 SLIDING_WINDOW = {"SlidingWindowSpec"}
 UNIFORM = "UniformTypeKVCacheSpecs"
-#: What specifications call what decides how a block's bytes are read.
+#: The attributes of specifications that decide how a block's bytes are read.
 _SHAPE = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One KV-cache group, as far as moving its blocks is concerned.
+    """The properties of one KV-cache group that matter for moving its blocks.
 
     Args:
-        index: Its place among vLLM's groups.
+        index: The group's index in vLLM.
         block_size: Tokens per block.
-        window: Tokens that a sliding window reaches back, the current one included; None for full attention.
-        page_sizes: Bytes of a block by layer name, without padding; empty where the release does not tell.
-        layer_names: Its layers; empty where the release does not tell, then all registered ones.
-        spec: vLLM's ``KVCacheSpec``; None where the release does not tell.
+        window: Tokens that a sliding window reaches back, including the current one; None for full attention.
+        page_sizes: Bytes of a block by layer name, without padding; empty where the release does not provide them.
+        layer_names: The group's layers; empty where the release does not provide them, meaning all registered ones.
+        spec: vLLM's ``KVCacheSpec``; None where the release does not provide it.
     """
 
     index: int
@@ -46,13 +46,13 @@ class CacheGroup:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What two engines must have in common to read each other's blocks of this group."""
+        """The facts that two engines must have in common to read each other's blocks of this group."""
         specs = {} if self.spec is None else _layer_specs(self.spec, self.layer_names)
         layers = {name: [*_shape(spec), str(self.page_sizes[name])] for name, spec in specs.items()}
         return {"block_size": self.block_size, "window": self.window, "layers": layers}
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first block that is still read once ``num_tokens`` tokens are computed; whole blocks are counted."""
+        """Return the index of the first block that is still read after ``num_tokens`` computed tokens."""
         if self.window is None:
             return 0
         return max(0, num_tokens - self.window + 1) // self.block_size
@@ -64,7 +64,7 @@ class CacheGroups:
 
     Args:
         groups: In vLLM's order.
-        layout: vLLM's name for the order of a block's dimensions; empty where the release does not tell.
+        layout: vLLM's name for the order of a block's dimensions; empty where the release does not provide it.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -72,12 +72,12 @@ class CacheGroups:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """How the layers are put together and their KV is laid out, as a part of the engine's identity."""
+        """The structure of the groups and their KV layout, as a part of the engine's identity."""
         return {"groups": [group.facts for group in self.groups], "layout": self.layout}
 
     @property
     def alignment(self) -> int:
-        """Tokens at whose multiples every group has a block boundary."""
+        """The number of tokens at whose multiples every group has a block boundary."""
         return lcm(*(group.block_size for group in self.groups))
 
 
@@ -86,8 +86,8 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> CacheGroups:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not give it to connectors, where a
-            connector means one group.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it to connectors, where a model
+            with a connector has one group.
 
     Raises:
         UnsupportedModelError: If a group has state that cannot be restored from blocks of tokens.
@@ -126,7 +126,7 @@ def _group(index: int, group: Any) -> CacheGroup:
 
 
 def _shape(spec: Any) -> list[str]:
-    """What a specification says of a block beside its size in bytes."""
+    """Return the properties of a block in a specification, except its size in bytes."""
     return [type(spec).__name__, *(str(getattr(spec, name, "")) for name in _SHAPE)]
 
 
@@ -153,13 +153,13 @@ def _unpadded(spec: Any) -> int:
 
 
 def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]], num_tokens: int, step: int) -> int:
-    """The most tokens, a multiple of ``step``, at which every group has all the blocks that it still reads.
+    """Return the most tokens, a multiple of ``step``, for which every group has all the blocks that it still reads.
 
     Args:
         groups: The groups.
-        present: For each group, for each of its blocks from the start of the request, whether it can be had.
-        num_tokens: Upper bound.
-        step: Tokens; the groups' alignment.
+        present: For each group and each of its blocks from the start of the request, whether the block is available.
+        num_tokens: The upper bound, in tokens.
+        step: The groups' alignment in tokens.
     """
     full = [i for i, group in enumerate(groups) if group.window is None]
     limit = num_tokens

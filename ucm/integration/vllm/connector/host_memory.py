@@ -1,4 +1,4 @@
-"""A group's KV cache where it lies in host memory: blocks as buffers that a store reads and writes in place."""
+"""Expose a group's KV cache in host memory as buffers that a store reads and writes in place."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class HostMemory:
-    """Blocks of one group in host memory, without a copy.
+    """The KV blocks of one group in host memory, accessed without a copy.
 
     Args:
         group: The group.
         kv_caches: The registered tensors by layer name, on the CPU.
-        num_blocks: Blocks that vLLM hands out; None in releases that do not tell it in time.
-        about: What else the bytes depend on, for the fingerprint.
+        num_blocks: Blocks that vLLM allocates from; None in releases that do not provide the number in time.
+        about: Other facts that the bytes depend on, for the fingerprint.
 
     Raises:
         UnknownLayoutError: If a layer's blocks cannot be located.
@@ -44,11 +44,11 @@ class HostMemory:
         self.geometry = BlockGeometry(sizes, fingerprint(self.layouts, about))
 
     def shard_count(self, layers: int) -> int:
-        """The shards of the first ``layers`` layers."""
+        """Return the number of shards of the first ``layers`` layers."""
         return sum(len(offsets) for offsets in self._offsets[:layers])
 
     def buffers(self, block_id: int, layers: range) -> list[memoryview]:
-        """The memory of a block's shards, for some consecutive layers."""
+        """Return the memory of a block's shards, for consecutive layers."""
         found = []
         for index in layers:
             layout, storage = self.layouts[index], self._storages[index]
@@ -60,8 +60,8 @@ class HostMemory:
 
 
 def _storage(tensor: Any) -> memoryview:
-    """All bytes of the storage behind a tensor."""
-    import torch  # noqa: PLC0415 - the room may be imported without torch
+    """Return all bytes of the storage behind a tensor."""
+    import torch  # noqa: PLC0415 - this package is also imported without torch
 
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat.set_(tensor.untyped_storage())

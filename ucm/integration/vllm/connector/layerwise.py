@@ -1,4 +1,4 @@
-"""Moving blocks layer by layer: the first layers arrive while the others are still read, and leave before the last."""
+"""Move blocks layer by layer, so that loading and saving overlap with the forward pass."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PORTIONS = 4
 
 
 class LayerWiseWorker(TransferWorker):
-    """Loads and dumps in portions of layers.
+    """Loads and dumps blocks in portions of layers.
 
-    All portions are asked for at once, first layers first; they are copied in that order, so that the next portion is
-    in flight while the layers of this one compute.
+    All portions are requested at once, first layers first, and copied in that order, so that the next portion is in
+    flight while the layers of the current one compute.
     """
 
-    #: Whether Python surely runs between the layers of a step that loads. If not, the forward waits for all of them.
+    #: Whether Python is certain to run between the layers of a step that loads. If not, the forward waits for all.
     overlaps = True
     _plan: StepPlan | None = None
 
     def begin(self, plan: StepPlan) -> None:
-        """Before anything of a step is written."""
+        """Begin a step, before anything of it is written."""
         super().begin(plan)
         if self._plan is not plan:
             self._plan = plan
@@ -36,7 +36,7 @@ class LayerWiseWorker(TransferWorker):
             self._dumped: dict[int, set[int]] = {}
 
     def load(self, plan: StepPlan) -> None:
-        """Start loading what the plan asks for."""
+        """Start the loads of a plan."""
         for portion in range(PORTIONS):
             for moves in plan.loads:
                 layers = self._portion(moves.group, portion)
@@ -47,12 +47,12 @@ class LayerWiseWorker(TransferWorker):
             self._finish_all()
 
     def take_failed_blocks(self) -> set[int]:
-        """The blocks that failed to load; vLLM may ask before ``dump``."""
+        """Return the blocks that failed to load; vLLM may call this before ``dump``."""
         self._finish_all()
         return super().take_failed_blocks()
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Wait for the portion that the layer is in."""
+        """Wait for the portion that contains the layer."""
         if self._plan is None or not self._portions_loading:
             return
         for group, index in self._where(layer_name):
@@ -60,7 +60,7 @@ class LayerWiseWorker(TransferWorker):
             self._finish((group, portion))
 
     def layer_computed(self, layer_name: str) -> None:
-        """Start dumping the layer of the blocks that the step fills."""
+        """Start to dump a computed layer of the blocks that the step fills."""
         if self._plan is None or not self._plan.dumps:
             return
         for group, index in self._where(layer_name):
@@ -72,7 +72,7 @@ class LayerWiseWorker(TransferWorker):
                     self.start_dump(moves, range(index, index + 1), whole=whole)
 
     def dump(self, plan: StepPlan) -> None:
-        """After the forward: dump the layers that were not announced one by one, and settle."""
+        """Dump the layers that were not reported one by one, after the forward, and commit."""
         self._stand_back(active=False)
         self._finish_all()
         for moves in self.own(plan.dumps):
@@ -97,7 +97,7 @@ class LayerWiseWorker(TransferWorker):
         return range(count * portion // PORTIONS, count * (portion + 1) // PORTIONS)
 
     def _where(self, layer_name: str) -> Iterator[tuple[int, int]]:
-        """A layer's group and its place in it; none for a layer that shares another's KV cache."""
+        """Yield a layer's group and its index there; nothing for a layer that shares another one's KV cache."""
         for group, transfer in self.groups.items():
             if layer_name in transfer.layer_names:
                 yield group, transfer.layer_names.index(layer_name)

@@ -1,10 +1,10 @@
-"""Where the bytes of a KV block are, derived from the tensors that vLLM registers.
+"""Locate the bytes of a KV block in the tensors that vLLM registers.
 
-A layer's tensor holds all blocks of that layer. Known are two orders: *blocks first*, ``(num_blocks, …)``, and *planes
-first*, ``(2, num_blocks, …)`` with one plane for K and one for V. Whatever follows (heads before or after tokens, K and
-V interleaved, packed for an instruction set) stays inside the block and is moved as it is; the strides tell which byte
-ranges a block covers, also where all layers are views of one allocation. vLLM may split a block into several blocks
-for its kernels, so that the tensor has a multiple of ``num_blocks`` rows.
+A layer's tensor holds all blocks of that layer. Two orders are supported: *blocks first*, ``(num_blocks, …)``, and
+*planes first*, ``(2, num_blocks, …)`` with one plane for K and one for V. All further dimensions (heads before or after
+tokens, K and V interleaved, packed for an instruction set) stay inside the block and are copied unchanged. The strides
+determine which byte ranges a block covers, also if all layers are views of one allocation. vLLM may split a block into
+several blocks for its kernels, so that the tensor has a multiple of ``num_blocks`` rows.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class LayerLayout:
 
     Args:
         name: The layer's name in vLLM.
-        num_blocks: How many blocks there are.
+        num_blocks: The number of blocks.
         start: The byte offset of block 0 in the storage.
         block_stride: Bytes from one block to the next.
         outer: The count and the stride in bytes of each dimension outside the contiguous ranges, widest stride first.
         nbytes: The length of each contiguous range.
-        description: Dtype and order in memory of what is inside a block, as text; part of the fingerprint. How far
-            apart the ranges are is not in it: that may depend on the number of blocks.
+        description: The dtype and memory order of a block's content, as text; part of the fingerprint. The distances
+            between the ranges are not in it, because they may depend on the number of blocks.
     """
 
     name: str
@@ -57,22 +57,23 @@ class LayerLayout:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of this layer in one block."""
+        """The bytes of one block in this layer."""
         return prod(count for count, _ in self.outer) * self.nbytes
 
 
 def layer_layout(name: str, tensor: Any, num_blocks: int | None, page_size_bytes: int | None) -> LayerLayout:
-    """Derive a layer's layout and check it against what the cache configuration says.
+    """Derive a layer's layout and check it against the cache configuration.
 
     Args:
         name: The layer's name.
-        tensor: Its KV cache, a ``torch.Tensor`` of at least two dimensions.
-        num_blocks: Blocks that the KV-cache manager hands out; None in releases that do not tell it in time.
-        page_size_bytes: What a block of the layer takes, without padding, according to the KV-cache configuration;
-            None where the release does not tell.
+        tensor: The layer's KV cache, a ``torch.Tensor`` of at least two dimensions.
+        num_blocks: Blocks that the KV-cache manager allocates from; None in releases that do not provide the number in
+            time.
+        page_size_bytes: The size of a block of the layer in bytes, without padding, by the KV-cache configuration; None
+            where the release does not provide it.
 
     Raises:
-        UnknownLayoutError: If the tensor fits no known order, or both, or not the configuration.
+        UnknownLayoutError: If the tensor fits no known order, fits both, or contradicts the configuration.
     """
     shape, strides, itemsize = list(tensor.shape), list(tensor.stride()), tensor.element_size()
     where = f"{name}: shape {tuple(shape)}, strides {tuple(strides)}, {num_blocks} blocks"
@@ -106,12 +107,12 @@ def layer_layout(name: str, tensor: Any, num_blocks: int | None, page_size_bytes
 
 
 def group_layouts(group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int | None) -> list[LayerLayout]:
-    """The layouts of a group's layers, each KV cache once.
+    """Return the layouts of a group's layers, each KV cache once.
 
     Args:
         group: The group.
         kv_caches: The registered tensors by layer name.
-        num_blocks: Blocks that the KV-cache manager hands out.
+        num_blocks: Blocks that the KV-cache manager allocates from.
 
     Raises:
         UnknownLayoutError: If a layer's blocks cannot be located.
@@ -135,7 +136,7 @@ def group_layouts(group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: i
 
 
 def fingerprint(layers: list[LayerLayout], about: Mapping[str, object]) -> bytes:
-    """16 bytes that name what the bytes of a block mean: layers, order, dtypes, ranges, and what else is given."""
+    """Return 16 bytes that identify the meaning of a block's bytes: layers, order, dtypes, ranges and other facts."""
     digest = hashlib.blake2b(digest_size=16)
     for key in sorted(about):
         digest.update(f"{key}={about[key]}\n".encode())
@@ -157,14 +158,14 @@ def _block_axis(shape: list[int], num_blocks: int, where: str) -> int:
 
 
 def _only_axis(shape: list[int], where: str) -> int:
-    """Where the blocks are, in releases that do not say how many; those split no block for their kernels."""
+    """Return the block dimension in releases that do not give the number of blocks; those never split blocks."""
     if len(shape) > 1 and shape[0] == shape[1] == PLANES:
         raise UnknownLayoutError("this KV cache has its blocks in either of two places", where=where)
     return 1 if shape[0] == PLANES else 0
 
 
 def _merge(ordered: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
-    """Fold dimensions, outermost stride first, into the ranges outside and the contiguous elements inside."""
+    """Split dimensions, outermost stride first, into the outer ones and the number of contiguous elements."""
     run = 1
     while ordered and ordered[-1][1] == run:
         run *= ordered.pop()[0]

@@ -1,7 +1,7 @@
-"""Whether a LoRA adapter was replaced while the worker had it: vLLM's ``load_inplace``.
+"""Detect that a loaded LoRA adapter was replaced in place, by vLLM's ``load_inplace``.
 
-vLLM does not tell a connector of it, and requests of the adapter that are running go on with the new weights. Whatever
-replaces an adapter gives vLLM's manager another object under the adapter's number.
+vLLM does not report this to a connector, and running requests of the adapter continue with the new weights. Every
+replacement gives vLLM's manager another object under the adapter's number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class LiveAdapters:
     """Watches the adapters of a model.
 
     Args:
-        model: vLLM's model, which has the manager of its adapters.
+        model: vLLM's model, which has the LoRA manager.
     """
 
     def __init__(self, model: Any) -> None:
@@ -24,13 +24,13 @@ class LiveAdapters:
 
     @classmethod
     def of(cls, model: Any) -> LiveAdapters | None:
-        """Those of a model; None if it has none."""
+        """Return a watcher for a model's adapters; None if the model has no LoRA manager."""
         return cls(model) if getattr(model, "lora_manager", None) is not None else None
 
     def replaced(self) -> frozenset[int]:
-        """The numbers (``lora_int_id``) of all adapters that were replaced so far, as seen at the calls of this.
+        """Return the numbers (``lora_int_id``) of all replaced adapters, as far as calls of this method noticed.
 
-        One that was evicted, and is loaded again later, is not among them: its next request says what it is.
+        An adapter that was evicted and is loaded again later is not included: its next request identifies it.
         """
         manager = self._manager()
         there = {} if manager is None else manager.list_adapters()

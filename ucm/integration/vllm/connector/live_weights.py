@@ -1,12 +1,11 @@
-"""Whether a worker's weights are still those that it loaded: a fingerprint of the tensors themselves.
+"""Detect that a worker's weights changed since they were loaded, by a fingerprint of the tensors.
 
-vLLM does not tell a connector that weights were changed in place, by ``reload_weights``, by weight transfer or by a
-trainer's own hands. So the worker looks, as closely as it costs next to nothing:
+vLLM does not tell a connector that weights were changed in place, by ``reload_weights``, by weight transfer or directly
+by a trainer. So the worker checks them, as closely as is nearly free:
 
-- before every step that moves blocks: where each tensor lies, torch's count of changes to it, and some of its values;
-  on an accelerator, which would have to be waited for, these values only after a pause in which a change would have
-  been made;
-- after vLLM's prefix cache was emptied, as whoever changes weights does it: every byte.
+- before every step that moves blocks: each tensor's address, torch's count of its changes, and some of its values; on
+  an accelerator, where reading values means waiting for it, these values only after a pause long enough for a change;
+- after vLLM's prefix cache was emptied, as is done when weights are changed: every byte.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Seconds without a step after which values on an accelerator are looked at. A change takes longer, and so does its way
-#: to the worker.
+#: Seconds without a step after which values on an accelerator are checked. A change takes longer than this, including
+#: its way to the worker.
 PAUSE = 0.005
-#: Eight-byte words that are looked at in each tensor.
+#: Eight-byte words sampled from each tensor.
 SAMPLE = 64
-#: In host memory they lie in so many places, and are copied together: some 30 µs for 300 tensors.
+#: In host memory the sample consists of this many ranges, copied together: about 30 µs for 300 tensors.
 _SPOTS = 4
 _ROW = 4096
-#: What vLLM calls the function that a layer computes with on a CPU; it holds the packed weights.
+#: vLLM's name for the function that a layer computes with on a CPU; the function holds the packed weights.
 _PACKED = "cpu_linear"
 
 
 def running_model() -> Any:
-    """The model of the runner that is calling, from one of its frames; None if none of them has one.
+    """Return the model of the calling runner, from one of its frames; None if no frame has one.
 
-    A connector is given neither its runner nor the model. What calls it is a runner's method.
+    A connector receives neither its runner nor the model, but a method of the runner calls it.
     """
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         caller = frame.f_locals.get("self")
@@ -50,8 +49,8 @@ class LiveWeights:
     """Watches the tensors of a model.
 
     Args:
-        model: A torch module: its parameters are watched. Buffers are not, because a forward may write them.
-        thorough: Look at every byte after each pause, because changes are to be expected.
+        model: A torch module, whose parameters are watched. Buffers are not, because a forward may write to them.
+        thorough: Check every byte after each pause, because changes are to be expected.
     """
 
     def __init__(self, model: Any, *, thorough: bool = False) -> None:
@@ -64,10 +63,10 @@ class LiveWeights:
         self._note()
 
     def changed(self, *, wholly: bool = False) -> bool:
-        """Whether the weights have changed since the last call that said so, or since the beginning.
+        """Return whether the weights changed since this last returned True, or since the start.
 
         Args:
-            wholly: Look at every byte, however long the last look is ago.
+            wholly: Check every byte, however recent the last check is.
         """
         doubted, self._doubted = self._doubted, False
         values = wholly or doubted or self._on_host
@@ -83,13 +82,13 @@ class LiveWeights:
         return not same
 
     def step(self) -> None:
-        """A step begins; a pause before it makes the weights doubtful until the next look."""
+        """Begin a step; after a pause, the next check also reads values."""
         now = time.monotonic()
         self._doubted |= now - self._looked > PAUSE
         self._looked = now
 
     def stepped(self) -> None:
-        """A step has ended."""
+        """End a step."""
         self._looked = time.monotonic()
 
     def _note(self) -> None:
@@ -104,9 +103,9 @@ class LiveWeights:
             yield from model.parameters()
 
     def _packed(self) -> list[weakref.ref[Any]]:
-        """What computes with weights that were packed for the processor, and are no parameters any more.
+        """Return references to functions with weights that were packed for the processor and are no parameters.
 
-        It is made anew when weights are loaded anew. Weak references are equal where what they refer to is the same.
+        Loading weights again creates new functions. Weak references are equal if they refer to the same object.
         """
         model = self._model()
         modules = () if model is None else model.modules()
@@ -114,7 +113,7 @@ class LiveWeights:
         return [weakref.ref(function) for function in found if isinstance(function, FunctionType)]
 
     def _places(self) -> list[tuple[int, int]]:
-        """Where each tensor lies and how often torch saw it change; of one that was replaced, that it is gone."""
+        """Return each tensor's address and torch's count of its changes; ``(0, -1)`` for a tensor that is gone."""
         found = []
         for reference in self._tensors:
             tensor = reference()
@@ -125,8 +124,8 @@ class LiveWeights:
         return found
 
     def _memory(self) -> Iterator[Any]:
-        """The memory behind the tensors, once each: uint8[bytes]."""
-        import torch  # noqa: PLC0415 - only there where vLLM is
+        """Yield the memory behind the tensors, each storage once: uint8[bytes]."""
+        import torch  # noqa: PLC0415 - only available beside vLLM
 
         seen = set()
         for tensor in self._all():
@@ -136,7 +135,7 @@ class LiveWeights:
                 yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
     def _words(self) -> Iterator[Any]:
-        """The same as whole words: int64[words]."""
+        """Yield the same memory as words: int64[words]."""
         import torch  # noqa: PLC0415
 
         for memory in self._memory():
@@ -147,7 +146,7 @@ class LiveWeights:
                 yield memory[count * 8 :].to(torch.int64)
 
     def _sample(self) -> bytes | list[int]:
-        """Some words of each tensor, at places that look random and stay the same."""
+        """Return some words of each tensor, from fixed pseudo-random positions."""
         import torch  # noqa: PLC0415
 
         with torch.inference_mode():
@@ -163,7 +162,7 @@ class LiveWeights:
             return _values(parts)
 
     def _digest(self) -> list[int]:
-        """A checksum of all words of each tensor, that tells any one change and any exchange of rows."""
+        """Return checksums of all words of each tensor, which detect any single change and any exchange of rows."""
         import torch  # noqa: PLC0415
 
         with torch.inference_mode():
@@ -177,7 +176,7 @@ class LiveWeights:
 
 
 def _spots(memory: Any) -> list[Any]:
-    """Some bytes of a tensor's memory, uint8, that do not keep it alive: whoever reads them has seen that it is."""
+    """Return ranges of a tensor's memory, uint8, that do not keep it alive: check that it is before reading them."""
     import torch  # noqa: PLC0415
 
     nbytes = min(len(memory), 8 * SAMPLE // _SPOTS)
@@ -190,7 +189,7 @@ def _spots(memory: Any) -> list[Any]:
 
 
 def _values(tensors: list[Any]) -> list[int]:
-    """The values of some tensors, one after the other, by device; a device is waited for once."""
+    """Return the values of tensors, concatenated by device; each device is waited for once."""
     import torch  # noqa: PLC0415
 
     by_device: dict[Any, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers at each step; it travels by pickle between vLLM's own processes."""
+"""Define the messages from the scheduler side to the workers, pickled between vLLM's processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class BlockMoves:
         request_id: vLLM's request id.
         group: The KV-cache group's index.
         keys: Each block's key in the store.
-        block_ids: Each block's place in the KV cache, as many as keys.
-        places: Where each block was staged in the slab; empty where the ranks read the store.
-        shares: How far from there each rank's part of it begins, in the ranks' order.
-        tiers: The tier that each block came from.
-        step: Of a dump, the last step that computes of the blocks.
+        block_ids: Each block's id in the KV cache, in the order of ``keys``.
+        places: The offset of each staged block in the slab; empty if the ranks read the store.
+        shares: The offset of each rank's part from there, in rank order.
+        tiers: The tier that each block was read from.
+        step: For a dump, the last step that computes tokens of the blocks.
         adapter: The number (``lora_int_id``) of the request's LoRA adapter; 0 for none.
     """
 
@@ -44,23 +44,24 @@ class BlockMoves:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One engine step.
+    """The workers' part of one engine step.
 
     Args:
-        step: Counts up by one with each step, from 1.
-        namespace: Where the engine's blocks are kept.
-        loads: To be loaded: before the step's forward, or while the requests wait between steps.
-        dumps: To be dumped after the step's forward computed them.
-        late_dumps: To be dumped at once: computed in earlier steps, and not written by this one.
-        fresh_block_ids: Blocks that this step takes into use, and may write: what still reads them must finish first.
+        step: The number of the step, counted from 1.
+        namespace: The namespace of the engine's blocks.
+        loads: Blocks to load before the step's forward, or while the requests wait between steps.
+        dumps: Blocks to dump after the step's forward has computed them.
+        late_dumps: Blocks to dump at once: computed in earlier steps and not written by this one.
+        fresh_block_ids: Blocks that this step allocates and may write: transfers that still read them must finish
+            first.
         idle: Nothing is computed in this step.
-        epoch: Counts up with each start anew, from 0. A worker whose weights changed takes part in no plan of the epoch
-            in which it found that out, or of one before.
-        verify: The weights may have changed: look at all of them before anything of the step.
-        looks: Look at the weights though this plan moves nothing, because the step moves something else.
-        confirmed: The last step before which all ranks have looked at their weights and none has seen a change; what a
-            later one dumped is kept back. None where there is one rank, or none can be heard: its own look decides.
-        slab: Where blocks are staged, until every rank has answered.
+        epoch: How often the blocks got new keys, counted from 0. A worker whose weights changed ignores plans of the
+            epoch in which it noticed the change, and of earlier ones.
+        verify: The weights may have changed: check all of them before the step.
+        looks: Check the weights although this plan moves nothing, because the step moves other blocks.
+        confirmed: The last step before which all ranks checked their weights and found no change; dumps of later steps
+            are held back. None with one rank, or if ranks cannot report: then each rank's own check decides.
+        slab: The address of the staging slab, until every rank has answered.
     """
 
     step: int
@@ -79,12 +80,12 @@ class StepPlan:
 
 @dataclass(slots=True)
 class WeightsReport:
-    """What a worker has found out about its weights.
+    """A worker's report about its weights.
 
     Args:
         changed: The last epoch in which they changed; -1 for none.
-        looked: The last step before which they were looked at, and the scheduler waits to hear of it; 0 for none.
-        adapters: The numbers of the LoRA adapters that were replaced in place so far.
+        looked: The last step before which they were checked, if the scheduler waits for the report; 0 for none.
+        adapters: The numbers of the LoRA adapters replaced in place so far.
     """
 
     changed: int = -1
@@ -93,7 +94,7 @@ class WeightsReport:
 
 
 def geometry_record(place: int, geometry: BlockGeometry) -> dict[str, Any]:
-    """What a rank tells the scheduler of its blocks of one group, short enough for any number of layers."""
+    """Return a rank's record of its blocks in one group, short enough for any number of layers."""
     runs = [[size, len(list(run))] for size, run in groupby(geometry.shard_sizes)]
     return {"place": place, "fingerprint": geometry.fingerprint.hex(), "sizes": runs}
 
@@ -101,17 +102,17 @@ def geometry_record(place: int, geometry: BlockGeometry) -> dict[str, Any]:
 def geometries_of(
     records: Mapping[int, Mapping[str, Any]], places: Mapping[int, int]
 ) -> dict[int, list[BlockGeometry]]:
-    """What all ranks have told.
+    """Return the block geometries that all ranks reported.
 
     Args:
-        records: Theirs, by rank.
-        places: For each group, how many different parts its blocks have.
+        records: The ranks' records, by rank.
+        places: For each group, the number of different parts of its blocks.
 
     Returns:
-        For each group, what its blocks are in each place.
+        For each group, the geometry of each part of its blocks.
 
     Raises:
-        ValueError: Ranks that hold the same KV lay it out in different ways, or one has not said anything of a group.
+        ValueError: Ranks with the same KV report different layouts, or a part of a group was not reported.
     """
     found: dict[int, list[BlockGeometry]] = {}
     for group, count in places.items():

@@ -1,10 +1,11 @@
-"""What a sparse method means for the names of blocks: whose KV it is, and which of it has a name at all.
+"""Determine how a sparse method affects the identity and the naming of blocks.
 
-KV that was computed under a method is the method's own: its class, its options and the blocks' size are part of the
-engine's identity. But where a method leaves prompts dense, as `BlockTopK` does, their blocks are what an engine without
-any method computes, and are shared with it. Then nothing that was computed under the method may have such a name, nor
-lie in vLLM's own prefix cache under one: the next prompt would be computed behind it. Blocks of generated tokens get no
-name in the store, and one of their request's own in vLLM's cache (`ucm.sparse.own_blocks`).
+KV that was computed under a method belongs to the method: its class, its options and the block size are part of the
+engine's identity. But where a method leaves prompts dense, as `BlockTopK` does, the blocks of prompts are those that an
+engine without a method computes, and are shared with it. Then KV that was computed under the method must not have such
+a name, neither in the store nor in vLLM's own prefix cache, because the next prompt would be computed on top of it. So
+blocks of generated tokens have no name in the store, and in vLLM's cache a name of their request's own
+(`ucm.sparse.own_blocks`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ucm.sparse.factory import method_class
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Where vLLM's requests are defined; whoever has a scheduler has imported it.
+#: The module that defines vLLM's requests; every process with a scheduler has imported it.
 REQUESTS = "vllm.v1.request"
 
 
 def method_identity(vllm_config: Any) -> dict[str, Any]:
-    """The configured method, wherever that is; nothing without one, and if prompts are computed as without it.
+    """Return the identity of the configured method; empty without one, or if prompts are computed as without it.
 
     Raises:
         ConfigError: If there is no such method, or an option is wrong.
@@ -43,7 +44,7 @@ def method_identity(vllm_config: Any) -> dict[str, Any]:
 
 
 def lasting_tokens(vllm_config: Any) -> Callable[[int], int]:
-    """From the length of a prompt to how many of a request's tokens have KV that depends on nothing but them."""
+    """Return a function from a prompt's length to how many of the tokens have KV that depends on tokens only."""
     found = sparse_method_config(vllm_config)
     if found is None:
         return all_tokens
@@ -52,7 +53,7 @@ def lasting_tokens(vllm_config: Any) -> Callable[[int], int]:
 
 
 def _generated_blocks_are_kept_apart(vllm_config: Any) -> bool:
-    """Up to 0.10.0 a request has no hasher of its own, so its generated blocks are found as anybody's."""
+    """Return whether no other request finds generated blocks; up to 0.10.0 requests have no hasher of their own."""
     if not vllm_config.cache_config.enable_prefix_caching:
         return True
     requests = sys.modules.get(REQUESTS)

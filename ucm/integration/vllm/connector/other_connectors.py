@@ -1,7 +1,7 @@
-"""Blocks that another connector has loaded, where vLLM's ``MultiConnector`` has several.
+"""Track blocks that another connector loaded, where vLLM's ``MultiConnector`` has several.
 
-Nobody says what such blocks are: they may be of other weights, or approximate. vLLM keeps them in its own prefix cache
-like those that it computed, so they reach other requests from there.
+The content of such blocks is unknown: it may come from other weights, or be approximate. vLLM keeps them in its own
+prefix cache like blocks that it computed, so other requests find them there.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Loads that are remembered; beyond, every block of vLLM's own prefix cache may be one of theirs.
+#: The most loads that are remembered; beyond that, any block of vLLM's own prefix cache may be one of theirs.
 MOST = 100_000
 
 
 class OtherLoads:
-    """Remembers where the loads of other connectors began, by the names of blocks, each of which names its prefix."""
+    """Remembers where loads of other connectors began, by block keys, each of which identifies its whole prefix."""
 
     def __init__(self) -> None:
         self._first: set[bytes] = set()
         self._any = False
 
     def add(self, keys: Sequence[bytes], block: int) -> None:
-        """Another connector has loaded blocks of a request.
+        """Note that another connector loaded blocks of a request.
 
         Args:
-            keys: Those of the request's whole blocks.
-            block: The first that is not all ours. If it is not whole yet it has no name, and the one before stands for
-                it.
+            keys: The keys of the request's full blocks.
+            block: The index of the first block that is not entirely ours. A block that is not full yet has no key, so
+                the block before is recorded instead.
         """
         begins = keys[block : block + 1] or keys[max(block - 1, 0) : block]
         self._first.update(begins)
         self._any |= not begins or len(self._first) > MOST
 
     def may_be_in(self, keys: Sequence[bytes]) -> bool:
-        """Whether some of a request's blocks, which vLLM's own prefix cache had, may have come from another one."""
+        """Return whether another connector may have loaded some of these blocks, found in vLLM's prefix cache."""
         return bool(keys) and (self._any or not self._first.isdisjoint(keys))
 
     def rename(self) -> None:
-        """Blocks have other names from now on."""
+        """Note that blocks get other keys from now on."""
         self._any |= bool(self._first)
         self._first.clear()
 
     def forget(self) -> None:
-        """Nothing is in vLLM's own prefix cache any more."""
+        """Note that vLLM's own prefix cache is empty."""
         self._first.clear()
         self._any = False

@@ -1,4 +1,4 @@
-"""What keeps a part of UCM from starting, said in the log."""
+"""Log errors that keep a part of UCM from starting."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def refusals_logged(tag: str) -> Iterator[None]:
-    """Log an error of ours whole, under a tag of its own, on its way to vLLM.
+    """Log UCM's errors as one record under a tag, and raise them on to vLLM.
 
-    vLLM prints it among its tracebacks, once per process, with its own words before each line; in one record it is
-    found by its tag.
+    vLLM prints such an error among its tracebacks, once per process, with a prefix before each line; the tag makes it
+    easy to find.
 
     Args:
-        tag: The part's, as ``UCM.Config``.
+        tag: The part's tag, for instance ``UCM.Config``.
 
     Raises:
-        UcmError: As it came.
+        UcmError: The error, unchanged.
     """
     try:
         yield

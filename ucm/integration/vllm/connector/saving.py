@@ -1,4 +1,4 @@
-"""Blocks on their way from rows of host memory into a store."""
+"""Save blocks from rows of host memory into a store."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, Buffer, KVStore
     from ucm.store.errors import StoreError
 
-#: What is handed to the store at once: as much as one write that is stuck keeps from use.
+#: Bytes handed to the store at once; this is how much memory a stuck write blocks.
 WRITE_BYTES = 8 << 20
 
 
 class DumpTask(Task):
-    """Some shards of blocks, to be copied into rows and written from there; or blocks to be made visible.
+    """A dump: shards of blocks that are copied into rows and written from there; or a commit of blocks.
 
     Args:
         keys: The blocks.
-        rows: The places among them of those that have a row, and the row.
-        sizes: The shards' bytes.
-        first_shard: The index of the first.
+        rows: The indexes of the blocks that have a row, each with its row.
+        sizes: The shards' sizes in bytes.
+        first_shard: The index of the first shard.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DumpTask(Task):
         self.rows = rows
         self.sizes = sizes
         self.first_shard = first_shard
-        self.copied = threading.Event()  #: nothing more is read from the KV cache, nor handed to the store
+        self.copied = threading.Event()  #: the KV cache is no longer read, and nothing more is handed to the store
         self.writing: deque[tuple[Task, list[Buffer]]] = deque()
         self.done: dict[BlockKey, str] = {}
         self.failed: dict[BlockKey, StoreError] = {}
@@ -50,11 +50,11 @@ class DumpTask(Task):
 
 
 class Saver:
-    """Hands rows to a store, and takes them back when it has written them. It never waits for the store.
+    """Hands rows to a store and reclaims them once written, without waiting for the store.
 
     Args:
         store: The store.
-        limit: Bytes that may wait for being written.
+        limit: Bytes that may wait to be written.
     """
 
     def __init__(self, store: KVStore, limit: int) -> None:
@@ -63,11 +63,11 @@ class Saver:
 
     @property
     def waiting_bytes(self) -> int:
-        """What was dumped and is not written yet."""
+        """Bytes that were dumped and are not written yet."""
         return self._room.taken_bytes
 
     def begin(self, keys: Sequence[BlockKey], sizes: Sequence[int], first_shard: int) -> DumpTask:
-        """Rows for shards of blocks; those that there is none for fail."""
+        """Begin a dump with rows for the blocks' shards; blocks without a row fail."""
         rows = self._room.take(keys, sum(sizes))
         task = DumpTask(keys, rows, sizes, first_shard)
         if len(rows) < len(keys):
@@ -76,7 +76,7 @@ class Saver:
         return task
 
     def write(self, task: DumpTask, rows: Sequence[tuple[int, Buffer]]) -> None:
-        """Have some rows of a task written, which nobody changes from here on."""
+        """Start to write some rows of a task; their content must not change any more."""
         at_once = max(1, WRITE_BYTES // max(1, sum(task.sizes)))
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
@@ -86,20 +86,20 @@ class Saver:
             task.writing.append((self._store.dump(transfers), [row for _, row in some]))
 
     def drop(self, task: DumpTask, rows: Iterable[tuple[int, Buffer]], error: StoreError) -> None:
-        """Some rows of a task will not be written."""
+        """Drop some rows of a task and fail their blocks."""
         for place, row in rows:
             task.failed[task.keys[place]] = error
             self._room.give_back([row])
 
     def begin_commit(self, keys: Sequence[BlockKey]) -> DumpTask:
-        """Those blocks fail that something was refused of."""
+        """Begin a commit; blocks with refused shards fail."""
         refused = self._room.forget(keys)
         task = DumpTask(keys)
         task.failed = {key: IncompleteBlockError(f"block {key.hex()} had no room among the dumps") for key in refused}
         return task
 
     def commit(self, task: DumpTask) -> DumpTask:
-        """Make blocks visible; nothing is left of those that something was refused of."""
+        """Make blocks visible; discard the failed ones."""
         if task.failed:
             self._store.discard(list(task.failed))
         task.writing.append((self._store.commit([key for key in task.keys if key not in task.failed]), []))
@@ -107,11 +107,11 @@ class Saver:
         return task
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks are not to be committed; they may be dumped anew."""
+        """Note that blocks will not be committed, so that they can be dumped again."""
         self._room.forget(keys)
 
     def check(self, task: DumpTask) -> bool:
-        """Take back what is written; whether all of a task is."""
+        """Reclaim written rows, and return whether the whole task is finished."""
         copied = task.copied.is_set()
         for _ in range(len(task.writing)):
             writing, rows = task.writing.popleft()
@@ -122,7 +122,7 @@ class Saver:
         return copied and not task.writing
 
     def wait(self, task: DumpTask) -> TaskResult:
-        """Wait for a task."""
+        """Wait for a task and return its result."""
         task.copied.wait()
         while task.writing:
             writing, rows = task.writing.popleft()

@@ -1,4 +1,4 @@
-"""Reading vLLM's scheduling decisions, which have other shapes in other releases."""
+"""Read vLLM's scheduling decisions, whose format differs between releases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def block_ids_by_group(blocks: Any) -> list[list[int]]:
-    """The block ids of a ``KVCacheBlocks``, one list per group.
+    """Return the block ids of a ``KVCacheBlocks``, one list per group.
 
     Releases give a list of ids (0.9.0, one group), a list of lists or a tuple of lists.
     """
@@ -20,7 +20,7 @@ def block_ids_by_group(blocks: Any) -> list[list[int]]:
 
 
 def admitted_requests(scheduler_output: Any) -> Iterator[tuple[str, list[list[int]], int]]:
-    """The requests that a step starts or resumes: id, all block ids per group, tokens computed or loaded before."""
+    """Yield requests that a step starts or resumes: id, all block ids per group, tokens computed or loaded before."""
     for data in scheduler_output.scheduled_new_reqs:
         yield data.req_id, _by_group(data.block_ids), data.num_computed_tokens
     cached = scheduler_output.scheduled_cached_reqs
@@ -38,9 +38,9 @@ def admitted_requests(scheduler_output: Any) -> Iterator[tuple[str, list[list[in
 
 
 def grown_requests(scheduler_output: Any) -> Iterator[tuple[str, list[list[int]]]]:
-    """The running requests that got further blocks, each with the new ids per group.
+    """Yield running requests that got further blocks, with the new ids per group.
 
-    Requests that resume after a preemption are left out: like new ones, they got all their blocks at admission.
+    Requests that resume after a preemption are excluded: like new ones, they get all their blocks at admission.
     """
     cached = scheduler_output.scheduled_cached_reqs
     if isinstance(cached, list):  # until 0.9.1 one object per request
