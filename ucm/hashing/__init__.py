@@ -1,1 +1,1 @@
-"""Names for KV blocks: two requests share a block only if everything that shapes its KV is the same."""
+"""Compute keys of KV blocks: two requests share a block only if everything that shapes its KV is the same."""

@@ -1,4 +1,4 @@
-"""LoRA adapters by content: two adapters of one name, or one path at two times, are two adapters."""
+"""Identify LoRA adapters by content: the same name, or the same path at another time, may mean another adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AT_ONCE = 16 << 20
 
 
 class AdapterError(Exception):
-    """An adapter's weights cannot be told; its text is the reason."""
+    """An adapter's weights cannot be identified; the text is the reason."""
 
 
 class _Adapter:
@@ -39,7 +39,7 @@ class _Adapter:
             threading.Thread(target=self._read, args=(found,), name="ucm-adapter", daemon=True).start()
 
     def digest(self) -> bytes:
-        """32 bytes over the names and contents of the files, which are still those that were read."""
+        """Return 32 bytes over the names and contents of the files, which must be unchanged since they were read."""
         if self._error is not None:
             raise self._error
         if self._digests is None:
@@ -53,24 +53,24 @@ class _Adapter:
     def _read(self, found: Digests) -> None:
         try:
             self._digests = self._contents.read(found)
-        except Exception as error:  # noqa: BLE001 - told with the next request
+        except Exception as error:  # noqa: BLE001 - reported with the next request
             self._error = error
 
 
 class Adapters:
     """The adapters that this process has seen.
 
-    The engine reads an adapter's files when it is added, or when the first request names it, and maybe again later; we
-    when the first request names it. So they count only if nothing of them has changed since this process started, and
-    not since we have read them; or if they lie in the hub's cache, where a file's name tells its content.
+    The engine reads an adapter's files when it is added or first requested, and possibly again later; we read them at
+    the first request. So an adapter is identified only if its files have not changed since this process started, nor
+    since we read them; or if they are in the hub's cache, where a file's name identifies its content.
 
     Args:
-        shared: What shapes the KV of every adapter's requests, for instance the dtype that adapters are cast to.
-        cache: Where digests are kept; None for nowhere.
-        since: From when on the engine may have read adapters, in seconds of the system's clock; this process's start by
-            default.
-        by_name: Whether vLLM takes two adapters of one name for one, so that a request finds blocks of the other's in
-            vLLM's own prefix cache, and would have them saved.
+        shared: What shapes the KV of all adapters' requests, for instance the dtype that adapters are cast to.
+        cache: The cache of digests; None for none.
+        since: When the engine may have begun to read adapters, in seconds since the epoch; by default the start of this
+            process.
+        by_name: Whether vLLM identifies adapters by name, so that a request may find another adapter's blocks in vLLM's
+            own prefix cache and have them saved.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class Adapters:
         self._since = process_started() if since is None else since
         self._seen: dict[tuple[int, str], _Adapter] = {}
         self._by_name = by_name
-        #: What each of vLLM's numbers, by which it knows what is loaded, and each name stood for; None: more than one.
+        #: The content that each of vLLM's adapter numbers, and each name, stood for; None: more than one.
         self._stood_for: dict[int | str, bytes | None] = {}
 
     def fingerprint(self, lora_request: Any) -> bytes:
-        """32 bytes that name the adapter's weights and how they are applied.
+        """Return 32 bytes that identify the adapter's weights and how they are applied.
 
         Args:
             lora_request: vLLM's ``LoRARequest``.
 
         Raises:
-            AdapterError: If the files cannot be read, or may not be those that the engine has loaded.
+            AdapterError: The files cannot be read, or may differ from those that the engine has loaded.
         """
         if getattr(lora_request, "tensorizer_config_dict", None):
             raise AdapterError(
@@ -126,11 +126,11 @@ class Adapters:
         return hashlib.sha256(frame([self._shared, content, how])).digest()
 
     def replaced(self, number: int) -> None:
-        """The engine has replaced, or may replace at any time, the weights that it knows by a number, for good."""
+        """Note, permanently, that the engine has replaced an adapter's weights or may do so at any time."""
         self._stood_for[number] = None
 
     def is_void(self, lora_request: Any) -> bool:
-        """Whether an adapter that had a fingerprint may have other weights by now, or stands for several."""
+        """Return whether an adapter with a fingerprint may have other weights by now, or stands for several."""
         return self._stood_for.get(int(lora_request.lora_int_id), b"") is None
 
     def _stands_for(self, sign: int | str, content: bytes, what: str) -> None:
@@ -143,14 +143,14 @@ class Adapters:
 
 
 def _directory(path: str) -> Path:
-    """The directory of an adapter, which may be a repository's copy in the hub's cache."""
+    """Return the directory of an adapter, which may be a repository's copy in the hub's cache."""
     local = Path(path).expanduser()
     if path and local.is_dir():
         return local
     try:
-        hub = importlib.import_module("huggingface_hub")  # there where vLLM is
+        hub = importlib.import_module("huggingface_hub")  # installed with vLLM
         return Path(hub.snapshot_download(path, local_files_only=True))
-    except Exception as error:  # the hub raises errors of many families for a name that it does not know
+    except Exception as error:  # the hub raises errors of many classes for an unknown name
         raise OSError(f"it is no directory, and not in the hub's cache ({error})") from error
 
 

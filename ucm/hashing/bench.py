@@ -1,6 +1,6 @@
-"""What naming a block costs, side by side: `python -m ucm.hashing.bench [--json]`.
+"""Compare the cost of block keys with other methods: `python -m ucm.hashing.bench [--json]`.
 
-The peer is the chained MD5 over pickled (parent, tokens, extras) that UCM upstream names blocks by.
+The reference is the chained MD5 over pickled (parent, tokens, extras) that upstream UCM uses for block keys.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class HashingCost:
     """Microseconds per block of one size.
 
     Args:
-        block_size: Tokens of a block.
+        block_size: Tokens per block.
         md5_us: Chained MD5 over pickled tuples.
         ours_us: A whole prompt at once, given as a list.
         ours_array_us: A whole prompt at once, given as a NumPy array.
         ours_growing_us: Block by block, as a request grows.
-        vllm_us: What is added to vLLM's own hashes where they are the keys.
+        vllm_us: The extra cost where vLLM's own hashes are the keys.
     """
 
     block_size: int
@@ -53,12 +53,12 @@ class HashingCost:
 def measure(
     block_sizes: Sequence[int] = BLOCK_SIZES, num_tokens: int = NUM_TOKENS, rounds: int = 30
 ) -> list[HashingCost]:
-    """Measure all ways in turns, the best of some rounds each.
+    """Measure all methods in turns, and return the best round of each.
 
     Args:
-        block_sizes: Tokens of a block.
+        block_sizes: Tokens per block.
         num_tokens: Tokens of the prompt.
-        rounds: How often each way runs.
+        rounds: How often each method runs.
     """
     numbers = random.Random(0)  # noqa: S311 - the same tokens each time
     tokens = [numbers.randrange(_VOCABULARY) for _ in range(num_tokens)]
@@ -85,7 +85,7 @@ def _measure(size: int, tokens: list[int], rounds: int) -> HashingCost:
 
 
 def chained_md5(tokens: Sequence[int], size: int, seed: bytes = b"bench") -> list[bytes]:
-    """The peer's way: each block's digest over the pickled (parent, tokens, extras)."""
+    """Compute the reference: each block's digest over the pickled (parent, tokens, extras)."""
     parent, digests = seed, []
     for start in range(0, len(tokens) - size + 1, size):
         block = pickle.dumps((parent, tuple(tokens[start : start + size]), None), protocol=pickle.HIGHEST_PROTOCOL)
@@ -103,9 +103,9 @@ def _grow(hasher: RequestHasher, tokens: list[int], size: int) -> None:
 
 
 def _slices(tokens: list[int], size: int) -> Callable[[], object]:
-    """Run BlockKeys on a request that vLLM has already hashed."""
+    """Return a function that runs BlockKeys on a request that vLLM has already hashed."""
     keys = BlockKeys(SimpleNamespace(), b"bench")
-    keys._plan = HashPlan("sha256", bytes(32), "bench")  # noqa: SLF001 - as if vLLM were here and its hashes were checked
+    keys._plan = HashPlan("sha256", bytes(32), "bench")  # noqa: SLF001 - as if vLLM's hashes had been verified
     keys._strides[size, False] = 1  # noqa: SLF001
     request = _Request()
     request.block_hashes = [bytes(32)] * (len(tokens) // size)
@@ -113,7 +113,7 @@ def _slices(tokens: list[int], size: int) -> Callable[[], object]:
 
 
 class _Request:
-    """As much of a vLLM request as is looked at."""
+    """The attributes of a vLLM request that are used."""
 
     request_id = "bench"
     block_hashes: Sequence[bytes] = ()

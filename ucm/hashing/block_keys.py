@@ -1,4 +1,4 @@
-"""The keys of a request's blocks, for the connectors: vLLM's own hashes where they do, ours otherwise."""
+"""Compute the keys of a request's blocks for the connectors: vLLM's own hashes where suitable, ours otherwise."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """The state that is kept for one request."""
+    """The state of one request."""
 
-    request: weakref.ref[Any]  # clients may choose ids, and use one again
+    request: weakref.ref[Any]  # clients may choose ids and reuse them
     content: RequestContent | None  # None: not cacheable
-    hashes: dict[int, RequestHashes] = field(default_factory=dict)  # ours, by block size
+    hashes: dict[int, RequestHashes] = field(default_factory=dict)  # our hashes, by block size
 
 
 class BlockKeys:
-    """Names the blocks of an engine's requests; lives in the scheduler's process.
+    """Computes block keys for an engine's requests, in the scheduler process.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        seed: What our own hashes start from: what is known of the model's identity at the start.
-        trust_media_names: Whether the names of multimodal inputs are believed in place of their data.
+        seed: The seed of our own hashes: what is known of the model's identity at the start.
+        trust_media_names: Whether the names of multimodal inputs are trusted in place of their data.
     """
 
     def __init__(self, vllm_config: Any, seed: bytes, *, trust_media_names: bool = False) -> None:
@@ -40,7 +40,7 @@ class BlockKeys:
         self._hasher = RequestHasher(seed)
         self._reader = ContentReader(vllm_config, trust_media_names=trust_media_names)
         self._known: dict[str, _Known] = {}
-        #: How many of vLLM's hashes a block has, by block size and whether a request has a salt; 0: ours are used.
+        #: vLLM's hashes per block, by block size and whether a request has a salt; 0: our hashes are used.
         self._strides: dict[tuple[int, bool], int] = {}
         if self._plan.uses_vllm:
             logger.info(
@@ -55,15 +55,15 @@ class BlockKeys:
         return self._hasher.seed
 
     def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
-        """The keys of a request's whole blocks, as far as its tokens are known now.
+        """Return the keys of a request's full blocks, as far as its tokens are known now.
 
         Args:
             request: vLLM's ``Request``.
-            block_size: Tokens of a block of the KV-cache group in question.
-            first: The first block to name.
+            block_size: Tokens per block of the KV-cache group.
+            first: The index of the first block.
 
         Returns:
-            One key for each whole block from ``first`` on; None if the request must not be cached.
+            One key for each full block from ``first`` on; None if the request must not be cached.
         """
         known = self._known.get(request.request_id)
         if known is None or known.request() is not request:
@@ -78,11 +78,11 @@ class BlockKeys:
         return self._hashed(request, known, block_size, first)
 
     def may_change(self, request: Any) -> bool:
-        """Whether the engine reads files that shape the request's KV after this object did: those of a LoRA adapter."""
+        """Return whether the engine may read files that shape the KV later than we do: those of a LoRA adapter."""
         return getattr(request, "lora_request", None) is not None
 
     def is_same(self, request: Any) -> bool:
-        """Whether the files that the engine read are still those that the keys were made from."""
+        """Return whether the files that the engine has read are still those that the keys were computed from."""
         known = self._known.get(request.request_id)
         if known is None or known.content is None:
             return False
@@ -92,15 +92,15 @@ class BlockKeys:
         return False
 
     def is_void(self, request: Any) -> bool:
-        """Whether the engine has replaced some of what shapes a request's KV since: its LoRA adapter, in place."""
+        """Return whether the engine has replaced the request's LoRA adapter in place since."""
         lora_request = getattr(request, "lora_request", None)
         return lora_request is not None and self._reader.adapters.is_void(lora_request)
 
     def adapter_replaced(self, number: int) -> None:
-        """The engine has replaced the weights of a LoRA adapter.
+        """Note that the engine has replaced the weights of a LoRA adapter.
 
         Args:
-            number: Its ``lora_int_id``.
+            number: The adapter's ``lora_int_id``.
         """
         self._reader.adapters.replaced(number)
 
@@ -109,7 +109,7 @@ class BlockKeys:
         self._known.pop(request_id, None)
 
     def start_anew(self) -> None:
-        """Use new, random names for blocks from now on, so that this engine never finds earlier blocks again."""
+        """Use new, random keys from now on, so that this engine never finds earlier blocks again."""
         self._plan = HashPlan("", b"", "the prefix cache was reset")
         self._hasher = RequestHasher(self._hasher.seed + os.urandom(DIGEST_BYTES))
         self._known.clear()
@@ -124,7 +124,7 @@ class BlockKeys:
         except NotCacheableError as error:
             self._refuse(str(error))
             known = _Known(weakref.ref(request), None)
-        if not getattr(request, "resumable", False):  # a streaming session's tokens and inputs are replaced as it goes
+        if not getattr(request, "resumable", False):  # the tokens and inputs of a streaming session are replaced
             self._known[request.request_id] = known
         return known
 

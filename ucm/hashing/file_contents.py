@@ -1,12 +1,12 @@
-"""Whole-content digests of files, and whether a file may have changed since a moment.
+"""Compute whole-content digests of files, and detect whether a file may have changed since a given time.
 
-Every byte counts: the digest of a file is its SHA-256. It is read once; a cache keeps it by device, inode, size and
-times of change, so that a restart reads nothing. A blob of the hub's cache is named by this very digest, and is not
-read either, unless it changed after the link to it was made.
+The digest of a file is the SHA-256 of all its bytes. Each file is read once; a cache keeps its digest by device, inode,
+size and times of change, so that a restart reads nothing. A blob of the hub's cache is named by this very digest and is
+not read either, unless it changed after the link to it was made.
 
-What was read must be what the engine loaded, and the engine reads the files itself, at another time. So a file counts
-only if its last change, by the file system's own account, lies before the moment from which the engine may have read
-it, and if nothing of it changes while we read: neither the file, nor a link, nor a directory's name on the way to it.
+The bytes that we read must be those that the engine loaded, and the engine reads the files itself, at another time. So
+a file is accepted only if its last change, by the file system's times, lies before the engine may have begun to read
+it, and if nothing changes while we read: neither the file, nor a link, nor the name of a directory on its path.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ _CHUNK = 4 << 20
 _THREADS = 8
 _NICE = 10
 _LINKS = 40
-#: Bytes of the largest file that git keeps itself in a hub's repository.
+#: The largest file, in bytes, that a hub repository stores in git itself.
 _SMALL = 64 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
-#: A change within one tick of a file system's clock shows in no time. Seconds after a change until the next one must.
+#: Two changes within one tick of a file system's clock have the same time. Seconds until a further change is visible.
 _TICK, _COARSE_TICK = 0.1, 2.5
 _BILLION = 10**9
 _FORMAT = "ucm.digests/1"
-#: So many digests are kept; a model has some hundred files at most.
+#: The number of digests kept; a model has some hundred files at most.
 _KEPT = 20_000
 
 
 class FileChangedError(UcmError):
-    """A file may not be the one that the engine has read."""
+    """A file may differ from the one that the engine has read."""
 
 
 class FileState(NamedTuple):
-    """Another state means that a file's content may be another; the same one that it is the same.
+    """The state of a file: as long as it is equal, the content is the same; otherwise the content may differ.
 
     Args:
-        device: Of the file system.
-        inode: Of the file.
-        size: In bytes.
-        mtime_ns: When its content changed, as anybody may set it.
-        ctime_ns: When anything of it changed, as the kernel says.
-        path_ns: The newest change of a link or of a directory's name on the way to it.
+        device: The file system's device number.
+        inode: The file's inode.
+        size: The size in bytes.
+        mtime_ns: The time of the content's last change, which any user of the file may set.
+        ctime_ns: The time of the file's last change, set by the kernel.
+        path_ns: The newest change of a link or of a directory's name on the path.
     """
 
     device: int
@@ -73,10 +73,10 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """The state of a regular file.
+        """Return the state of a regular file.
 
         Raises:
-            OSError: If there is none.
+            OSError: There is no such file.
         """
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -85,7 +85,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of_open(cls, descriptor: int) -> FileState:
-        """The state of an open file."""
+        """Return the state of an open file."""
         return cls._from(os.fstat(descriptor), 0)
 
     @classmethod
@@ -94,7 +94,7 @@ class FileState(NamedTuple):
 
     @property
     def changed(self) -> float:
-        """When it changed last, in seconds of the system's clock."""
+        """The time of the last change, in seconds since the epoch."""
         return max(self.ctime_ns, self.path_ns) / _BILLION
 
     @property
@@ -104,13 +104,13 @@ class FileState(NamedTuple):
 
     @property
     def settles(self) -> float:
-        """From when on a further change shows in the times."""
+        """The time from which a further change is visible in the times, in seconds since the epoch."""
         coarse = self.ctime_ns % _BILLION == 0
         return self.ctime_ns / _BILLION + (_COARSE_TICK if coarse else _TICK)
 
 
 def process_started() -> float:
-    """When this process began, in seconds of the system's clock; now, where the system does not tell (not Linux)."""
+    """Return this process's start in seconds since the epoch; where it is unknown (not Linux), the time of import."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         now = time.time()  # read first: a pause before the next line makes the process seem older, which is safe
@@ -125,14 +125,14 @@ _IMPORTED = time.time()
 
 @dataclass(slots=True)
 class Digests:
-    """The result of digesting some files.
+    """The result of digesting files.
 
     Args:
-        of: The SHA-256 of each, 64 hexadecimal digits.
-        unread: Files that must be read for it.
+        of: The SHA-256 of each file, 64 hexadecimal digits.
+        unread: Files that still have to be read.
         read_bytes: Bytes that were read.
-        known_bytes: Bytes whose digest was known.
-        seconds: How long it took.
+        known_bytes: Bytes of files whose digest was known.
+        seconds: The duration.
     """
 
     of: dict[Path, str] = field(default_factory=dict)
@@ -150,11 +150,11 @@ class Digests:
 
 
 class FileContents:
-    """Tells files' contents.
+    """Identifies files by content.
 
     Args:
-        since: The moment from which on the engine may have read the files, in seconds of the system's clock.
-        cache: Where digests are kept; None for nowhere.
+        since: When the engine may have begun to read the files, in seconds since the epoch.
+        cache: The cache of digests; None for none.
     """
 
     def __init__(self, since: float, cache: DigestCache | None = None) -> None:
@@ -164,11 +164,11 @@ class FileContents:
         self._closed = threading.Event()
 
     def look_up(self, paths: Iterable[Path]) -> Digests:
-        """Note the files' states, and take the digests that are known without reading.
+        """Record the files' states, and return the digests that are known without reading.
 
         Raises:
-            FileChangedError: If a file has changed since the engine may have read it.
-            OSError: If one cannot be found.
+            FileChangedError: A file has changed since the engine may have read it.
+            OSError: A file cannot be found.
         """
         begun, found, kept = time.monotonic(), Digests(), self._cache.load() if self._cache is not None else {}
         for path in paths:
@@ -186,14 +186,14 @@ class FileContents:
         return found
 
     def read(self, found: Digests) -> Digests:
-        """Read what is not known yet, in several threads, and keep it for others.
+        """Read the files whose digest is unknown, in several threads, and cache their digests.
 
         Args:
-            found: What ``look_up`` gave; completed and returned.
+            found: The result of ``look_up``; completed and returned.
 
         Raises:
-            FileChangedError: If a file changes meanwhile.
-            OSError: If one cannot be read.
+            FileChangedError: A file changed meanwhile.
+            OSError: A file cannot be read.
         """
         if not found.unread:
             self.confirm()
@@ -217,10 +217,10 @@ class FileContents:
         return found
 
     def confirm(self) -> None:
-        """See that nothing has changed since the states were noted.
+        """Check that nothing has changed since the states were recorded.
 
         Raises:
-            FileChangedError: If something has.
+            FileChangedError: A file or its path has changed.
         """
         for path, before in self._states.items():
             try:
@@ -231,12 +231,12 @@ class FileContents:
                 raise _changed(path, "changed while UCM read it", now)
 
     def close(self) -> None:
-        """Let reading end early; it raises then."""
+        """Make a read in progress stop early and raise."""
         self._closed.set()
 
     def _digest(self, path: Path) -> str:
         state = self._states[path]
-        # A file that has just been written may change again within the same tick of the clock.
+        # A file that was just written may change again within the same tick of the clock.
         while (wait := state.settles - time.time()) > 0 and not self._closed.is_set():
             self._closed.wait(min(wait, _COARSE_TICK))
         digest = hashlib.sha256()
@@ -254,21 +254,21 @@ class FileContents:
 
 
 class DigestCache:
-    """Digests of files by their state, in one file; whatever is wrong with it costs reading again.
+    """A cache of digests by file state, in one file; if it is unusable, files are read again.
 
-    It is believed only if nobody else can have written it: a regular file of this process's user, which no group and
-    nobody else may write, in a directory for which the same holds.
+    It is trusted only if nobody else can have written it: a regular file of this process's user that neither its group
+    nor others may write, in a directory for which the same holds.
 
     Args:
-        path: The file; its directory is made. By default it is in the user's cache directory.
+        path: The cache file; its directory is made. By default it is in the user's cache directory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - there may be none
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - home may be unknown
         self.path = path if path is not None else Path(home) / "ucm" / "digests.json"
 
     def load(self) -> dict[str, str]:
-        """All that is kept."""
+        """Return all cached digests."""
         try:
             if not _only_ours(self.path.parent.stat()):
                 return {}
@@ -289,7 +289,7 @@ class DigestCache:
         }
 
     def add(self, digests: dict[str, str]) -> None:
-        """Keep further ones; another process's at the same time may be lost, and cost one more reading."""
+        """Add digests; those that another process adds at the same time may be lost and are then computed again."""
         kept = self.load()
         kept = {key: value for key, value in kept.items() if key not in digests} | digests
         kept = dict(list(kept.items())[-_KEPT:])
@@ -319,10 +319,10 @@ def _key(state: FileState) -> str:
 
 
 def _newest_step(path: Path) -> int:
-    """The newest change of a link, or of a directory's own name, on the way to a file; nanoseconds.
+    """Return the newest change of a link, or of a directory's own name, on a file's path; in nanoseconds.
 
-    A directory's inode changes when an entry comes or goes, and then its two times are alike; when it is moved itself,
-    only one of them is new.
+    When an entry is added or removed, both times of a directory's inode change and are equal; when the directory itself
+    is moved, only its ctime changes.
     """
     newest = 0
     for step in _steps(Path(os.path.abspath(path)), _LINKS):  # noqa: PTH100 - resolve() would follow the links
@@ -333,7 +333,7 @@ def _newest_step(path: Path) -> int:
 
 
 def _steps(path: Path, links: int) -> Iterator[Path]:
-    """Every directory and link from the root to a file, and where the links lead."""
+    """Yield every directory and link from the root to a file, and the targets of the links."""
     for step in (*reversed(path.parents), path):
         yield step
         if links and step.is_symlink():
@@ -342,10 +342,10 @@ def _steps(path: Path, links: int) -> Iterator[Path]:
 
 
 def _named_by_the_hub(path: Path) -> str | None:
-    """The SHA-256 of a file in the hub's cache: ``snapshots/<commit>/<file>`` is a link to ``blobs/<digest>``.
+    """Return the SHA-256 of a file in the hub's cache: ``snapshots/<commit>/<file>`` links to ``blobs/<digest>``.
 
-    A large file's blob is named by its SHA-256, which counts unless the blob changed after the link was made, as it
-    does when somebody saves a model through the link. A small one's is named by git's hash, and compared with it.
+    A large file's blob is named by its SHA-256, which is trusted unless the blob changed after the link was made, as
+    happens when a model is saved through the link. A small one is named by git's hash, which is compared with it.
     """
     try:
         if not path.is_symlink():

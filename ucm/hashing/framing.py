@@ -1,4 +1,4 @@
-"""An unambiguous byte encoding of plain values: two values have the same bytes only if they are equal."""
+"""Encode plain values as bytes unambiguously: two values have the same bytes only if they are equal."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 def frame(value: Any) -> bytes:
-    """The encoding of a plain value.
+    """Return the encoding of a plain value.
 
-    Every item carries its type and its length, so no sequence of items reads as another. Mappings are encoded in the
-    order of their encoded keys; lists and tuples alike.
+    Every item carries its type and its length, so no two sequences of items have the same encoding. Mappings are
+    encoded in the order of their encoded keys; lists and tuples are encoded alike.
 
     Args:
         value: None, a bool, an int, a float, a str, bytes, or a list, tuple or mapping of those.
 
     Raises:
-        TypeError: If it holds anything else.
+        TypeError: The value contains anything else.
     """
     if value is None or isinstance(value, bool):
         return b"n" if value is None else b"t" if value else b"f"

@@ -1,9 +1,9 @@
-"""Everything that two engines must have in common to share KV blocks, as one digest.
+"""Compute a digest of everything that two engines must have in common to share KV blocks.
 
 Model code may have changed the Hugging Face configuration and the KV-cache dtype in its ``VllmConfig`` by the time that
-we look, in some processes and not in others. So nothing is taken that changes after start, or that differs by rank: the
-configuration is told by its files and by the operator's overrides of them, from which vLLM derives the rest in a way
-that its release fixes.
+we read it, in some processes and not in others. So only facts are used that neither change after the start nor differ
+by rank: the configuration is identified by its files and by the operator's overrides of them, from which vLLM derives
+the rest in a way that is fixed per release.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ucm.hashing.weights import find_weights
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: A change of what is told, or how, changes it.
+#: Must change whenever the facts, or their form, change.
 FORMAT = "ucm.model-identity/2"
 
 _MODEL_SETTINGS = (
@@ -49,11 +49,11 @@ _CACHE_SETTINGS = (
     *("swa_bounded_replay", "use_replayssm", "kv_sharing_fast_prefill"),
 )
 _ATTENTION_SETTINGS = ("backend", "backend_per_kind", "indexer_kv_dtype", "use_fp4_indexer_cache", "use_non_causal")
-#: Our own key in what vLLM hands to whom it may concern.
+#: Our key in vLLM's ``additional_config``.
 _SPARSE = "ucm_sparse_config"
-#: Ways of drafting that have no layers, hence no KV.
+#: Draft methods without layers, and hence without KV.
 _LAYERLESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "custom_class"})
-#: RoPE whose angles depend on the length that the model is served with.
+#: RoPE types whose angles depend on the model length that is served.
 _LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "su", "dynamic"})
 
 
@@ -63,8 +63,8 @@ class ModelIdentity:
 
     Args:
         name: The model's name, for readers.
-        facts: Plain values, for readers and for finding out why two engines do not share.
-        unread: The files whose contents belong to it and are not among the facts yet, by what they are to the engine.
+        facts: Plain values, also for readers who want to know why two engines do not share blocks.
+        unread: Files whose contents belong to the identity but are not among the facts yet, by their role.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ModelIdentity:
         """32 bytes over all facts.
 
         Raises:
-            ValueError: If files are still unread.
+            ValueError: Files are still unread.
         """
         if self.unread:
             raise ValueError(f"{len(self.unread)} files are not read yet")
@@ -84,36 +84,36 @@ class ModelIdentity:
 
     @property
     def seed(self) -> bytes:
-        """32 bytes over what is known, the files' contents among it or not."""
+        """32 bytes over the known facts, which need not include the contents of the files."""
         return hashlib.sha256(frame(self.facts)).digest()
 
     def with_contents(self, digests: Mapping[Path, str]) -> ModelIdentity:
-        """The whole identity.
+        """Return the complete identity.
 
         Args:
-            digests: Of every unread file's content.
+            digests: The digest of every unread file's content.
         """
         files = {name: digests[path] for name, path in self.unread.items()}
         return replace(self, facts={**self.facts, "files": files}, unread={})
 
     def to_json(self) -> str:
-        """The facts as they are written beside the blocks."""
+        """Return the facts as stored beside the blocks."""
         return json.dumps({"name": self.name, "digest": self.digest.hex(), **self.facts}, indent=1, sort_keys=True)
 
 
 def model_identity(
     vllm_config: Any, *, weights_id: str | None = None, more: Mapping[str, Any] | None = None
 ) -> ModelIdentity:
-    """The identity of an engine, with the contents of its files still to be read.
+    """Return the identity of an engine, with the contents of its files still to be read.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        weights_id: The operator's own name for the weights, believed in place of their files.
-        more: What else the blocks depend on, for instance the options of a sparse method.
+        weights_id: The operator's own name for the weights, trusted in place of their files.
+        more: Other facts that the blocks depend on, for instance the options of a sparse method.
 
     Raises:
-        ConfigError: If the engine is configured so that its KV has no meaning outside its own process.
-        WeightsUnknownError: If it cannot be told which weights it serves.
+        ConfigError: The engine is configured so that its KV has no meaning outside its own process.
+        WeightsUnknownError: The weights cannot be identified.
     """
     cache = vllm_config.cache_config
     model = vllm_config.model_config
@@ -136,10 +136,10 @@ def model_identity(
 
 
 def namespace(identity: ModelIdentity, *parts: str) -> str:
-    """Where blocks of this identity are kept: lower-case letters, digits and ``._/-``.
+    """Return the namespace of an identity's blocks: lower-case letters, digits and ``._/-``.
 
     Args:
-        identity: Of the engine.
+        identity: The engine's identity.
         parts: Further levels, for instance a ``rank_tag``.
 
     Returns:
@@ -151,7 +151,7 @@ def namespace(identity: ModelIdentity, *parts: str) -> str:
 def _model(
     role: str, model_config: Any, load_config: Any, weights_id: str | None, unread: dict[str, Path]
 ) -> dict[str, Any]:
-    """A target or draft model: its weights, its configuration, and how they are read; its files go to ``unread``."""
+    """Return the facts of a target or draft model: weights, configuration and loading; add its files to ``unread``."""
     weights = find_weights(model_config, load_config, weights_id)
     unread.update({f"{role}/{name}": path for name, path in weights.files.items()})
     facts = {
@@ -162,7 +162,7 @@ def _model(
     }
     overrides = getattr(model_config, "hf_overrides", None)
     if callable(overrides) and not str(getattr(overrides, "__module__", "")).startswith("vllm."):
-        facts["hf_config"] = _hf_config(model_config)  # what a function of the operator's does shows only here
+        facts["hf_config"] = _hf_config(model_config)  # the effect of an operator's function is visible only here
     rope = _settings(getattr(model_config, "hf_text_config", None), ("rope_parameters", "rope_scaling"))
     if not _LENGTH_DEPENDENT_ROPE.isdisjoint(re.findall(r"\w+", json.dumps(rope))):
         facts["max_model_len"] = getattr(model_config, "max_model_len", None)
@@ -173,7 +173,7 @@ def _model(
 
 
 def _additional(vllm_config: Any) -> Any:
-    """What others read there; a sparse method of ours is told by ``more``, whether it is configured there or not."""
+    """Return ``additional_config`` without our sparse method, which ``more`` describes wherever it is configured."""
     found = getattr(vllm_config, "additional_config", None) or None
     if isinstance(found, dict):
         return {key: value for key, value in found.items() if key != _SPARSE} or None
@@ -186,7 +186,7 @@ def _hf_config(model_config: Any) -> Any:
 
 
 def _draft(vllm_config: Any, weights_id: str | None, unread: dict[str, Path]) -> dict[str, Any] | None:
-    """The model that drafts tokens, if it has layers: their KV lies in the same blocks."""
+    """Return the facts of the model that drafts tokens, if it has layers: their KV is in the same blocks."""
     config = getattr(vllm_config, "speculative_config", None)
     if config is None or getattr(config, "method", None) in _LAYERLESS_DRAFTS:
         return None
@@ -197,7 +197,7 @@ def _draft(vllm_config: Any, weights_id: str | None, unread: dict[str, Path]) ->
 
 
 def _cache_dtype(cache_config: Any, model_config: Any) -> str:
-    """The KV cache's dtype under one name: workers rename ``fp8`` to what the attention backend makes of it."""
+    """Return one name for the KV cache's dtype: workers rename ``fp8`` to the attention backend's variant."""
     dtype = str(getattr(cache_config, "cache_dtype", "auto"))
     if dtype == "auto":
         return f"auto:{plain(getattr(model_config, 'dtype', None))}"
@@ -221,7 +221,7 @@ def _refuse_private_kv(vllm_config: Any) -> None:
 
 
 def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """The settings that exist in this release and are not empty."""
+    """Return the settings that exist in this release and are not empty."""
     found = {name: plain(getattr(config, name, None)) for name in names}
     return {name: value for name, value in found.items() if value is not None and value not in ({}, [], "")}
 
@@ -235,7 +235,7 @@ _DEPTH = 8
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """A value with nothing in it that depends on the process: no addresses, no order of sets.
+    """Return a value without anything that depends on the process: no addresses, no order of sets.
 
     Args:
         value: A setting of vLLM: numbers, texts, collections, enumerations, dataclasses, torch dtypes, callables.
@@ -281,18 +281,18 @@ def _name(value: Any) -> str:
 
 #: Instruction sets by which vLLM's CPU backend, or torch's, chooses the packing of KV inside a block.
 _CPU_FLAGS = ("amx_tile", "amx_bf16", "avx512f", "avx512_bf16", "avx2", "bf16", "sve", "asimd")
-#: Packages that vLLM takes kernels from, and chooses a layout by, where they are there.
+#: Packages from which vLLM takes kernels if they are installed, and which affect its choice of a layout.
 _KERNELS = ("triton", "flashinfer-python", "flash-attn", "xformers", "amd-aiter")
-#: Where vLLM looks for plug-ins, which may register models, layers and kernels.
+#: The entry points of vLLM's plug-ins, which may register models, layers and kernels.
 _PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
-#: The overlay changes nothing where no sparse method is configured, and those count by themselves.
+#: The overlay changes nothing without a sparse method, and sparse methods are separate facts.
 _OURS = frozenset({"ucm-vllm-overlay", "ucm-vllm-ascend-overlay", "ucm-runtime"})
-#: Variables by which an operator chooses a backend or a layout past the configuration.
+#: Variables by which an operator chooses a backend or a layout outside the configuration.
 _VARIABLES = ("VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT", "VLLM_MLA_DISABLE", "VLLM_PP_LAYER_PARTITION")
 
 
 def vllm_release() -> str:
-    """The version of the vLLM in this process, or of the installed one; empty if there is none."""
+    """Return the version of the vLLM in this process, or of the installed one; empty if there is none."""
     loaded = getattr(sys.modules.get("vllm"), "__version__", None)
     if loaded:
         return str(loaded)
@@ -303,7 +303,7 @@ def vllm_release() -> str:
 
 
 def packages(model_config: Any) -> dict[str, str]:
-    """The versions of what computes KV beside vLLM: kernels, plug-ins, and transformers where it has the model's code.
+    """Return the versions of packages beside vLLM that compute KV: kernels, plug-ins, and transformers if used.
 
     Args:
         model_config: vLLM's ``ModelConfig``.
@@ -322,14 +322,14 @@ def packages(model_config: Any) -> dict[str, str]:
 
 
 def _runs_transformers(model_config: Any) -> bool:
-    """Whether the model's code is transformers', by the operator's choice or because vLLM has none."""
+    """Return whether the model's code is transformers', by the operator's choice or because vLLM has none."""
     architecture = str(getattr(model_config, "architecture", ""))  # what vLLM resolved ``model_impl`` to
     implementation = getattr(model_config, "model_impl", "")
     return architecture.startswith("Transformers") or getattr(implementation, "value", implementation) == "transformers"
 
 
 def platform_facts(vllm_config: Any) -> dict[str, Any]:
-    """The device type with what its kernels look at, and the variables that choose layouts.
+    """Return the device type with the facts that its kernels depend on, and the variables that choose layouts.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.

@@ -1,4 +1,4 @@
-"""Which part of the KV a worker holds: its ranks, as a part of where its blocks are kept."""
+"""Describe which part of the KV a worker holds: its ranks, as a part of its blocks' namespace."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """The sizes of an engine's parallel groups. Data-parallel replicas hold the same KV and do not count.
+    """The sizes of an engine's parallel groups. Data-parallel replicas hold the same KV and are ignored.
 
     Args:
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
         dcp: Decode-context-parallel size; its groups lie within the tensor-parallel ones.
         pcp: Prefill-context-parallel size.
-        interleave: Tokens that one context-parallel rank keeps in a row.
+        interleave: Consecutive tokens that one context-parallel rank keeps.
     """
 
     tp: int = 1
@@ -41,7 +41,7 @@ class Parallelism:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Parallelism:
-        """The sizes in a ``VllmConfig``; a release that lacks a kind has a size of 1."""
+        """Return the sizes in a ``VllmConfig``; 1 for kinds that the release does not have."""
         config = vllm_config.parallel_config
 
         def size(*names: str) -> int:
@@ -56,12 +56,12 @@ class Parallelism:
         )
 
     def ranks(self, rank: int) -> Ranks:
-        """The place of a worker, from its rank within the engine; vLLM's order is PP x PCP x TP."""
+        """Return a worker's place from its rank within the engine; vLLM's order is PP x PCP x TP."""
         return Ranks(tp=rank % self.tp, pcp=rank // self.tp % self.pcp, pp=rank // (self.tp * self.pcp) % self.pp)
 
 
 def is_replicated(vllm_config: Any, spec: Any = None) -> bool:
-    """Whether all tensor-parallel ranks hold the same KV: multi-head latent attention, apart from context parallelism.
+    """Return whether all tensor-parallel ranks hold the same KV: with MLA, apart from context parallelism.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -75,12 +75,12 @@ def is_replicated(vllm_config: Any, spec: Any = None) -> bool:
 
 
 def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks | None = None) -> str:
-    """The directory name for one worker's part of one KV-cache group.
+    """Return the directory name for one worker's part of one KV-cache group.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
         group_id: The KV-cache group's index.
-        spec: The group's ``KVCacheSpec``; None in releases that do not tell it.
+        spec: The group's ``KVCacheSpec``; None in releases that do not provide it.
         ranks: The worker's place; by default this process's.
 
     Returns:
@@ -99,7 +99,7 @@ def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks 
 
 
 def rank_tags(vllm_config: Any, group_id: int, *, spec: Any = None) -> list[str]:
-    """The tags of all parts of a group's KV: a block is there if it is there under each of them."""
+    """Return the tags of all parts of a group's KV: a block exists if it exists under each of them."""
     sizes = Parallelism.of(vllm_config)
     world = sizes.tp * sizes.pcp * sizes.pp
     tags = (rank_tag(vllm_config, group_id, spec=spec, ranks=sizes.ranks(rank)) for rank in range(world))
@@ -107,11 +107,11 @@ def rank_tags(vllm_config: Any, group_id: int, *, spec: Any = None) -> list[str]
 
 
 def must_save(vllm_config: Any, *, spec: Any = None, ranks: Ranks | None = None) -> bool:
-    """Whether this worker saves its part: of several that hold the same KV, the one with the lowest rank does.
+    """Return whether this worker saves its part: of several with the same KV, the one with the lowest rank does.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``; of the worker, if ``ranks`` is not given.
-        spec: The group's ``KVCacheSpec``; None in releases that do not tell it.
+        spec: The group's ``KVCacheSpec``; None in releases that do not provide it.
         ranks: The worker's place; by default this process's.
     """
     sizes = Parallelism.of(vllm_config)

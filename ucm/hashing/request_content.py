@@ -1,10 +1,10 @@
-"""What shapes a request's KV beside its tokens: LoRA, multimodal inputs, cache salt, prompt embeddings, token types.
+"""Read what shapes a request's KV beside its tokens: LoRA, media, cache salt, prompt embeddings, token types.
 
-Requests of vLLM 0.9.0 to 0.33.0 are understood; what a request carries that we do not know makes it not cacheable.
+Requests of vLLM 0.9.0 to 0.33.0 are supported; a request with unknown content is not cacheable.
 
-A multimodal input has a name, which is vLLM's hash of it, or whatever text the client chose; nothing tells the two
-apart. So the name counts only where the operator says that names can be trusted. Elsewhere what counts is the data that
-the model is given: the processor's tensors, byte by byte.
+A multimodal input has a name, which is vLLM's hash of it or any text that the client chose; the two cannot be told
+apart. So the name identifies the input only if the operator says that names can be trusted. Otherwise the data that the
+model is given does: the processor's tensors, byte by byte.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ucm.hashing.file_contents import DigestCache
 from ucm.hashing.framing import frame
 from ucm.hashing.vllm_hashes import finds_adapters_by_name
 
-#: What vLLM calls a multimodal input by, if it hashed the input: a hexadecimal digest of 256 or 512 bits, after the
-#: name of a LoRA where the vision tower has one. A client may choose such a name, too.
+#: vLLM's name of a multimodal input that it hashed: a hexadecimal digest of 256 or 512 bits, after the name of a LoRA
+#: if the vision tower has one. A client may choose such a name, too.
 _HASHED = re.compile(r"(?:.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 
 #: Names of multimodal inputs to remember; vLLM keeps far fewer encodings.
 _NAMES = 50_000
 
-#: The arguments of ``Request`` in all releases that we know. Those that shape KV are read below.
+#: The arguments of ``Request`` in all known releases. Those that shape KV are read below.
 _KNOWN_FIELDS = frozenset(
     {
         *("self", "request_id", "client_index", "arrival_time", "priority", "trace_headers", "session_id", "kv_hints"),
@@ -44,7 +44,7 @@ _KNOWN_FIELDS = frozenset(
 
 
 class NotCacheableError(Exception):
-    """A request whose content cannot be identified; its text is the reason."""
+    """A request's content cannot be identified; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Media:
 
     Args:
         start: The first token of its placeholder.
-        identity: What it is and how long its placeholder is.
+        identity: The encoded content of the input and the length of its placeholder.
     """
 
     start: int
@@ -71,7 +71,7 @@ class RequestContent:
         media: Its multimodal inputs, by their first token.
         embeds: The bytes of its prompt embeddings, uint8[tokens, bytes of a row], or None.
         embeds_dtype: Their dtype's name.
-        embeds_mask: One byte for each prompt token, 1 where the token counts and not its embedding; empty if all are
+        embeds_mask: One byte for each prompt token, 1 where the token is used and not its embedding; empty if all are
             embeddings.
     """
 
@@ -85,24 +85,24 @@ class RequestContent:
 
     @property
     def is_text(self) -> bool:
-        """Tokens, and at most a salt."""
+        """Whether there are only tokens and at most a salt."""
         return self.adapter is None and self.token_types is None and not self.media and self.embeds is None
 
     @property
     def root(self) -> bytes:
-        """What shapes the KV from the first token on; empty if nothing does."""
+        """The content that shapes the KV from the first token on; empty if there is none."""
         parts = [self.salt, self.adapter, self.token_types, self.embeds_dtype]
         return frame(parts) if any(parts) else b""
 
     @property
     def first_block_token(self) -> int | None:
-        """The first token from which single blocks have content of their own."""
+        """The first token from which blocks may have content of their own; None if no block has."""
         if self.embeds is not None:
             return 0
         return self.media[0].start if self.media else None
 
     def between(self, start: int, end: int) -> bytes:
-        """The inputs that begin from token ``start`` to ``end``, and the embeddings there."""
+        """Return the encoded inputs that begin from token ``start`` to ``end``, and the embeddings there."""
         media = [[item.start, item.identity] for item in self.media if start <= item.start < end]
         rows = None
         if self.embeds is not None:
@@ -116,7 +116,7 @@ class ContentReader:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        trust_media_names: Whether the names of multimodal inputs are believed in place of their data.
+        trust_media_names: Whether the names of multimodal inputs are trusted in place of their data.
     """
 
     def __init__(self, vllm_config: Any, *, trust_media_names: bool = False) -> None:
@@ -127,12 +127,12 @@ class ContentReader:
         self.adapters = Adapters(shared, DigestCache(), by_name=lora is not None and finds_adapters_by_name())
         self._trust_names = trust_media_names
         self._names_are_hashes = _names_are_hashes(vllm_config)
-        #: What each name stood for. vLLM keeps an input's encoding by its name, whatever is given with it later.
+        #: The content of each name. vLLM keeps an input's encoding by its name, whatever data comes with it later.
         self._named: OrderedDict[str, bytes] = OrderedDict()
         self._unknown_fields: dict[type, tuple[str, ...]] = {}
 
     def is_same(self, request: Any, content: RequestContent) -> bool:
-        """Whether a request's adapter is still the one that was read, so that the engine has computed with that."""
+        """Return whether a request's adapter is unchanged, so that the engine has computed with it."""
         if content.adapter is None:
             return True
         try:
@@ -141,13 +141,13 @@ class ContentReader:
             return False
 
     def read(self, request: Any) -> RequestContent:
-        """The content of a request.
+        """Return the content of a request.
 
         Args:
             request: vLLM's ``Request``.
 
         Raises:
-            NotCacheableError: If it has content that cannot be identified.
+            NotCacheableError: The request has content that cannot be identified.
         """
         kind = type(request)
         if kind not in self._unknown_fields:
@@ -245,7 +245,7 @@ def _device_type(vllm_config: Any) -> str:
 
 
 def _names_are_hashes(vllm_config: Any) -> bool:
-    """Whether vLLM names multimodal inputs by their content; with all its caches off, it counts them."""
+    """Return whether vLLM names multimodal inputs by their content; with all its caches off, it numbers them."""
     if getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", False):
         return True
     model_config = getattr(vllm_config, "model_config", None)
@@ -253,11 +253,11 @@ def _names_are_hashes(vllm_config: Any) -> bool:
         size = getattr(holder, "mm_processor_cache_gb", None)
         if size is not None:
             return bool(size > 0)
-    return True  # up to 0.10.0 an input is hashed, or has no identifier at all
+    return True  # up to 0.10.0 an input is hashed or has no identifier at all
 
 
 def _token_types(request: Any) -> bytes | None:
-    """What a pooling request tells the model beside its tokens, for instance the types of BERT's tokens."""
+    """Return the additional inputs of a pooling request, for instance BERT's token types, encoded."""
     told = getattr(getattr(request, "pooling_params", None), "extra_kwargs", None)
     if not told:
         return None
@@ -268,13 +268,13 @@ def _token_types(request: Any) -> bytes | None:
 
 
 def _digest_data(digest: Any, data: Any) -> bool:
-    """Take in what the processor made of an input: tensors in mappings and lists, in vLLM's wrappers or without.
+    """Digest the processor's output for an input: tensors in mappings and lists, with or without vLLM's wrappers.
 
     Returns:
-        Whether there is a tensor in it. If not, it only says where the data lies.
+        Whether it contains a tensor. If not, it only refers to data elsewhere.
 
     Raises:
-        NotCacheableError: If there is anything else in it.
+        NotCacheableError: It contains anything else.
     """
     if isinstance(data, Mapping):
         digest.update(b"m%d:" % len(data))
@@ -302,9 +302,9 @@ def _digest_data(digest: Any, data: Any) -> bool:
 
 
 def _rows(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a tensor's rows, uint8[len(tensor), bytes of a row]; of a torch tensor or a NumPy array."""
+    """Return the bytes of a tensor's rows, uint8[len(tensor), bytes of a row]; torch tensor or NumPy array."""
     if not isinstance(tensor, np.ndarray):
-        import torch  # noqa: PLC0415 - only there where vLLM is
+        import torch  # noqa: PLC0415 - only available beside vLLM
 
         flat = tensor.detach().to("cpu").contiguous().view(torch.uint8)  # NumPy has no bfloat16
         tensor = flat.numpy()

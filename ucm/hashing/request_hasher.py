@@ -1,11 +1,11 @@
-"""Chained digests of a request's tokens: one per whole block, each over the whole prefix.
+"""Compute chained digests of a request's tokens: one per full block, each over the whole prefix.
 
-One running SHA-256 takes the seed, then block after block; its state is digested, not finished, at each block's end.
+One running SHA-256 takes the seed and then block after block; at each block's end a copy of its state is finished.
 Nothing in it depends on the process, the machine, ``PYTHONHASHSEED`` or object identity.
 
-What a digest is over, without a second reading:
+A digest covers:
 
-- ``frame`` of (format, seed, block size, the request's own content), or, from the last block on that has an extra,
+- ``frame`` of (format, seed, block size, the request's own content) or, from the last block with an extra on,
   ``frame`` of (format, digest of the block before, extra);
 - then the tokens of the blocks since then, u32 LE each.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, TypeAlias
 
-    #: Token ids as vLLM has them: a list, a ``ConstantList``, or an array of integers.
+    #: Token ids as vLLM provides them: a list, a ``ConstantList``, or an array of integers.
     TokenIds: TypeAlias = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-#: Part of every digest; a change of what is hashed, or how, changes it.
+#: Part of every digest; must change whenever the hashed content, or its form, changes.
 FORMAT = "ucm.request-hasher/1"
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
@@ -43,10 +43,10 @@ class BlockExtra(Protocol):
 
     @property
     def first_block_token(self) -> int | None:
-        """The first token that ``between`` may have something for; None if it never has."""
+        """The first token for which ``between`` may return content; None if there is none."""
 
     def between(self, start: int, end: int) -> bytes:
-        """What shapes the KV from token ``start`` to ``end`` and was not there before; empty for nothing."""
+        """Return what shapes the KV from token ``start`` to ``end`` but not before; empty if nothing does."""
 
 
 class RequestHashes:
@@ -54,7 +54,7 @@ class RequestHashes:
 
     Args:
         seed: The hasher's seed.
-        block_size: Tokens of a block.
+        block_size: Tokens per block.
         extra: The request's content beside its tokens.
     """
 
@@ -68,22 +68,22 @@ class RequestHashes:
         self._hash = hashlib.sha256(self._first)
 
     def extend(self, token_ids: TokenIds) -> list[bytes]:
-        """Hash the blocks that are complete and not hashed yet.
+        """Hash the complete blocks that are not hashed yet.
 
         Args:
-            token_ids: All tokens of the request so far; those hashed before are not read again.
+            token_ids: All tokens of the request so far; tokens of hashed blocks are not read again.
 
         Returns:
             The digests of all complete blocks: the list that this object keeps and extends.
 
         Raises:
-            ValueError: If a token id is no integer from 0 to 2**32 - 1.
+            ValueError: A token id is no integer from 0 to 2**32 - 1.
         """
         keys, size = self.keys, self.block_size
         done, whole = len(keys), len(token_ids) // size
         if whole <= done:
             return keys
-        # A slice makes a plain list of a ConstantList; a list that is hashed from its start needs no copy.
+        # A slice turns a ConstantList into a plain list; a list that is hashed from its start needs no copy.
         fresh = token_ids if not done and type(token_ids) is list else token_ids[done * size : whole * size]
         data, step = _token_bytes(cast("TokenIds", fresh)), size * TOKEN_BYTES
         for offset in range(0, (whole - done) * step, step):
@@ -94,7 +94,7 @@ class RequestHashes:
         return keys
 
     def _take_extra(self, extra: BlockExtra) -> None:
-        """Begin a new running hash if the next block has an extra."""
+        """Start a new running hash if the next block has an extra."""
         start = len(self.keys) * self.block_size
         piece = extra.between(start, start + self.block_size)
         if piece:
@@ -103,7 +103,7 @@ class RequestHashes:
 
 
 class RequestHasher:
-    """Names the blocks of requests.
+    """Computes the block digests of requests.
 
     Args:
         seed: What all requests of this engine have in common; hashers with different seeds share no digest.
@@ -115,23 +115,23 @@ class RequestHasher:
     def generate_block_hashes(
         self, token_ids: TokenIds, block_size: int, extra: BlockExtra | None = None
     ) -> list[bytes]:
-        """The digests of a request's whole blocks.
+        """Return the digests of a request's full blocks.
 
         Args:
             token_ids: The request's tokens, any number of them.
-            block_size: Tokens of a block.
+            block_size: Tokens per block.
             extra: The request's content beside its tokens; None for a plain request.
 
         Returns:
-            One digest of 32 bytes for each of the ``len(token_ids) // block_size`` whole blocks.
+            One digest of 32 bytes for each of the ``len(token_ids) // block_size`` full blocks.
 
         Raises:
-            ValueError: If a token id is no integer from 0 to 2**32 - 1, or the block size is not positive.
+            ValueError: A token id is no integer from 0 to 2**32 - 1, or the block size is not positive.
         """
         return self.start(block_size, extra).extend(token_ids)
 
     def start(self, block_size: int, extra: BlockExtra | None = None) -> RequestHashes:
-        """The digests of a request that will grow; see ``generate_block_hashes``."""
+        """Return the digests of a request that will grow; see ``generate_block_hashes``."""
         if block_size < 1:
             raise ValueError(f"a block of {block_size} tokens")
         return RequestHashes(self.seed, block_size, extra)
@@ -144,7 +144,7 @@ def _token_bytes(token_ids: TokenIds) -> bytes:
             raise ValueError(f"token ids of type {token_ids.dtype} are not integers from 0 to 2**32 - 1")
         return packed.tobytes()
     try:
-        native = array.array("I", token_ids)  # the fastest way from Python's integers to bytes
+        native = array.array("I", token_ids)  # the fastest conversion from Python's integers to bytes
     except (OverflowError, TypeError) as error:
         raise ValueError(f"a token id is no integer from 0 to 2**32 - 1: {error}") from None
     if sys.byteorder == "big":

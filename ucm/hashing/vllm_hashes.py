@@ -1,13 +1,13 @@
-"""vLLM's own block hashes, where they are as good as ours: the same in every process, and of a real hash function.
+"""Use vLLM's own block hashes as keys if they are the same in every process and of a cryptographic hash function.
 
-Which release does what (``vllm/v1/core/kv_cache_utils.py``):
+Releases differ (``vllm/v1/core/kv_cache_utils.py``):
 
 - up to 0.10.0 a request has no ``block_hashes``; in 0.10.1 they are tuples that start from a 64-bit number;
 - from 0.10.2 they are bytes, chained from ``NONE_HASH``: random in each process unless ``PYTHONHASHSEED`` is set;
-- from 0.29.0 ``NONE_HASH`` comes from a fixed seed where the algorithm is SHA-256.
+- from 0.29.0 ``NONE_HASH`` comes from a fixed seed if the algorithm is SHA-256.
 
-None of this is decided by the release's number: the seed is asked of vLLM, and before the first block is named, the
-first hash of a request is computed again from the planned ``NONE_HASH`` and the tokens alone.
+The release's number decides none of this: vLLM is asked for the seed, and before the first key is used, the first hash
+of a request is computed again from the planned ``NONE_HASH`` and the tokens alone.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-#: Algorithms of vLLM that nobody can find a collision of. The xxHash ones and the 64-bit ones name a block well enough
-#: for one engine's memory, not for a store that many write to.
+#: Algorithms of vLLM without known collisions. The xxHash and the 64-bit ones are good enough for one engine's memory,
+#: but not for a store with many writers.
 _SOUND = ("sha256", "sha256_cbor")
 _SEED_VARIABLE = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True, slots=True)
 class HashPlan:
-    """Which hashes name the blocks of plain requests.
+    """The choice of the hashes that are the keys of plain requests' blocks.
 
     Args:
-        algorithm: vLLM's algorithm if its hashes are used, empty if ours are.
-        none_hash: What vLLM's chains start from if its hashes are used.
-        reason: Why, for the log.
+        algorithm: vLLM's algorithm if its hashes are used; empty if ours are.
+        none_hash: The start of vLLM's chains if its hashes are used.
+        reason: The reason of the choice, for the log.
     """
 
     algorithm: str
@@ -49,12 +49,12 @@ class HashPlan:
 
     @property
     def kind(self) -> str:
-        """The plan as a part of the namespace: engines with different seeds share nothing."""
+        """The plan as a part of the namespace, so that engines with different seeds share nothing."""
         return f"vllm:{self.algorithm}:{self.none_hash.hex()}" if self.uses_vllm else "ucm"
 
 
 def plan_hashes(vllm_config: Any) -> HashPlan:
-    """Decide from vLLM itself and its configuration; every process of an engine decides alike.
+    """Decide from vLLM itself and its configuration; every process of an engine decides the same.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -72,16 +72,16 @@ def plan_hashes(vllm_config: Any) -> HashPlan:
 
 
 def verified_block_size(request: Any, plan: HashPlan, largest: int) -> int | None:
-    """How many tokens each of a request's hashes covers, found by computing its first hash again.
+    """Return how many tokens each of a request's hashes covers, found by computing its first hash again.
 
     Args:
         request: A vLLM ``Request`` with nothing but tokens and a salt, and at least one hash.
-        plan: What ``plan_hashes`` decided.
-        largest: The block size that the hashes are wanted for; their own divides it.
+        plan: The result of ``plan_hashes``.
+        largest: The block size for which keys are wanted; a multiple of the size that the hashes cover.
 
     Returns:
-        The tokens of one hash; None if the hash is of anything but the planned ``NONE_HASH``, the tokens and the salt,
-        so that it must not name a stored block.
+        The tokens per hash; None if the hash covers anything but the planned ``NONE_HASH``, the tokens and the salt, so
+        that it must not be the key of a stored block.
     """
     function = _hash_function(plan.algorithm)
     if function is None:
@@ -97,13 +97,13 @@ def verified_block_size(request: Any, plan: HashPlan, largest: int) -> int | Non
 
 
 def has_hashes(request: Any) -> bool:
-    """Whether vLLM hashes the blocks of this request to bytes, and it has one at least."""
+    """Return whether vLLM hashes the blocks of this request to bytes, and the request has at least one hash."""
     hashes = getattr(request, "block_hashes", None)
     return isinstance(hashes, list) and bool(hashes) and isinstance(hashes[0], bytes)
 
 
 def finds_adapters_by_name() -> bool:
-    """Whether vLLM's own prefix cache takes two LoRA adapters of one name for one, as it does up to 0.27.1 at least."""
+    """Return whether vLLM's own prefix cache identifies LoRA adapters by name, as it does up to 0.27.1 at least."""
     utils = _module("vllm.v1.core.kv_cache_utils")
     if utils is None:
         return False
@@ -114,7 +114,7 @@ def finds_adapters_by_name() -> bool:
 
     try:
         return bool(keys("one") == keys("other"))
-    except Exception:  # noqa: BLE001 - a release that has this elsewhere; then a name is not trusted
+    except Exception:  # noqa: BLE001 - another release has this elsewhere; then a name is not trusted
         return True
 
 
@@ -134,18 +134,18 @@ def _hash_function(algorithm: str) -> Callable[[Any], Any] | None:
             try:
                 function: Callable[[Any], Any] = find(algorithm)
                 return function if isinstance(function(""), bytes) else None  # a number up to 0.10.1
-            except Exception:  # noqa: BLE001 - an algorithm that lacks its package; the engine says so itself
+            except Exception:  # noqa: BLE001 - a package of the algorithm is missing; the engine reports that itself
                 return None
     return None
 
 
 def _seed(utils: ModuleType, function: Callable[[Any], Any]) -> str | None:
-    """The seed of ``NONE_HASH``, or None if it is random."""
+    """Return the seed of ``NONE_HASH``, or None if it is random."""
     resolve = getattr(utils, "resolve_none_hash_seed", None)
     if resolve is None:
         return os.environ.get(_SEED_VARIABLE)
     seed = resolve(function)
-    return seed if isinstance(seed, str) and seed == resolve(function) else None  # twice alike: not random
+    return seed if isinstance(seed, str) and seed == resolve(function) else None  # two equal results: not random
 
 
 def _module(name: str) -> ModuleType | None:

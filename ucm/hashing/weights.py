@@ -1,4 +1,4 @@
-"""The identity of a model's weights, from the whole contents of their files."""
+"""Identify a model's weights by the whole contents of their files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _FILE_FORMATS = frozenset(
     }
 )
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz"})
-#: Files that say how the weights become a model: configurations, and remote code.
+#: Files that define how the weights become a model: configurations, and remote code.
 _DESCRIPTIONS = frozenset({".json", ".py"})
-#: What shapes texts, not the KV of given tokens.
+#: Files that affect texts, but not the KV of given tokens.
 _TEXT_ONLY = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class WeightsUnknownError(UcmError):
-    """It cannot be told which weights an engine serves, so its blocks must not be shared."""
+    """The weights that an engine serves cannot be identified, so its blocks must not be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Weights:
     """A model's weights and configuration.
 
     Args:
-        facts: Plain values that are known without reading: the loader's format, a hub commit, a seed, a stated name.
-        files: What is known by its content, by name.
+        facts: Plain values known without reading: the loader's format, a hub commit, a seed, a stated name.
+        files: The files that are identified by content, by name.
     """
 
     facts: dict[str, Any]
@@ -47,15 +47,15 @@ class Weights:
 
 
 def find_weights(model_config: Any, load_config: Any, stated: str | None = None) -> Weights:
-    """The facts and files that identify a model's weights and its configuration.
+    """Return the facts and files that identify a model's weights and its configuration.
 
     Args:
         model_config: vLLM's ``ModelConfig``.
         load_config: vLLM's ``LoadConfig``.
-        stated: The operator's own name for the weights, believed in place of their files.
+        stated: The operator's own name for the weights, trusted in place of their files.
 
     Raises:
-        WeightsUnknownError: If neither the files nor a commit is in reach.
+        WeightsUnknownError: Neither the files nor a commit can be found.
     """
     model = str(getattr(model_config, "model", ""))
     load_format = getattr(load_config, "load_format", "auto")
@@ -98,10 +98,10 @@ def _descriptions(directory: Path) -> Iterator[Path]:
 
 
 def _code_elsewhere(model_config: Any, model: str) -> dict[str, Path]:
-    """The Python files of other repositories whose code the model runs: ``auto_map`` names them as ``repo--module``.
+    """Return Python files of other repositories whose code the model runs: ``auto_map`` has ``repo--module``.
 
     Raises:
-        WeightsUnknownError: They are not where the hub keeps them.
+        WeightsUnknownError: The files are not in the hub's cache.
     """
     auto_map = getattr(getattr(model_config, "hf_config", None), "auto_map", None)
     if not getattr(model_config, "trust_remote_code", False) or not isinstance(auto_map, dict):
@@ -112,11 +112,11 @@ def _code_elsewhere(model_config: Any, model: str) -> dict[str, Path]:
         if not dashes or repository == model:
             continue
         try:
-            hub = importlib.import_module("huggingface_hub")  # there where vLLM is
+            hub = importlib.import_module("huggingface_hub")  # installed with vLLM
             file = f"{module.split('.')[0]}.py"
             revision = getattr(model_config, "code_revision", None)
             found = hub.try_to_load_from_cache(repository, file, revision=revision)
-        except Exception:  # noqa: BLE001 - the hub has errors of many families; all mean that it does not know
+        except Exception:  # noqa: BLE001 - the hub raises errors of many classes; all mean that the file is unknown
             found = None
         if not isinstance(found, str):
             raise _unknown("the model runs code of a repository that is not in the hub's cache", name)
@@ -125,31 +125,31 @@ def _code_elsewhere(model_config: Any, model: str) -> dict[str, Path]:
 
 
 def _snapshot(repository: str, commit: str | None, load_config: Any) -> Path | None:
-    """Where the hub's cache has a repository's files with its weights; None if it does not."""
+    """Return the directory of a repository's files, with its weights, in the hub's cache; None if there is none."""
     if commit is None:
         return None
     try:
-        hub = importlib.import_module("huggingface_hub")  # there where vLLM is
+        hub = importlib.import_module("huggingface_hub")  # installed with vLLM
         folder = getattr(load_config, "download_dir", None)
         found = hub.try_to_load_from_cache(repository, "config.json", revision=commit, cache_dir=folder)
         place = Path(found).parent if isinstance(found, str) else None
-    except Exception:  # noqa: BLE001 - the hub has errors of many families; all mean that it does not know
+    except Exception:  # noqa: BLE001 - the hub raises errors of many classes; all mean that the file is unknown
         return None
     return place if place is not None and place.is_dir() and _weight_files(place) else None
 
 
 def _hub_commit(repository: str, model_config: Any) -> str | None:
-    """The commit of a hub repository that the engine serves: as vLLM knows it, or from the hub's cache."""
+    """Return the commit of a hub repository that the engine serves, from vLLM or from the hub's cache."""
     revision = getattr(model_config, "revision", None)
     if _COMMIT.fullmatch(revision or ""):
         return str(revision)
     known = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
-    if known and not getattr(model_config, "hf_config_path", None):  # else it is another repository's
+    if known and not getattr(model_config, "hf_config_path", None):  # otherwise it is another repository's commit
         return str(known)
     try:
-        hub = importlib.import_module("huggingface_hub")  # there where vLLM is
+        hub = importlib.import_module("huggingface_hub")  # installed with vLLM
         cached = hub.try_to_load_from_cache(repository, "config.json", revision=revision)
-    except Exception:  # noqa: BLE001 - the hub has errors of many families; all mean that it does not know
+    except Exception:  # noqa: BLE001 - the hub raises errors of many classes; all mean that the file is unknown
         return None
     return next((part for part in Path(str(cached)).parts if _COMMIT.fullmatch(part)), None)
 

@@ -1,4 +1,4 @@
-"""Commit the dumps of a step once no rank's weights are known to have changed by then.
+"""Commit the dumps of a step once it is confirmed that no rank's weights had changed by then.
 
 Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
 unchanged, and a sample may miss the change. But the KV of all ranks belongs to the changed model. So with several

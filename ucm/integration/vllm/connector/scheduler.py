@@ -1,4 +1,4 @@
-"""The scheduler's side: finds which blocks the store has, and plans what the workers load and dump at each step."""
+"""Look up blocks in the store on the scheduler side, and plan what the workers load and dump in each step."""
 
 from __future__ import annotations
 
@@ -21,77 +21,77 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey
     from ucm.store.slab import Row
 
-#: Where vLLM cannot ask again, a lookup is waited for on the scheduler's thread, for so many seconds.
+#: If vLLM cannot ask again, the scheduler's thread waits this many seconds for a lookup.
 PATIENCE_SECONDS = 0.05
-#: How long a step with nothing to do waits for lookups, so that an idle engine does not spin.
+#: How many seconds a step without work waits for lookups, so that an idle engine does not spin.
 IDLE_SECONDS = 0.002
 
 
 def all_tokens(num_prompt_tokens: int) -> int:
-    """More than any request has."""
+    """Return more tokens than any request has."""
     del num_prompt_tokens
     return sys.maxsize
 
 
 def adapter_number(request: Any) -> int:
-    """The number by which vLLM knows the request's LoRA adapter; 0 for none."""
+    """Return vLLM's number of the request's LoRA adapter; 0 for none."""
     return int(getattr(getattr(request, "lora_request", None), "lora_int_id", 0))
 
 
 class KeySource(Protocol):
-    """Gives requests the keys of their blocks."""
+    """Computes the keys of requests' blocks."""
 
     def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
-        """The keys of a request's whole blocks of known tokens, from ``first`` on; None if it must not be cached."""
+        """Return the keys of a request's full blocks from ``first`` on; None if it must not be cached."""
 
     def may_change(self, request: Any) -> bool:
-        """Whether the engine reads some of what shapes the request's KV after its keys are made, at its first step."""
+        """Return whether the engine reads inputs that shape the request's KV after its keys are made, at its start."""
 
     def is_same(self, request: Any) -> bool:
-        """Whether what the engine has read by now is what the keys were made of."""
+        """Return whether the inputs that the engine has read are those that the keys were made of."""
 
     def is_void(self, request: Any) -> bool:
-        """Whether the engine has replaced some of what shapes the request's KV since: a LoRA adapter, in place."""
+        """Return whether inputs that shape the request's KV were replaced since, such as a LoRA adapter in place."""
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
 
 
 class LookupCounters(Protocol):
-    """Where the scheduler's side counts what it looked for."""
+    """Counts lookups of the scheduler side."""
 
     def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
-        """A request's prefix was looked up."""
+        """Count the lookup of a request's prefix."""
 
     def hashed(self, blocks: int, seconds: float) -> None:
-        """A request's blocks were named."""
+        """Count the hashing of a request's blocks."""
 
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
-        """Blocks could not be read, or not be saved."""
+        """Count blocks that could not be loaded or saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
-    """What the operator asked for, and what the engine is like.
+    """The operator's settings and the properties of the engine.
 
     Args:
         batches: Steps that may be scheduled before the outcome of the first of them is known.
-        min_hit_tokens: Shorter hits are not worth a load.
-        hit_ratio: Largest share of a request's tokens that may come from caches; 1 for all.
+        min_hit_tokens: The fewest tokens of a hit that are worth a load.
+        hit_ratio: The largest share of a request's tokens that may come from caches; 1 for all.
         save_decode_blocks: Whether blocks of generated tokens are stored as well.
         lasting_tokens: From a prompt's length to how many of the request's tokens have KV that another request with the
-            same tokens has, too; blocks behind them are neither stored nor looked up.
-        loads: Whether the engine's role lets it load (vLLM's ``kv_consumer`` or ``kv_both``).
-        saves: Whether it lets it save (``kv_producer`` or ``kv_both``).
-        prefix_caching: Whether vLLM's own prefix cache is on; it turns it off for models that need all outputs.
-        reloads_preempted: Whether a load of a request that was preempted is safe in this release.
-        drops_last_block: Whether a draft model's KV in the last slot of a block depends on the token behind it, so
-            that the last block of a hit is computed; as vLLM does in its own prefix cache.
-        confirms: Whether there are several ranks, which tell of their looks at the weights: what a step dumped counts
-            once all have.
+            same tokens has, too; blocks beyond them are neither stored nor looked up.
+        loads: Whether the engine's role allows loads (vLLM's ``kv_consumer`` or ``kv_both``).
+        saves: Whether it allows saves (``kv_producer`` or ``kv_both``).
+        prefix_caching: Whether vLLM's own prefix cache is on; vLLM turns it off for models that need all outputs.
+        reloads_preempted: Whether this release can safely load for a preempted request.
+        drops_last_block: Whether a draft model's KV in the last slot of a block depends on the next token, so that the
+            last block of a hit is computed, as with vLLM's own prefix cache.
+        confirms: Whether there are several ranks that report their checks of the weights; the dumps of a step are then
+            committed once all ranks have checked.
         others: Whether other connectors may load as well, as in vLLM's ``MultiConnector``.
-        asks_again: Whether vLLM asks again when it is told that a lookup is under way, as it does from 0.10.2 on.
-        room: The KV cache's blocks, where requests wait for their loads between steps; else None.
+        asks_again: Whether vLLM asks again after a lookup that is not finished, as it does from 0.10.2 on.
+        room: The KV cache's number of blocks, if requests wait for their loads between steps; else None.
     """
 
     batches: int
@@ -112,12 +112,12 @@ class PlanningOptions:
 
 @dataclass(slots=True)
 class PendingLoad:
-    """Tokens that the scheduler has decided to load with its next step.
+    """A load that will be part of the next step.
 
     Args:
         start: Computed tokens before the load.
         end: Computed tokens after it.
-        block_ids: The blocks of each group that the request had been given by then.
+        block_ids: The blocks that the request had by then, per group.
     """
 
     start: int
@@ -127,20 +127,20 @@ class PendingLoad:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request that the scheduler knows.
+    """The state of a request.
 
     Args:
         request: vLLM's request.
         block_ids: The block ids of each group, in order; entries below a sliding window may be out of date.
-        saved: For each group, the blocks from the start that need no dump any more.
-        computed: The tokens whose KV vLLM's own prefix cache had when it asked last.
-        known: These, and those that we have loaded behind them.
-        lookup: What was asked of the store, with what it has staged; until the load, or the start without one.
-        asked: When that was; None once it is counted.
-        confirmed: What shapes its KV is known to be what the keys were made of.
+        saved: For each group, how many blocks from the start need no dump any more.
+        computed: Tokens whose KV was in vLLM's own prefix cache at its last lookup.
+        known: Those tokens, and the tokens that we loaded after them.
+        lookup: The lookup in the store, with its staged blocks; until the load, or a start without one.
+        asked: When the lookup began, as ``time.monotonic()``; None once it is counted.
+        confirmed: Whether the inputs that shape its KV are known to be those that its keys were made of.
         begun: The step that started or resumed it last.
-        ran: The last step that computed of it.
-        excluded: Nothing is loaded or saved for it.
+        ran: The last step that computed tokens of it.
+        excluded: Whether nothing is loaded or saved for it.
     """
 
     request: Any
@@ -157,7 +157,7 @@ class RequestState:
 
 
 def left_alone(late: Sequence[BlockMoves], written: Container[int], counters: LookupCounters) -> list[BlockMoves]:
-    """Late dumps but for blocks that a step may write before they are dumped: those are lost, and counted."""
+    """Return late dumps without blocks that the step may write before they are dumped; count those as lost."""
     for moves in late:
         left = [(key, block) for key, block in zip(moves.keys, moves.block_ids, strict=True) if block not in written]
         if len(left) < len(moves.keys):
@@ -167,14 +167,14 @@ def left_alone(late: Sequence[BlockMoves], written: Container[int], counters: Lo
 
 
 class PrefixCacheScheduler:
-    """Decides what is loaded and dumped; never touches KV itself, nor waits for a medium.
+    """Decides what is loaded and dumped; never touches KV itself and never waits for a medium.
 
     Args:
         groups: The model's KV-cache groups.
-        key_source: Names blocks.
-        stager: Finds requests in the stores.
-        counters: What was looked up.
-        options: What is wanted, and possible.
+        key_source: Computes block keys.
+        stager: Looks up requests in the stores.
+        counters: Counts lookups.
+        options: The operator's settings and the properties of the engine.
     """
 
     def __init__(
@@ -192,30 +192,30 @@ class PrefixCacheScheduler:
         self._options = options
         self._requests: dict[str, RequestState] = {}
         self._to_load: dict[str, PendingLoad] = {}
-        #: Requests whose load has begun and which have not started since, with the blocks that each needs in all.
+        #: Requests whose load has begun but which have not started yet, with each one's total number of blocks.
         self._loading: dict[str, int] = {}
-        self._first = ""  # the request that waits for the loads of others to end, and lets no further one begin
+        self._first = ""  # the request that waits for the loads of others and blocks further loads meanwhile
         self._late: list[BlockMoves] = []
         self._holds: list[tuple[int, list[Row]]] = []
         self._others = OtherLoads()
-        self.step = 0  #: the last one that was planned
+        self.step = 0  #: the last planned step
         self._epoch = 0
-        self._doubted_at = 0  # the step that looks at all weights
+        self._doubted_at = 0  # the step that checks all weights
         self._waits = False
-        self._confirmed = 0  # the last step before which no rank has seen a change of its weights
-        self.namespace = ""  #: where the engine's blocks are kept, for the workers; empty until that is known
-        self.prepares = False  #: what can be looked up will be known with one of the next steps
+        self._confirmed = 0  # the last step before which no rank has found its weights changed
+        self.namespace = ""  #: the namespace of the engine's blocks, for the workers; empty until it is known
+        self.prepares = False  #: whether lookups will become possible within the next steps
 
     def matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Tokens beyond the computed ones whose KV the store can give.
+        """Return how many tokens beyond the computed ones the store can provide.
 
         Args:
             request: vLLM's request.
             num_computed_tokens: Tokens whose KV the engine has itself.
 
         Returns:
-            How many; None if that is not known yet, or if the request must wait until others that were promised blocks
-            have begun: vLLM asks again with the next step.
+            The number of tokens; None if it is not known yet, or if the request must wait until others with promised
+            blocks have started: vLLM asks again in the next step.
         """
         state = self._state(request)
         state.computed = state.known = num_computed_tokens
@@ -227,7 +227,7 @@ class PrefixCacheScheduler:
         if self._is_excluded(state) or not self._options.loads or self._must_compute(request):
             return 0
         if request.request_id in self._loading:
-            # vLLM asks again because not even the first block came. It might not come the next time either.
+            # vLLM asks again because not even the first block was loaded. The next load might fail as well.
             return 0
         if self._waits:
             return None
@@ -241,11 +241,11 @@ class PrefixCacheScheduler:
         return found
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request was given blocks at its admission.
+        """Note the blocks that a request got at its admission.
 
         Args:
             request: vLLM's request.
-            blocks: Its ``KVCacheBlocks``, those of computed tokens included.
+            blocks: Its ``KVCacheBlocks``, including those of computed tokens.
             num_external_tokens: Tokens to load into them.
         """
         state = self._state(request)
@@ -262,7 +262,7 @@ class PrefixCacheScheduler:
             self._let_go(state)
 
     def plan(self, scheduler_output: Any) -> StepPlan:
-        """The workers' part of a step.
+        """Return the workers' part of a step.
 
         Args:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step.
@@ -300,8 +300,8 @@ class PrefixCacheScheduler:
         return plan
 
     def _take_blocks(self, scheduler_output: Any) -> set[int]:
-        """Note which blocks the scheduled requests have; returns those that the step may write."""
-        # A sparse method may have taken blocks of its own, which are in no request's row.
+        """Note the blocks of the scheduled requests; return the blocks that the step may write."""
+        # A sparse method may use additional blocks that no request lists.
         fresh = set[int](getattr(getattr(scheduler_output, "ucm_sparse_meta", None), "taken_blocks", ()))
         admitted = list(admitted_requests(scheduler_output))
         if self._options.others:
@@ -313,7 +313,7 @@ class PrefixCacheScheduler:
             if state is not None:
                 state.block_ids = ids
                 self._loading.pop(request_id, None)
-                # The engine may read an adapter's files with this step, even if it had them before.
+                # The engine may read an adapter's files in this step, even if it had read them before.
                 state.confirmed, state.begun = not self._key_source.may_change(state.request), self.step
         for request_id, new_ids in grown_requests(scheduler_output):
             state = self._requests.get(request_id)
@@ -324,7 +324,7 @@ class PrefixCacheScheduler:
         return fresh
 
     def _exclude_others(self, admitted: Sequence[tuple[str, list[list[int]], int]]) -> None:
-        """Neither load nor save for requests with blocks that another connector has loaded, for them or before."""
+        """Exclude requests with blocks that another connector loaded, for them or for earlier requests."""
         size = self._groups.alignment
         found = [(self._requests[name], computed) for name, _, computed in admitted if name in self._requests]
         for state, computed in found:
@@ -338,11 +338,11 @@ class PrefixCacheScheduler:
                     self.exclude(state.request)
 
     def forget_others(self) -> None:
-        """What other connectors had loaded is gone: vLLM's own prefix cache was emptied."""
+        """Note that vLLM's own prefix cache was emptied, and with it the blocks of other connectors."""
         self._others.forget()
 
     def finished(self, request: Any) -> None:
-        """A request ended; blocks of it that were filled but not dumped yet are dumped with the next step."""
+        """End a request; its full blocks that were not dumped yet are dumped with the next step."""
         state = self._requests.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
         if self._first == request.request_id:
@@ -355,17 +355,17 @@ class PrefixCacheScheduler:
         self._key_source.forget(request.request_id)
 
     def doubt(self, *, waits: bool) -> None:
-        """The weights may have changed: the workers look at all of them with the next step.
+        """Let the workers check all of their weights in the next step, because they may have changed.
 
         Args:
-            waits: Promise nothing until they have, because a promise could not be broken.
+            waits: Promise no blocks until they have, because a promise could not be broken.
         """
         self._doubted_at, self._waits = self.step + 1, waits
 
     def reported(self, report: WeightsReport) -> bool:
-        """All workers have looked at their weights before a step; whether some changed since the last start anew.
+        """Process the workers' report of their weights; return whether some changed in the current epoch.
 
-        Their reports of a step come together, so those who were silent have seen nothing.
+        The reports of a step arrive together, so workers without a report found no change.
         """
         if report.looked >= self._doubted_at:
             self._waits = False
@@ -375,9 +375,9 @@ class PrefixCacheScheduler:
         return False
 
     def start_anew(self) -> None:
-        """Blocks that were computed or loaded until now must not be found under the names that are given from now on.
+        """Exclude requests with computed or loaded blocks, because new keys are used from now on.
 
-        So no more is loaded or dumped for requests that have such blocks.
+        Their old blocks must not be found under new keys.
         """
         self._epoch += 1
         self._others.rename()
@@ -389,17 +389,17 @@ class PrefixCacheScheduler:
 
     @property
     def epoch(self) -> int:
-        """Counts up with each start anew."""
+        """How often ``start_anew`` was called."""
         return self._epoch
 
     def exclude(self, request: Any) -> None:
-        """From now on nothing of a request is loaded or saved: its KV is no longer what its tokens say."""
+        """Stop loading and saving for a request, because its KV no longer follows from its tokens."""
         state = self._state(request)
         self._let_go(state)
         state.excluded = True
 
     def _may_save(self, state: RequestState, *, ended: bool = False) -> bool:
-        """Whether the request's KV is what its keys say; asked when the step that began it has surely run.
+        """Return whether the request's KV matches its keys; known once the step that began it has surely run.
 
         Until then none of its blocks is dumped; afterwards all are, or none.
         """
@@ -430,32 +430,32 @@ class PrefixCacheScheduler:
         count = len(self._groups.groups)
         state = RequestState(request, [[] for _ in range(count)], [0] * count)
         if keys is None or getattr(request, "resumable", False):
-            # A streaming session replaces tokens that it has computed, so its blocks have no lasting names.
+            # A streaming session replaces computed tokens, so its blocks have no lasting keys.
             state.excluded = True
         else:
             self._counters.hashed(len(keys), time.monotonic() - begun)
         return state
 
     def _must_compute(self, request: Any) -> bool:
-        """Whether every token must be computed: its outputs are asked for, or vLLM could not mend a failed load."""
+        """Return whether every token must be computed: outputs are requested, or a failed load would be fatal."""
         if int(getattr(request, "num_preemptions", 0)) and not self._options.reloads_preempted:
             return True
         if getattr(request, "skip_reading_prefix_cache", False):
             return True
         if getattr(request, "pooling_params", None) is not None:
-            # Poolers other than that of the last token need all; vLLM says which from 0.11.1 on.
+            # Poolers other than that of the last token need all outputs; vLLM tells which from 0.11.1 on.
             return not (self._options.prefix_caching and hasattr(request, "skip_reading_prefix_cache"))
         return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
 
     def _limit(self, state: RequestState) -> int:
-        """The most tokens that may come from caches."""
+        """Return the most tokens that may come from caches."""
         step, request = self._groups.alignment, state.request
-        # At least one token is computed: its logits give the next one.
+        # At least one token must be computed, for the logits of the next one.
         limit = min(request.num_tokens - 1, int(self._options.hit_ratio * request.num_tokens))
         return int(min(limit, self._options.lasting_tokens(request.num_prompt_tokens))) // step * step
 
     def _look_up(self, state: RequestState, computed: int) -> Lookup | None:
-        """Ask for a request, or look how that went; None while it is not known."""
+        """Start a request's lookup or poll it; return None while it is not finished."""
         if state.lookup is None or state.lookup.query.computed != computed:
             self._let_go(state)
             limit = self._limit(state)
@@ -486,16 +486,16 @@ class PrefixCacheScheduler:
         return Query(tuple(keys), computed, limit, options.min_hit_tokens, options.drops_last_block)
 
     def _keys(self, request: Any, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
-        """The keys of a group's blocks from ``first`` up to, but not including, ``last``, as far as they are known."""
+        """Return the known keys of a group's blocks from ``first`` up to, but not including, ``last``."""
         keys = self._key_source.of(request, group.block_size, first) or []
         return cast("list[BlockKey]", keys[: last - first])
 
     def _must_wait(self, state: RequestState, *, loads: bool) -> bool:
-        """Whether a request must wait until the loads of others have ended: the KV cache might not hold them all.
+        """Return whether a request must wait until other loads have ended, because the KV cache might not hold all.
 
-        Requests that load hold blocks. vLLM starts them when it comes to them in its queue, and it goes no further than
-        the first request that it has no blocks for. So with that one before them, all would wait for ever. One that
-        vLLM is to ask again is passed over instead. Until it has started no further load begins, or it might never.
+        Requests that load hold blocks. vLLM starts them when it reaches them in its queue, and stops there at the first
+        request that it cannot allocate. If that one came before them, all would wait for ever. A request that vLLM is
+        told to ask for again is skipped instead. Until it has started no further load begins, or it might starve.
         """
         request_id = state.request.request_id
         others = sum(blocks for name, blocks in self._loading.items() if name != request_id)
@@ -510,7 +510,7 @@ class PrefixCacheScheduler:
         return waits
 
     def _whole(self, state: RequestState) -> int:
-        """The blocks of a whole request, with one for the tokens to come."""
+        """Return the number of blocks of a whole request, with one per group for the tokens to come."""
         return sum(state.request.num_tokens // group.block_size + 2 for group in self._groups.groups)
 
     def _let_go(self, state: RequestState) -> None:
@@ -519,12 +519,12 @@ class PrefixCacheScheduler:
             state.lookup = None
 
     def _end_holds(self, ended: int) -> None:
-        """Let go of what was loaded by a step that has ended."""
+        """Release staged blocks that were loaded by steps that have ended."""
         while self._holds and self._holds[0][0] <= ended:
             self.stager.let_go(self._holds.pop(0)[1])
 
     def _skip_stored(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Dump no block of what the engine had already, unless the store turns out to have lost the last one."""
+        """Skip dumps of blocks that the engine had already, unless the store turns out to have lost the last one."""
         for group in self._groups.groups if self.stager.has_begun else ():
             lasting = self._options.lasting_tokens(state.request.num_prompt_tokens)
             last = min(num_computed_tokens, lasting) // group.block_size
@@ -566,7 +566,7 @@ class PrefixCacheScheduler:
         return moves
 
     def _dumps(self, state: RequestState, num_tokens: int, dumping: set[tuple[int, bytes]]) -> list[BlockMoves]:
-        """The blocks that are full once ``num_tokens`` tokens are computed, as far as their tokens are known."""
+        """Return dumps of the blocks that are full after ``num_tokens`` tokens, as far as their tokens are known."""
         moves: list[BlockMoves] = []
         if not self._options.saves or not self.namespace:
             return moves
@@ -576,7 +576,7 @@ class PrefixCacheScheduler:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         num_tokens = min(num_tokens, self._options.lasting_tokens(request.num_prompt_tokens))
         for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
-            # After a failed load, or a preemption, fewer tokens are computed than were before.
+            # After a failed load, or a preemption, fewer tokens are computed than before.
             done = min(state.saved[group.index], request.num_computed_tokens // group.block_size)
             first = max(done, group.first_needed(request.num_computed_tokens))
             last = min(num_tokens // group.block_size, len(block_ids))

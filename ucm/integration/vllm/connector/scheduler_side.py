@@ -1,4 +1,4 @@
-"""The connector in the scheduler's process, put together from its parts."""
+"""The scheduler side of the connector."""
 
 from __future__ import annotations
 
@@ -41,41 +41,41 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import StepPlan, WeightsReport
     from ucm.store.base import KVStore
 
-#: Bytes of weights that are read before the engine goes on: less than a tenth of a second. For a medium that does not
-#: answer, the start waits this long.
+#: Weights up to this many bytes are read before the engine continues, in less than a tenth of a second. At most
+#: ``START_SECONDS`` are spent waiting for a medium that does not answer.
 AT_ONCE, START_SECONDS = 64 << 20, 10.0
-#: How long the end waits for a medium that does not answer.
+#: How many seconds ``close`` waits for a medium that does not answer.
 CLOSE_SECONDS = 5.0
 
 
 def engine_identity(
     vllm_config: Any, settings: ConnectorConfig, geometry: Mapping[str, Any] | None = None
 ) -> ModelIdentity:
-    """What the engine's blocks depend on, as far as it is known without reading the weights.
+    """Return the facts that the engine's blocks depend on, as far as known without reading the weights.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         settings: The connector's settings.
-        geometry: How layers are grouped and their KV is laid out.
+        geometry: The KV-cache groups and the layout of their KV.
 
     Raises:
-        ConfigError: As ``model_identity``, and if there is no such sparse method.
+        ConfigError: As for ``model_identity``, and if there is no such sparse method.
     """
-    # A sparse method changes what later tokens see, and with it their KV.
+    # A sparse method changes which tokens later ones attend to, and so their KV.
     more = {**method_identity(vllm_config), "geometry": dict(geometry or {})}
     return model_identity(vllm_config, weights_id=settings.weights_id, more=more)
 
 
 class WeightReader:
-    """Finds out which weights the engine serves, and where blocks of theirs are kept.
+    """Identifies the weights that the engine serves, and with them the namespace of its blocks.
 
-    A thread reads the files, which are in the page cache at that time, beside the engine's work. What is known without
-    reading, or read in a moment, is waited for.
+    A thread reads the files in the background, while they are in the page cache. Facts that need no reading, or a short
+    one, are waited for.
 
     Args:
-        identity: Of the engine, with the files that are still to be told.
-        settle: Makes that place from the whole identity, and returns its name.
-        since: From when on the engine may have read the files, in seconds of the system's clock.
+        identity: The engine's identity, with the files still to be read.
+        settle: Prepares the namespace of a complete identity, and returns its name.
+        since: When the engine may have begun to read the files, in seconds since the epoch.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class WeightReader:
         self._namespace = ""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._is_alone = False  # nobody waits for the thread any more
+        self._is_alone = False  # whether no caller waits for the thread any more
         try:
             found = self._contents.look_up(identity.unread.values())
         except (OSError, FileChangedError) as error:
@@ -108,11 +108,11 @@ class WeightReader:
 
     @property
     def namespace(self) -> str:
-        """Where the engine's blocks are kept; empty until that is known."""
+        """The namespace of the engine's blocks; empty until it is known."""
         return self._namespace
 
     def close(self) -> None:
-        """End reading; a medium that does not answer keeps the thread, and nobody else."""
+        """Stop reading; a thread that is stuck in a medium is abandoned."""
         self._contents.close()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -135,7 +135,7 @@ class WeightReader:
             where = self._settle(self._identity.with_contents(found.of))
         except (OSError, FileChangedError) as error:
             self._refuse(error)
-        except Exception as error:  # noqa: BLE001 - told to who waits, or logged
+        except Exception as error:  # noqa: BLE001 - raised to the waiting caller, or logged
             self._failure = error
             if self._is_alone:
                 get_logger(__name__).exception("[UCM.Hasher] this engine runs without the store")
@@ -151,11 +151,11 @@ class WeightReader:
 
 
 class SchedulerSide:
-    """The connector in the scheduler's process.
+    """The connector in the scheduler process.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not give it.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it.
         settings: The connector's settings.
         connector_base: vLLM's connector class.
     """
@@ -166,7 +166,7 @@ class SchedulerSide:
         transfer, outer = vllm_config.kv_transfer_config, outer_transfer(vllm_config)
         engines = outer or transfer
         if hasattr(engines, "kv_load_failure_policy"):
-            # vLLM's own default ends a request whose blocks cannot be loaded; ours computes them.
+            # vLLM's default ends a request whose blocks cannot be loaded; ours recomputes them.
             engines.kv_load_failure_policy = settings.load_failure
         groups = cache_groups(vllm_config, kv_cache_config)
         identity = engine_identity(vllm_config, settings, groups.facts)
@@ -175,7 +175,7 @@ class SchedulerSide:
         self._stores: dict[int, list[KVStore]] = {}
         self.block_pool: Any = None
         self._table: Any = None
-        self._outlived = False  # vLLM's prefix cache may hold blocks from before the names that are given now
+        self._outlived = False  # whether vLLM's prefix cache may hold blocks from before the current keys
         self.hears_workers = hasattr(connector_base, "build_connector_worker_meta")
         self.counters = create_counters(vllm_config, settings)
         self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names)
@@ -183,10 +183,10 @@ class SchedulerSide:
         self._batches = batches_in_flight(vllm_config)
         self._ranks = ranks(vllm_config)
         self._slab = Slab(settings.staging or default_bytes(), self._ranks) if transfer.is_kv_consumer else None
-        self._offered = 0  # the first step that told the ranks of it
+        self._offered = 0  # the first step that sent the slab's address to the ranks
         self._opening: threading.Thread | None = None
         self._opened: Callable[[], None] | None = None
-        self._ready_by = 0.0  # when requests wait for the stores no longer
+        self._ready_by = 0.0  # when requests stop waiting for the stores, as ``time.monotonic()``
         self._new_stager = partial(
             Stager, groups, seconds=settings.staging_deadline, rest_seconds=self._config.rest_seconds
         )
@@ -217,19 +217,19 @@ class SchedulerSide:
 
     @property
     def namespace(self) -> str:
-        """Where the engine's blocks are kept; empty until it is known which weights it serves."""
+        """The namespace of the engine's blocks; empty until the weights are identified."""
         return self.planner.namespace
 
     def bind(self, block_pool: Any) -> None:
-        """Keep vLLM's pool of blocks, and note its prefix cache."""
+        """Keep vLLM's block pool and note its prefix cache."""
         self.block_pool = block_pool
         self.poll()
 
     def poll(self) -> None:
-        """Begin to look up and to save as soon as it is known whose blocks these are; called with each step.
+        """Begin lookups and saves once the namespace is known; called in each step.
 
-        Whoever changes weights empties vLLM's prefix cache; it has another table then. If that comes late, requests
-        have found blocks of the old weights there, and have saved them, and what is behind them, under new names.
+        A change of weights empties vLLM's prefix cache, which then has another table. If that happens late, requests
+        may have found blocks of the old weights there and saved them, and blocks computed from them, under new keys.
         """
         table = getattr(self.block_pool, "cached_block_hash_to_block", None)
         if table is not self._table:
@@ -248,7 +248,7 @@ class SchedulerSide:
             self._prepare()
 
     def plan(self, scheduler_output: Any) -> StepPlan:
-        """The workers' part of a step."""
+        """Return the workers' part of a step."""
         self.poll()
         plan = self.planner.plan(scheduler_output)
         if self._slab is not None and self._opening is None:
@@ -257,12 +257,12 @@ class SchedulerSide:
         return plan
 
     def _prepare(self) -> None:
-        """Open the stores as soon as every rank has said what its blocks are."""
+        """Open the stores once every rank has reported its block geometry."""
         if self._opened is not None:
             self.planner.prepares = False
             self._opened()
         if self._opening is not None:
-            # A medium that cannot be opened, or does not answer, keeps no request waiting.
+            # No request waits for a medium that cannot be opened or does not answer.
             over = not self._opening.is_alive() or time.monotonic() >= self._ready_by
             self.planner.prepares = self.planner.prepares and not over
             return
@@ -272,7 +272,7 @@ class SchedulerSide:
         if len(records) == self._ranks:
             self._begin_opening(records)
         elif self._offered and self.planner.step - self._batches >= self._offered:
-            # Every rank has been through a step that told it.
+            # Every rank has run a step that sent it the address.
             self._do_without_slab(set(range(self._ranks)) - set(records))
 
     def _do_without_slab(self, missing: set[int]) -> None:
@@ -308,7 +308,7 @@ class SchedulerSide:
                         open_store(self._config, f"{where}/{tag}", geometry)
                         for tag, geometry in zip(tags, of_group, strict=True)
                     ]
-            except Exception:  # noqa: BLE001 - whatever it is, the engine goes on
+            except Exception:  # noqa: BLE001 - the engine continues after any error
                 get_logger(__name__).exception("[UCM.Load] nothing is loaded")
                 return
 
@@ -328,7 +328,7 @@ class SchedulerSide:
         self._opening.start()
 
     def _settle(self, identity: ModelIdentity) -> str:
-        """See that an identity's blocks can be kept, and say of what they are; in any thread."""
+        """Check that an identity's blocks can be stored, and write the identity there; callable from any thread."""
         where = namespace(identity)
         for tag in dict.fromkeys(tag for of_group in self._tags.values() for tag in of_group):
             open_store(self._config, f"{where}/{tag}", None).close()
@@ -336,20 +336,20 @@ class SchedulerSide:
         return where
 
     def reported(self, report: WeightsReport) -> None:
-        """The workers have looked at their weights."""
+        """Process the workers' report of their weights."""
         for number in report.adapters:
             self._keys.adapter_replaced(number)
         if self.planner.reported(report):
             self.start_anew()
 
     def start_anew(self) -> None:
-        """Use keys from now on that nobody has used before."""
+        """Use keys from now on that were never used before."""
         self._outlived = getattr(self.block_pool, "cached_block_hash_to_block", None) is self._table
         self._keys.start_anew()
         self.planner.start_anew()
 
     def take_stats(self) -> Any:
-        """What was counted since the last call; None for nothing."""
+        """Return the counts since the last call; None if there are none."""
         return self.counters.take()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""One group's blocks between a device and a store, through page-locked host memory and in chunks.
+"""Move a group's blocks between a device and a store, in chunks through page-locked host memory.
 
-Loads and dumps have a thread each. While one chunk crosses the bus, the store reads the next, or writes those before.
-The thread that dumps waits for the device alone, never for the store.
+Loads and dumps have one thread each. While one chunk is copied to or from the device, the store reads the next one or
+writes earlier ones. The dump thread waits only for the device, never for the store.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from ucm.store.errors import StoreError
     from ucm.store.slab import SlabReader
 
-#: Hears how something ended: with an error of the device's, or with none.
+#: Called when work has ended: with the device's error, or with None.
 Ended = Callable[[Exception | None], None]
-#: Page-locked memory of one direction, in bytes; two chunks share it.
+#: Page-locked memory per direction in bytes; two chunks share it.
 STAGING_BYTES = 64 << 20
 
 
 class StagedTask(Task):
-    """A load that the thread for loads works on.
+    """A load in progress on the load thread.
 
     Args:
-        keys: What it is to move.
+        keys: The blocks to load.
     """
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
@@ -54,13 +54,13 @@ class StagedTask(Task):
         self.seconds = 0.0
 
     def take(self, result: TaskResult) -> None:
-        """Add the outcome of a chunk."""
+        """Add the result of a chunk."""
         self.done.update(result.done)
         self.failed.update(result.failed)
         self.nbytes += result.nbytes
 
     def end(self, error: Exception | None) -> None:
-        """No more chunks; if the device failed, what is not done by now has failed."""
+        """End the task; if the device failed, blocks that are not done have failed."""
         if error is not None:
             reason = device_failed(error)
             self.failed.update({key: reason for key in self.keys if key not in self.done})
@@ -69,13 +69,13 @@ class StagedTask(Task):
 
 
 def device_failed(error: Exception) -> StoreUnavailableError:
-    """What is told of blocks that could not be copied."""
+    """Return the error of blocks that could not be copied."""
     return StoreUnavailableError(f"the device could not copy: {error}")
 
 
 @dataclass(slots=True)
 class Stream:
-    """A device stream with its module; on the host there is none, and nothing to wait for."""
+    """A device stream with its torch module; on the host there is no stream and nothing to wait for."""
 
     module: Any = None
     stream: Any = None
@@ -84,28 +84,28 @@ class Stream:
 
     @classmethod
     def on(cls, device: Any) -> Stream:
-        """A new stream of a device (CUDA, or another backend of torch with the same interface, as Ascend's)."""
+        """Create a stream on a device (CUDA, or a torch backend with the same interface, such as Ascend's)."""
         if device.type == "cpu":
             return cls()
-        import torch  # noqa: PLC0415 - the room may be imported without torch
+        import torch  # noqa: PLC0415 - this package is also imported without torch
 
         module = getattr(torch, device.type)
         return cls(module, module.Stream(device=device), device)
 
     def use_device(self) -> None:
-        """Make the stream's device that of the calling thread.
+        """Set the calling thread's device to that of the stream.
 
-        A new thread has the first device, and its first copy would leave a context there: on the GPU of another rank.
+        A new thread uses the first device, and its first copy would create a context there, on another rank's GPU.
         """
         if self.module is not None:
             self.module.set_device(self.device)
 
     def mark(self) -> Any:
-        """An event after all that was asked of the device until now."""
+        """Record an event after all work submitted to the device so far."""
         return None if self.module is None else self.module.current_stream().record_event()
 
     def after(self, event: Any) -> AbstractContextManager[Any]:
-        """Work on this stream, after an event."""
+        """Return a context that runs work on this stream after an event."""
         if self.stream is None:
             return self._nothing
         self.stream.wait_event(event)
@@ -118,14 +118,14 @@ class Stream:
 
 
 class StagedTransfer(GroupTransfer):
-    """The KV cache lies on a device.
+    """Transfers blocks of a KV cache on a device.
 
     Args:
-        memory: Where the blocks are.
-        store: Their store.
-        slab: Where they are staged.
-        staging_bytes: Page-locked host memory for each direction.
-        dump_queue_bytes: What may wait for being written.
+        memory: The blocks on the device.
+        store: The store of the blocks.
+        slab: The slab where blocks are staged.
+        staging_bytes: The size of page-locked host memory for each direction.
+        dump_queue_bytes: Bytes that may wait to be written.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class StagedTransfer(GroupTransfer):
         self._saver = Saver(store, dump_queue_bytes)
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
-        """Bring some layers of blocks onto the device."""
+        """Load some layers of blocks onto the device."""
         task = StagedTask(keys)
         self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged), task.end)
         return task
 
     def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
-        """Take some layers of blocks off the device; blocks that there is no room for fail at once."""
+        """Dump some layers of blocks from the device; blocks for which there is no room fail at once."""
         task = self._saver.begin(keys, self._memory.geometry.shard_sizes[layers.start : layers.stop], layers.start)
         if not task.rows:
             task.copied.set()
@@ -171,7 +171,7 @@ class StagedTransfer(GroupTransfer):
         return task
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make blocks visible; those that something was refused of fail, and leave nothing."""
+        """Make blocks visible; blocks with refused shards fail and are discarded."""
         task = self._saver.begin_commit(keys)
 
         def ended(error: Exception | None) -> None:
@@ -183,26 +183,26 @@ class StagedTransfer(GroupTransfer):
         return task
 
     def copied(self, task: Task) -> None:
-        """Wait until a dump reads the device's memory no longer."""
+        """Wait until a dump no longer reads the device's memory."""
         if isinstance(task, DumpTask):
             task.copied.wait()
 
     @property
     def waiting_bytes(self) -> int:
-        """What was dumped and is not written yet."""
+        """Bytes that were dumped and are not written yet."""
         return self._saver.waiting_bytes
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Forget blocks, after the dumps called before."""
+        """Discard blocks, after all earlier dumps."""
         self._saver.forget(keys)
         self._dumper.submit(lambda _: self._store.discard(keys), lambda _: None)
 
     def check(self, task: Task) -> bool:
-        """Whether a task is finished."""
+        """Return whether a task is finished."""
         return self._saver.check(task) if isinstance(task, DumpTask) else _staged(task).finished.is_set()
 
     def wait(self, task: Task) -> TaskResult:
-        """Wait for a task."""
+        """Wait for a task and return its result."""
         if isinstance(task, DumpTask):
             return self._saver.wait(task)
         staged = _staged(task)
@@ -210,7 +210,7 @@ class StagedTransfer(GroupTransfer):
         return TaskResult(staged.done, staged.failed, staged.nbytes, staged.seconds)
 
     def close(self) -> None:
-        """Finish what was asked for, and close the store."""
+        """Finish queued transfers and close the store."""
         self._loader.close()
         self._dumper.close()
         self._store.close()
@@ -239,7 +239,7 @@ class StagedTransfer(GroupTransfer):
             while reading:
                 self._place(task, event, layers, reading.pop(0))
         finally:
-            # Should the device have failed: the next task must find the staging memory at rest.
+            # Also after a failure of the device: the next task needs staging memory that is no longer written.
             for *_, portion in reading:
                 self._wait(portion)
 
@@ -265,7 +265,7 @@ class StagedTransfer(GroupTransfer):
     def _dump(
         self, task: DumpTask, event: Any, left: deque[tuple[int, Buffer]], block_ids: Sequence[int], layers: range
     ) -> None:
-        """Copy blocks into their rows, chunk by chunk; what has been copied leaves ``left``."""
+        """Copy blocks into their rows, chunk by chunk; remove copied blocks from ``left``."""
         lane = self._dumper
         [staging] = lane.staging
         while left:
@@ -285,7 +285,7 @@ class StagedTransfer(GroupTransfer):
 
 
 class _Lane:
-    """A thread that works off transfers in one direction, with its stream and its staging memory."""
+    """A thread for transfers in one direction, with its stream and staging memory."""
 
     def __init__(self, memory: DeviceMemory, chunk: int, name: str, stagings: int) -> None:
         self.stream = Stream.on(memory.device)
@@ -295,7 +295,7 @@ class _Lane:
         self._thread.start()
 
     def submit(self, work: Callable[[Any], object], ended: Ended) -> None:
-        """Do some work after what was asked of the device until now, then tell how it ended."""
+        """Run work after everything submitted to the device so far, then call ``ended``."""
         self._queue.put((work, ended, self.stream.mark()))
 
     def close(self) -> None:
@@ -310,9 +310,9 @@ class _Lane:
             try:
                 self.stream.use_device()
                 work(event)
-            except Exception as error:  # noqa: BLE001 - what the device says ends no thread; it is told per block
+            except Exception as error:  # noqa: BLE001 - a device error fails blocks, but must not end the thread
                 with suppress(Exception):
-                    self.stream.synchronize()  # copies that were begun must not end later than the task
+                    self.stream.synchronize()  # started copies must not outlive the task
                 failure = error
             ended(failure)
 

@@ -1,8 +1,8 @@
-"""How much of a request the store has: found, brought into host memory and verified there, then promised.
+"""Find how much of a request the store has, stage it in host memory, verify it there, and then promise it.
 
-The scheduler asks with a ``Query``. Threads look it up at all ranks, read what was found into the slab, and shrink the
-hit to what every rank has whole. The scheduler looks at the outcome with each step, and when the time is over it takes
-what is verified by then. A medium that does not answer holds up nobody else: it is left alone for a while.
+The scheduler submits a ``Query``. Threads look it up for all ranks, read the found blocks into the slab, and shrink the
+hit to what every rank has completely. The scheduler polls the outcome in each step, and at the deadline takes what is
+verified by then. A medium that does not answer delays no other request: it is not used for a while.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
     from ucm.store.slab import Row
 
-#: What is asked of the stores at once, and how much of that may be under way for one request.
+#: The size of one request to the stores in bytes, and how many such requests may be in progress per lookup.
 CHUNK_BYTES, CHUNKS = 8 << 20, 4
-#: Threads that wait for the stores; so many may be stuck before nobody asks any more.
+#: Threads that wait for the stores; if this many are stuck, no more lookups start.
 MOST_THREADS = 8
-#: How often memory that nobody uses is looked for, in seconds without anything to do.
+#: How many idle seconds pass between two searches for unused memory.
 TRIM_SECONDS = 10.0
-#: How often a thread that waits for another's read looks whether it is still wanted.
+#: How often, in seconds, a thread that waits for another thread's read checks whether it is still needed.
 _LOOKS_SECONDS = 0.02
-#: How long ``close`` waits for a medium.
+#: How many seconds ``close`` waits for a medium.
 _CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What the scheduler asks for.
+    """A request's lookup, as submitted by the scheduler.
 
     Args:
-        keys: For each group, the keys of the request's blocks behind the computed ones.
-        computed: Tokens that are computed, a multiple of the groups' alignment.
-        limit: The most tokens to look for, a multiple of it too.
-        least: Fewer tokens beyond the computed ones are not worth a load.
-        drops_last_block: Whether the last block of a hit is to be computed.
+        keys: For each group, the keys of the request's blocks after the computed ones.
+        computed: The number of computed tokens, a multiple of the groups' alignment.
+        limit: The most tokens to look for, a multiple of it as well.
+        least: The fewest tokens beyond the computed ones that are worth a load.
+        drops_last_block: Whether the last block of a hit must be computed.
     """
 
     keys: tuple[list[BlockKey], ...]
@@ -62,31 +62,31 @@ class Query:
 
 @dataclass(slots=True)
 class Lookup:
-    """A query under way, and its outcome.
+    """A query in progress, and its outcome.
 
     Args:
-        query: What is asked.
-        deadline: When it is too late.
+        query: The query.
+        deadline: The latest time of the outcome, as ``time.monotonic()``.
     """
 
     query: Query
     deadline: float
-    end: int = 0  #: the tokens up to which KV can be had
-    rows: dict[int, dict[int, Row]] = field(default_factory=dict)  #: by group and place of the block, what is held
-    finished: bool = False  #: nothing of it changes any more
+    end: int = 0  #: the number of tokens up to which KV is available
+    rows: dict[int, dict[int, Row]] = field(default_factory=dict)  #: the held rows, by group and block index
+    finished: bool = False  #: the outcome is final
     begun: bool = False
     progressed: bool = False  #: a medium has answered
-    late: bool = False  #: its time was over before it had ended
+    late: bool = False  #: given up or released before it ended
 
 
 class Stager:
-    """Looks requests up and stages what they need.
+    """Looks up requests and stages the blocks that they need.
 
     Args:
         groups: The model's KV-cache groups.
-        slab: Where blocks are staged; None where the workers read the store themselves, and names are promised.
-        seconds: How long one lookup may take.
-        rest_seconds: How long stores are left alone that have not answered anything in that time.
+        slab: The slab for staged blocks; None if the workers read the store themselves and keys are promised.
+        seconds: The longest duration of a lookup.
+        rest_seconds: How long stores are not used after a lookup in which none of them answered.
     """
 
     def __init__(self, groups: CacheGroups, slab: Slab | None, seconds: float, rest_seconds: float) -> None:
@@ -96,12 +96,12 @@ class Stager:
         self._rest_seconds = rest_seconds
         self._stores: Mapping[int, Sequence[KVStore]] = {}
         self._sizes: dict[int, list[tuple[int, ...]]] = {}
-        self.shares: dict[int, tuple[int, ...]] = {}  #: for each group, where each rank's part of a row begins
+        self.shares: dict[int, tuple[int, ...]] = {}  #: for each group, the offsets of the ranks' parts in a row
         self._blocks_at_once = 1
         self._changed = threading.Condition()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = self._waiting = 0  # threads without a job, and jobs without a thread
+        self._idle = self._waiting = 0  # threads without a job, and queued jobs
         self._stuck = 0
         self._rests_until = 0.0
         self._probe: Lookup | None = None
@@ -112,16 +112,16 @@ class Stager:
         self._log = FailureLog("[UCM.Load]", "its tokens are recomputed")
         self._closed = False
 
-    # Where blocks are
+    # Stores
 
     def begin(
         self, stores: Mapping[int, Sequence[KVStore]], geometries: Mapping[int, Sequence[BlockGeometry]] | None = None
     ) -> None:
-        """It is known where blocks are looked up.
+        """Start to accept lookups in these stores.
 
         Args:
-            stores: For each group, the stores of all ranks that keep different blocks of it.
-            geometries: For each group, what these blocks are, in the same order; None without a slab.
+            stores: For each group, the stores of all ranks with different parts of it.
+            geometries: For each group, the geometries of these parts, in the same order; None without a slab.
         """
         if self._slab is not None and geometries is not None:
             row_bytes = 0
@@ -138,22 +138,22 @@ class Stager:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything can be looked up."""
+        """Whether lookups are possible."""
         return bool(self._stores)
 
     @property
     def promises_names(self) -> bool:
-        """Whether what is promised has not been read."""
+        """Whether blocks are promised by key, before they are read."""
         return self._slab is None
 
     def offsets(self, rows: Sequence[Row]) -> list[int]:
-        """Where staged blocks begin in the slab."""
+        """Return the offsets of staged blocks in the slab."""
         return [] if self._slab is None else [self._slab.offset(row) for row in rows]
 
     # For the scheduler's thread
 
     def submit(self, query: Query) -> Lookup:
-        """Look a request up; what is staged already, or cannot be asked for, is answered at once."""
+        """Start a lookup; finish it at once if all its blocks are staged, or if the stores cannot be asked."""
         now = time.monotonic()
         lookup = Lookup(query, now + self.seconds, end=query.computed)
         if query.limit <= query.computed:
@@ -171,38 +171,38 @@ class Stager:
         return lookup
 
     def poll(self, lookup: Lookup) -> bool:
-        """Whether a lookup has ended, or is out of time: then what is verified by now is its outcome."""
+        """Return whether a lookup has ended; at its deadline, end it with the blocks that are verified by then."""
         if not lookup.finished and time.monotonic() >= lookup.deadline:
             self.give_up(lookup)
         return lookup.finished
 
     def wait(self, lookups: Sequence[Lookup], seconds: float) -> bool:
-        """Wait until one of some lookups has ended; whether one has."""
+        """Wait until one of the lookups has ended, and return whether one has."""
         with self._changed:
             return self._changed.wait_for(lambda: any(lookup.finished for lookup in lookups), seconds)
 
     def release(self, lookup: Lookup) -> None:
-        """Nobody wants what was looked up any more, or is going to use it, finished or not."""
+        """Release a lookup, finished or not, that is no longer needed."""
         with self._changed:
             if lookup.begun and not lookup.finished:
                 lookup.late = True
                 self._stuck += 1
-            lookup.finished = True  # one under way ends by itself, and takes nothing from here on
+            lookup.finished = True  # a running one ends by itself and claims no more rows
             rows = self._keep(lookup, {})
         self.let_go(rows)
 
     def let_go(self, rows: Sequence[Row]) -> None:
-        """Staged blocks are not needed any more by one who held them."""
+        """Release staged blocks."""
         if self._slab is not None and rows:
             self._slab.release(rows)
 
     def start_anew(self) -> None:
-        """Promise nothing any more that was staged until now."""
+        """Stop promising blocks that were staged before this call."""
         if self._slab is not None:
             self._slab.clear()
 
     def ask(self, request_id: str, group: int, key: BlockKey) -> None:
-        """Find out whether all ranks have a block; ``answers`` will tell, unless the stores do not answer."""
+        """Find out whether all ranks have a block; ``answers`` returns the result, if the stores answer."""
         if len(self._questions) >= _MOST_QUESTIONS or self._rests(time.monotonic()):
             return
         self._questions.append((request_id, group, key))
@@ -213,15 +213,15 @@ class Stager:
         self._start(self._answer)
 
     def answers(self) -> list[tuple[str, int, bool]]:
-        """What ``ask`` has found out: request, group, and whether its block is there."""
+        """Return the results of ``ask``: request id, group, and whether the block exists."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def failures(self) -> list[str]:
-        """The causes of what could not be read since the last call."""
+        """Return the causes of failed reads since the last call."""
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def close(self) -> None:
-        """End the threads; those that a medium holds are left to it. May be called again."""
+        """End the threads; abandon those that are stuck in a medium. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -233,10 +233,10 @@ class Stager:
         if self._slab is not None:
             self._slab.close()
 
-    # What a hit needs
+    # Hits
 
     def needed(self, group: CacheGroup, computed: int, end: int) -> range:
-        """The blocks of a group to load in order to go on from ``end`` with ``computed`` tokens computed already."""
+        """Return the blocks of a group to load to continue at ``end``, with ``computed`` tokens computed already."""
         return range(max(computed // group.block_size, group.first_needed(end)), end // group.block_size)
 
     def _all_needed(self, query: Query, end: int) -> dict[int, range]:
@@ -246,7 +246,7 @@ class Stager:
         groups, step = self._groups.groups, self._groups.alignment
         end = longest_hit(groups, present, query.limit, step)
         if query.drops_last_block and end > query.computed:
-            # Not merely less of what was found: a sliding window reads other blocks from there.
+            # Recompute the hit instead of shortening it: from there, a sliding window reads other blocks.
             end = longest_hit(groups, present, end - step, step)
         return end if end - query.computed >= max(query.least, 1) else query.computed
 
@@ -254,7 +254,7 @@ class Stager:
         return [True] * (query.computed // group.block_size) + row
 
     def _take_staged(self, lookup: Lookup, *, partly: bool) -> bool:
-        """Answer from the slab alone, if it has all that may be had, or if nothing else can be asked."""
+        """Answer from the slab alone, if it has all blocks of the query, or (``partly``) if the stores rest."""
         slab, query = self._slab, lookup.query
         if slab is None or (query.drops_last_block and not partly):
             return False
@@ -283,7 +283,7 @@ class Stager:
         return now < self._rests_until or self._stuck + self._answering >= MOST_THREADS or probes
 
     def give_up(self, lookup: Lookup) -> None:
-        """Take what is verified by now."""
+        """End a lookup with the blocks that are verified by now."""
         query = lookup.query
         with self._changed:
             if lookup.finished:
@@ -310,14 +310,14 @@ class Stager:
         self.let_go(surplus)
 
     def _keep(self, lookup: Lookup, kept: Mapping[int, range]) -> list[Row]:
-        """Take the rows out of a lookup that are not to be kept; those that are being filled stay held by who does."""
+        """Remove and return a lookup's rows, except ``kept`` ones; a thread that fills a row still holds it."""
         surplus: list[Row] = []
         for group, rows in lookup.rows.items():
             wanted = kept.get(group, range(0))
             surplus += [rows.pop(place) for place in list(rows) if place not in wanted]
         return surplus
 
-    # In the threads
+    # Threads
 
     def _start(self, job: Callable[[], None]) -> None:
         with self._changed:
@@ -355,7 +355,7 @@ class Stager:
             lookup.begun = True
         try:
             end = self._find(lookup)
-        except Exception:  # noqa: BLE001 - whatever it is, the request must go on
+        except Exception:  # noqa: BLE001 - the request continues after any error
             get_logger(__name__).exception("[UCM.Load] a lookup failed unexpectedly")
             end = lookup.query.computed
         with self._changed:
@@ -382,7 +382,7 @@ class Stager:
                 return end
             claimed = self._claim(lookup, end, present)
             if claimed is None:
-                return end  # nobody waits any more
+                return end  # the lookup was given up or released
             mine, others = claimed
             for number, place in self._read(lookup, mine):
                 present[number][place] = False
@@ -391,7 +391,7 @@ class Stager:
                 return end
 
     def _await(self, lookup: Lookup, others: list[tuple[int, int, Row]]) -> bool:
-        """Wait for rows that others fill; whether some of them were given up, and are still to be filled."""
+        """Wait for rows that other lookups fill; return whether some failed and must be claimed again."""
         slab, again = self._known_slab(), False
         for number, place, row in others:
             with slab.changed:
@@ -405,7 +405,7 @@ class Stager:
         return again
 
     def _present(self, group: CacheGroup, keys: list[BlockKey]) -> list[bool]:
-        """Which blocks of a group all ranks have."""
+        """Return which blocks of a group all ranks have."""
         stores = self._stores[group.index]
         if group.window is None:
             count = len(keys)
@@ -418,14 +418,15 @@ class Stager:
     def _claim(
         self, lookup: Lookup, end: int, present: list[list[bool]]
     ) -> tuple[list[tuple[int, int, Row]], list[tuple[int, int, Row]]] | None:
-        """Hold a row for each block that a hit needs; those without room are taken for missing.
+        """Hold a row for each block that a hit needs; a block without room counts as missing.
 
         Returns:
-            The rows to be filled here, and those that others fill, each with its group's number and its place.
+            The rows to fill here and those that others fill, each with its group's and its block's index; None if the
+            lookup is no longer needed.
         """
         slab, groups = self._known_slab(), self._groups.groups
         needed = self._all_needed(lookup.query, end)
-        # What a window needs is little, and without it all the rest is worth nothing.
+        # Windows come first: they need few blocks, and without them the rest is useless.
         wanted = sorted(
             (group.window is None, (place + 1) * group.block_size, number, place)
             for number, group in enumerate(groups)
@@ -453,9 +454,12 @@ class Stager:
         return mine, others
 
     def _claim_one(self, lookup: Lookup, number: int, place: int) -> tuple[Row | None, bool]:
-        """A block's row, held by the lookup, and whether it is to be filled; None without room or if nobody waits.
+        """Hold a block's row for the lookup; None if there is no room or the lookup is no longer needed.
 
         The lock is taken for each block, so that the scheduler's thread never waits for more than one.
+
+        Returns:
+            The row, and whether the caller must fill it.
         """
         query, group = lookup.query, self._groups.groups[number]
         with self._changed:
@@ -472,7 +476,7 @@ class Stager:
             return rows[place], is_mine
 
     def _read(self, lookup: Lookup, rows: list[tuple[int, int, Row]]) -> list[tuple[int, int]]:
-        """Fill rows; returns those that cannot be filled."""
+        """Fill rows; return the blocks that could not be read."""
         lost: list[tuple[int, int]] = []
         reading: deque[tuple[list[tuple[int, int, Row]], list[tuple[KVStore, Task]]]] = deque()
         left = deque(rows)
@@ -490,7 +494,7 @@ class Stager:
         return lost
 
     def _load(self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]]) -> None:
-        """Begin to read all ranks' parts of some blocks."""
+        """Start to read all ranks' parts of some blocks."""
         slab = self._known_slab()
         by_group: dict[int, list[Row]] = {}
         for _, _, row in chunk:
@@ -504,13 +508,13 @@ class Stager:
     def _fill(
         self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]], lookup: Lookup
     ) -> list[tuple[int, int]]:
-        """Wait until some blocks are read; returns those that are not whole."""
+        """Wait until some blocks are read; return those that are incomplete."""
         slab, lost = self._known_slab(), []
         results, at_rest = {}, True
         for store, task in tasks:
             try:
                 result = store.wait(task)
-            except Exception:  # noqa: BLE001 - a store of others; it may write there for ever
+            except Exception:  # noqa: BLE001 - a third-party store, which may still write to the row
                 get_logger(__name__).exception("[UCM.Load] a store failed unexpectedly")
                 at_rest = False
                 continue
@@ -544,10 +548,10 @@ class Stager:
             there = False
             try:
                 there = all(store.lookup([key])[0] for store in self._stores[group])
-            except Exception:  # noqa: BLE001 - what cannot be asked is not there
+            except Exception:  # noqa: BLE001 - a block that cannot be looked up counts as missing
                 get_logger(__name__).exception("[UCM.Save] a lookup failed unexpectedly")
             self._answers.append((request_id, group, there))
 
 
-#: Questions that may wait: more are old news by the time they are answered.
+#: The most queued questions; answers to more would be outdated.
 _MOST_QUESTIONS = 256

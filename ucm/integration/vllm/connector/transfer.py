@@ -1,4 +1,4 @@
-"""One group's blocks between its KV cache and its store."""
+"""Transfer blocks of one KV-cache group between its KV cache and its store."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Where blocks lie in the slab.
+    """The places of blocks in the slab.
 
     Args:
-        places: Where this rank's part of each begins.
-        tiers: The tier that each came from.
+        places: The offset of this rank's part of each block.
+        tiers: The tier that each block was read from.
     """
 
     places: Sequence[int]
@@ -34,68 +34,68 @@ class Staged:
 class GroupTransfer(ABC):
     """Moves blocks of one KV-cache group; a call starts a task, ``wait`` ends it.
 
-    A dump copies its blocks into rows of host memory and has the store write those. So whoever is to write the blocks
-    waits for the copy, and for no medium; a medium that is slow or stuck costs rows. Without a free row a block is not
-    saved.
+    A dump copies its blocks into rows of host memory, which the store then writes. So a step that will overwrite the
+    blocks waits only for the copy and not for a medium; a slow or stuck medium only occupies rows. A block for which no
+    row is free is not saved.
     """
 
-    #: The layers, in the order of a block's bytes.
+    #: The names of the layers, in the order of a block's bytes.
     layer_names: Sequence[str]
-    #: Bytes of a block.
+    #: The size of a block in bytes.
     block_bytes: int
-    #: Tokens of a block.
+    #: The number of tokens of a block.
     tokens_per_block: int
 
     @abstractmethod
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
-        """Bring some layers of blocks into the KV cache: from the slab, or those that are not there from the store."""
+        """Load some layers of blocks into the KV cache, from the slab if they are staged, else from the store."""
 
     @abstractmethod
     def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
-        """Take some layers of blocks out of the KV cache; they become visible by ``commit``."""
+        """Dump some layers of blocks from the KV cache; they become visible through ``commit``."""
 
     @abstractmethod
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make blocks visible, after the dumps called before."""
+        """Make blocks visible, after all earlier dumps."""
 
     @abstractmethod
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Forget blocks that were dumped and will not be committed."""
+        """Drop dumped blocks that will not be committed."""
 
     def stand_back(self, *, active: bool) -> None:
-        """The forward takes the processors that dumps need, or no longer does; see `KVStore.stand_back`."""
+        """Note that a forward starts or stops using the processors that dumps need; see `KVStore.stand_back`."""
         del active
 
     @abstractmethod
     def copied(self, task: Task) -> None:
-        """Wait until a dump reads the KV cache no longer; that takes as long as copying, whatever the medium does."""
+        """Wait until a dump no longer reads the KV cache; this takes as long as the copy, whatever the medium does."""
 
     @property
     @abstractmethod
     def waiting_bytes(self) -> int:
-        """What was dumped and is not written yet."""
+        """Bytes that were dumped and are not written yet."""
 
     @abstractmethod
     def check(self, task: Task) -> bool:
-        """Whether a task is finished."""
+        """Return whether a task is finished."""
 
     @abstractmethod
     def wait(self, task: Task) -> TaskResult:
-        """Wait for a task."""
+        """Wait for a task and return its result."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was committed."""
+        """Finish committed blocks and close the store."""
 
 
 class HostTransfer(GroupTransfer):
-    """The KV cache lies in host memory: it is filled in place, and copied by the thread that saves.
+    """Transfers blocks of a KV cache in host memory: loads fill it in place, dumps are copied by the calling thread.
 
     Args:
-        memory: Where the blocks are.
-        store: Their store.
-        slab: Where they are staged.
-        dump_queue_bytes: What may wait for being written.
+        memory: The blocks in host memory.
+        store: The store of the blocks.
+        slab: The slab where blocks are staged.
+        dump_queue_bytes: Bytes that may wait to be written.
     """
 
     def __init__(self, memory: HostMemory, store: KVStore, slab: SlabReader, dump_queue_bytes: int) -> None:
@@ -108,11 +108,11 @@ class HostTransfer(GroupTransfer):
         self.tokens_per_block = memory.group.block_size
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
-        """Bring some layers of blocks into the KV cache."""
+        """Load some layers of blocks into the KV cache."""
         return start_load(self.store, self._slab, self._blocks(keys, block_ids, layers), staged, self._memory.geometry)
 
     def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
-        """Copy some layers of blocks, and have them written."""
+        """Copy some layers of blocks and start to write them."""
         memory = self._memory
         first, end = memory.shard_count(layers.start), memory.shard_count(layers.stop)
         task = self._saver.begin(keys, memory.geometry.shard_sizes[first:end], first)
@@ -130,30 +130,30 @@ class HostTransfer(GroupTransfer):
         return self._saver.commit(self._saver.begin_commit(keys))
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Forget blocks."""
+        """Drop dumped blocks."""
         self._saver.forget(keys)
         self.store.discard(keys)
 
     def stand_back(self, *, active: bool) -> None:
-        """The forward runs on the host's processors."""
+        """Pass the hint to the store, because the forward runs on the host's processors."""
         self.store.stand_back(active=active)
 
     def copied(self, task: Task) -> None:
-        """They are, since ``dump`` returned."""
+        """Do nothing: ``dump`` returns after the copy."""
 
     @property
     def waiting_bytes(self) -> int:
-        """What was dumped and is not written yet."""
+        """Bytes that were dumped and are not written yet."""
         return self._saver.waiting_bytes
 
     def check(self, task: Task) -> bool:
-        """Whether a task is finished."""
+        """Return whether a task is finished."""
         if isinstance(task, DumpTask):
             return self._saver.check(task)
         return (self._slab if isinstance(task, CopyTask) else self.store).check(task)
 
     def wait(self, task: Task) -> TaskResult:
-        """Wait for a task."""
+        """Wait for a task and return its result."""
         if isinstance(task, DumpTask):
             return self._saver.wait(task)
         return (self._slab if isinstance(task, CopyTask) else self.store).wait(task)
@@ -174,7 +174,7 @@ class HostTransfer(GroupTransfer):
 def start_load(
     store: KVStore, slab: SlabReader, blocks: Sequence[BlockTransfer], staged: Staged | None, geometry: BlockGeometry
 ) -> Task:
-    """Load blocks from the slab, or if they are not staged, from the store."""
+    """Start to load blocks, from the slab if they are staged, else from the store."""
     if staged is None:
         return store.load(blocks)
     skipped = sum(geometry.shard_sizes[: blocks[0].first_shard]) if blocks else 0

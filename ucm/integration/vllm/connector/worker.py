@@ -1,4 +1,4 @@
-"""The worker's side: moves whole blocks between the KV cache and the store, as the scheduler's plan says."""
+"""Move whole blocks between the KV cache and the store on the worker side, as the scheduler's plan says."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 
 class TransferCounters(Protocol):
-    """Where a worker counts what it moved."""
+    """Counts a worker's transfers."""
 
     def loaded(
         self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str] | None = None, tokens_per_block: int = 0
     ) -> None:
-        """Blocks were loaded."""
+        """Count loaded blocks."""
 
     def dumped(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Blocks were dumped."""
+        """Count dumped blocks."""
 
     def failed(self, operation: str, cause: str, blocks: int) -> None:
-        """Blocks failed to load or to be dumped."""
+        """Count blocks that failed to load or to be dumped."""
 
 
-#: How long the end waits for a medium that does nothing.
+#: How many seconds ``close`` waits for a medium without progress.
 STILL_SECONDS = 10.0
-#: And how long for the stores to close: no less than they go on writing behind.
+#: How many seconds it waits for the stores to close; not less than the time that they take to write behind.
 CLOSE_SECONDS = 20.0
 
 
 @dataclass(slots=True)
 class DumpUnderWay:
-    """A dump that has not ended; ``whole`` if the blocks are complete with it."""
+    """A dump in progress; ``whole`` if it completes the blocks."""
 
     group: int
     transfer: GroupTransfer
@@ -57,30 +57,29 @@ class DumpUnderWay:
 
 @dataclass(slots=True)
 class LoadUnderWay:
-    """A load that a request waits for between steps."""
+    """A load in progress that a request waits for between steps."""
 
     moves: BlockMoves
     task: Task
 
 
 class TransferWorker:
-    """Loads before the forward, dumps in the background after it.
+    """Loads before the forward, and dumps in the background after it.
 
-    Before a step may write a block that is still being copied, it waits for the copy. No step waits for a medium that
-    is written to.
+    A step that may write a block waits until the block has been copied. No step waits for a medium that is written to.
 
     Args:
-        groups: Each group's way between KV cache and store.
-        counters: What was moved.
-        places: For each group, this rank's place among those that hold different KV of it.
-        saves: The groups whose blocks this rank dumps; of ranks that hold the same KV only one does.
-        between_steps: Whether requests wait for their loads between steps, so that no step computes with their blocks
-            before the loads were reported as finished, and vLLM recomputes the tokens of blocks that failed to load.
-        background: Whether a step may end before such loads do. Those of staged blocks end with it in any case, because
-            the slab is used again afterwards.
+        groups: The transfer of each group.
+        counters: Counts transfers.
+        places: For each group, this rank's index among the ranks with different KV of it.
+        saves: The groups whose blocks this rank dumps; of ranks with the same KV only one dumps it.
+        between_steps: Whether requests wait for their loads between steps, so that no step uses their blocks before the
+            loads were reported as finished, and vLLM recomputes the tokens of blocks that failed to load.
+        background: Whether a step may end before such loads do. Loads of staged blocks always end with the step,
+            because their place in the slab is reused afterwards.
     """
 
-    #: The group whose loaded blocks are counted in tokens; None where another rank counts them.
+    #: The group whose loaded blocks are counted in tokens; None if another rank counts them.
     counted_group: int | None = 0
 
     def __init__(
@@ -110,9 +109,9 @@ class TransferWorker:
         self.save_failures = FailureLog("[UCM.Save]", "the block is not stored")
 
     def begin(self, plan: StepPlan) -> None:
-        """Before anything of a step is written: make its blocks free, and settle earlier dumps.
+        """Begin a step before anything of it is written: free its blocks, and process earlier dumps.
 
-        vLLM calls in two places, and which of them depends on the release; the second call of a step does nothing.
+        vLLM calls this in two places, depending on the release; the second call of a step does nothing.
         """
         if plan.step == self._step:
             return
@@ -123,18 +122,18 @@ class TransferWorker:
         self._unconfirmed.begin(plan)
         for moves in self.own(plan.late_dumps):
             self._dump(moves)
-        # A step without a forward may have no end that we are told of.
+        # vLLM may not report the end of a step without a forward.
         self._stand_back(active=not plan.idle)
 
     def refuse(self, plan: StepPlan, adapters: Container[int] | None = None) -> None:
-        """Move nothing of a step: the weights were changed in place, and its blocks are named after the old ones.
+        """Move nothing of a step, because the weights were changed in place and its keys belong to the old ones.
 
         Args:
-            plan: Of the step; it is left with what may be moved.
-            adapters: The LoRA adapters whose weights were changed; None for those of the model.
+            plan: The plan of the step; moves that must not happen are removed from it.
+            adapters: The LoRA adapters whose weights were changed; None if the model's were.
 
         Raises:
-            PromisedBlockLostError: If blocks were promised, and vLLM cannot compute their tokens.
+            PromisedBlockLostError: Blocks were promised, and vLLM cannot recompute their tokens.
         """
 
         def stays(moves: BlockMoves) -> bool:
@@ -160,7 +159,7 @@ class TransferWorker:
             )
 
     def load(self, plan: StepPlan) -> None:
-        """Load what the plan asks for; returns when it is there, or for requests that wait between steps, at once."""
+        """Load a plan's blocks; return when they are loaded or, for requests that wait between steps, at once."""
         if self._between_steps:
             for moves in plan.loads:
                 self._loading.append(LoadUnderWay(moves, self.start_load(moves, self.all_layers(moves.group))))
@@ -170,10 +169,10 @@ class TransferWorker:
             self.finish_load(moves, task)
 
     def take_loaded(self) -> set[str]:
-        """The requests whose loads have ended since the last call, well or not.
+        """Return the requests whose loads have ended since the last call, successfully or not.
 
-        With nothing to compute there is nothing to do but wait for them. In releases that free an aborted request's
-        blocks while they are being loaded, no step may end before its loads.
+        If there is nothing to compute, wait for the loads. In releases that free an aborted request's blocks while they
+        are being loaded, no step may end before its loads.
         """
         wait = self._idle or not self._background
         ended: list[LoadUnderWay] = []
@@ -189,11 +188,11 @@ class TransferWorker:
         return refused | {load.moves.request_id for load in ended} - waiting
 
     def all_layers(self, group: int) -> range:
-        """The layers of a group."""
+        """Return the indexes of all layers of a group."""
         return range(len(self.groups[group].layer_names))
 
     def start_load(self, moves: BlockMoves, layers: range) -> Task:
-        """Start loading blocks, some layers of them."""
+        """Start to load some layers of blocks."""
         staged = None
         if moves.places:
             share = moves.shares[self._places[moves.group]]
@@ -201,12 +200,12 @@ class TransferWorker:
         return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, staged)
 
     def finish_load(self, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
-        """Wait for a load; what failed is told to vLLM at the end of the step.
+        """Wait for a load; failed blocks are reported to vLLM at the end of the step.
 
         Args:
-            moves: What was loaded.
+            moves: The loaded blocks.
             task: The load.
-            whole: Whether the blocks are complete with it, all layers.
+            whole: Whether this load completes the blocks, with all layers.
         """
         transfer = self.groups[moves.group]
         result = transfer.wait(task)
@@ -227,7 +226,7 @@ class TransferWorker:
     def _count_failures(
         self, operation: str, group: int, failed: Mapping[BlockKey, StoreError], log: FailureLog
     ) -> None:
-        """Count each block once per step, however many of its layers failed."""
+        """Count each failed block once per step, however many of its layers failed."""
         new = {key: error for key, error in failed.items() if (operation, group, key) not in self._counted}
         self._counted.update((operation, group, key) for key in new)
         log.record(new)
@@ -235,7 +234,7 @@ class TransferWorker:
             self.counters.failed(operation, error.cause, 1)
 
     def dump(self, plan: StepPlan) -> None:
-        """After a step's forward: dump the blocks that it filled."""
+        """Dump the blocks that a step has filled, after its forward."""
         self._stand_back(active=False)
         for moves in self.own(plan.dumps):
             self._dump(moves)
@@ -245,22 +244,22 @@ class TransferWorker:
             transfer.stand_back(active=active)
 
     def own(self, dumps: list[BlockMoves]) -> list[BlockMoves]:
-        """Those dumps that are this rank's."""
+        """Return the dumps that this rank performs."""
         return [moves for moves in dumps if moves.group in self._saves]
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """All layers are there already."""
+        """Do nothing: all layers are loaded before the forward."""
 
     def layer_computed(self, layer_name: str) -> None:
-        """Layers are dumped together."""
+        """Do nothing: all layers are dumped after the forward."""
 
     def take_failed_blocks(self) -> set[int]:
-        """The blocks that failed to load since the last call."""
+        """Return the blocks that failed to load since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def close(self) -> None:
-        """Finish what is under way, as long as it gets on; a medium that does nothing is left to itself."""
+        """Finish transfers as long as they make progress; abandon a medium without progress."""
         started = time.monotonic()
         self._unconfirmed.close()
         self._stand_back(active=False)
@@ -273,7 +272,7 @@ class TransferWorker:
         get_logger(__name__).info("[UCM.Save] closed after %.1f s", time.monotonic() - started)
 
     def _left(self) -> int:
-        """How many transfers have not ended and how many bytes are not written, added up."""
+        """Return the sum of the transfers in progress and the bytes not written yet."""
         self._finish_dumps(set())
         self._loading = [load for load in self._loading if not self.groups[load.moves.group].check(load.task)]
         waiting = sum(transfer.waiting_bytes for transfer in self.groups.values())
@@ -284,13 +283,13 @@ class TransferWorker:
             transfer.close()
 
     def start_dump(self, moves: BlockMoves, layers: range, *, whole: bool = True) -> None:
-        """Start dumping blocks, some layers of them; ``whole`` with the last."""
+        """Start to dump some layers of blocks; ``whole`` with the last ones."""
         transfer = self.groups[moves.group]
         task = transfer.dump(moves.keys, moves.block_ids, layers)
         self._under_way.append(DumpUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole))
 
     def commit(self, moves: BlockMoves) -> None:
-        """Make blocks visible once they are written, and it is known that no rank's weights had changed."""
+        """Make blocks visible once they are written and it is confirmed that no rank's weights had changed."""
         self._unconfirmed.add(moves, moves.step)
 
     def _commit(self, moves: BlockMoves) -> None:
@@ -307,13 +306,13 @@ class TransferWorker:
         self.commit(moves)
 
     def _finish_loads(self, block_ids: set[int]) -> None:
-        """Wait for loads into blocks that have gone to another request, as they do when the first is aborted."""
+        """Wait for loads into blocks that were given to another request after the first was aborted."""
         for load in self._loading:
             if not block_ids.isdisjoint(load.moves.block_ids):
                 self.groups[load.moves.group].wait(load.task)
 
     def _finish_dumps(self, block_ids: set[int]) -> None:
-        """Take note of finished dumps; wait until none reads one of these blocks."""
+        """Process finished dumps, and wait until none reads one of these blocks."""
         still: list[DumpUnderWay] = []
         for dump in self._under_way:
             if not dump.block_ids.isdisjoint(block_ids):
@@ -324,7 +323,7 @@ class TransferWorker:
             result = dump.transfer.wait(dump.task)
             if dump.block_ids and result.done:
                 self.counters.dumped(len(result.done) if dump.whole else 0, result.nbytes, result.seconds)
-            # A commit of what failed to be dumped fails as well; it was counted when the dump failed.
+            # A commit after a failed dump fails as well; the failure was counted with the dump.
             failed = {key: e for key, e in result.failed.items() if not isinstance(e, IncompleteBlockError)}
             self._count_failures("dump", dump.group, failed, self.save_failures)
         self._under_way = still

@@ -1,4 +1,4 @@
-"""The connector in a worker's process, put together from its parts."""
+"""The worker side of the connector."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from ucm.store.slab import SlabAddress
 
 
-#: What the log says at the start of each KV-cache group: its layers, and a block's tokens and bytes on this rank.
+#: The log line for each KV-cache group: its number of layers, and a block's tokens and bytes on this rank.
 LAYERS = "{} layers in blocks of {} tokens, {} bytes each"
 
 
 class WorkerSide:
-    """The connector in a worker's process.
+    """The connector in a worker process.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not give it.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it.
         settings: The connector's settings.
         connector_base: vLLM's connector class.
     """
@@ -72,21 +72,21 @@ class WorkerSide:
 
     @property
     def has_begun(self) -> bool:
-        """Whether blocks are moved: a step was begun, and it is known whose blocks they are.
+        """Whether blocks are transferred: a step has begun and the namespace is known.
 
-        Graphs are captured, and memory is profiled, before any step.
+        Graph capture and memory profiling happen before any step.
         """
         return self._mover is not None
 
     @property
     def mover(self) -> TransferWorker:
-        """What moves the blocks, once they are moved."""
+        """The transfer worker, once ``has_begun``."""
         if self._mover is None:
             raise RuntimeError("vLLM asked for a transfer before it began a step that may have one")
         return self._mover
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Locate the blocks.
+        """Locate the blocks in the KV caches.
 
         Args:
             kv_caches: vLLM's KV-cache tensors by layer name.
@@ -94,7 +94,7 @@ class WorkerSide:
         Raises:
             UnknownLayoutError: If a layer's blocks cannot be located.
         """
-        # Without that configuration, the number of blocks is known to the worker too late.
+        # Without the configuration, a worker learns the number of blocks too late.
         num_blocks = None if self._kv_cache_config is None else self._kv_cache_config.num_blocks
         about = {"layout": str(getattr(self._kv_cache_config, "kv_cache_layout", None))}
         self._on_host = all(kv_cache.device.type == "cpu" for kv_cache in kv_caches.values())
@@ -109,7 +109,7 @@ class WorkerSide:
         self._watch_weights()
 
     def begin(self, plan: StepPlan) -> None:
-        """Before a step; the first one that knows it says where the blocks are kept."""
+        """Begin a step; transfers start with the first step whose plan has the namespace."""
         if plan.step != self._step:
             self._step = plan.step
             self._look_at_weights(plan)
@@ -129,7 +129,7 @@ class WorkerSide:
         self._mover.begin(plan)
 
     def _answer(self, address: SlabAddress) -> None:
-        """Open the slab where blocks are staged, and write into it what this rank's blocks are."""
+        """Open the slab and write this rank's block geometries into it."""
         groups = {
             memory.group.index: geometry_record(self._place(memory.group), memory.geometry) for memory in self._memories
         }
@@ -138,26 +138,26 @@ class WorkerSide:
             get_logger(__name__).info("[UCM.Load] rank %d does not reach the memory in which blocks are staged", rank)
 
     def end(self) -> None:
-        """After a step."""
+        """End a step."""
         if self._weights is not None:
             self._weights.stepped()
 
     def take_report(self) -> WeightsReport | None:
-        """What was found out about the weights, if that is news to the scheduler."""
+        """Return the report about the weights if it has changed since the last call."""
         if self.report == self._reported:
             return None
         self._reported = replace(self.report)
         return self._reported
 
     def _watch_weights(self) -> None:
-        """Begin to watch the weights, in a call of the runner that has them."""
+        """Begin to watch the weights; must be called by the runner, which has the model."""
         begun = time.monotonic()
         model = None if weights_move(self._vllm_config) else running_model()
         transferred = getattr(self._vllm_config, "weight_transfer_config", None) is not None
         reason = "they move, or their model is out of reach"
         try:
             self._weights = None if model is None else LiveWeights(model, thorough=transferred)
-        except (RuntimeError, NotImplementedError) as error:  # tensors that are made of others have no memory
+        except (RuntimeError, NotImplementedError) as error:  # tensor subclasses may have no storage of their own
             reason = str(error)
         if self._weights is None:
             get_logger(__name__).info(
@@ -187,7 +187,7 @@ class WorkerSide:
         config = self._vllm_config
         groups = [memory.group for memory in self._memories]
         policy = load_policy(self._connector_base, len(groups), self._settings.connector)
-        # A layer of a micro-batch is there, or done, before it is for the whole batch.
+        # A layer of a micro-batch is computed before the same layer of the whole batch.
         layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config)
         kind = LayerWiseWorker if layer_by_layer else TransferWorker
         mover = kind(
@@ -200,41 +200,41 @@ class WorkerSide:
         )
         mover.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
         if isinstance(mover, LayerWiseWorker):
-            # The layers of a step that loads must not be replayed as one graph; vLLM can be told so from 0.17.1 on.
+            # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
             mover.overlaps = self._on_host or hasattr(self._connector_base, "requires_piecewise_for_cudagraph")
         return mover
 
     def _place(self, group: CacheGroup) -> int:
-        """This rank's place among those that hold different KV of a group."""
+        """Return this rank's index among the ranks with different KV of a group."""
         tags = rank_tags(self._vllm_config, group.index, spec=group.spec)
         return tags.index(rank_tag(self._vllm_config, group.index, spec=group.spec))
 
     def _transfer(self, memory: HostMemory | DeviceMemory, namespace: str) -> GroupTransfer:
-        """A group's way to its store: in place where the KV cache lies in host memory, else through staging memory."""
+        """Create a group's transfer: in place for a KV cache in host memory, else through staging memory."""
         tag = rank_tag(self._vllm_config, memory.group.index, spec=memory.group.spec)
         config = self._settings.store.as_store_config()
         make = partial(open_store, config, f"{namespace}/{tag}", memory.geometry)
         store = OpeningStore(make, config.stuck_seconds)
         self.counters.watch(store)
-        # What waits is copied out of the KV cache, by every rank and for each group.
+        # Every rank copies queued blocks of each group out of the KV cache, so they share the memory.
         room = min(config.dump_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))
         if isinstance(memory, HostMemory):
             return HostTransfer(memory, store, self._slab, room)
         return StagedTransfer(memory, store, self._slab, dump_queue_bytes=room)
 
     def _method_figures(self) -> Mapping[str, float]:
-        """What a sparse method beside this connector has counted."""
+        """Return the figures of a sparse method in this worker."""
         method = hooks.worker_method(self._vllm_config)
         if method is None or self._vllm_config.parallel_config.rank != 0:  # all ranks do the same with a request
             return {}
         return method.figures()
 
     def take_stats(self) -> Any:
-        """What was counted since the last call; None for nothing."""
+        """Return the counts since the last call; None if there are none."""
         return self.counters.take()
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish transfers and close everything."""
         if self._mover is not None:
             self._mover.close()
         self._slab.close()
