@@ -126,7 +126,7 @@ def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) ->
 
 
 def _open_tiers(back_ends: Mapping[str, Any], places: Mapping[str, TierPlace]) -> list[Tier]:
-    """Open every tier of a pipeline; close all of them again if one fails."""
+    """Every tier of a pipeline; none stays open if one cannot be opened."""
     tiers: list[Tier] = []
     try:
         for name, back_end in back_ends.items():

@@ -344,10 +344,10 @@ class WriterListener(Protocol):
         """Report that the block is visible."""
 
     def refused(self, directory: Directory, error: StoreError) -> None:
-        """Report that the medium refused the block."""
+        """The medium did not take it."""
 
     def behind(self) -> None:
-        """Report that the block exceeds the capacity until the evictor makes room."""
+        """There is no room for it within the capacity."""
 
 
 class BlockFileWriter(BlockWriter):
