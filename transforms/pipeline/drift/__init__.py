@@ -1,1 +1,1 @@
-"""What has moved in a release, also one never seen: every rule tried, every failure told."""
+"""Find what has moved in a release, known or new: try every rule, and report every failure."""

@@ -1,29 +1,29 @@
-"""Drift for a program: `drift --json`.
+"""The JSON format of drift: `drift --json`.
 
 schema     1
-ok         whether every rule applies and every place of the census is known, in every release asked for; the exit
+ok         whether every rule applies and every place of the census is classified, in all requested releases; the exit
            code says the same
 releases   a list, one object per release:
-  release    as named, or as the sources state it
+  release    the release as requested, or as the sources state it
   reviewed   whether overlays/ has a lock for it
   since      the reviewed release that it is compared with; "" for none
-  upstream   {kind, name, sha256} of what the sources were read from; null if they could not be
+  upstream   {kind, name, sha256} of the artefact that the sources were read from; null if they could not be read
   ok         whether an overlay can be built
-  problem    what the checks of the rewritten modules object to, or why there are no sources; ""
+  problem    why the checks of the rewritten modules failed, or why there are no sources; ""
   rules      a list in the order of the transforms:
     id, transform
     status      applied, present, missing, ambiguous, forbidden, upstreamed, not applicable
     path        the module; "" if the release has none
-    scope, variant, hits    where the anchor was sought, which form fitted, how often it matched
+    scope, variant, hits    the scope of the anchor, the variant that matched, and its number of matches
     lines       where the insertions start in the rewritten module
     detail      the reason, for every status but applied
     candidates  [{line, code}]: the nearest places, for a failure
-    change      null, or since the release before: {kind, notes, lines_before}; the kinds are new, gone,
+    change      null, or the change since the release before: {kind, notes, lines_before}; the kinds are new, gone,
                 other text, other place, other line, unchanged
-  census     a list of every place that is of a kind that rules hook:
-    census, path, name    its kind, and the class or function that holds it
-    count, hooked         how many it holds, and how many of them rules hook
-    consequence, reason   what is said of the others; "" where there are none, or nobody has said anything
+  census     a list of all places of the kinds that rules hook:
+    census, path, name    the kind of place, and the class or function that contains it
+    count, hooked         how many such places it contains, and how many of them rules hook
+    consequence, reason   the classification of the others; "" if there are none, or if they are not classified
   around     a list: {rule, name, name_before, added, removed}: the lines that changed, since the release before, in the
              function around the rule
   modules    a list: {transform, path, path_before, upstream_changed}; a path is "" where the module is not
@@ -44,7 +44,7 @@ SCHEMA = 1
 
 
 def as_data(drifts: Sequence[Drift]) -> dict[str, Any]:
-    """The drift of some releases as the module's docstring describes it."""
+    """Return the drift of some releases in the format of the module's docstring."""
     return {
         "schema": SCHEMA,
         "ok": all(drift.passes for drift in drifts),

@@ -1,4 +1,4 @@
-"""Try every rule on a release and compare with the reviewed release before it."""
+"""Try every rule on a release, and compare the result with the reviewed release before it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class RuleDrift:
     """One rule in one release.
 
     Attributes:
-        transform: The transform that it belongs to.
-        outcome: What became of it.
-        lines: Where its insertions start in the rewritten module.
-        change: How that compares with the release before; None where there is nothing to compare.
+        transform: The rule's transform.
+        outcome: The outcome of applying the rule.
+        lines: The first lines of its insertions in the rewritten module.
+        change: The change since the release before; None if there is nothing to compare.
     """
 
     transform: str
@@ -43,12 +43,12 @@ class RuleDrift:
 
     @property
     def failed(self) -> bool:
-        """Whether no overlay can be built because of it."""
+        """Whether the rule prevents an overlay from being built."""
         return self.outcome.status.failed or self.outcome.status is Status.PRESENT
 
     @property
     def moved(self) -> bool:
-        """Whether it came another way than in the release before: another path, variant or text, or newly."""
+        """Whether the rule is new, or applied by another path, variant or text than in the release before."""
         return self.change is not None and self.change.change not in {Change.SAME, Change.SHIFTED}
 
 
@@ -57,15 +57,15 @@ class Drift:
     """All rules in one release.
 
     Attributes:
-        release: The release, as a command line names it.
+        release: The release, as given on a command line.
         reviewed: Whether it has a lock.
         since: The reviewed release before it; empty if there is none.
-        artefact: What its sources were read from; None if they could not be.
-        rules: In the order of the transforms.
-        modules: What became of each module since the release before, by transform.
-        problem: What the checks of the rewritten modules object to, or why there are no sources; empty if nothing.
-        census: Every place in the package that is of a kind that rules hook.
-        around: What changed around each insertion since the release before.
+        artefact: The artefact that its sources were read from; None if they could not be read.
+        rules: The rules, in the order of the transforms.
+        modules: The change of each module since the release before, by transform.
+        problem: Why the checks of the rewritten modules failed, or why there are no sources; empty if neither.
+        census: All places in the package of the kinds that rules hook.
+        around: The changes around each insertion since the release before.
         title: The package and the release, in prose.
     """
 
@@ -77,22 +77,22 @@ class Drift:
     modules: dict[str, ModuleChange]
     problem: str
     census: tuple[Site, ...] = ()
-    around: Surroundings = Surroundings("", {})  # noqa: RUF009 - it is as frozen as this
+    around: Surroundings = Surroundings("", {})  # noqa: RUF009 - Surroundings is frozen as well
     title: str = ""
 
     @property
     def unclassified(self) -> list[Site]:
-        """The places of which nobody has said what follows from their not being hooked."""
+        """The unhooked places whose consequences are not classified."""
         return [site for site in self.census if not site.is_known]
 
     @property
     def passes(self) -> bool:
-        """Whether an overlay can be built, and every place that it leaves alone is known."""
+        """Whether an overlay can be built and every unhooked place is classified."""
         return self.applies and not self.unclassified
 
     @property
     def failures(self) -> list[RuleDrift]:
-        """The rules that stop a build."""
+        """The rules that prevent an overlay from being built."""
         return [rule for rule in self.rules if rule.failed]
 
     @property
@@ -102,7 +102,7 @@ class Drift:
 
     @property
     def counts(self) -> Counter[Status]:
-        """How many rules have each status."""
+        """The number of rules with each status."""
         return Counter(rule.outcome.status for rule in self.rules)
 
 
@@ -112,7 +112,7 @@ def measure(release: str | None, origin: str | None = None, product: Product = U
     Args:
         release: The release; may be None if ``origin`` states it.
         origin: None for the package index, ``installed``, or a path.
-        product: Whose rules are tried on which package.
+        product: The rules to try, and their package.
     """
     try:
         return measure_tree(open_sources(release, origin, package=product.package), product)
@@ -130,11 +130,11 @@ def measure_tree(
 
     Args:
         tree: The source tree.
-        product: Whose rules are tried on which package.
-        opened: The sources of the reviewed release before.
+        product: The rules to try, and their package.
+        opened: Opens the sources of the reviewed release before.
 
     Raises:
-        SourceError: If its files cannot be read.
+        SourceError: The tree's files cannot be read.
     """
     overlay = rewrite(tree, product)
     changes = changes_since_previous(overlay)

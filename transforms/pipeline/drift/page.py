@@ -1,4 +1,4 @@
-"""Drift as a page: the matrix rule by release, and per release what moved."""
+"""Write drift as a page: a matrix of rules and releases, and what moved in each release."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Cell:
     """One rule in one release.
 
     Attributes:
-        mark: Its symbol.
-        kind: Its class in the style sheet.
-        told: Everything about it in one line.
+        mark: The symbol.
+        kind: The class in the style sheet.
+        told: A description in one line.
     """
 
     mark: str
@@ -44,16 +44,16 @@ class Row:
 
     @property
     def varies(self) -> bool:
-        """Whether it does not look the same in all releases."""
+        """Whether the symbol differs between releases."""
         return len({cell.mark for cell in self.cells}) > 1
 
 
 def write_drift(drifts: Sequence[Drift], out: Path = BUILD) -> Path:
-    """Write the page.
+    """Write the page and return its path.
 
     Args:
         drifts: The releases, oldest first.
-        out: Below it, ``drift/index.html`` is written.
+        out: The directory below which ``drift/index.html`` is written.
     """
     legend = [(mark, status.name.lower().replace("_", "-"), status.value) for status, (mark, _) in SYMBOLS.items()]
     legend.append((MOVED, "moved", "applied; new since the release before, or by another module, variant or text"))

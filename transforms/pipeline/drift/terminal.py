@@ -1,4 +1,4 @@
-"""Drift for a person at a terminal: one release in full, several as a matrix."""
+"""Print drift in a terminal: one release in full, several as a matrix."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SYMBOLS: dict[Status, tuple[str, str]] = {
 
 
 def symbol(rule: RuleDrift) -> tuple[str, str]:
-    """The character and the style of one rule in one release."""
+    """Return the character and the style of one rule in one release."""
     if rule.outcome.status is Status.APPLIED and rule.moved:
         return MOVED, "yellow"
     return SYMBOLS[rule.outcome.status]
 
 
 def print_release(drift: Drift, console: Console) -> None:
-    """One release: every rule with its place, what moved, and what to know of the failures."""
+    """Print one release: every rule with its place, what moved, and details of the failures."""
     if not drift.rules:
         console.print(Text(f"{drift.title} could not be tried: {drift.problem}", "red"))
         return
@@ -85,14 +85,14 @@ def _print_module(drift: Drift, transform: str, rules: list[RuleDrift], console:
 
 
 def print_diff(lines: Sequence[str], console: Console) -> None:
-    """The lines of a unified diff, in their colours."""
+    """Print the lines of a unified diff in colour."""
     for line in lines:
         style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "dim")
         console.print(Text(f"    {line}", style), soft_wrap=True)
 
 
 def explain(rule: RuleDrift) -> str:
-    """What to know of one rule beside its status and its lines."""
+    """Return a note on one rule beside its status and its lines."""
     outcome, change = rule.outcome, rule.change
     if outcome.status is not Status.APPLIED:
         gone = change is not None and change.change is Change.GONE and not rule.failed
@@ -145,7 +145,7 @@ def _verdict_style(fine: bool) -> str:
 
 
 def print_matrix(drifts: Sequence[Drift], console: Console) -> None:
-    """Rule by release, as many releases side by side as the terminal is wide, then the failures in full."""
+    """Print a matrix of rules and releases, as wide as the terminal, then the failures in full."""
     cells = {drift.release: {rule.outcome.rule: symbol(rule) for rule in drift.rules} for drift in drifts}
     rules = list(dict.fromkeys(rule.outcome.rule for drift in drifts for rule in drift.rules))
     width = max(map(len, rules), default=0)
@@ -173,12 +173,12 @@ def print_matrix(drifts: Sequence[Drift], console: Console) -> None:
 def print_censuses(
     censuses: Mapping[str, Sequence[Site]], stale: Sequence[tuple[Census, str]], console: Console
 ) -> None:
-    """Per release how many places there are and what is known of them, then what nobody has classified.
+    """Print how many places each release has and how they are classified, then the unclassified ones.
 
     Args:
-        censuses: The places of each release, by the name that a command line gives it.
-        stale: The classifications that fit nothing, see `obsolete`.
-        console: Where it is printed.
+        censuses: The places of each release, by its name on a command line.
+        stale: The classifications that match no place, see `obsolete`.
+        console: The console to print on.
     """
     for release, sites in censuses.items():
         console.print(Text(f"{release}: {census_summary(sites)}"), soft_wrap=True)
@@ -192,7 +192,7 @@ def print_censuses(
 
 
 def _print_header(releases: Sequence[str], width: int, console: Console) -> None:
-    """The releases from top to bottom, above their columns."""
+    """Print the releases vertically, above their columns."""
     first = f"{releases[0].partition('.')[0]}."
     shared = first if all(release.startswith(first) for release in releases) else ""
     names = [release.removeprefix(shared) for release in releases]

@@ -1,1 +1,1 @@
-"""What a reviewer reads before an overlay is accepted: as a page, and in the terminal."""
+"""Show what a reviewer reads before an overlay is accepted: as a page, and in the terminal."""

@@ -1,4 +1,4 @@
-"""Python source as HTML, line by line, with as few elements as the eye needs."""
+"""Convert Python source to HTML, line by line, with few elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pygments.token import _TokenType
 
-#: Kinds of token and their classes in the style sheet, the narrower before the wider; all others stay plain.
+#: Token types and their classes in the style sheet, narrower types first; all other tokens stay plain.
 CLASSES: tuple[tuple[_TokenType, str], ...] = (
     (Comment, "c"),
     (String.Doc, "c"),
@@ -29,13 +29,13 @@ CLASSES: tuple[tuple[_TokenType, str], ...] = (
 )
 
 
-#: Lines from this length on may be broken where a narrow column has to, after one of these.
+#: Lines of at least this length may be broken after a ``BREAKABLE`` character, for narrow columns.
 LONG = 60
 BREAKABLE = re.compile(r"([(\[,.=])")
 
 
 def highlighted(lines: Sequence[str]) -> list[str]:
-    """Each line as HTML; a token over several lines is closed and opened again at each."""
+    """Return each line as HTML; a token over several lines is closed and reopened on each line."""
     lexer = PythonLexer(stripnl=False, ensurenl=False)
     long = {number for number, line in enumerate(lines, 1) if len(line) >= LONG}
     done = [""]

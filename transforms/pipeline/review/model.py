@@ -1,4 +1,4 @@
-"""An overlay with everything that its reviewer asks: what, why, since when, and whether it is what was reviewed."""
+"""Collect what a reviewer needs to know of an overlay: its changes, their reasons and the comparison with its lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(Enum):
-    """How an overlay stands to its lock."""
+    """The result of comparing an overlay with its lock."""
 
     SAME = "same"
     DIFFERS = "differs"
@@ -34,11 +34,11 @@ class ModuleReview:
 
     Attributes:
         module: The module before and after.
-        transforms: What changed it, with their governance records.
-        upstream_sha256: The content that vLLM has.
-        rewritten_sha256: The content that the overlay has.
-        change: How it relates to the release before; None where there is none.
-        outcomes: The outcomes of the rules that are inserted, by rule.
+        transforms: The transforms that changed it, with their governance records.
+        upstream_sha256: The hash of vLLM's file.
+        rewritten_sha256: The hash of the overlay's file.
+        change: The change since the release before; None if there is none before.
+        outcomes: The outcomes of the inserted rules, by rule.
     """
 
     module: RewrittenModule
@@ -50,27 +50,27 @@ class ModuleReview:
 
     @property
     def id(self) -> str:
-        """Its name on a page: that of the transforms that changed it."""
+        """The module's name on a page: that of the transforms that changed it."""
         return "+".join(transform.id for transform in self.transforms)
 
     @property
     def processes(self) -> list[str]:
-        """Where it runs."""
+        """The processes in which the module runs."""
         return list(dict.fromkeys(process.value for t in self.transforms for process in t.governance.processes))
 
 
 @dataclass(frozen=True)
 class Review:
-    """An overlay as it is read.
+    """An overlay with everything that a reviewer reads.
 
     Attributes:
         overlay: The overlay.
-        lock: The lock that accepting it would write.
-        verdict: How it stands to the lock that is there.
-        differences: What differs from that lock.
-        changes: What changed since the reviewed release before.
-        modules: Its modules, in the order of the transforms.
-        around: What changed around each insertion since that release.
+        lock: The lock that accepting the overlay would write.
+        verdict: The result of comparing it with the existing lock.
+        differences: The differences from that lock.
+        changes: The changes since the reviewed release before.
+        modules: The modules, in the order of the transforms.
+        around: The changes around each insertion since that release.
     """
 
     overlay: Overlay
@@ -88,21 +88,21 @@ class Review:
 
     @property
     def rules(self) -> int:
-        """How many rules are inserted."""
+        """The number of inserted rules."""
         return sum(len(module.outcomes) for module in self.modules)
 
     @property
     def change_counts(self) -> Counter[Change]:
-        """How many rules changed in which way since the release before."""
+        """The number of rules with each kind of change since the release before."""
         return Counter(change.change for change in self.changes.rules.values())
 
 
 def make_review(overlay: Overlay, opened: Opener = open_sources) -> Review:
-    """Gather what is to be read of an overlay.
+    """Collect the review of an overlay.
 
     Args:
         overlay: The overlay.
-        opened: The sources of the reviewed release before.
+        opened: Opens the sources of the reviewed release before.
     """
     reviewed = read_lock(overlay.release, overlay.product)
     lock = make_lock(overlay, reviewed["serial"] if reviewed else 1)
@@ -136,7 +136,7 @@ def _module(module: RewrittenModule, lock: Lock, changes: Changes) -> ModuleRevi
 
 
 def summary(review: Review) -> list[str]:
-    """The review in a few lines of text."""
+    """Return the review in a few lines of text."""
     inserted = f"{review.rules} rules inserted, {len(review.lock['not_inserted'])} not"
     lines = [f"{review.overlay.title}: {len(review.modules)} modules, {inserted}"]
     verdicts = {

@@ -1,4 +1,4 @@
-"""The review as one HTML file: every module side by side, its record beside each change, nothing from the network."""
+"""Write the review as one HTML file without network resources: modules side by side, records beside the changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transforms.pipeline.surroundings import Surrounding
 
 CONTEXT = 10
-#: The changes that a reviewer must read; a shift of lines alone is none.
+#: The changes that a reviewer must read; shifted lines alone need no reading.
 TELLING = (Change.NEW, Change.GONE, Change.REWORDED, Change.MOVED)
 
 
@@ -45,7 +45,7 @@ class ShownSurrounding:
     """The function around a rule, and its diff line by line.
 
     Attributes:
-        summary: What changed, in a few words.
+        summary: The change, in a few words.
         lines: Each line of the diff: its sign, and its code as HTML.
     """
 
@@ -58,14 +58,14 @@ class ShownRegion:
     """A change with its context, or folded lines.
 
     Attributes:
-        rows: The rows to show; none where folded.
+        rows: The rows to show; empty if folded.
         folded: The folded lines as HTML.
         old: The first line's number in the upstream file.
-        new: The same in the rewritten file.
-        count: How many lines are folded.
-        scope: Where the change stands.
-        rules: Its rules with their outcomes and what became of them since the release before.
-        around: The functions around them that no region before it has shown.
+        new: The first line's number in the rewritten file.
+        count: The number of folded lines.
+        scope: The class or function of the change.
+        rules: The rules of the change, with their outcomes and their changes since the release before.
+        around: The functions around the rules that no earlier region has shown.
     """
 
     rows: tuple[ShownRow, ...]
@@ -79,7 +79,7 @@ class ShownRegion:
 
 
 def write_review(review: Review, out: Path = BUILD) -> Path:
-    """Write the page of a review below a directory: ``review/vllm-X/index.html``."""
+    """Write the page of a review below a directory, as ``review/vllm-X/index.html``, and return its path."""
     reasons = groupby(review.lock["not_inserted"], key=lambda entry: (entry["status"], entry["reason"]))
     return write_page(
         out / "review" / review.overlay.directory.relative_to(review.overlay.product.overlays.parent) / "index.html",
@@ -96,7 +96,7 @@ def write_review(review: Review, out: Path = BUILD) -> Path:
 
 
 def _news(module: ModuleReview, review: Review) -> int:
-    """How many of a module's rules are to be read anew."""
+    """Return how many of a module's rules a reviewer must read again."""
     changes = (review.changes.rules.get(rule) for rule in module.outcomes)
     return sum(change is not None and change.change in TELLING for change in changes)
 
@@ -142,5 +142,5 @@ def _surrounding(around: Surrounding, review: Review) -> ShownSurrounding:
 
 
 def _html(text: str) -> Markup:
-    """HTML that `highlighted` has escaped."""
-    return Markup(text)  # noqa: S704 - escaped where it was made
+    """Mark HTML as safe, because `highlighted` has escaped it."""
+    return Markup(text)  # noqa: S704 - escaped by `highlighted`

@@ -1,4 +1,4 @@
-"""A module's two versions side by side, cut into the regions to read and the unchanged ones between them."""
+"""Split a module's two versions into regions to read and unchanged regions between them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
     from transforms.pipeline.rewrite import RewrittenModule
 
-#: Fewer unchanged lines than this are shown rather than folded.
+#: Shorter runs of unchanged lines are shown rather than folded.
 SHORTEST_FOLD = 5
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line, or the place of one, in both versions.
+    """One row of the side-by-side view.
 
     Attributes:
-        old: The line of the upstream file; None where the overlay adds one.
-        new: The line of the rewritten file; None where it has none.
-        changed: Whether the two differ.
+        old: The line number in the upstream file; None where the overlay adds a line.
+        new: The line number in the rewritten file; None where the overlay removes a line.
+        changed: Whether the two versions differ.
     """
 
     old: int | None
@@ -37,12 +37,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Region:
-    """Consecutive rows: either a change with its context, or unchanged lines between two.
+    """Consecutive rows: either a change with its context, or unchanged lines between two changes.
 
     Attributes:
-        rows: Its rows.
-        scope: The class and function in which the change stands; empty at the module's own level.
-        rules: The rules whose insertions it holds, in order; none for unchanged lines.
+        rows: The rows.
+        scope: The class and function of the change; empty at module level.
+        rules: The rules whose insertions the region contains, in order; empty for unchanged lines.
     """
 
     rows: tuple[Row, ...]
@@ -51,21 +51,21 @@ class Region:
 
     @property
     def changed(self) -> bool:
-        """Whether there is anything to read in it."""
+        """Whether the region contains a change."""
         return any(row.changed for row in self.rows)
 
 
 def lines_of(source: bytes) -> list[str]:
-    """A source's lines, counted as the diff counts them."""
+    """Return a source's lines, counted as in the diff."""
     return [line.removesuffix("\n") for line in io.StringIO(source.decode(), newline="\n")]
 
 
 def regions(module: RewrittenModule, context: int) -> list[Region]:
-    """The regions of a module from its first line to its last.
+    """Return the regions of a module, from its first line to its last.
 
     Args:
         module: The module.
-        context: How many unchanged lines to keep around each change.
+        context: The number of unchanged lines to keep around each change.
     """
     hunks = parse_diff(module_diff(module.path, module.upstream, module.rewritten)).get(module.path, [])
     rule_at = {
@@ -119,7 +119,7 @@ def _region(rows: list[Row], rule_at: dict[int, str], scopes: list[tuple[range, 
 
 
 def _scopes(source: bytes) -> list[tuple[range, str]]:
-    """The lines of every class and function, with its qualified name."""
+    """Return the lines of every class and function, with its qualified name."""
     found: list[tuple[range, str]] = []
 
     def visit(node: ast.AST, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""The review in a terminal: side by side where it is wide enough, one below the other where it is not."""
+"""Print the review in a terminal: side by side if it is wide enough, otherwise unified."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transforms.pipeline.review.model import ModuleReview, Review
 
 CONTEXT = 3
-#: From this width on, both versions fit beside each other.
+#: From this width on, both versions fit side by side.
 WIDE = 160
 ADDED, REMOVED = "green", "red"
 
@@ -139,7 +139,7 @@ def _code(module: ModuleReview) -> tuple[list[str], list[str]]:
 
 
 def _line(source: list[str], number: int | None, changed: str) -> Text:
-    """One line of code: a changed one in its own colour throughout, any other highlighted."""
+    """Return one line of code: a changed line in one colour, any other highlighted."""
     if number is None:
         return Text()
     code = source[number - 1]

@@ -1,1 +1,1 @@
-"""Where the upstream modules of a release come from."""
+"""Find and read the upstream modules of a release."""

@@ -1,9 +1,8 @@
-"""The content-addressed cache of upstream files.
+"""Cache upstream files by content.
 
-``blobs/<sha256>`` holds bytes under their own hash; ``releases/<version>.json``, with the project's name before the
-version where it is not vLLM, says which artefact a release was read
-from and which blob is its record of files. A blob is written under a temporary name and renamed, so a cut-off run
-leaves nothing half-written under a hash.
+``blobs/<sha256>`` holds bytes under their own hash. ``releases/<version>.json``, for packages other than vLLM with the
+project's name before the version, says which artefact a release was read from and which blob is its record of files. A
+file is written under a temporary name and renamed, so an interrupted run leaves nothing half-written under a hash.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Cache:
         self.root = Path(chosen)
 
     def blob(self, digest: str) -> bytes | None:
-        """The bytes with this hash, or None; bytes that no longer match their name are dropped."""
+        """Return the bytes with this hash, or None; drop bytes that no longer match their hash."""
         path = self.root / "blobs" / digest
         try:
             data = path.read_bytes()
@@ -45,13 +44,13 @@ class Cache:
         return data
 
     def add_blob(self, data: bytes) -> str:
-        """Keep these bytes; returns their hash."""
+        """Store bytes and return their hash."""
         digest = sha256(data)
         self._write(self.root / "blobs" / digest, data)
         return digest
 
     def release(self, version: str, package: Package = VLLM) -> dict[str, Any] | None:
-        """What is known of a release, or None."""
+        """Return the known facts of a release, or None."""
         try:
             text = (self.root / "releases" / _name(version, package)).read_text(encoding="utf-8")
             return cast("dict[str, Any]", json.loads(text))
@@ -59,17 +58,17 @@ class Cache:
             return None
 
     def add_release(self, version: str, known: dict[str, Any], package: Package = VLLM) -> None:
-        """Remember what is known of a release."""
+        """Store the known facts of a release."""
         text = json.dumps(known, indent=1, sort_keys=True)
         self._write(self.root / "releases" / _name(version, package), text.encode())
 
     def archive(self, filename: str, digest: str) -> Path | None:
-        """Where a whole archive with this hash is kept, or None."""
+        """Return the path of a whole archive with this hash, or None."""
         path = self.root / "archives" / filename
         return path if path.is_file() and sha256(path.read_bytes()) == digest else None
 
     def add_archive(self, filename: str, data: bytes) -> Path:
-        """Keep a whole archive; returns where."""
+        """Store a whole archive and return its path."""
         path = self.root / "archives" / filename
         self._write(path, data)
         return path

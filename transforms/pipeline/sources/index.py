@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transforms.engine.registry import Package
 
 CONFIGURED = "the index that `python -m pip config list` shows"
-# It warns of each place that lacks the project; an error of ours names them if none has.
+# unearth warns of each place that lacks the project; our own error names these places if none has it.
 logging.getLogger("unearth").addHandler(logging.NullHandler())
 
 
@@ -35,10 +35,10 @@ class Archive:
     """One published file of a release.
 
     Attributes:
-        filename: Its name on the index.
-        url: Where it lies, with the credentials of the index if the operator configured any.
-        sha256: Its hash as the index states it; empty if the index states none.
-        is_wheel: A wheel, rather than a source distribution.
+        filename: The name on the index.
+        url: The address, including the index's credentials if the operator configured any.
+        sha256: The hash given by the index; empty if it gives none.
+        is_wheel: Whether the file is a wheel rather than a source distribution.
     """
 
     filename: str
@@ -52,7 +52,7 @@ class Index:
 
     Args:
         config: pip's settings; read from pip by default.
-        package: Whose releases are looked for.
+        package: The package to look for.
     """
 
     def __init__(self, config: PipConfig | None = None, package: Package = VLLM) -> None:
@@ -60,17 +60,17 @@ class Index:
         self.config = config or read_pip_config()
 
     def releases(self) -> list[str]:
-        """All published versions, newest first."""
+        """Return all published versions, newest first."""
         found = {p.version for p in self._packages if p.version and not p.link.is_yanked}
         return sorted(found, key=Version, reverse=True)
 
     def archives(self, release: str) -> list[Archive]:
-        """The archives of a release, the one to prefer first: the wheel that pip would take, then the sdist.
+        """Return a release's archives in order of preference: the wheel that pip would choose first, then the sdist.
 
-        A package may ask for its sdist first.
+        A package may prefer its sdist.
 
         Raises:
-            SourceError: If the index cannot be reached or does not have the release.
+            SourceError: The index cannot be reached or does not have the release.
         """
         wanted = parse_release(release)
         found = [p for p in self._packages if p.version and Version(p.version) == wanted]
@@ -89,7 +89,7 @@ class Index:
                 ignore_compatibility=True,
             )
             if not config.index_urls and not config.find_links:
-                finder.sources.clear()  # left alone, it asks the public index, which pip is then forbidden to do
+                finder.sources.clear()  # otherwise unearth asks the public index, which pip is configured not to do
             found = finder.find_all_packages(self.package.project, allow_yanked=True)
             packages = [p for p in found if self._is_it(p)]
         if not packages:
@@ -105,7 +105,7 @@ class Index:
         return canonicalize_name(found.name) == self.package.project and _parses(found.version)
 
     def _preference(self, found: Found) -> tuple[int, int]:
-        """Wheels before the sdist, x86-64 before others, the highest build number first, as pip does."""
+        """Return a sort key: wheels before the sdist, x86-64 first, then the highest build number, as pip does."""
         if not found.link.is_wheel:
             return (-1 if self.package.sdist_first else 2, 0)
         _, _, build, tags = parse_wheel_filename(found.link.filename)
@@ -122,7 +122,7 @@ class Index:
 
 
 class _Client(PyPIClient):
-    """Notes the places that do not answer, and lets the finder go on to the next."""
+    """A client that notes places that do not answer and lets the finder continue with the next one."""
 
     def __init__(self, config: PipConfig) -> None:
         self.problems: list[str] = []
@@ -133,7 +133,7 @@ class _Client(PyPIClient):
             cert=config.client_cert,
             timeout=config.timeout,
             proxy=config.proxy,
-            # left alone, a trusted host would be reached past the proxy
+            # without the mounts, a trusted host would be reached past the proxy
             mounts={f"all://{host}": proxied for host in config.trusted_hosts} if config.proxy else {},
         )
 
@@ -150,10 +150,10 @@ class _Client(PyPIClient):
 
 
 def parse_release(release: str) -> Version:
-    """A release's version.
+    """Parse a release's version.
 
     Raises:
-        SourceError: If it is not one.
+        SourceError: The text is not a version.
     """
     try:
         return Version(release)

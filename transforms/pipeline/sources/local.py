@@ -1,4 +1,4 @@
-"""Releases that the operator has on disk: a directory, the installed package, or an sdist."""
+"""Read releases that the operator has on disk: a directory, the installed package, or an sdist."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class DirectoryTree:
 
 
 def open_directory(path: Path, release: str | None, package: Package = VLLM) -> DirectoryTree:
-    """A source tree in a directory: the package itself, what holds it, or an environment where it is installed.
+    """Open a source tree in a directory: the package, its parent, or an environment where it is installed.
 
     Raises:
-        SourceError: If the package is not in it, or its release is neither given nor written there.
+        SourceError: The package is not there, or its release is neither given nor stated there.
     """
     places = [path, *([path.parent] if path.name == package.name else []), *path.glob("lib/python3*/site-packages")]
     root = next((place for place in places if (place / package.name / "__init__.py").is_file()), None)
@@ -75,10 +75,10 @@ def open_directory(path: Path, release: str | None, package: Package = VLLM) -> 
 
 
 def open_installed(release: str | None, package: Package = VLLM) -> DirectoryTree:
-    """The package that this interpreter would import, without importing it.
+    """Open the package that this interpreter would import, without importing it.
 
     Raises:
-        SourceError: If none is installed.
+        SourceError: The package is not installed.
     """
     spec = importlib.util.find_spec(package.name)
     if spec is None or spec.origin is None:
@@ -92,10 +92,10 @@ def open_installed(release: str | None, package: Package = VLLM) -> DirectoryTre
 
 
 def open_sdist(path: Path, release: str | None, cache: Cache, package: Package = VLLM) -> DirectoryTree:
-    """An unpacked source distribution; it is unpacked once per content, beside the cache.
+    """Open a source distribution, unpacked once per content beside the cache.
 
     Raises:
-        SourceError: If it cannot be read.
+        SourceError: The sdist cannot be read.
     """
     digest = sha256(path.read_bytes())
     target = cache.root / "sdists" / digest
@@ -112,7 +112,7 @@ def open_sdist(path: Path, release: str | None, cache: Cache, package: Package =
 
 
 def _release(given: str | None, root: Path, package: Package) -> str:
-    """The release of a directory: as given, unless the directory says that it is another."""
+    """Return the release of a directory: the given one, unless the directory states another."""
     stated = _stated_release(root, package)
     if given is None:
         return stated or _unknown_release(root)
@@ -120,14 +120,14 @@ def _release(given: str | None, root: Path, package: Package) -> str:
 
 
 def agreed_release(given: str, stated: str, place: Path, package: Package = VLLM) -> str:
-    """The given release; it may add a local part (``0.32.0+mine``) to the one that the sources state.
+    """Return the given release, which may add a local part (``0.32.0+mine``) to the stated one.
 
     Raises:
-        SourceError: If they are different releases.
+        SourceError: They are different releases.
     """
     try:
         same = not stated or Version(given).public == Version(stated).public
-    except InvalidVersion:  # a build of one's own may state anything
+    except InvalidVersion:  # a custom build may state anything
         return given
     if not same:
         raise SourceError(
@@ -140,7 +140,7 @@ def agreed_release(given: str, stated: str, place: Path, package: Package = VLLM
 
 
 def _stated_release(root: Path, package: Package) -> str:
-    """The version that ``VLLM_VERSION`` names, or the one in the metadata beside the package; empty for neither."""
+    """Return ``VLLM_VERSION``, or the version in the metadata beside the package; empty if there is neither."""
     if package == VLLM and os.environ.get("VLLM_VERSION"):
         return os.environ["VLLM_VERSION"]
     builds = (package.name, f"{package.name}_cpu")

@@ -1,4 +1,4 @@
-"""Open the sources of a release: a name, a path or the installed package in, a source tree out."""
+"""Open the sources of a release, given by name, by path or as the installed package."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 def open_sources(
     release: str | None, origin: str | None = None, cache: Cache | None = None, *, package: Package = VLLM
 ) -> SourceTree:
-    """The source tree of a release.
+    """Open the source tree of a release.
 
     Args:
         release: The release; may be None if ``origin`` states it.
         origin: None for the package index, ``installed``, or a path to a directory, a wheel or an sdist.
-        cache: Where fetched files are kept; the user's cache directory by default.
-        package: What it is a release of.
+        cache: The cache of fetched files; the user's cache directory by default.
+        package: The package of the release.
 
     Raises:
-        SourceError: If the sources cannot be found or read.
+        SourceError: The sources cannot be found or read.
     """
     cache = cache or Cache()
     release = str(parse_release(release)) if release else None
@@ -48,7 +48,7 @@ def open_sources(
 
 
 def _open_cached(release: str, cache: Cache, package: Package) -> SourceTree | None:
-    """A published release that was read before, without asking the index; None if it was not."""
+    """Open a published release from the cache, without asking the index; return None if it is not cached."""
     known = cache.release(release, package) or {}
     filename, digest, record = (str(known.get(key, "")) for key in ("filename", "sha256", "record"))
     if not filename.endswith(".whl"):
@@ -82,7 +82,7 @@ def _wheel_tree(
 
 
 def _published_place(release: str, filename: str, package: Package) -> Place:
-    """Where the index has a wheel that was read before."""
+    """Find a partly cached wheel on the index."""
     index = Index(package=package)
     for archive in index.archives(release):
         if archive.filename == filename:
@@ -117,7 +117,7 @@ def download(archive: Archive, cache: Cache, config: PipConfig) -> Path:
     """Fetch a whole archive into the cache and check its hash.
 
     Raises:
-        SourceError: If it cannot be fetched or is not what the index promised.
+        SourceError: The archive cannot be fetched, or its hash differs from the one on the index.
     """
     try:
         with open_session(config, archive.url) as session:

@@ -1,7 +1,7 @@
-"""The operator's package-index settings, asked from pip itself.
+"""Read the operator's package-index settings from pip.
 
-pip is where an operator has already written the index, the mirror, the proxy and the certificates. `pip config list`
-merges its files and its environment in pip's own order, so nothing has to be configured a second time.
+Operators configure the index, the mirror, the proxy and the certificates for pip. `pip config list` merges pip's files
+and environment in pip's own order, so nothing has to be configured a second time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from transforms.pipeline.sources.tree import SourceError
 
-#: pip's precedence for one option: the environment, then the command's section, then the global one.
+#: pip's precedence for an option: the environment, then the command's section, then the global one.
 SECTIONS = (":env:", "install", "download", "global")
 
 
 @dataclass(frozen=True)
 class PipConfig:
-    """What pip would use to reach an index.
+    """pip's settings for reaching an index.
 
     Attributes:
         index_urls: The index and the extra indexes, in pip's order; empty with ``no-index``.
@@ -43,10 +43,10 @@ class PipConfig:
 
 
 def read_pip_config() -> PipConfig:
-    """Ask the pip of this interpreter for its settings.
+    """Read the settings of this interpreter's pip.
 
     Raises:
-        SourceError: If pip is not there or does not answer.
+        SourceError: pip is missing or does not answer.
     """
     values = _settings(_pip("config", "list"))
 
@@ -71,7 +71,7 @@ def read_pip_config() -> PipConfig:
 
 def _pip(*arguments: str) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    wide = {**os.environ, "COLUMNS": "1000"}  # or the help is wrapped in the middle of an address
+    wide = {**os.environ, "COLUMNS": "1000"}  # otherwise pip wraps the help in the middle of an address
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=wide)  # noqa: S603 - fixed words
     if done.returncode:
         raise SourceError(
@@ -93,7 +93,7 @@ def _settings(listing: str) -> dict[str, str]:
 
 
 def _default_index() -> str:
-    """The index that pip uses when nothing is configured: its own help is where it says so."""
+    """Return pip's index when nothing is configured, which only its help text states."""
     found = re.search(r"\(default\s+(https?://[^\s)]+)\)", _pip("install", "--help"))
     if found is None:
         raise SourceError(

@@ -1,4 +1,4 @@
-"""Connections that are made as pip would make them."""
+"""Make connections with pip's settings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class _Session(requests.Session):
-    """A session whose own certificates count before those that the environment names.
+    """A session whose own certificates take precedence over those named by the environment.
 
-    With it, every answer is closed: one that is refused before it is read would keep its connection.
+    Closing it closes all responses, because a response that is rejected before it is read keeps its connection.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class _Session(requests.Session):
 
 
 def open_session(config: PipConfig | None, url: str) -> requests.Session:
-    """A session for one address.
+    """Open a session for one address.
 
     Args:
         config: pip's settings; None for none.
-        url: The address: a trusted host's certificate is not checked.
+        url: The address; the certificate of a trusted host is not checked.
     """
     session = _Session()
     if config is None:

@@ -1,4 +1,4 @@
-"""The one view that the pipeline has of a source tree, wherever it comes from."""
+"""Define the pipeline's view of a source tree, wherever its files come from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SourceError(OverlayError):
 
 @dataclass(frozen=True)
 class Artefact:
-    """What a source tree was read from.
+    """The artefact that a source tree was read from.
 
     Attributes:
         kind: ``wheel``, ``sdist``, ``directory`` or ``installed``.
@@ -42,43 +42,43 @@ class SourceTree(Protocol):
 
     @property
     def artefact(self) -> Artefact:
-        """What the files are read from."""
+        """The artefact that the files are read from."""
 
     def exists(self, path: str) -> bool:
-        """Whether the release holds this file."""
+        """Return whether the release contains this file."""
 
     def read(self, path: str) -> bytes:
-        """The file's bytes, checked against the artefact's own record where it has one.
+        """Return the file's bytes, checked against the artefact's own record if it has one.
 
         Raises:
-            SourceError: If the file is absent or fails its check.
+            SourceError: The file is missing or fails its check.
         """
 
     def read_many(self, paths: list[str]) -> dict[str, bytes]:
-        """The bytes of several files at once; a remote tree fetches them over one connection."""
+        """Return the bytes of several files; a remote tree fetches them over one connection."""
 
     def python_files(self) -> dict[str, str]:
-        """The hexadecimal SHA-256 of every Python file of the package, by path; a wheel's record tells it unread."""
+        """Return the hexadecimal SHA-256 of every Python file of the package, by path; wheels record it."""
 
     def read_package(self) -> Iterator[tuple[str, bytes]]:
-        """Every Python file of the package, path and bytes, checked as `read` does, in no order.
+        """Yield the path and the bytes of every Python file of the package, checked as by `read`, in any order.
 
-        What has to be fetched is not kept: a package has some 3,000 files, of which an overlay changes a dozen.
+        Fetched files are not cached: a package has some 3,000 files, of which an overlay changes a dozen.
         """
 
 
 class Opener(Protocol):
-    """What opens the sources of a release."""
+    """A function that opens the sources of a release."""
 
     def __call__(self, release: str, *, package: Package) -> SourceTree:
-        """The source tree of a release of a package."""
+        """Open the source tree of a release of a package."""
 
 
 def is_python_of(package: str, path: str) -> bool:
-    """Whether a path is that of a Python file of a package, rather than of its compiled parts or its metadata."""
+    """Return whether a path is that of a Python file of a package, not of its compiled parts or its metadata."""
     return path.startswith(f"{package}/") and path.endswith(".py")
 
 
 def sha256(data: bytes) -> str:
-    """The hexadecimal SHA-256 of some bytes."""
+    """Return the hexadecimal SHA-256 of bytes."""
     return hashlib.sha256(data).hexdigest()

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from transforms.pipeline.sources.pip_config import PipConfig
 
 
-#: Bytes between two wanted members that are cheaper to read than another request is.
+#: The most bytes between two wanted members that are cheaper to read than to skip with another request.
 NEAR = 256 * 1024
 DAMAGED = "the archive or the mirror that serves it is damaged: use another index, or --from PATH"
-#: An archive, and the settings with which it is reached.
+#: An archive, and the settings to reach it.
 Place = tuple["Archive", "PipConfig | None"]
 
 
@@ -42,10 +42,10 @@ class WheelTree:
     Args:
         release: The release.
         artefact: The wheel.
-        cache: Where its files are kept.
-        record: Its record of files.
-        place: Where the wheel lies and how it is reached; only asked for a file that the cache does not have.
-        package: What it is a release of.
+        cache: The cache of its files.
+        record: The content of its RECORD.
+        place: Returns the wheel's location and pip's settings; called only for files that are not cached.
+        package: The package of the release.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class WheelTree:
         yield from self._fetch(missing)
 
     def _fetch(self, paths: list[str]) -> Iterator[tuple[str, bytes]]:
-        """Files from the archive itself, each checked against the record, in the archive's order."""
+        """Yield files from the archive, each checked against the record, in the archive's order."""
         if not paths:
             return
         with open_wheel(*self._place()) as wheel:
@@ -112,7 +112,7 @@ class WheelTree:
 
 
 def _read_in_runs(wheel: zipfile.ZipFile, paths: list[str]) -> Iterator[tuple[str, bytes]]:
-    """The contents of some members; of a remote archive, members that lie near each other come in one request."""
+    """Yield the contents of members; nearby members of a remote archive are read in one request."""
     wanted = sorted((wheel.getinfo(path) for path in paths), key=lambda member: member.header_offset)
     if isinstance(wheel, RemoteZip):
         wheel.fp.set_position_to_size(_runs(wheel, wanted))
@@ -121,7 +121,7 @@ def _read_in_runs(wheel: zipfile.ZipFile, paths: list[str]) -> Iterator[tuple[st
 
 
 def _runs(wheel: zipfile.ZipFile, wanted: list[zipfile.ZipInfo]) -> dict[int, int]:
-    """The ranges to ask for, each by its first byte and its length, for members in the archive's order."""
+    """Return the ranges to request, first byte to length, for members in the archive's order."""
     starts = sorted(member.header_offset for member in wheel.infolist())
     ends = dict(zip(starts, [*starts[1:], wheel.start_dir], strict=True))
     runs: dict[int, int] = {}
@@ -135,10 +135,10 @@ def _runs(wheel: zipfile.ZipFile, wanted: list[zipfile.ZipInfo]) -> dict[int, in
 
 
 def read_record(archive: Archive, config: PipConfig | None) -> bytes:
-    """A wheel's record of its files.
+    """Return the content of a wheel's RECORD.
 
     Raises:
-        SourceError: If it cannot be read, or there is none.
+        SourceError: The RECORD cannot be read or does not exist.
     """
     with open_wheel(archive, config) as wheel:
         name = next((n for n in wheel.namelist() if n.endswith(".dist-info/RECORD")), None)
@@ -148,10 +148,10 @@ def read_record(archive: Archive, config: PipConfig | None) -> bytes:
 
 
 def parse_record(record: bytes, wheel: str) -> dict[str, str]:
-    """The hexadecimal SHA-256 of every file that a wheel's RECORD lists.
+    """Return the hexadecimal SHA-256 of every file that a wheel's RECORD lists.
 
     Raises:
-        SourceError: If it is not what a RECORD is.
+        SourceError: The content is not a valid RECORD.
     """
     hashes = {}
     try:
@@ -166,10 +166,10 @@ def parse_record(record: bytes, wheel: str) -> dict[str, str]:
 
 @contextmanager
 def open_wheel(archive: Archive, config: PipConfig | None) -> Iterator[zipfile.ZipFile]:
-    """The archive as a zip file; a remote one is read in ranges.
+    """Open an archive as a zip file; a remote one is read in ranges.
 
     Raises:
-        SourceError: If it cannot be opened, or its server does not serve ranges.
+        SourceError: The archive cannot be opened, or its server does not serve ranges.
     """
     parts = urlsplit(archive.url)
     try:
