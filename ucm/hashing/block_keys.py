@@ -114,8 +114,8 @@ class BlockKeys:
         self._hasher = RequestHasher(self._hasher.seed + os.urandom(DIGEST_BYTES))
         self._known.clear()
         logger.warning(
-            "[UCM.Hasher] the prefix cache was reset: this engine finds nothing any more that was stored until now, "
-            "and what it stores from now on is found by no other engine and not after a restart"
+            "[UCM.Hasher] the prefix cache was reset: this engine no longer finds blocks that were stored before, and "
+            "blocks that it stores from now on are not found by other engines or after a restart"
         )
 
     def _look_at(self, request: Any) -> _Known:
@@ -137,8 +137,8 @@ class BlockKeys:
             self._strides[case] = block_size // size if size else 0
             if not size:
                 logger.warning(
-                    "[UCM.Hasher] vLLM's block hashes are not of a request's tokens and salt alone, or do not divide "
-                    "blocks of %d tokens; UCM's own hashes are used for those",
+                    "[UCM.Hasher] vLLM's block hashes cover more than a request's tokens and salt, or their block size "
+                    "does not divide %d tokens; UCM's own hashes are used for these blocks",
                     block_size,
                 )
         return self._strides[case] if has_hashes(request) else 0

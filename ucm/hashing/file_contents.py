@@ -306,7 +306,7 @@ class DigestCache:
                 raise
         except OSError as error:
             get_logger(__name__).info(
-                "[UCM.Hasher] digests of weights cannot be kept, and are read again next time: %s", error
+                "[UCM.Hasher] digests of weights cannot be cached; they will be computed again next time: %s", error
             )
 
 

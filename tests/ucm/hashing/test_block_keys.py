@@ -124,7 +124,7 @@ def test_vllms_are_not_used_where_they_do_not_say_what_we_think(vllm: FakeVllm, 
         request.block_hashes = [b"h" * 32] * 6
         assert keys.of(request, 16) == ours(TOKENS, 16)
     assert [record.levelname for record in log.records] == ["INFO", "WARNING"]
-    assert "UCM's own hashes are used for those" in log.messages[1]
+    assert "UCM's own hashes are used for these blocks" in log.messages[1]
     assert vllm.utils.NONE_HASH
 
 
@@ -224,5 +224,5 @@ def test_after_a_reset_no_block_is_found_again(vllm: FakeVllm) -> None:
 def test_the_operator_is_warned_of_what_a_reset_costs(log: pytest.LogCaptureFixture) -> None:
     BlockKeys(CONFIG, SEED).start_anew()
     assert [record.levelname for record in log.records] == ["INFO", "WARNING"]
-    assert "finds nothing any more that was stored until now" in log.messages[1]
-    assert "found by no other engine and not after a restart" in log.messages[1]
+    assert "no longer finds blocks that were stored before" in log.messages[1]
+    assert "not found by other engines or after a restart" in log.messages[1]

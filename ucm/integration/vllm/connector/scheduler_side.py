@@ -97,8 +97,8 @@ class WeightReader:
         self._is_alone = nbytes > AT_ONCE
         if self._is_alone:
             get_logger(__name__).info(
-                "[UCM.Hasher] %.1f GB of weights are read in the background to tell which they are; until then nothing "
-                "is loaded or saved",
+                "[UCM.Hasher] %.1f GB of weights are read in the background to identify them; nothing is loaded or "
+                "saved until then",
                 nbytes / 1e9,
             )
         self._thread = threading.Thread(target=self._read, args=(found,), name="ucm-identity", daemon=True)
@@ -124,8 +124,8 @@ class WeightReader:
             raise self._failure
         if thread.is_alive():
             get_logger(__name__).warning(
-                "[UCM.Hasher] the store's directories, or the weights, have not answered for %.0f s: until they do, "
-                "nothing is loaded or saved",
+                "[UCM.Hasher] the store's directories or the files of the weights have not answered for %.0f s: "
+                "nothing is loaded or saved until they do",
                 START_SECONDS,
             )
 
@@ -141,12 +141,14 @@ class WeightReader:
                 get_logger(__name__).exception("[UCM.Hasher] this engine runs without the store")
         else:
             if found.of:
-                get_logger(__name__).info("[UCM.Hasher] the weights are known after %.2f s: %s", found.seconds, found)
+                get_logger(__name__).info(
+                    "[UCM.Hasher] the weights were identified after %.2f s: %s", found.seconds, found
+                )
             self._namespace = where
 
     def _refuse(self, error: Exception) -> None:
         get_logger(__name__).warning(
-            "[UCM.Hasher] this engine loads and saves nothing, because its weights cannot be told: %s", error
+            "[UCM.Hasher] this engine loads and saves nothing, because its weights cannot be identified: %s", error
         )
 
 

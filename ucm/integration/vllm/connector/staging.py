@@ -302,8 +302,8 @@ class Stager:
             if lookup.begun and not lookup.progressed:
                 self._rests_until = time.monotonic() + self._rest_seconds
                 get_logger(__name__).warning(
-                    "[UCM.Load] the store has not answered for %.1f s: it is left alone for %.0f s, and what it may "
-                    "have is computed",
+                    "[UCM.Load] the store has not answered for %.1f s: it is not used for %.0f s, and tokens of its "
+                    "blocks are recomputed",
                     self.seconds,
                     self._rest_seconds,
                 )

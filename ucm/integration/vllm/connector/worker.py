@@ -266,7 +266,7 @@ class TransferWorker:
         left = wait_while_it_shrinks(self._left, STILL_SECONDS)
         if not call_within(self._close_transfers, "ucm-close", CLOSE_SECONDS) or left:
             get_logger(__name__).warning(
-                "[UCM.Save] the store does not answer: it is left to itself, and %d transfers that were under way",
+                "[UCM.Save] the store does not answer: it is abandoned with %d transfers in progress",
                 len(self._under_way) + len(self._loading),
             )
         get_logger(__name__).info("[UCM.Save] closed after %.1f s", time.monotonic() - started)

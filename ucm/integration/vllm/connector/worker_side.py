@@ -135,7 +135,7 @@ class WorkerSide:
         }
         rank = self._vllm_config.parallel_config.rank % ranks(self._vllm_config)
         if not self._slab.attach(address, rank, {"groups": groups}):
-            get_logger(__name__).info("[UCM.Load] rank %d does not reach the memory in which blocks are staged", rank)
+            get_logger(__name__).info("[UCM.Load] rank %d cannot open the memory in which blocks are staged", rank)
 
     def end(self) -> None:
         """End a step."""
@@ -161,7 +161,7 @@ class WorkerSide:
             reason = str(error)
         if self._weights is None:
             get_logger(__name__).info(
-                "[UCM.Connector] a change of the weights in place is noticed only by reset_connector=True (%s)", reason
+                "[UCM.Connector] changes of the weights in place are noticed only by reset_connector=True (%s)", reason
             )
             return
         get_logger(__name__).info(

@@ -93,7 +93,7 @@ def test_a_small_model_is_known_at_once(tmp_path: Path, log: pytest.LogCaptureFi
         names.append(side.namespace)
         side.close()
     assert names[0] == names[1] != ""
-    said = [text for text in log.messages if "weights are known after" in text]
+    said = [text for text in log.messages if "weights were identified after" in text]
     assert ["GB read" in text for text in said] == [True, False]  # the second engine has it from the cache
     write_model(tmp_path / "model", b"W" + b"w" * 299_999)
     side = create(model, tmp_path)
@@ -118,7 +118,7 @@ def test_a_large_model_is_read_beside_the_engines_work(
     side.poll()
     assert side.namespace == ""
     assert list((tmp_path / "store").iterdir()) == []
-    assert any("read in the background to tell which they are" in text for text in log.messages)
+    assert any("read in the background to identify them" in text for text in log.messages)
     go_on.set()
     deadline = time.monotonic() + 60
     while not side.namespace and time.monotonic() < deadline:
@@ -147,7 +147,7 @@ def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
         monkeypatch.setattr(scheduler_side, "process_started", lambda: time.time() - 3600)
     side = create(model, tmp_path)
     assert side.namespace == ""
-    warned = [text for text in log.messages if "loads and saves nothing, because its weights cannot be told" in text]
+    warned = [text for text in log.messages if "saves nothing, because its weights cannot be identified" in text]
     assert len(warned) == 1
     side.close()
 
@@ -201,7 +201,7 @@ def test_an_engine_starts_beside_a_directory_that_does_not_answer(
     [side] = made
     side.poll()
     assert side.namespace == ""
-    assert any("until they do, nothing is loaded or saved" in text for text in log.messages)
+    assert any("nothing is loaded or saved until they do" in text for text in log.messages)
     frozen.thawed.set()
     deadline = time.monotonic() + 60
     while not side.namespace and time.monotonic() < deadline:
@@ -247,9 +247,9 @@ def test_an_empty_table_of_vllms_own_cache_puts_the_weights_in_doubt(tmp_path: P
 def test_news_of_changed_weights_starts_anew(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     side = create(write_model(tmp_path / "model"), tmp_path)
     side.reported(WeightsReport(looked=3))
-    assert not any("found by no other engine" in text for text in log.messages)
+    assert not any("not found by other engines" in text for text in log.messages)
     side.reported(WeightsReport(changed=0))
-    assert any("found by no other engine" in text for text in log.messages)
+    assert any("not found by other engines" in text for text in log.messages)
     side.close()
 
 
@@ -269,7 +269,7 @@ def test_blocks_that_outlived_their_weights_in_vllms_cache_lose_the_names_they_w
         if starts_anew:
             side.start_anew()
         side.poll()
-        started.append(sum("found by no other engine" in text for text in log.messages))
+        started.append(sum("not found by other engines" in text for text in log.messages))
     assert started == ([1, 2, 2, 2] if late else [0, 1, 1, 1])
     side.close()
 

@@ -198,7 +198,7 @@ def test_closing_leaves_a_stuck_write_behind_and_what_it_ends_with_is_right_or_a
     assert stuck.began.acquire(timeout=LONG)
     before = set(threading.enumerate())
     gets_on(setup.worker.close)
-    assert "the store does not answer: it is left to itself" in caplog.text
+    assert "the store does not answer: it is abandoned" in caplog.text
     for cache in setup.caches.values():
         cache.raw[:] = 0xDD
     stuck.over.set()

@@ -264,7 +264,7 @@ def test_closing_leaves_a_medium_that_does_nothing(
     setup.worker.dump(plan)
     setup.worker.close()
     over.set()
-    assert "does not answer: it is left to itself, and 2 transfers that were under way" in caplog.text
+    assert "does not answer: it is abandoned with 2 transfers in progress" in caplog.text
 
 
 # Loads within a step
