@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from ucm.hashing.request_content import ContentReader, NotCacheableError, RequestContent
+from ucm.background import enter_background
+from ucm.hashing.request_content import ContentReader, Digest, NotCacheableError, RequestContent, digest_of
 from ucm.hashing.request_hasher import DIGEST_BYTES, RequestHasher, RequestHashes
 from ucm.hashing.vllm_hashes import HashPlan, has_hashes, plan_hashes, verified_block_size
 from ucm.logger import get_logger
 
 logger = get_logger(__name__)
+
+#: Multimodal inputs that are hashed at once, beside the scheduler, and how much the threads give way to it.
+_THREADS = 2
+_NICE = 5
 
 
 @dataclass(slots=True)
@@ -23,6 +29,18 @@ class _Known:
     request: weakref.ref[Any]  # clients may choose ids and reuse them
     content: RequestContent | None  # None: not cacheable
     hashes: dict[int, RequestHashes] = field(default_factory=dict)  # our hashes, by block size
+
+
+@dataclass(slots=True)
+class _Hashing:
+    """A request whose multimodal inputs are being hashed."""
+
+    request: weakref.ref[Any]
+    digests: list[Future[Digest]]
+
+    @property
+    def done(self) -> bool:
+        return all(digest.done() for digest in self.digests)
 
 
 class BlockKeys:
@@ -40,6 +58,8 @@ class BlockKeys:
         self._hasher = RequestHasher(seed)
         self._reader = ContentReader(vllm_config, trust_media_names=trust_media_names)
         self._known: dict[str, _Known] = {}
+        self._hashing: dict[str, _Hashing] = {}
+        self._pool = ThreadPoolExecutor(_THREADS, "ucm-media", lambda: enter_background(_NICE))
         #: vLLM's hashes per block, by block size and whether a request has a salt; 0: our hashes are used.
         self._strides: dict[tuple[int, bool], int] = {}
         if self._plan.uses_vllm:
@@ -53,6 +73,28 @@ class BlockKeys:
     def seed(self) -> bytes:
         """The seed of UCM's own hashes."""
         return self._hasher.seed
+
+    def is_ready(self, request: Any) -> bool:
+        """Return whether `of` answers without waiting; if not, hash the request's multimodal inputs in the background.
+
+        A caller that does not wait gets the same keys from `of`, which waits itself.
+        """
+        known = self._known.get(request.request_id)
+        if (known is not None and known.request() is request) or getattr(request, "resumable", False):
+            return True  # a streaming session is not cached, and its inputs are replaced as it goes
+        hashing = self._hashing.get(request.request_id)
+        if hashing is None or hashing.request() is not request:
+            inputs = self._reader.data_of(request)
+            if not inputs:
+                return True
+            digests = [self._pool.submit(digest_of, data) for data in inputs]
+            hashing = self._hashing[request.request_id] = _Hashing(weakref.ref(request), digests)
+        return hashing.done
+
+    def wait(self, seconds: float) -> None:
+        """Wait until inputs of a request are hashed, or return at once if no inputs are being hashed."""
+        if self._hashing and not any(hashing.done for hashing in self._hashing.values()):
+            wait([d for h in self._hashing.values() for d in h.digests if not d.done()], seconds, FIRST_COMPLETED)
 
     def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
         """Return the keys of a request's full blocks, as far as its tokens are known now.
@@ -107,6 +149,9 @@ class BlockKeys:
     def forget(self, request_id: str) -> None:
         """Drop the state of a finished request."""
         self._known.pop(request_id, None)
+        hashing = self._hashing.pop(request_id, None)
+        for digest in [] if hashing is None else hashing.digests:
+            digest.cancel()
 
     def start_anew(self) -> None:
         """Use new, random keys from now on, so that this engine never finds earlier blocks again."""
@@ -119,8 +164,12 @@ class BlockKeys:
         )
 
     def _look_at(self, request: Any) -> _Known:
+        hashing = self._hashing.pop(request.request_id, None)
+        digests = None
+        if hashing is not None and hashing.request() is request:
+            digests = [digest.result() for digest in hashing.digests]
         try:
-            known = _Known(weakref.ref(request), self._reader.read(request))
+            known = _Known(weakref.ref(request), self._reader.read(request, digests))
         except NotCacheableError as error:
             self._refuse(str(error))
             known = _Known(weakref.ref(request), None)

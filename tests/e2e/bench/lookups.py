@@ -93,6 +93,13 @@ class _Named:
         del block_size
         return cast("list[bytes]", request.keys[first:])
 
+    def is_ready(self, request: Any) -> bool:
+        del request
+        return True
+
+    def wait(self, seconds: float) -> None:
+        pass
+
     def may_change(self, request: Any) -> bool:
         del request
         return False

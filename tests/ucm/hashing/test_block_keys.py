@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,13 +20,16 @@ from tests.ucm.hashing.stand_ins import (
     VllmConfig,
     write_adapter,
 )
+from ucm.hashing import block_keys, request_content
 from ucm.hashing.block_keys import BlockKeys
+from ucm.hashing.request_content import digest_of
 from ucm.hashing.request_hasher import RequestHasher
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import Any
 
 TOKENS = list(range(100))
 CAT = "c" * 64
@@ -226,3 +231,72 @@ def test_the_operator_is_warned_of_what_a_reset_costs(log: pytest.LogCaptureFixt
     assert [record.levelname for record in log.records] == ["INFO", "WARNING"]
     assert "no longer finds blocks that were stored before" in log.messages[1]
     assert "not found by other engines or after a restart" in log.messages[1]
+
+
+def picture(number: int, name: str | None = None, **more: Any) -> MultiModalFeatureSpec:
+    data = more.pop("data", {"pixel_values": np.full((3, 8, 8), number, np.float32)})
+    return MultiModalFeatureSpec(name or f"{number:064x}", PlaceholderRange(8 * number, 4), data=data)
+
+
+def until_ready(keys: BlockKeys, request: Request) -> None:
+    until = time.monotonic() + 60
+    while not keys.is_ready(request):
+        assert time.monotonic() < until
+        keys.wait(0.01)
+
+
+def test_inputs_are_hashed_beside_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are, and none a second time; the keys are those that hashing them here gives."""
+    here, may, digest, threads = threading.get_ident(), threading.Event(), digest_of, []
+
+    def digest_when_it_may(data: Any) -> Any:
+        threads.append(threading.get_ident())
+        assert may.wait(60)
+        return digest(data)
+
+    request = Request("r", TOKENS, mm_features=[picture(number) for number in range(6)])
+    with monkeypatch.context() as patch:
+        patch.setattr(block_keys, "digest_of", digest_when_it_may)
+        patch.setattr(request_content, "digest_of", digest_when_it_may)
+        keys = BlockKeys(CONFIG, SEED)
+        assert [keys.is_ready(request) for _ in range(3)] == [False] * 3
+        keys.wait(0.001)
+        assert keys.is_ready(Request("text", TOKENS)), "no other one waits"
+        may.set()
+        until_ready(keys, request)
+        found = [keys.of(request, size) for size in (16, 8)]
+    assert len(threads) == 6
+    assert here not in threads
+    assert found == [BlockKeys(CONFIG, SEED).of(request, size) for size in (16, 8)]
+    assert keys.is_ready(request)
+
+
+def test_who_does_not_wait_gets_the_same_keys() -> None:
+    request, waited = Request("r", TOKENS, mm_features=[picture(1), picture(2)]), BlockKeys(CONFIG, SEED)
+    waited.is_ready(request)
+    assert waited.of(request, 16) == BlockKeys(CONFIG, SEED).of(request, 16)
+
+
+@pytest.mark.parametrize("data", [None, {"shm": 5}, {"pixel_values": object()}])
+def test_inputs_that_cannot_be_hashed_are_not_cached(data: Any) -> None:
+    keys, request = BlockKeys(CONFIG, SEED), Request("r", TOKENS, mm_features=[picture(1), picture(2, data=data)])
+    until_ready(keys, request)
+    assert keys.of(request, 16) is None
+    assert sum(keys.refused.values()) == 1
+
+
+def test_another_request_with_the_id_of_one_that_is_hashed_has_its_own_inputs() -> None:
+    keys, first, second = BlockKeys(CONFIG, SEED), *(Request("r", TOKENS, mm_features=[picture(n)]) for n in (1, 2))
+    keys.is_ready(first)
+    until_ready(keys, second)
+    assert keys.of(second, 16) == BlockKeys(CONFIG, SEED).of(second, 16) != BlockKeys(CONFIG, SEED).of(first, 16)
+    keys.forget("r")
+    keys.is_ready(first)
+    keys.forget("r")
+    assert keys.of(first, 16) == BlockKeys(CONFIG, SEED).of(first, 16)
+
+
+def test_only_inputs_that_count_are_hashed() -> None:
+    keys = BlockKeys(CONFIG, SEED, trust_media_names=True)
+    assert keys.is_ready(Request("r", TOKENS, mm_features=[picture(1)]))
+    assert BlockKeys(CONFIG, SEED).is_ready(Request("r", TOKENS, mm_features=[picture(1)], resumable=True))

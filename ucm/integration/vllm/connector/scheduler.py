@@ -41,6 +41,12 @@ def adapter_number(request: Any) -> int:
 class KeySource(Protocol):
     """Computes the keys of requests' blocks."""
 
+    def is_ready(self, request: Any) -> bool:
+        """Return whether `of` answers without waiting; if not, prepare the answer in the background."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until an answer has been prepared, or return at once if none is being prepared."""
+
     def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
         """Return the keys of a request's full blocks from ``first`` on; None if it must not be cached."""
 
@@ -217,6 +223,8 @@ class PrefixCacheScheduler:
             The number of tokens; None if it is not known yet, or if the request must wait until others with promised
             blocks have started: vLLM asks again in the next step.
         """
+        if self._options.asks_again and not self._key_source.is_ready(request):
+            return None
         state = self._state(request)
         state.computed = state.known = num_computed_tokens
         found = self._found(state, num_computed_tokens)
@@ -295,7 +303,9 @@ class PrefixCacheScheduler:
         plan.late_dumps, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
         if plan.idle and not plan.loads:
             pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
-            if pending and not any(lookup.finished for lookup in pending):
+            if not pending:
+                self._key_source.wait(IDLE_SECONDS)
+            elif not any(lookup.finished for lookup in pending):
                 self.stager.wait(pending, IDLE_SECONDS)
         return plan
 
@@ -425,12 +435,15 @@ class PrefixCacheScheduler:
         return self._requests[request_id]
 
     def _new_state(self, request: Any) -> RequestState:
-        begun = time.monotonic()
-        keys = self._key_source.of(request, self._groups.alignment)
         count = len(self._groups.groups)
         state = RequestState(request, [[] for _ in range(count)], [0] * count)
-        if keys is None or getattr(request, "resumable", False):
+        if getattr(request, "resumable", False):
             # A streaming session replaces computed tokens, so its blocks have no lasting keys.
+            state.excluded = True
+            return state
+        begun = time.monotonic()
+        keys = self._key_source.of(request, self._groups.alignment)
+        if keys is None:
             state.excluded = True
         else:
             self._counters.hashed(len(keys), time.monotonic() - begun)

@@ -32,6 +32,42 @@ def finish_computing(planner: Planner, count: int) -> Any:
 # Lookup
 
 
+def test_a_request_waits_until_its_inputs_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, new = Planner(), request(TOKENS, unread=True)
+    planner.keep(TOKENS)
+    of = create_autospec(planner.keys.of, side_effect=planner.keys.of)
+    monkeypatch.setattr(planner.keys, "of", of)
+    assert [planner.side.matched_tokens(new, 0) for _ in range(3)] == [None] * 3
+    assert planner.matched(request(TOKENS, "other")) == 16, "no other one waits"
+    assert new not in [call.args[0] for call in of.call_args_list]
+    new.unread = False  # type: ignore[attr-defined] # as it was made
+    assert planner.matched(new) == 16
+
+
+def test_a_request_that_ends_before_its_inputs_are_hashed_saves_nothing() -> None:
+    planner, new = Planner(), request(TOKENS, unread=True)
+    assert planner.side.matched_tokens(new, 0) is None
+    planner.side.finished(new)
+    assert not planner.step({}).late_dumps
+
+
+def test_vllm_that_asks_once_only_gets_its_answer() -> None:
+    """Before 0.10.2: the inputs are hashed while it waits."""
+    planner = Planner(asks_again=False)
+    planner.keep(TOKENS)
+    assert planner.side.matched_tokens(request(TOKENS, unread=True), 0) == 16
+
+
+def test_an_idle_engine_waits_for_inputs_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner()
+    waited = create_autospec(planner.keys.wait)
+    monkeypatch.setattr(planner.keys, "wait", waited)
+    planner.side.matched_tokens(request(TOKENS, unread=True), 0)
+    assert planner.step({}).idle
+    [(seconds,)] = [call.args for call in waited.call_args_list]
+    assert 0 < seconds < 0.1
+
+
 def test_the_whole_blocks_that_the_store_has_are_found() -> None:
     planner = Planner()
     assert planner.matched(request(TOKENS, "none"), 0) == 0

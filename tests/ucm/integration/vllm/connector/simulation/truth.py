@@ -109,6 +109,12 @@ class Keys:
             parent = key
         return keys
 
+    def is_ready(self, request: Any) -> bool:
+        return not getattr(request, "unread", False)
+
+    def wait(self, seconds: float) -> None:
+        """Nothing is made ready."""
+
     def may_change(self, request: Any) -> bool:
         return bool(getattr(request, "adapter", False))
 
