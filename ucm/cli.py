@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ucm import __version__, try_command
+from ucm import __version__, sparse_command, try_command
 from ucm.doctor import command as doctor
 from ucm.errors import UcmError
 from ucm.store_command import command as store
@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     store.add_parser(commands)
+    sparse_command.add_parser(commands)
     try_command.add_parser(commands)
     return parser
 

@@ -45,6 +45,7 @@ FILES = (
     f"{SPARSE}/test_codes.py",
     f"{SPARSE}/test_example_method.py",
     f"{SPARSE}/test_mass.py",
+    f"{SPARSE}/test_mass_probe.py",
     f"{SPARSE}/test_representatives.py",
     f"{SPARSE}/test_rotation.py",
     f"{SPARSE}/test_selection.py",

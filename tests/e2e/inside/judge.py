@@ -21,13 +21,15 @@ import torch
 
 from ucm.sparse.codes import KeyCodes
 from ucm.sparse.mass import block_masses
-from ucm.sparse.representatives import KeyBounds, Representatives, ranked
+from ucm.sparse.mass_probe import KeyMeans
+from ucm.sparse.representatives import KeyBounds, ranked
 from ucm.sparse.selection import BlockBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.e2e.inside.needle_train import Llama, causal
+    from ucm.sparse.representatives import Representatives
 else:
     from needle_train import Llama, causal
 
@@ -37,25 +39,7 @@ RESTRICTED = 1
 RECENT = 64
 
 
-class Mean(Representatives):
-    """The mean of each block's keys."""
-
-    def __init__(self, num_blocks: int, keys: torch.Tensor) -> None:
-        super().__init__(num_blocks, keys)
-        self._kept = keys.new_zeros((num_blocks, *keys.shape[2:]))
-
-    def put(self, block_ids: torch.Tensor, keys: torch.Tensor) -> None:
-        self._kept[block_ids] = keys.mean(1)
-
-    def scores(self, query: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        grouped = query.unflatten(1, (self._kept.shape[1], -1))
-        return torch.einsum("rkgd,rbkd->krgb", grouped, self._kept[block_ids]) * query.shape[-1] ** -0.5
-
-    def _elements(self, num_heads: int, blocks: int) -> int:
-        return int(num_heads + self._kept[0].numel()) * blocks
-
-
-class Oracle(Mean):
+class Oracle(KeyMeans):
     """All keys: the logarithm of the sum of each block's attention weights."""
 
     def __init__(self, num_blocks: int, keys: torch.Tensor) -> None:
@@ -71,7 +55,7 @@ class Oracle(Mean):
         return (products * query.shape[-1] ** -0.5).logsumexp(-1)
 
 
-class Random(Mean):
+class Random(KeyMeans):
     """Nothing."""
 
     def __init__(self, num_blocks: int, keys: torch.Tensor) -> None:
@@ -86,7 +70,7 @@ SELECTORS: dict[str, Callable[[int, torch.Tensor], Representatives]] = {
     "oracle": Oracle,
     "hash": KeyCodes,
     "bounds": KeyBounds,
-    "mean": Mean,
+    "mean": KeyMeans,
     "random": Random,
 }
 

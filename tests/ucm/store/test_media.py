@@ -263,7 +263,8 @@ def test_direct_io_gives_way_where_it_is_refused(
 def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    cut, refused = os.ftruncate, []
+    cut = os.ftruncate
+    refused: list[int] = []
 
     def refuse_once(descriptor: int, nbytes: int) -> None:
         if nbytes % posix_files.ALIGNMENT and not refused:
@@ -283,7 +284,8 @@ def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
 def test_a_direct_read_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = os.urandom(5 * posix_files.ALIGNMENT + 100)
     (tmp_path / "file").write_bytes(written)
-    preadv, lengths = os.preadv, []
+    preadv = os.preadv
+    lengths: list[int] = []
 
     def some_read(descriptor: int, buffers: list[memoryview], offset: int, *rest: int) -> int:
         assert offset % posix_files.ALIGNMENT == 0

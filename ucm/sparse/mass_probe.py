@@ -1,0 +1,254 @@
+"""A sparse method that restricts nothing and measures what restricting would lose: for ``ucm sparse probe``.
+
+In some decode steps it reads the keys of the whole context in every layer, computes the true attention of the newest
+token, and compares what each selector of `ucm.sparse.block_topk` would keep of it within a budget. Beside the selectors
+stand what bounds them from above (``oracle``: the blocks with the most attention) and what they must beat (``mean``:
+blocks ranked by their mean key; ``random``: the expectation for blocks chosen by chance).
+
+The share of attention that a selection keeps is the measure of Quest (Tang et al., ICML 2024, arXiv:2406.10774) and of
+later work for how well blocks are chosen. It is not the quality of answers, which can only be tested with answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from ucm.sparse.base import Role, SparseMethod
+from ucm.sparse.block_topk import SELECTORS
+from ucm.sparse.mass import block_masses
+from ucm.sparse.needed_hooks import require_hooks
+from ucm.sparse.options import MethodOptions, parse_options
+from ucm.sparse.representatives import Representatives, ranked
+from ucm.sparse.selection import BlockBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+ORACLE, MEAN, RANDOM = "oracle", "mean", "random"
+#: The shares of attention for which the smallest sufficient share of the context is reported.
+TARGETS = (0.9, 0.95, 0.99)
+
+
+class KeyMeans(Representatives):
+    """The mean of each block's keys: the plainest representative."""
+
+    def __init__(self, num_blocks: int, keys: Tensor) -> None:
+        super().__init__(num_blocks, keys)
+        #: ``[num_blocks, num_kv_heads, head_size]``
+        self._kept = keys.new_zeros((num_blocks, *keys.shape[2:]))
+
+    def put(self, block_ids: Tensor, keys: Tensor) -> None:
+        """Keep the means of these keys."""
+        self._kept[block_ids] = keys.mean(1)
+
+    def scores(self, query: Tensor, block_ids: Tensor) -> Tensor:
+        """The product of each query head with each block's mean key."""
+        import torch  # noqa: PLC0415 - imported where vLLM has brought it
+
+        means = self._kept[block_ids].float()
+        grouped = query.float().unflatten(1, (means.shape[2], -1))
+        return torch.einsum("rkgd,rbkd->krgb", grouped, means) * query.shape[-1] ** -0.5
+
+    def _elements(self, num_heads: int, blocks: int) -> int:
+        return int(num_heads + self._kept[0].numel()) * blocks
+
+
+_REPRESENTATIVES: Mapping[str, type[Representatives]] = {**SELECTORS, MEAN: KeyMeans}
+#: In the order in which they are reported: the best possible, the shipped ones, and what these must beat.
+COMPARED = (ORACLE, *_REPRESENTATIVES, RANDOM)
+
+
+class MassProbeOptions(MethodOptions):
+    """What `ucm sparse probe` sets.
+
+    Attributes:
+        budgets: Shares of the context's blocks that a decode step may read, each above 0 and at most 1; rounded up.
+        every: Measure every so many decode steps.
+        sink_tokens: As in `BlockTopKOptions`.
+        recent_tokens: As in `BlockTopKOptions`.
+    """
+
+    budgets: list[float] = Field(default=[0.05, 0.1, 0.25, 0.5], description="shares above 0 and at most 1")
+    every: int = Field(default=4, ge=1, description="a number of steps, 1 or more")
+    sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
+    recent_tokens: int = Field(default=64, ge=0, description="a number of tokens, 0 or more")
+
+    @field_validator("budgets")
+    @classmethod
+    def _shares(cls, budgets: list[float]) -> list[float]:
+        if not budgets or not all(0 < share <= 1 for share in budgets):
+            raise ValueError("the budgets must be shares above 0 and at most 1")
+        return sorted(set(budgets))
+
+
+@dataclass(slots=True)
+class LayerMasses:
+    """Sums over the samples of one layer.
+
+    Attributes:
+        samples: Decodes that were measured.
+        kept: By budget and selector, the share of the attention that the selection keeps, summed.
+        counted: By budget, the samples in it: those whose context is large enough for a choice.
+        needed: By target, the smallest share of the context's blocks that holds so much of the attention, summed.
+        worst: The same, the largest.
+    """
+
+    samples: int = 0
+    kept: dict[float, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    counted: dict[float, int] = field(default_factory=lambda: defaultdict(int))
+    needed: dict[float, float] = field(default_factory=lambda: defaultdict(float))
+    worst: dict[float, float] = field(default_factory=lambda: defaultdict(float))
+
+    def as_data(self) -> dict[str, Any]:
+        """Means, as plain data; the keys are this class's attributes."""
+        return {
+            "samples": self.samples,
+            "kept": {
+                str(share): {name: total / self.counted[share] for name, total in by_name.items()}
+                for share, by_name in sorted(self.kept.items())
+            },
+            "counted": {str(share): count for share, count in sorted(self.counted.items())},
+            "needed": {str(target): total / self.samples for target, total in self.needed.items()},
+            "worst": {str(target): share for target, share in self.worst.items()},
+        }
+
+
+class MassProbe(SparseMethod):
+    """Measures the attention that budgets of blocks would keep; reads everything.
+
+    Attributes:
+        layers: What was measured, by layer name.
+        lengths: The shortest and the longest context that was measured, in tokens.
+
+    Raises:
+        ConfigError: An option is wrong.
+        SparseMethodError: Its hooks are switched off, or the engine or a layer cannot be measured.
+    """
+
+    options_type = MassProbeOptions
+    needed_hooks = ("ATTENTION", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
+
+    def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
+        super().__init__(vllm_config, role, options)
+        require_hooks(type(self).__name__, self.needed_hooks)
+        self._options = parse_options(MassProbeOptions, type(self).__name__, options)
+        self._steps = 0
+        #: Of the step: the row, the place of its query among the step's tokens, and the length of its context.
+        self._rows: list[tuple[int, int, int]] = []
+        self.layers: dict[str, LayerMasses] = defaultdict(LayerMasses)
+        self.lengths: tuple[int, int] | None = None
+
+    @classmethod
+    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
+        """They are, as everything else is."""
+        del options
+        return True
+
+    def worker_started(self) -> None:
+        """Refuses an engine whose keys cannot be read."""
+        self.attention.require_engine()
+
+    def layer_seen(self, layer_name: str) -> None:
+        """Refuses a layer whose keys cannot be read."""
+        self.attention.require(layer_name, reads_keys=True)
+
+    def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
+        """Chooses the decodes that are measured in this step."""
+        batch = self.attention.batch(runner, scheduler_output, input_batch)
+        self._rows = []
+        decodes = np.flatnonzero(batch.decodes).tolist()
+        if decodes:
+            self._steps += 1
+            if self._steps % self._options.every == 0:
+                places = (batch.num_new_tokens.cumsum() - 1).tolist()
+                self._rows = [(row, places[row], int(batch.seq_lens[row])) for row in decodes]
+
+    def attention_finished(
+        self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
+    ) -> None:
+        """Measures the layer: the step's keys are in the cache now."""
+        del output
+        if not self._rows:
+            return
+        table = self.attention.block_table(attn_metadata)
+        size = self.attention.block_size(layer_name, kv_cache)
+        for row, place, tokens in self._rows:
+            block_ids = table[row, : -(-tokens // size)].long()
+            keys = self.attention.read_keys(layer_name, kv_cache, block_ids)
+            self._measure(self.layers[layer_name], query[place : place + 1], keys, tokens)
+            shortest, longest = self.lengths or (tokens, tokens)
+            self.lengths = min(shortest, tokens), max(longest, tokens)
+
+    def report(self) -> dict[str, Any]:
+        """What this worker has measured of its heads, as plain data.
+
+        Returns:
+            ``layers``, `LayerMasses` by layer name; ``lengths``, the shortest and the longest context or None.
+        """
+        return {
+            "layers": {name: layer.as_data() for name, layer in self.layers.items()},
+            "lengths": list(self.lengths) if self.lengths else None,
+        }
+
+    def _measure(self, layer: LayerMasses, query: Tensor, keys: Tensor, tokens: int) -> None:
+        """Add one decode.
+
+        Args:
+            layer: Where to.
+            query: ``[1, num_heads, head_size]``.
+            keys: ``[blocks, block_size, num_kv_heads, head_size]``: the whole context.
+            tokens: How many tokens of that there are.
+        """
+        blocks, size = keys.shape[:2]
+        masses = block_masses(query, keys[None], tokens)[0].double()
+        layer.samples += 1
+        ordered = masses.sort(descending=True).values.cumsum(0)
+        for target in TARGETS:
+            # The whole context suffices, whatever rounding makes of the sum.
+            share = min(int((ordered < target).sum()) + 1, blocks) / blocks
+            layer.needed[target] += share
+            layer.worst[target] = max(layer.worst[target], share)
+        for share, budget in self._budgets(size, blocks):
+            layer.counted[share] += 1
+            between = slice(budget.sinks, blocks - budget.recent)
+            always = float(masses.sum() - masses[between].sum())
+            for name, kept in _kept(query, keys[between], masses[between], budget.chosen):
+                layer.kept[share][name] += always + kept
+
+    def _budgets(self, size: int, blocks: int) -> Iterator[tuple[float, BlockBudget]]:
+        """The budgets that leave blocks to choose and others to leave out."""
+        options = self._options
+        for share in options.budgets:
+            read = math.ceil(share * blocks) * size
+            budget = BlockBudget.of_tokens(size, read, options.sink_tokens, options.recent_tokens)
+            if 0 < budget.chosen < blocks - budget.sinks - budget.recent:
+                yield share, budget
+
+
+def _kept(query: Tensor, keys: Tensor, masses: Tensor, chosen: int) -> Iterator[tuple[str, float]]:
+    """What each selector's choice among some blocks holds of the attention.
+
+    Args:
+        query: ``[1, num_heads, head_size]``.
+        keys: ``[blocks, block_size, num_kv_heads, head_size]``.
+        masses: ``[blocks]``: the true shares of the attention.
+        chosen: How many blocks are chosen.
+    """
+    import torch  # noqa: PLC0415 - imported where vLLM has brought it
+
+    yield ORACLE, float(masses.topk(chosen).values.sum())
+    places = torch.arange(len(keys), device=keys.device)
+    for name, kind in _REPRESENTATIVES.items():
+        made = kind(len(keys), keys[:1])
+        made.update(places, lambda some: keys[some])
+        best = ranked(made.shares(query, places[None], None)).topk(chosen, -1).indices[0]
+        yield name, float(masses[best].sum())
+    yield RANDOM, float(masses.sum()) * chosen / len(masses)

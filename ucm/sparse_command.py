@@ -1,0 +1,294 @@
+"""The subcommand ``ucm sparse``: measure on your own model and prompts which budget keeps how much attention."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucm.errors import UcmError
+from ucm.logger import LEVEL_VARIABLE
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Mapping, Sequence
+
+BUDGETS = (0.05, 0.1, 0.25, 0.5)
+TOKENS, EVERY = 32, 4
+#: Engine arguments that the measurement sets itself.
+_OWN = ("model", "additional_config", "worker_extension_cls", "enforce_eager")
+_METHOD = "ucm.sparse.mass_probe:MassProbe"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand.
+
+    Args:
+        commands: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = commands.add_parser(
+        "sparse",
+        help="measure how much attention a sparse method's budget would keep on your model",
+        description="Find a budget for sparse attention.",
+    )
+    inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    probe = inner.add_parser(
+        "probe",
+        help="run a model on prompts and measure the attention that budgets keep",
+        description="Run a model densely on your prompts. In some decode steps, compute in every layer what share of "
+        "the attention the blocks hold that each selector of BlockTopK would read within a budget, beside the best "
+        "possible choice (oracle), blocks ranked by their mean key (mean), and chance (random).",
+        epilog="Exit code: 0 measured, 1 nothing was measured, 2 wrong usage.",
+    )
+    probe.add_argument("--model", required=True, metavar="MODEL", help="a model's directory or name, as for vLLM")
+    probe.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help='prompts, one JSON object per line: {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}',
+    )
+    probe.add_argument(
+        "--budgets",
+        type=float,
+        nargs="+",
+        default=list(BUDGETS),
+        metavar="SHARE",
+        help=f"shares of the context that a step may read (default: {' '.join(map(str, BUDGETS))})",
+    )
+    probe.add_argument(
+        "--max-tokens", type=int, default=TOKENS, metavar="N", help=f"tokens to generate (default: {TOKENS})"
+    )
+    probe.add_argument(
+        "--every", type=int, default=EVERY, metavar="N", help=f"measure every Nth decode step (default: {EVERY})"
+    )
+    probe.add_argument(
+        "--engine-args",
+        default="{}",
+        metavar="JSON",
+        help="other engine arguments, for instance '{\"max_model_len\": 32768}'",
+    )
+    probe.add_argument("--json", action="store_true", help="print one JSON object; see docs/sparse_attention.md")
+    probe.set_defaults(handle=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Measure, and print what was measured.
+
+    Raises:
+        UcmError: An argument is wrong, the engine does not start, or the overlay is not active.
+    """
+    arguments = _engine_arguments(options.engine_args)
+    if options.max_tokens < 1 or options.every < 1:
+        raise UcmError("--max-tokens and --every must be at least 1", fix="leave them out for the defaults")
+    if not all(0 < share <= 1 for share in options.budgets):
+        raise UcmError(
+            f"--budgets must be shares of the context above 0 and at most 1, not {_spaced(options.budgets)}",
+            fix="write 0.1 for a tenth of the context",
+        )
+    prompts = read_prompts(options.prompts)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
+    reports = _measure(options, arguments, prompts)
+    found = {"model": options.model, "prompts": len(prompts), **merged(reports)}
+    if options.json:
+        _say([json.dumps(found)])
+    else:
+        _say(lines_of(found))
+    return 0 if found["layers"] else 1
+
+
+def read_prompts(file: Path) -> list[dict[str, Any]]:
+    """The prompts of a file, as vLLM takes them.
+
+    Raises:
+        UcmError: The file cannot be read, is empty, or a line of it is no prompt.
+    """
+    fix = 'write one {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]} per line'
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UcmError(f"the file with prompts cannot be read: {error}", where=f"--prompts {file}", fix=fix) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+        except ValueError as error:
+            raise UcmError(f"the line is not JSON: {error}", where=f"{file}:{number}", fix=fix) from error
+        if not _is_prompt(prompt):
+            raise UcmError("the line is not a prompt", where=f"{file}:{number}", fix=fix)
+        found.append(prompt)
+    if not found:
+        raise UcmError("there are no prompts in the file", where=f"--prompts {file}", fix=fix)
+    return found
+
+
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The means over the workers of an engine: each has some of a layer's heads, or other layers.
+
+    Args:
+        reports: `MassProbe.report` of each worker.
+
+    Returns:
+        ``lengths``, the shortest and the longest context in tokens or None; ``layers``, by name in the model's order,
+        with the keys of `LayerMasses`.
+    """
+    layers: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for report in reports:
+        for name, layer in report["layers"].items():
+            layers[name].append(layer)
+    lengths = [report["lengths"] for report in reports if report["lengths"]]
+    return {
+        "lengths": [min(least for least, _ in lengths), max(most for _, most in lengths)] if lengths else None,
+        "layers": {name: _mean(layers[name]) for name in sorted(layers, key=_place)},
+    }
+
+
+def lines_of(found: Mapping[str, Any]) -> list[str]:
+    """What is printed: a line per budget, what the context's attention needs, and a line per layer."""
+    layers: Mapping[str, Any] = found["layers"]
+    if not layers:
+        return ["Nothing was measured: generate more tokens with --max-tokens, or measure oftener with --every 1."]
+    samples = min(layer["samples"] for layer in layers.values())
+    least, most = found["lengths"]
+    head = f"{found['model']}: {len(layers)} layers, {found['prompts']} prompts"
+    lines = [
+        f"{head}, contexts of {least:,} to {most:,} tokens, {samples:,} decode steps measured per layer",
+        "",
+        "Attention that is kept, mean over layers (worst layer):",
+    ]
+    by_budget = defaultdict(list)
+    for layer in layers.values():
+        for share, kept in layer["kept"].items():
+            by_budget[float(share)].append(kept)
+    if by_budget:
+        names = list(next(iter(by_budget.values()))[0])
+        lines.append(_row("budget", names))
+        for share, kept in sorted(by_budget.items()):
+            cells = [[one[name] for one in kept] for name in names]
+            lines.append(_row(f"{share * 100:g}%", [f"{sum(of) / len(of):.1%} ({min(of):.1%})" for of in cells]))
+    else:
+        lines.append("  every budget covers the whole context: give longer prompts, or smaller --budgets")
+    targets = list(next(iter(layers.values()))["needed"])
+    lines += ["", "Share of the context that holds so much of the attention, mean (worst step):"]
+    lines.append(_row("layer", [f"{float(target):.0%}" for target in targets]))
+    for name, layer in layers.items():
+        cells_of = [f"{layer['needed'][target]:.1%} ({layer['worst'][target]:.1%})" for target in targets]
+        lines.append(_row(_short(name), cells_of))
+    return lines
+
+
+class MassReport:
+    """A mix-in for vLLM's worker (``worker_extension_cls``), through which the engine asks for the report."""
+
+    def ucm_masses(self) -> dict[str, Any] | None:
+        """`MassProbe.report` of this worker; None if no probe runs in it."""
+        from ucm.integration.vllm.hooks import worker_method  # noqa: PLC0415 - called in vLLM's worker
+        from ucm.sparse.mass_probe import MassProbe  # noqa: PLC0415 - as above
+
+        worker: Any = self
+        method = worker_method(worker.vllm_config)
+        return method.report() if isinstance(method, MassProbe) else None
+
+
+def _measure(
+    options: argparse.Namespace, arguments: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Run the engine, and ask its workers."""
+    try:
+        from vllm import LLM, SamplingParams  # noqa: PLC0415 - most commands need no vLLM
+    except ImportError as error:
+        raise UcmError(
+            f"vLLM cannot be imported: {error}", fix="run this command in the environment of vLLM"
+        ) from error
+    method = {"budgets": options.budgets, "every": options.every}
+    try:
+        engine = LLM(
+            model=options.model,
+            enforce_eager=True,  # a replayed graph would skip the measurement
+            additional_config={"ucm_sparse_config": {_METHOD: method}},
+            worker_extension_cls=f"{MassReport.__module__}.{MassReport.__qualname__}",
+            **arguments,
+        )
+        sampling = SamplingParams(max_tokens=options.max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        engine.generate(list(prompts), sampling, use_tqdm=False)
+    except Exception as error:
+        raise UcmError(
+            f"the engine failed: {type(error).__name__}: {error}",
+            where=f"--model {options.model}",
+            fix="see vLLM's messages above; other engine arguments are given with --engine-args",
+        ) from error
+    reports = engine.collective_rpc("ucm_masses")
+    if any(report is None for report in reports):
+        raise UcmError(
+            "no probe ran in the workers: the overlay is not active in this environment",
+            fix="install the overlay's wheel beside vLLM, and run `ucm doctor`",
+        )
+    return list(reports)
+
+
+def _engine_arguments(text: str) -> dict[str, Any]:
+    fix = 'write a JSON object, for instance {"max_model_len": 32768}'
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UcmError(f"it is not JSON: {error}", where=f"--engine-args {text}", fix=fix) from error
+    if not isinstance(found, dict):
+        raise UcmError("it is not a JSON object", where=f"--engine-args {text}", fix=fix)
+    own = sorted(set(found) & set(_OWN))
+    if own:
+        raise UcmError(f"the measurement sets {', '.join(own)} itself", where=f"--engine-args {text}", fix="remove it")
+    return found
+
+
+def _is_prompt(prompt: object) -> bool:
+    if not isinstance(prompt, dict) or len(prompt) != 1:
+        return False
+    text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if isinstance(text, str) and text:
+        return True
+    return isinstance(tokens, list) and bool(tokens) and all(type(token) is int and token >= 0 for token in tokens)
+
+
+def _mean(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The means over workers, which have measured the same steps."""
+
+    def over(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {key: sum(of[key] for of in values) / len(values) for key in values[0]}
+
+    return {
+        "samples": layers[0]["samples"],
+        "kept": {share: over([layer["kept"][share] for layer in layers]) for share in layers[0]["kept"]},
+        "counted": dict(layers[0]["counted"]),
+        "needed": over([layer["needed"] for layer in layers]),
+        "worst": {target: max(layer["worst"][target] for layer in layers) for target in layers[0]["worst"]},
+    }
+
+
+def _place(name: str) -> tuple[int, str]:
+    number = re.search(r"\.(\d+)\.", name)
+    return int(number[1]) if number else -1, name
+
+
+def _short(name: str) -> str:
+    place, _ = _place(name)
+    return str(place) if place >= 0 else name
+
+
+def _row(first: str, cells: Iterable[str]) -> str:
+    return "".join([f"  {first:<8}", *(f"{cell:>18}" for cell in cells)])
+
+
+def _spaced(values: Iterable[object]) -> str:
+    return " ".join(map(str, values))
+
+
+def _say(lines: Iterable[str]) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()
