@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+T = TypeVar("T")
 
 #: How often something that others do is looked at.
 _LOOK_SECONDS = 0.01
@@ -67,6 +70,28 @@ def call_within(call: Callable[[], None], name: str, seconds: float) -> bool:
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
+
+
+def call_later(call: Callable[[], T], name: str) -> Future[T]:
+    """Call something in a thread that keeps nobody: the process may end before it does.
+
+    Args:
+        call: What to call.
+        name: The thread's name.
+
+    Returns:
+        What it returns or raises, once it has.
+    """
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
+            found.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return found
 
 
 def process_cores() -> set[int]:

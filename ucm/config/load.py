@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ucm.background import call_later
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
 from ucm.config.problems import NO_VALUE, Place, raise_for, unknown, wrong
 from ucm.config.settings import ConnectorConfig
@@ -34,10 +37,15 @@ Model = TypeVar("Model", bound=BaseModel)
 _WITHOUT_OPTIONS = frozenset({"Posix", "Dram", "Cache", "Empty"})
 #: What this process has said already; each is said once, however many connectors read the configuration.
 _said: set[str] = set()
+#: The looks at directories that had not answered when this was last asked; nobody waits for one of them again.
+_unanswered: dict[Path, Future[ConfigError | None]] = {}
 
 
 def load_connector_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     """The settings of a connector, with every directory absolute, made, and writable.
+
+    A directory that does not answer within the store's ``stuck_seconds`` is warned of and left to those who open the
+    store, which does not hold up an engine.
 
     Args:
         extra_config: vLLM's ``kv_connector_extra_config``: settings in our format or UCM's, or ``UCM_CONFIG_FILE``
@@ -61,7 +69,8 @@ def check_connector_config(
 
     Args:
         extra_config: As above.
-        make: Whether directories that are not there are made; if not, it is seen whether they could be.
+        make: Whether directories that are not there are made; if not, it is seen whether they could be, and one that
+            does not answer is an error.
 
     Raises:
         ConfigError: With everything that is wrong.
@@ -149,44 +158,112 @@ def _look_at_media(
     store: StoreSettings, written: dict[str, Any], out: Translation, top: Place, *, make: bool
 ) -> dict[str, Any]:
     """What becomes of the settings that name directories; what is wrong with those is noted."""
-    changed: dict[str, Any] = {}
+    posix, dram = [], []
     if store.parts & POSIX:
         place, value = out.origin(("store", "directories"), top, written["directories"])
-        changed["directories"] = tuple(
-            _directory(out, directory, place if isinstance(value, str) else place.inside(index), store, make=make)
+        posix = [
+            _Look(directory, place if isinstance(value, str) else place.inside(index), store, make=make)
             for index, directory in enumerate(store.directories)
-        )
-        _check_capacity(out, top, "posix_capacity", store.posix_capacity, changed["directories"])
-    if store.parts & DRAM:
-        if "dram_directory" in store.model_fields_set:  # the usual one is made, and its owner checked, by the store
-            place, _ = out.origin(("store", "dram_directory"), top)
-            changed["dram_directory"] = _directory(out, store.dram_directory, place, store, make=make)
+        ]
+    # The usual one is made, and its owner checked, by the store.
+    if store.parts & DRAM and "dram_directory" in store.model_fields_set:
+        place, _ = out.origin(("store", "dram_directory"), top)
+        dram = [_Look(store.dram_directory, place, store, make=make)]
+    looks = posix + dram
+    wait([look.found for look in looks if not look.is_old], store.stuck_seconds)
+    changed: dict[str, Any] = {}
+    if posix:
+        changed["directories"] = tuple(look.end(out) for look in posix)
+        if all(look.is_usable for look in posix):
+            _check_capacity(out, top, "posix_capacity", changed["directories"], store)
+    if dram:
+        [changed["dram_directory"]] = (look.end(out) for look in dram)
+    if store.parts & DRAM and all(look.is_usable for look in dram):
         directory = changed.get("dram_directory", store.dram_directory)
-        _check_capacity(out, top, "dram_capacity", store.dram_capacity, (directory,))
+        _check_capacity(out, top, "dram_capacity", (directory,), store)
     return changed
 
 
-def _directory(out: Translation, written: str, place: Place, store: StoreSettings, *, make: bool) -> str:
-    """A directory's absolute path; what is wrong with it is noted."""
-    try:
-        directory = Path.cwd() / expand(written, place)
-    except ConfigError as error:
-        out.problems.append(error)
+class _Look:
+    """A look at one directory, by a thread: one whose server is gone keeps whoever looks, maybe for ever.
+
+    Args:
+        written: The directory, as the settings name it.
+        place: Where.
+        store: The settings.
+        make: See ``directory_problem``.
+
+    Attributes:
+        found: What is wrong with the directory, None for nothing; once it has answered.
+        is_old: Whether it is known already that it does not.
+    """
+
+    def __init__(self, written: str, place: Place, store: StoreSettings, *, make: bool) -> None:
+        self._written, self._place, self._make = written, place, make
+        self._seconds = store.stuck_seconds
+        self.found: Future[ConfigError | None] = Future()
+        self.is_old = False
+        try:
+            self._path = Path.cwd() / expand(written, place)
+        except ConfigError as error:
+            self._path = Path()
+            self.found.set_result(error)
+            return
+        old = _unanswered.get(self._path)
+        if old is not None and not old.done():
+            self.found, self.is_old = old, True
+        else:
+            look = partial(directory_problem, self._path, place, written, store.trusted_group, make=make)
+            self.found = call_later(look, "ucm-look")
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it has answered, and can be used."""
+        return self.found.done() and self.found.result() is None
+
+    def end(self, out: Translation) -> str:
+        """The directory's absolute path; nothing if something is wrong with it, which is noted."""
+        if self.found.done():
+            _unanswered.pop(self._path, None)
+            problem = self.found.result()
+        else:
+            _unanswered[self._path] = self.found
+            problem = self._no_answer()
+        if problem is None:
+            return str(self._path)
+        out.problems.append(problem)
         return ""
-    problem = directory_problem(directory, place, written, store.trusted_group, make=make)
-    if problem is None:
-        return str(directory)
-    out.problems.append(problem)
-    return ""
+
+    def _no_answer(self) -> ConfigError | None:
+        """It has not answered: an error, or where an engine starts a warning."""
+        if not self._make:
+            what = f"{self._path} has not answered for {self._seconds:.1f} s"
+            fix = "see that its server runs and can be reached, or name another"
+            return wrong(self._place, what, fix, self._written)
+        if str(self._path) not in _said:
+            _said.add(str(self._path))
+            get_logger(__name__).warning(
+                "[UCM.Connector] %s: %s has not answered for %.1f s: the engine starts, and neither loads nor saves "
+                "there until it does",
+                self._place,
+                self._path,
+                self._seconds,
+            )
+        return None
 
 
 def _check_capacity(
-    out: Translation, top: Place, name: str, capacity: int | None, directories: tuple[str, ...]
+    out: Translation, top: Place, name: str, directories: tuple[str, ...], store: StoreSettings
 ) -> None:
-    if capacity is None or not all(directories):
+    """See that a capacity is not beyond the media; of those that stop answering meanwhile, it is not seen."""
+    capacity = getattr(store, name)
+    if capacity is None:
         return
     place, written = out.origin(("store", name), top, out.settings["store"][name])
-    problem = capacity_problem(capacity, [Path(one) for one in directories], place, written)
+    paths = [Path(one) for one in directories]
+    found = call_later(partial(capacity_problem, capacity, paths, place, written), "ucm-look")
+    wait([found], store.stuck_seconds)
+    problem = found.result() if found.done() else None
     if problem is not None:
         out.problems.append(problem)
 

@@ -9,20 +9,28 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ucm.store.frozen import FrozenDirectory
 from ucm.config import ConnectorConfig, load_connector_config
 from ucm.config.document import FILE_KEY, read_document
-from ucm.config.load import WITHOUT_EFFECT
+from ucm.config.load import WITHOUT_EFFECT, check_connector_config
 from ucm.config.upstream import translate
 from ucm.config.upstream_keys import TOP_LEVEL_WITHOUT_EFFECT
 from ucm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 EMPTY = {"store": {"pipeline": "Empty"}}
 TOO_MUCH = 1 << 60
+#: Seconds in which what must happen does, on a busy machine, and seconds that nobody waits.
+LONG, NEVER = 60.0, 3600.0
 
 
 def test_the_least_that_has_to_be_said(tmp_path: Path) -> None:
@@ -219,6 +227,86 @@ def test_a_directory_below_one_that_is_not_there_yet_has_its_file_systems_size(t
     total = shutil.disk_usage(tmp_path).total
     assert load_connector_config({"store": {**dram, "dram_capacity": total}}).store.dram_capacity == total
     assert (tmp_path / "a" / "b").is_dir()
+
+
+@pytest.fixture
+def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FrozenDirectory]:
+    """A directory whose server is gone."""
+    found = FrozenDirectory(monkeypatch, str(tmp_path / "frozen"))
+    yield found
+    found.thawed.set()
+
+
+def within_a_while(call: Callable[[], ConnectorConfig]) -> tuple[ConnectorConfig | Exception, float]:
+    """What a call returns or raises, and how long it took; it must not wait for a directory."""
+    ended: list[ConnectorConfig | Exception] = []
+
+    def run() -> None:
+        try:
+            ended.append(call())
+        except ConfigError as error:
+            ended.append(error)
+
+    thread, began = threading.Thread(target=run, daemon=True), time.monotonic()
+    thread.start()
+    thread.join(LONG)
+    assert ended, "it waits for the directory"
+    return ended[0], time.monotonic() - began
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_a_directory_that_does_not_answer_is_named_and_keeps_nobody(
+    tmp_path: Path, frozen: FrozenDirectory, said: list[str], *, make: bool
+) -> None:
+    """An engine starts, and its store is opened once the directory answers; the doctor calls it an error."""
+    two = [str(tmp_path / "well"), str(tmp_path / "frozen")]
+    written = {"store": {"directories": two, "posix_capacity": "900PiB", "stuck_seconds": 2.0}}
+    found, _ = within_a_while(lambda: check_connector_config(written, make=make)[0])
+    assert frozen.held.is_set()
+    named = f"{two[1]} has not answered for 2.0 s"
+    if make:
+        assert isinstance(found, ConnectorConfig)
+        assert found.store.directories == tuple(two)
+        assert Path(two[0]).is_dir(), "the others are made all the same"
+        assert [named in line and "store.directories[1]" in line for line in said] == [True]
+    else:
+        assert isinstance(found, ConfigError)
+        assert (found.what, said) == (named, [])
+        assert found.where == f"kv_connector_extra_config: store.directories[1] = {two[1]!r}"
+
+
+def test_a_directory_that_does_not_answer_is_waited_for_once(tmp_path: Path, frozen: FrozenDirectory) -> None:
+    """However many connectors of a process read the configuration."""
+    written = {"store": {"directories": str(tmp_path / "frozen"), "stuck_seconds": 2.0}}
+    within_a_while(lambda: load_connector_config(written))
+    calls = frozen.calls
+    _, seconds = within_a_while(lambda: load_connector_config({"store": {**written["store"], "stuck_seconds": NEVER}}))
+    assert (frozen.calls, seconds < LONG) == (calls, True)
+    frozen.thawed.set()
+    deadline = time.monotonic() + LONG
+    while not (tmp_path / "frozen").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    (tmp_path / "frozen").chmod(0o777)
+    while any(thread.name == "ucm-look" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    with pytest.raises(ConfigError, match="everybody may write"):
+        load_connector_config(written)
+
+
+def test_a_file_system_that_stops_answering_is_asked_for_no_size(
+    tmp_path: Path, frozen: FrozenDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen.thawed.set()
+    usage = shutil.disk_usage
+
+    def freeze(path: Path) -> Any:
+        frozen.thawed.clear()
+        return usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", freeze)
+    store = {"directories": str(tmp_path / "frozen"), "posix_capacity": "900PiB", "stuck_seconds": 2.0}
+    found, _ = within_a_while(lambda: load_connector_config({"store": store}))
+    assert isinstance(found, ConnectorConfig)
 
 
 def test_a_directory_that_may_not_be_written() -> None:

@@ -29,7 +29,7 @@ class FrozenDirectory:
         self._count = threading.Lock()
         self.calls = 0  #: that have hung, or do
         self.held, self.thawed = threading.Event(), threading.Event()
-        for name in ("access", "stat", "lstat", "mkdir", "open"):
+        for name in ("access", "stat", "lstat", "mkdir", "open", "statvfs"):
             real = getattr(os, name)
             monkeypatch.setattr(os, name, create_autospec(real, side_effect=partial(self._call, real)))
         open_safely = paths._open()

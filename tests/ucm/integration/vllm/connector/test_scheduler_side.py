@@ -61,10 +61,17 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 def create(
-    model: Path, directory: Path, connector: str = "direct", *, asynchronous: bool = False, loads: bool = True
+    model: Path,
+    directory: Path,
+    connector: str = "direct",
+    *,
+    asynchronous: bool = False,
+    loads: bool = True,
+    stuck_seconds: float = 10.0,
 ) -> SchedulerSide:
     """Create the scheduler's part."""
-    extra = {"store": {"directories": str(directory / "store")}, "connector": connector, "metrics": False}
+    store = {"directories": str(directory / "store"), "stuck_seconds": stuck_seconds}
+    extra = {"store": store, "connector": connector, "metrics": False}
     engine: Any = VllmConfig(ModelConfig(str(model)))
     engine.scheduler_config = SimpleNamespace(async_scheduling=asynchronous)
     engine.kv_transfer_config = SimpleNamespace(
@@ -191,10 +198,9 @@ def test_an_engine_starts_beside_a_directory_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr(scheduler_side, "START_SECONDS", 0.05)
     model = write_model(tmp_path / "model")
-    # Not the directory itself, which is looked at when the configuration is read.
-    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "store" / "model-"))
+    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "store"))
     made: list[SchedulerSide] = []
-    starting = threading.Thread(target=lambda: made.append(create(model, tmp_path)), daemon=True)
+    starting = threading.Thread(target=lambda: made.append(create(model, tmp_path, stuck_seconds=1.0)), daemon=True)
     starting.start()
     starting.join(60)
     assert made, "it waits for the directory"
