@@ -158,7 +158,8 @@ def _look_at_media(
     store: StoreSettings, written: dict[str, Any], out: Translation, top: Place, *, make: bool
 ) -> dict[str, Any]:
     """What becomes of the settings that name directories; what is wrong with those is noted."""
-    posix, dram = [], []
+    posix: list[_Look] = []
+    dram: list[_Look] = []
     if store.parts & POSIX:
         place, value = out.origin(("store", "directories"), top, written["directories"])
         posix = [

@@ -478,3 +478,80 @@ def test_what_a_slow_directory_has_told_by_the_deadline_is_believed(
             assert question._ended.wait(LONG)
         assert len(tests) == 5, "nobody waits for the rest"
         assert store.lookup(KEYS) == [True] * len(KEYS)
+
+
+# Evicted from beside a directory that does not answer.
+
+
+def here_and_there(two: TwoRoots, count: int) -> tuple[list[BlockKey], list[BlockKey]]:
+    """Blocks that belong into the directory that freezes, and as many that belong into the other."""
+    lanes: tuple[list[BlockKey], list[BlockKey]] = [], []
+    number = len(KEYS)
+    while min(map(len, lanes)) < count:
+        block = key(number)
+        lanes[two.tier.lane(block)].append(block)
+        number += 1
+    return lanes[0][:count], lanes[1][:count]
+
+
+@pytest.fixture
+def small(
+    config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[TwoRoots, FrozenDirectory]]:
+    """Both directories together hold twice what is saved."""
+    limited = replace(config, posix_capacity_bytes=2 * len(KEYS) * (EVEN.nbytes + 4096))
+    found = TwoRoots(limited, tmp_path, monkeypatch)
+    yield found, found.directory
+    found.directory.thawed.set()
+    found.store.close()
+
+
+def test_a_frozen_directory_stops_eviction_in_no_other(small: tuple[TwoRoots, FrozenDirectory]) -> None:
+    two, directory = small
+    assert directory.held.wait(LONG), "its evictor has come across it"
+    _, well = here_and_there(two, 4 * len(KEYS))
+    deadline = time.monotonic() + LONG
+    while well and time.monotonic() < deadline:  # what the evictor is behind with is dropped
+        failed = save(two.store, well[:16], EVEN).failed
+        well = [*failed, *well[16:]]
+    assert not well, "the other directory is full, and nobody makes room"
+    assert two.store.stats()["posix"].evicted_blocks
+
+
+def test_an_evictor_that_a_directory_keeps_is_not_waited_for(
+    small: tuple[TwoRoots, FrozenDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, directory = small
+    assert directory.held.wait(LONG)
+    monkeypatch.setattr(posix_space, "CLOSE_SECONDS", NEVER)
+    evictors = [one.evictor for one in two.tier._directories]
+    assert evictors[0]._busy_since is not None
+    evictors[0]._busy_since -= NEVER
+    assert ends(two.tier.close)
+    assert evictors[1]._thread is not None
+    assert not evictors[1]._thread.is_alive(), "the other one is"
+
+
+def test_times_of_use_are_not_renewed_by_whoever_closes(
+    config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory may have stopped answering since the evictor looked."""
+    two = TwoRoots(config, tmp_path, monkeypatch)
+    assert two.directory.held.wait(LONG)
+    two.directory.thawed.set()
+    evictor = two.tier._directories[0].evictor
+    wait_until(lambda: evictor._busy_since is None)
+    two.directory.thawed.clear()
+    two.tier.touch(two.lost[0])
+    monkeypatch.setattr(posix_space, "CLOSE_SECONDS", SHORT)
+    ended = ends(two.tier.close)
+    two.directory.thawed.set()
+    assert ended
+
+
+def ends(call: Callable[[], None]) -> bool:
+    """Whether a call waits for nothing that does not come."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(LONG)
+    return not thread.is_alive()

@@ -58,7 +58,7 @@ def evictor_of(store: KVStore) -> Evictor:
     assert isinstance(store, TieredStore)
     tier = store._tiers[0]
     assert isinstance(tier, PosixTier)
-    return tier._evictor
+    return tier._directories[0].evictor
 
 
 def test_all_writers_count_together(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_store_of_before_is_counted(config: StoreConfig) -> None:
 def test_the_smallest_capacity_wins_whoever_evicts(config: StoreConfig) -> None:
     with open_store(config, NAMESPACE, EVEN) as one:
         save(one, KEYS, EVEN)
-        eventually(lambda: evictor_of(one)._roots[0]._elected)
+        eventually(lambda: evictor_of(one)._root._elected)
         with open_store(replace(config, posix_capacity_bytes=20 * FILE), NAMESPACE, EVEN) as two:
             eventually(lambda: not save(two, [key(100)], EVEN).failed)
             eventually(lambda: one.stats()["posix"].evicted_blocks >= 20)

@@ -346,7 +346,7 @@ class WriterListener(Protocol):
     def refused(self, directory: Directory, error: StoreError) -> None:
         """The medium did not take it."""
 
-    def behind(self) -> None:
+    def behind(self, directory: Directory) -> None:
         """There is no room for it within the capacity."""
 
 
@@ -464,7 +464,7 @@ class BlockFileWriter(BlockWriter):
         try:
             self._directory.reserve(self._file_nbytes)
         except StoreFullError:
-            self._listener.behind()
+            self._listener.behind(self._directory)
             self._directory.wait_for_room(self._file_nbytes)
         self._reserved = True
 

@@ -34,7 +34,7 @@ from ucm.store.posix.index import Scan, clean_up, evict, scan
 from ucm.store.posix.paths import FILE_MODE, SHARED_FILE_MODE, open_file, shared_group, status_of, touch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ucm.store.posix.tier import Directory
 
@@ -248,25 +248,27 @@ _ELECTION_SECONDS = 5.0
 _NICEST = 10
 
 
-#: How long the end waits for the evictor.
+#: How long the end waits for evictors, all of them together.
 CLOSE_SECONDS = 5.0
 
 
 class Evictor:
-    """One thread, started when the tier is first used for a transfer.
+    """One thread for one directory, so that one that does not answer stops eviction in no other.
 
     Args:
-        directories: The tier's.
+        directory: The directory.
         stale_seconds: See ``StoreConfig``.
         evicted: Called with the path of each block that was deleted to make room.
     """
 
-    def __init__(self, directories: list[Directory], stale_seconds: float, evicted: Callable[[str], None]) -> None:
-        self._roots = [_Root(directory, stale_seconds, evicted) for directory in directories]
+    def __init__(self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._root = _Root(directory, stale_seconds, evicted)
         self._lock = threading.Lock()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._busy_since: float | None = None  # None while it waits for the next look
         self._touches: deque[str] = deque()
 
     def start(self) -> None:
@@ -281,8 +283,9 @@ class Evictor:
         """Note that a block was used; its time is renewed soon."""
         self._touches.append(path)
 
-    def wrote(self, directory: Directory) -> None:
+    def wrote(self) -> None:
         """Note that a block became visible."""
+        directory = self._directory
         if directory.share is not None and (directory.used_bytes or 0) > directory.share * _EVICT_FROM:
             self._wake.set()
 
@@ -290,40 +293,52 @@ class Evictor:
         """Note that a block was not written for want of room within the capacity."""
         self._wake.set()
 
-    def full(self, directory: Directory) -> None:
+    def full(self) -> None:
         """Note that the medium has no room although the capacity is not used up."""
+        directory = self._directory
         if directory.share is not None and directory.used_bytes is not None:
             with suppress(OSError):
                 directory.usage.ask(directory.used_bytes)
             self._wake.set()
 
-    def close(self) -> None:
-        """Renew the last times, and end; a directory that does not answer keeps the thread, and nobody else."""
+    def stop(self) -> None:
+        """Have the thread renew the last times, and end."""
         with self._lock:
             self._closed = True
-            thread = self._thread
         self._stop.set()
         self._wake.set()
-        if thread is not None:
-            thread.join(CLOSE_SECONDS)
-            if thread.is_alive():
-                return
-        self._renew()
-        for root in self._roots:
-            root.close()
+
+    def join(self, until: float) -> None:
+        """Wait for the thread to end, unless its current look has taken longer than ``CLOSE_SECONDS`` already.
+
+        Args:
+            until: Of ``time.monotonic()``.
+        """
+        thread, since = self._thread, self._busy_since
+        if thread is None:
+            self._root.close()
+            return
+        if since is not None:
+            until = min(until, since + CLOSE_SECONDS)
+        thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         enter_background(_NICEST)
         while not self._stop.is_set():
             self._wake.clear()
+            self._busy_since = time.monotonic()
             self._renew()
-            pause = min([self._look_after(root) for root in self._roots])
+            pause = self._look()
+            self._busy_since = None
             self._stop.wait(_LOOK_SECONDS[0])
             self._wake.wait(pause)
+        self._busy_since = time.monotonic()
+        self._renew()
+        self._root.close()
 
-    def _look_after(self, root: _Root) -> float:
+    def _look(self) -> float:
         try:
-            return root.look(time.monotonic())
+            return self._root.look(time.monotonic())
         except OSError:
             return _LOOK_SECONDS[1]  # what cannot be reached now may be next time
         except Exception:  # noqa: BLE001 - an evictor that ends would let the store fill up
@@ -334,6 +349,15 @@ class Evictor:
         while self._touches:
             with suppress(OSError):
                 touch(self._touches.popleft())
+
+
+def close_evictors(evictors: Sequence[Evictor]) -> None:
+    """End some; those that a directory keeps are left to it."""
+    for evictor in evictors:
+        evictor.stop()
+    until = time.monotonic() + CLOSE_SECONDS
+    for evictor in evictors:
+        evictor.join(until)
 
 
 @dataclass(slots=True)

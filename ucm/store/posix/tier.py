@@ -29,7 +29,7 @@ from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_
 from ucm.store.posix.index import REMOVALS, NameIndex
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.paths import KeptDirectory, distrust, group_id, make_directory, open_file, shared_group
-from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage
+from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
 from ucm.store.recent import RecentKeys
 from ucm.store.tier import Tier
 
@@ -64,13 +64,23 @@ class Directory:
         namespace: The namespace.
         config: The store's options.
         share: What it may hold in bytes; None: no limit.
+        evicted: Called with the path of each block that was deleted to make room.
         on_disk: Whether it is, or else in memory: then direct I/O, syncing and claiming space mean nothing.
 
     Raises:
         ConfigError: It is not there, cannot be used by us, or others may write to it.
     """
 
-    def __init__(self, root: str, namespace: str, config: StoreConfig, share: float | None, *, on_disk: bool) -> None:
+    def __init__(
+        self,
+        root: str,
+        namespace: str,
+        config: StoreConfig,
+        share: float | None,
+        evicted: Callable[[str], None],
+        *,
+        on_disk: bool,
+    ) -> None:
         self.layout = Layout(root, namespace)
         self.share = share
         self.usage = Usage(self.layout.root)
@@ -96,6 +106,7 @@ class Directory:
         self._ahead = _AHEAD_NBYTES if share is None else min(_AHEAD_NBYTES, int(share * _AHEAD_SHARE))
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - as the root, a text
         self._parent_device = _device(self._parent)
+        self.evictor = Evictor(self, config.stale_seconds, evicted)
 
     @property
     def used_bytes(self) -> int | None:
@@ -378,12 +389,14 @@ class PosixTier(Tier):
             )
         check_namespace(namespace)
         share = None if capacity_bytes is None else capacity_bytes / len(roots)
-        self._directories = [Directory(root, namespace, config, share, on_disk=on_disk) for root in roots]
+        self._directories = [
+            Directory(root, namespace, config, share, self._note_eviction, on_disk=on_disk) for root in roots
+        ]
         self._slots = _slots(roots)
         self._codec = codec
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
-        self._evictor = Evictor(self._directories, config.stale_seconds, self._note_eviction)
+        self._evicts = False
 
     @classmethod
     def open(cls, options: TierOptions, place: TierPlace) -> Tier:
@@ -439,7 +452,7 @@ class PosixTier(Tier):
         Returns:
             Whether the block's time of last use is old.
         """
-        self._evictor.start()
+        self._start_evictors()
         directory = self._directory(block.key)
         path = directory.layout.block(block.key)
         try:
@@ -447,13 +460,14 @@ class PosixTier(Tier):
         except StoreError as error:
             self._fail(directory, block.key, error)
         if old:
-            self._evictor.touch(path)
+            directory.evictor.touch(path)
         return old
 
     def touch(self, key: BlockKey) -> None:
         """In the background."""
-        self._evictor.start()
-        self._evictor.touch(self._directory(key).layout.block(key))
+        self._start_evictors()
+        directory = self._directory(key)
+        directory.evictor.touch(directory.layout.block(key))
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """The file as it is, verified by its own header."""
@@ -478,7 +492,7 @@ class PosixTier(Tier):
         if directory.holds(key):
             directory.expect(file_nbytes, -1)
             return None
-        self._evictor.start()
+        self._start_evictors()
         return BlockFileWriter(directory, key, file_nbytes, self)
 
     def prefetch(self, key: BlockKey) -> None:
@@ -503,7 +517,7 @@ class PosixTier(Tier):
         """End the threads; those that a directory keeps are left to it."""
         for directory in self._directories:
             directory.lookups.close()
-        self._evictor.close()
+        close_evictors([directory.evictor for directory in self._directories])
         for directory in self._directories:
             directory.index.close()
 
@@ -511,16 +525,22 @@ class PosixTier(Tier):
         """A writer made a block visible."""
         self._recent.generations()[0].add(key)
         directory.index.add([key])
-        self._evictor.wrote(directory)
+        directory.evictor.wrote()
 
     def refused(self, directory: Directory, error: StoreError) -> None:
         """A writer could not go on."""
         if isinstance(error, StoreFullError):
-            self._evictor.full(directory)
+            directory.evictor.full()
 
-    def behind(self) -> None:
+    def behind(self, directory: Directory) -> None:
         """A writer found no room within the capacity."""
-        self._evictor.behind()
+        directory.evictor.behind()
+
+    def _start_evictors(self) -> None:
+        if not self._evicts:
+            self._evicts = True
+            for directory in self._directories:
+                directory.evictor.start()
 
     def _directory(self, key: BlockKey) -> Directory:
         return self._directories[self.lane(key)]
