@@ -21,6 +21,7 @@ so nothing more is lost.
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +31,7 @@ from ucm.sparse.esa_options import ESAOptions
 from ucm.sparse.esa_worker import MiddleReader
 from ucm.sparse.losses import out_of_reach
 from ucm.sparse.middle_release import MiddleReleases
+from ucm.sparse.middle_roots import store_roots
 from ucm.sparse.needed_hooks import require_hooks
 from ucm.sparse.options import parse_options
 from ucm.sparse.own_blocks import keep_apart, rename_own
@@ -37,6 +39,7 @@ from ucm.sparse.releasing import ReleasingMethod, require_own_connector
 from ucm.sparse.steering import refuse_asked
 from ucm.sparse.window import TILE
 from ucm.store.factory import open_store
+from ucm.store.opening import opens_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -140,14 +143,21 @@ class ESA(ReleasingMethod[MiddleReleases]):
     # The worker's side
 
     def worker_started(self) -> None:
-        """Refuse an engine that cannot be served, and a store that cannot be opened."""
+        """Refuse an engine that cannot be served, and a store that cannot be opened; not one that does not answer."""
         require_hooks(NAME, self.needed_hooks)
         self.attention.require_engine()
         block_size = getattr(self.vllm_config.cache_config, "block_size", None)
         if block_size:
             self._budget(int(block_size))
         config = self._options.store.as_store_config()
-        open_store(config, "middle/trial", None).close()
+        if not opens_within(partial(open_store, config, "middle/trial", None), config.stuck_seconds):
+            get_logger(__name__).warning(
+                "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, what is released stays "
+                "in host memory",
+                NAME,
+                config.stuck_seconds,
+                ", ".join(store_roots(config)) or config.pipeline,
+            )
         self._reader = MiddleReader(
             self.attention,
             self.vllm_config.cache_config,

@@ -3,7 +3,8 @@
 A block is kept in host memory until the store has it for good, and for as long as its request lives where the store
 does not take it, or has lost one before. One that is full, or too far behind, is asked again. Keys are never used
 twice, and the namespace is this engine start's and this worker's own; what the store returns is what was dumped, or
-nothing: it verifies checksums.
+nothing: it verifies checksums. It is opened, and at the end deleted, by threads that a directory which does not answer
+may keep; the worker waits for none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
@@ -22,9 +24,10 @@ from ucm.sparse.middle_roots import PREFIX, remove_leftovers, store_roots
 from ucm.store.base import BlockTransfer
 from ucm.store.errors import StoreFullError
 from ucm.store.factory import open_store
+from ucm.store.opening import OpeningStore
 from ucm.store.pool import Pool
 from ucm.store.posix.layout import Layout
-from ucm.store.posix.paths import unlink
+from ucm.store.posix.paths import names_in, unlink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.block_copies import BlockCopies
-    from ucm.store.base import BlockKey, Buffer, KVStore, Task
+    from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, Task
     from ucm.store.config import StoreConfig
     from ucm.store.errors import StoreError
 
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 STALE_SECONDS = 7 * 86400.0
 #: How long a store that had no room, or was too far behind, is left alone.
 RETRY_SECONDS = 1.0
+_DELETED_AT_ONCE = 256
 
 
 @dataclass(slots=True)
@@ -95,9 +99,6 @@ class MiddleStore:
         engine: Names the start of the engine.
         rank: The worker's.
 
-    Raises:
-        ConfigError: If the store cannot be opened.
-
     Attributes:
         counts: ``saved``, ``loaded`` and ``from_host`` (block-layers), ``kept`` (blocks that stay in host memory),
             ``retried`` and ``lost`` loads.
@@ -107,13 +108,11 @@ class MiddleStore:
         self._copies = copies
         self._engine = engine
         config = replace(config, stale_seconds=max(config.stale_seconds, STALE_SECONDS))
-        roots = store_roots(config)
-        for root in roots:
-            remove_leftovers(root)
-        namespace = f"{PREFIX}/{engine}/{rank}"
-        self._store: KVStore = open_store(config, namespace, copies.geometry)
-        self._layouts = [Layout(root, namespace) for root in roots]
-        self._cleaner = Pool("ucm-middle", 1, 19)
+        #: Where blocks may lie, once the store is open.
+        self._layouts: list[Layout] = []
+        make = partial(_open, config, f"{PREFIX}/{engine}/{rank}", copies.geometry, self._layouts)
+        self._store: KVStore = OpeningStore(make, config.stuck_seconds)
+        self._cleaner = _cleaner(config.stuck_seconds)
         self._kept: dict[int, _Admission] = {}
         self._saving: list[_Saving] = []
         #: Admissions and places that the store had no room for, and when they may be tried again.
@@ -123,7 +122,8 @@ class MiddleStore:
         self._trusted = True
         self._logged: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self._end = Finalize(self, _end, (self._store, self._cleaner, self._layouts), exitpriority=10)
+        ours = self._store, self._cleaner, self._layouts, config.stuck_seconds
+        self._end = Finalize(self, _end, ours, exitpriority=10)
 
     def save(self, admission: int, first: int, layers: Sequence[Tensor]) -> None:
         """Take blocks that follow each other.
@@ -257,15 +257,9 @@ class MiddleStore:
 
     def _forget(self, keys: Iterable[BlockKey]) -> None:
         names = list(keys)
-
-        def delete() -> None:
-            for layout in self._layouts:
-                for key in names:
-                    with suppress(OSError):
-                        unlink(layout.block(key))
-
+        some = [names[at : at + _DELETED_AT_ONCE] for at in range(0, len(names), _DELETED_AT_ONCE)]
         with suppress(ValueError):
-            self._cleaner.submit([delete])
+            self._cleaner.submit([partial(_delete, self._layouts, of_job) for of_job in some])
 
     def _tell(self, what: str, error: StoreError) -> None:
         label = f"{what}: {error.cause}"
@@ -274,12 +268,41 @@ class MiddleStore:
             get_logger(__name__).error("[UCM.Sparse] %s (logged once, counted from now on): %s", what, error)
 
 
-def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout]) -> None:
+def _open(config: StoreConfig, namespace: str, geometry: BlockGeometry, layouts: list[Layout]) -> KVStore:
+    roots = store_roots(config)
+    for root in roots:
+        remove_leftovers(root)
+    layouts += [Layout(root, namespace) for root in roots]
+    return open_store(config, namespace, geometry)
+
+
+def _cleaner(patience: float) -> Pool:
+    return Pool("ucm-middle", 1, 19, patience=patience)
+
+
+def _delete(layouts: Sequence[Layout], keys: Sequence[BlockKey]) -> None:
+    for layout in layouts:
+        for key in keys:
+            with suppress(OSError):
+                unlink(layout.block(key))
+
+
+def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout], patience: float) -> None:
     """The worker ends, and with it all of its requests."""
     cleaner.close()
     store.close()
+    last = _cleaner(patience)
     for layout in layouts:
-        shutil.rmtree(layout.base, ignore_errors=True)
+        # A few blocks at a time: one job that takes longer than the patience is taken for one that never ends.
+        last.submit([partial(_remove_bucket, f"{layout.base}/{number:02x}") for number in range(256)])
+        last.submit([partial(shutil.rmtree, layout.base, ignore_errors=True)])
+    last.close()
+
+
+def _remove_bucket(path: str) -> None:
+    with suppress(OSError):
+        for name in names_in(path):
+            unlink(f"{path}/{name}")
 
 
 def _memory(rows: Tensor) -> Buffer:

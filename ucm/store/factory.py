@@ -128,10 +128,14 @@ def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) ->
 def _open_tiers(back_ends: Mapping[str, Any], places: Mapping[str, TierPlace]) -> list[Tier]:
     """Every tier of a pipeline; none stays open if one cannot be opened."""
     tiers: list[Tier] = []
+    # Before the first is opened: its medium may not answer, and a wrong option of another is to be told all the same.
+    options = {
+        name: tier_options(back_end, name, places[name].config.tiers.get(name, {}))
+        for name, back_end in back_ends.items()
+    }
     try:
         for name, back_end in back_ends.items():
-            options = tier_options(back_end, name, places[name].config.tiers.get(name, {}))
-            tiers.append(back_end.open(options, places[name]))
+            tiers.append(back_end.open(options[name], places[name]))
     except BaseException:
         for tier in tiers:
             tier.close()

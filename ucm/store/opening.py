@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ucm.background import call_later
 from ucm.logger import get_logger
 from ucm.store.base import KVStore, Task, TaskResult
 from ucm.store.errors import StoreTimeoutError, StoreUnavailableError
@@ -195,3 +197,24 @@ class OpeningStore(KVStore):
                 self._waiting -= 1
 
         self._pool.submit([RefusableJob(end, partial(end, refused=True))])
+
+
+def opens_within(make: Callable[[], KVStore], seconds: float) -> bool:
+    """Open a store for a moment, to hear at once of what is wrong with its options or its directories.
+
+    Args:
+        make: Opens it.
+        seconds: How long that may take.
+
+    Returns:
+        Whether it did not take longer; else a thread goes on with it.
+
+    Raises:
+        ConfigError: It cannot be opened.
+    """
+    trial = call_later(lambda: make().close(), "ucm-open")
+    wait([trial], seconds)
+    if not trial.done():
+        return False
+    trial.result()
+    return True

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec
 
 import pytest
 
+from tests.ucm.store.frozen import FrozenDirectory
 from ucm.errors import ConfigError, SparseMethodError
+from ucm.logger import get_logger
 from ucm.sparse.base import Role
 from ucm.sparse.block_copies import CopyingView
 from ucm.sparse.esa import ESA
 from ucm.sparse.factory import create_method
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def config(**others: Any) -> Any:
@@ -68,6 +74,48 @@ def test_a_worker_refuses_it_before_it_loads_a_model() -> None:
     method.attention = create_autospec(CopyingView, instance=True)
     with pytest.raises(ConfigError, match="leaves no block of 16"):
         method.worker_started()
+
+
+def start_beside_a_frozen_directory(path: Path, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any]) -> list[object]:
+    """Start a worker: what it raises, or that it is there; nothing if it waits for the directory."""
+    path.mkdir()
+    options = {"store": {"pipeline": "Posix", "directories": str(path), "stuck_seconds": 1.0, **store}}
+    method = ESA(config(parallel_config=SimpleNamespace(rank=0)), Role.WORKER, options)
+    method.attention = create_autospec(CopyingView, instance=True)
+    frozen = FrozenDirectory(monkeypatch, str(path))
+    ended: list[object] = []
+
+    def start() -> None:
+        try:
+            method.worker_started()
+        except ConfigError as error:
+            ended.append(error)
+        else:
+            ended.append(method.reader)
+
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(60)
+    frozen.thawed.set()
+    return ended
+
+
+def test_a_worker_starts_beside_a_directory_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    [started] = start_beside_a_frozen_directory(tmp_path / "kv", monkeypatch, {})
+    assert not isinstance(started, ConfigError)
+    assert f"has not answered for 1.0 s ({tmp_path / 'kv'})" in caplog.text
+
+
+def test_a_wrong_option_is_told_beside_a_directory_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {"pipeline": "Posix|Redis", "tiers": {"Redis": {"no_such_option": 1}}}
+    [refusal] = start_beside_a_frozen_directory(tmp_path / "kv", monkeypatch, wrong)
+    assert isinstance(refusal, ConfigError)
+    assert "no_such_option" in refusal.where
 
 
 def test_connectors_of_others_are_refused() -> None:

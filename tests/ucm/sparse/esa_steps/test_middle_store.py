@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,9 +15,11 @@ pytest.importorskip("torch", reason="torch is not installed; tests/e2e/test_insi
 
 import torch
 
+from tests.ucm.store.frozen import FrozenDirectory
 from ucm.sparse import middle_store
 from ucm.sparse.middle_roots import remove_leftovers
 from ucm.sparse.middle_store import MiddleStore
+from ucm.store import pool
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.posix import layout as posix_layout
@@ -23,7 +27,7 @@ from ucm.store.posix.index import evict, scan
 from ucm.store.posix.layout import Layout, owner_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -182,3 +186,75 @@ def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path)
     there = sorted(path.name for path in root.iterdir() if path.is_dir())
     left = [name for name in there if "999999999" not in name]
     assert len(left) == len(there) == 2
+
+
+class Clock:
+    """What tells when a thread counts as stuck."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def gets_on(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for the directory"
+
+
+def test_a_directory_that_does_not_answer_keeps_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, root = Clock(), tmp_path / "root"
+    monkeypatch.setattr(pool, "time", clock)
+    options = config(root)
+    frozen = FrozenDirectory(monkeypatch, str(root))
+    made: list[MiddleStore] = []
+    gets_on(lambda: made.append(MiddleStore(options, copies(), owner_name(), 0)))
+    [store], data = made, blocks(6)
+    assert frozen.held.wait(60)
+
+    def work() -> None:
+        store.save(1, 0, data)
+        store.settle()
+        assert store._saving, "what waits for the store waits in host memory"
+        clock.now += options.stuck_seconds
+        store.settle()
+        assert not store._saving
+        assert torch.equal(fetched(store, 1, *((1, place) for place in range(6))), data[1])
+        store.drop(1)
+
+    gets_on(work)
+    assert (store.counts["kept"], store.counts["lost"]) == (6, 0)
+    frozen.thawed.set()
+    deadline = time.monotonic() + 60
+    while not store._store.stats() and time.monotonic() < deadline:
+        store._store.flush(60)
+    store.save(2, 0, data)
+    settle(store)
+    assert torch.equal(fetched(store, 0, (2, 5), (2, 0)), data[0][[5, 0]])
+    assert store.counts["loaded"] == 2
+    store._end()
+    assert not list(root.glob("middle+*"))
+
+
+def test_a_directory_that_does_not_answer_any_more_does_not_keep_the_end(
+    store: MiddleStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(1, 0, blocks(2))
+    settle(store)
+    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "root"))
+    clock = Clock()
+    monkeypatch.setattr(pool, "time", clock)
+    store.drop(1)
+    assert frozen.held.wait(60)
+    ending = threading.Thread(target=store._end, daemon=True)
+    ending.start()
+    deadline = time.monotonic() + 60
+    while ending.is_alive() and time.monotonic() < deadline:
+        clock.now += 10.0
+        ending.join(0.1)
+    ended = not ending.is_alive()
+    frozen.thawed.set()
+    ending.join()
+    assert ended, "it waits for the directory"
