@@ -163,6 +163,43 @@ def test_closing_waits_for_no_frozen_tier_and_counts_what_is_lost(both: StoreCon
     assert store.stats()["server"].failures["dump.unavailable"] == len(KEYS)
 
 
+def test_closing_waits_once_for_all_writes_that_hang(
+    config: StoreConfig, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four directories, each of which stops answering while a block is written to it."""
+    seconds, roots = 2.0, [tmp_path / f"low-{number}" for number in range(4)]
+    for root in roots:
+        root.mkdir()
+    monkeypatch.setattr(tiered, "CLOSE_SECONDS", seconds)
+    monkeypatch.setattr(posix_space, "CLOSE_SECONDS", 0.0)
+    low = replace(config, pipeline="Dram|Posix", dram_directory=memory, directories=tuple(map(str, roots)))
+    directory = FrozenDirectory(monkeypatch, str(tmp_path / "low-"))
+    directory.thawed.set()
+    hanging: set[str] = set()
+    write = posix_files.BlockFileWriter.write
+
+    def hang(
+        self: posix_files.BlockFileWriter, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int
+    ) -> None:
+        root = self._directory.layout.root
+        if root != memory:
+            hanging.add(root)
+            wait_until(lambda: len(hanging) == len(roots))
+            directory.thawed.clear()
+        write(self, buffers, offset, nbytes)
+
+    monkeypatch.setattr(posix_files.BlockFileWriter, "write", hang)
+    store = open_store(low, "n", EVEN)
+    save(store, KEYS, EVEN)
+    assert directory.held.wait(LONG)
+    wait_until(lambda: not directory.thawed.is_set() and len(hanging) == len(roots))
+    began = time.monotonic()
+    assert ends(store.close)
+    assert time.monotonic() - began < len(roots) * seconds
+    assert store.stats()["posix"].failures["dump.unavailable"] == len(KEYS)
+    directory.thawed.set()
+
+
 def test_closing_writes_what_waits(both: StoreConfig, server: Server) -> None:
     with open_store(both, "n", EVEN) as store:
         save(store, KEYS, EVEN)
