@@ -1,4 +1,4 @@
-"""The options of a store, with their defaults. Whoever reads a configuration file maps it to this class."""
+"""Define the options of a store and their defaults; readers of configuration files map them to this class."""
 
 from __future__ import annotations
 
@@ -13,59 +13,60 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 
-#: The back ends that we bring, by their names in a pipeline.
+#: The built-in back ends, by their names in a pipeline.
 OURS = ("Posix", "Dram", "Cache", "Redis", "Empty")
-#: Where others announce theirs.
+#: The entry-point group of third-party back ends.
 ENTRY_POINT_GROUP = "ucm.stores"
 
 
 def pipeline_parts(pipeline: str) -> list[str]:
-    """The names in a pipeline, fastest first."""
+    """Return the names in a pipeline, fastest first."""
     return [name.strip() for name in pipeline.split("|")]
 
 
 def default_dram_directory() -> str:
-    """Where the Dram tier lives unless configured: one directory per user, shared by all engines of the host."""
+    """Return the Dram tier's default directory: one per user, shared by all engines of the host."""
     return f"/dev/shm/ucm-{os.getuid()}"  # noqa: S108 - a shared-memory tier, made with mode 0700 and checked
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """How a store is built and how it behaves.
+    """The options of a store.
 
     Args:
         pipeline: The tiers, fastest first, joined by ``|``: ``Posix``, ``Dram`` (also called ``Cache``), ``Redis``, and
-            tiers of others, by an entry point in the group ``ucm.stores`` or as ``package.module:Class``. Alone:
-            ``Empty``, or a whole store of others.
+            third-party tiers, by an entry point in the group ``ucm.stores`` or as ``package.module:Class``. Alone:
+            ``Empty``, or a third-party store.
         tiers: The options of the tiers that have some, by their names in the pipeline.
         directories: The directories of the Posix tier. Blocks are spread over them by their keys and the directories'
-            names, so that every engine must give them by the same names.
-        posix_capacity_bytes: What the Posix tier may use, in all directories and of all namespaces together; the least
-            recently used blocks beyond it are deleted. None: no limit, nothing is ever deleted.
+            names, so that every engine must use the same names.
+        posix_capacity_bytes: The most bytes that the Posix tier may use, in all directories and for all namespaces
+            together; beyond it the least recently used blocks are deleted. None: no limit, nothing is ever deleted.
         dram_directory: The Dram tier's directory, in a tmpfs.
-        dram_capacity_bytes: What the Dram tier may use; by default ``dram_capacity_fraction`` of its tmpfs.
-        dram_capacity_fraction: See there.
+        dram_capacity_bytes: The most bytes that the Dram tier may use; by default ``dram_capacity_fraction`` of its
+            tmpfs.
+        dram_capacity_fraction: See ``dram_capacity_bytes``.
         trusted_group: A group, by name or number, all of whose members may write to the directories of both tiers.
             None: a directory that anybody else may write to is refused.
-        fsync: Whether a block reaches the disk before it becomes visible. Without it, a block that a power loss cut
-            short fails its checksum and is a miss. Never done in the Dram tier.
-        direct_io: Whether the Posix tier bypasses the page cache, where the file system can.
-        load_threads: Threads that read.
-        dump_threads: Threads that write.
-        dump_nice: How much these give way to others, 0 (not at all) to 19.
-        dump_queue_bytes: How many bytes may wait for being written; a dump beyond that fails with StoreFullError.
-        write_behind_bytes: How many bytes may wait for being written to each tier below the one that took them; more
-            are dropped and counted.
-        stuck_seconds: After how long in one call a thread counts as stuck.
-        lookup_cache_keys: How many keys a lookup remembers as present.
-        lookup_cache_seconds: For how long, at least; twice that at most.
-        failures_until_rest: After how many failures in a row a directory or a tier is left alone for a while; one is
-            enough where the medium did not answer in time.
-        rest_seconds: For how long; then the next call tries it.
-        aside_keep: How many damaged blocks are kept for inspection in each directory and namespace.
-        touch_seconds: How old a block's time of last use may be before a load renews it.
-        stale_seconds: How old a temporary file of a writer on another host must be before it is deleted.
-        options: For whole stores of others, which get this configuration.
+        fsync: Whether a block is synced to the disk before it becomes visible. Without it, a block truncated by a power
+            loss fails its checksum and is a miss. Never done in the Dram tier.
+        direct_io: Whether the Posix tier bypasses the page cache, where the file system supports it.
+        load_threads: The number of threads that read.
+        dump_threads: The number of threads that write.
+        dump_nice: The nice value of the threads that write, 0 (normal priority) to 19.
+        dump_queue_bytes: Bytes that may wait to be written; a dump beyond that fails with StoreFullError.
+        write_behind_bytes: Bytes that may wait to be written to each lower tier; further blocks are dropped and
+            counted.
+        stuck_seconds: Seconds in one call after which a thread counts as stuck.
+        lookup_cache_keys: The most keys that a lookup remembers as present.
+        lookup_cache_seconds: How long a key is remembered at least; at most twice as long.
+        failures_until_rest: The number of consecutive failures after which a directory or a tier rests; one timeout is
+            enough.
+        rest_seconds: The length of a rest; the next call after it tries the medium.
+        aside_keep: The number of damaged blocks kept for inspection in each directory and namespace.
+        touch_seconds: The age of a block's time of last use from which on a load renews it.
+        stale_seconds: The age from which on a temporary file of a writer on another host is deleted.
+        options: The options of a third-party store, which gets this configuration.
     """
 
     pipeline: str = "Posix"
@@ -113,7 +114,7 @@ class StoreConfig:
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The options, in order."""
+        """Return the names of the options, in order."""
         return tuple(f.name for f in fields(cls))
 
 

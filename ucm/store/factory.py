@@ -126,9 +126,9 @@ def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) ->
 
 
 def _open_tiers(back_ends: Mapping[str, Any], places: Mapping[str, TierPlace]) -> list[Tier]:
-    """Every tier of a pipeline; none stays open if one cannot be opened."""
+    """Open every tier of a pipeline; close all of them again if one fails."""
     tiers: list[Tier] = []
-    # Before the first is opened: its medium may not answer, and a wrong option of another is to be told all the same.
+    # Check all options before opening the first tier, whose medium may not answer.
     options = {
         name: tier_options(back_end, name, places[name].config.tiers.get(name, {}))
         for name, back_end in back_ends.items()

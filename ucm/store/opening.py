@@ -1,4 +1,4 @@
-"""A store that a thread opens, so that whoever uses it waits for no directory and no server that does not answer."""
+"""Open a store in a thread, so that its users do not wait for a directory or a server that does not answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, BlockTransfer, TierStats
     from ucm.store.errors import StoreError
 
-#: How often a thread that waits for a task looks whether the opening has become hopeless.
+#: How often, in seconds, a thread that waits for a task checks whether opening has taken too long.
 _LOOK_SECONDS = 1.0
 
 
@@ -30,42 +30,42 @@ class OpeningTask(Task):
     """A transfer that begins when the store is open, or is refused.
 
     Args:
-        keys: What it moves.
+        keys: The blocks to transfer.
     """
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
         self._keys = keys
         self._settled = threading.Event()
         self.begun: tuple[KVStore, Task] | None = None  #: the store's own task, once it has one
-        self.result = TaskResult({}, {}, 0, 0.0)  #: of one that was refused
+        self.result = TaskResult({}, {}, 0, 0.0)  #: the result of a refused task
 
     def begin(self, store: KVStore, call: Callable[[KVStore], Task]) -> None:
-        """Have the open store do it."""
+        """Start the transfer in the open store."""
         try:
             self.begun = store, call(store)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting caller must hear of it
+        except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             self.refuse(unexpected(error))
         self._settled.set()
 
     def refuse(self, error: StoreError) -> None:
-        """It will not be done."""
+        """Fail the transfer."""
         self.result = TaskResult({}, dict.fromkeys(self._keys, error), 0, 0.0)
         self._settled.set()
 
     def settled_within(self, seconds: float) -> bool:
-        """Wait so long at most until it is begun or refused; whether it is."""
+        """Wait at most ``seconds`` until the transfer has begun or is refused, and return whether it has."""
         return self._settled.wait(seconds)
 
 
 class OpeningStore(KVStore):
-    """Opens a store in a thread of its own. Until it is open nothing is found in it.
+    """Opens a store in a separate thread; until then it finds nothing.
 
-    What is to be moved waits for it, in the order of the calls. Once the opening has taken longer than the patience, or
-    has failed, it is refused instead, at once; after an opening that ends late all goes on as if it had been in time.
+    Transfers wait for the store, in the order of the calls. Once opening has taken longer than ``patience`` or has
+    failed, they are refused immediately; if opening succeeds late, the store is used normally from then on.
 
     Args:
         make: Opens the store.
-        patience: For how many seconds transfers wait for it.
+        patience: How many seconds transfers wait for the store.
     """
 
     def __init__(self, make: Callable[[], KVStore], patience: float) -> None:
@@ -79,32 +79,32 @@ class OpeningStore(KVStore):
         self._pool.submit([self._open])
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Nothing, until the store is open."""
+        """Look up blocks; find nothing until the store is open."""
         return [False] * len(keys) if self._store is None else self._store.lookup(keys)
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Nothing, until the store is open."""
+        """Look up a prefix; find nothing until the store is open."""
         return 0 if self._store is None else self._store.lookup_on_prefix(keys)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Of no use until the store is open."""
+        """Prefetch blocks; do nothing until the store is open."""
         if self._store is not None:
             self._store.prefetch(keys)
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Waits for the store, as long as that may take."""
+        """Load blocks once the store is open."""
         return self._move([block.key for block in blocks], lambda store: store.load(blocks))
 
     def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """As ``load``."""
+        """Dump blocks once the store is open."""
         return self._move([block.key for block in blocks], lambda store: store.dump(blocks))
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """As ``load``."""
+        """Commit blocks once the store is open."""
         return self._move(keys, lambda store: store.commit(keys))
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """After the dumps called before."""
+        """Discard blocks, after all earlier dumps."""
         store = self._ready()
         if store is not None:
             store.discard(keys)
@@ -112,12 +112,12 @@ class OpeningStore(KVStore):
             self._later(lambda store: store.discard(keys), lambda _: None)
 
     def stand_back(self, *, active: bool) -> None:
-        """An opening does not stand back: it is one thread that mostly waits."""
+        """Pass the hint to an open store; the opening thread ignores it, because it mostly waits."""
         if self._store is not None:
             self._store.stand_back(active=active)
 
     def wait(self, task: Task) -> TaskResult:
-        """Not longer for the opening than the patience."""
+        """Wait for a task, and at most ``patience`` for the store to open."""
         if not isinstance(task, OpeningTask):
             return self._opened().wait(task)
         while not task.settled_within(_LOOK_SECONDS):
@@ -125,7 +125,7 @@ class OpeningStore(KVStore):
         return task.result if task.begun is None else task.begun[0].wait(task.begun[1])
 
     def check(self, task: Task) -> bool:
-        """Whether a task is finished, or refused."""
+        """Return whether a task is finished or refused."""
         if not isinstance(task, OpeningTask):
             return self._opened().check(task)
         self._pool.relieve()
@@ -134,7 +134,7 @@ class OpeningStore(KVStore):
         return task.begun is None or task.begun[0].check(task.begun[1])
 
     def flush(self, seconds: float) -> bool:
-        """Waits for the opening as well."""
+        """Wait for the store to open, and flush it."""
         until, store = time.monotonic() + seconds, self._ready()
         if store is None:
             settled = threading.Event()
@@ -144,11 +144,11 @@ class OpeningStore(KVStore):
         return self._opened().flush(max(0.0, until - time.monotonic()))
 
     def stats(self) -> Mapping[str, TierStats]:
-        """Of no tier, until the store is open."""
+        """Return the store's statistics; empty until the store is open."""
         return {} if self._store is None else self._store.stats()
 
     def close(self) -> None:
-        """Waits for the opening, within the patience; one that ends later closes what it has opened."""
+        """Wait for the store to open, at most ``patience``, and close it; one that opens later is closed then."""
         self._pool.close()
         with self._lock:
             self._closed, store = True, self._store
@@ -163,7 +163,7 @@ class OpeningStore(KVStore):
     def _open(self) -> None:
         try:
             store = self._make()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine goes on
+        except Exception as error:  # noqa: BLE001 - the engine continues after any error
             self._why = StoreUnavailableError(f"the store could not be opened: {error}")
             get_logger(__name__).warning("[UCM.Store] nothing is loaded or saved here: %s", self._why.what)
             return
@@ -181,7 +181,7 @@ class OpeningStore(KVStore):
         return task
 
     def _ready(self) -> KVStore | None:
-        """The store; None where something waits for it yet, and so must what comes now."""
+        """Return the store; None if earlier calls still wait for it, so that this one must wait as well."""
         with self._lock:
             store = None if self._waiting else self._store
             self._waiting += store is None
@@ -200,17 +200,17 @@ class OpeningStore(KVStore):
 
 
 def opens_within(make: Callable[[], KVStore], seconds: float) -> bool:
-    """Open a store for a moment, to hear at once of what is wrong with its options or its directories.
+    """Open and close a store, to detect wrong options or directories early.
 
     Args:
-        make: Opens it.
-        seconds: How long that may take.
+        make: Opens the store.
+        seconds: How long to wait.
 
     Returns:
-        Whether it did not take longer; else a thread goes on with it.
+        Whether that ended in time; otherwise a thread continues with it.
 
     Raises:
-        ConfigError: It cannot be opened.
+        ConfigError: The store cannot be opened.
     """
     trial = call_later(lambda: make().close(), "ucm-open")
     wait([trial], seconds)

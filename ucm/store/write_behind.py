@@ -1,4 +1,4 @@
-"""Writing blocks into the lower tiers, from the tier that took them, while nobody waits for it."""
+"""Write blocks into the lower tiers in the background, reading them from the tier that has them."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey
     from ucm.store.guard import Guard
 
-#: How many blocks a tier is asked for at once, whether it has them.
+#: How many blocks are looked up in a tier at once.
 _BATCH = 64
-#: How often a block is tried that the medium did not take: it may be what the medium fails at. More often than failures
-#: lead to a rest, so that a rest costs no block.
+#: How often a block is tried that the medium did not accept, in case the block itself is the cause. More often than
+#: failures that start a rest, so that a rest costs no block.
 _TRIES = 5
-#: How often a resting tier is looked at.
+#: How often, in seconds, a resting tier is checked.
 _LOOK_SECONDS = 0.1
-#: For how long the close of a store goes on writing.
+#: How many seconds ``close`` of a store goes on writing.
 CLOSE_SECONDS = 10.0
 
 
 class WriteBehind:
-    """Feeds one lower tier, with one thread and a bounded queue.
+    """Writes blocks into one lower tier, with one thread and a bounded queue.
 
-    Only keys are queued: the bytes stay in the tier that took the block, and are read from there when it is their turn.
-    A block that this tier has evicted meanwhile is dropped.
+    Only keys are queued: the bytes stay in the tier that accepted the block and are read from there in their turn. A
+    block that this tier has evicted meanwhile is dropped.
 
     Args:
-        above: The tiers that may have taken a block, fastest first.
-        tier: The one that is fed.
-        limit: How many bytes may wait; more are dropped and counted.
-        nbytes: Of one block.
-        nice: How much the thread gives way to others.
-        turn: Called before each block; it returns when the block may be written.
+        above: The tiers that may have accepted a block, fastest first.
+        tier: The lower tier.
+        limit: Bytes that may wait; further blocks are dropped and counted.
+        nbytes: The size of a block in bytes.
+        nice: How far to lower the thread's priority.
+        turn: Called before each block; returns when the block may be written.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class WriteBehind:
         self._nice = nice
         self._turn = turn
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[BlockKey, int]] = deque()  # with the number of tries
+        self._waiting: deque[tuple[BlockKey, int]] = deque()  # keys with their number of tries
         self._in_hand = 0
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def queued(self) -> tuple[int, int]:
-        """How many blocks wait, and their bytes."""
+        """The number of waiting blocks, and their bytes."""
         with self._changed:
             blocks = len(self._waiting) + self._in_hand
         return blocks, blocks * self._nbytes
 
     def add(self, key: BlockKey) -> None:
-        """Queue a block; drop it if too much waits."""
+        """Queue a block; drop it if the queue is full."""
         with self._changed:
             full = len(self._waiting) + self._in_hand >= self._most
             if not full and not self._closed:
@@ -86,15 +86,15 @@ class WriteBehind:
             )
 
     def flush(self, seconds: float) -> bool:
-        """Wait until nothing waits, so long at most; whether nothing does."""
+        """Wait at most ``seconds`` until no block is waiting, and return whether none is."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._in_hand), seconds)
 
     def close(self, until: float) -> None:
-        """Write what waits as far as there is time, and drop and count the rest.
+        """Write waiting blocks until the deadline; drop and count the rest.
 
         Args:
-            until: Of ``time.monotonic()``.
+            until: The deadline, as ``time.monotonic()``.
         """
         while self._tier.takes and (left := until - time.monotonic()) > 0:
             if self.flush(min(left, _LOOK_SECONDS)):
@@ -113,14 +113,14 @@ class WriteBehind:
         while batch := self._next():
             try:
                 self._feed(batch)
-            except Exception:  # noqa: BLE001 - a thread that ends would leave its queue waiting for ever
+            except Exception:  # noqa: BLE001 - an exception would end the thread and leave its queue waiting for ever
                 get_logger(__name__).exception("[UCM.Store] writing to %s failed unexpectedly", self._tier.name)
             with self._changed:
                 self._in_hand = 0
                 self._changed.notify_all()
 
     def _next(self) -> list[tuple[BlockKey, int]]:
-        """Some of what waits, once the tier takes something; nothing when the store is closed."""
+        """Return the next waiting blocks once the tier accepts writes; empty when the store is closed."""
         with self._changed:
             while not self._closed:
                 if self._waiting and self._tier.takes:
@@ -150,7 +150,7 @@ class WriteBehind:
             self._in_hand -= len(batch)
 
     def _write(self, key: BlockKey) -> bool:
-        """Copy one block; False if it is to be tried again, for the medium does not answer."""
+        """Copy one block; return False if the medium does not answer and the block must be tried again."""
         self._turn()
         for source in self._above:
             try:

@@ -344,10 +344,10 @@ class WriterListener(Protocol):
         """Report that the block is visible."""
 
     def refused(self, directory: Directory, error: StoreError) -> None:
-        """The medium did not take it."""
+        """Report that the medium refused the block."""
 
     def behind(self, directory: Directory) -> None:
-        """There is no room for it within the capacity."""
+        """Report that the block exceeds the capacity until the evictor makes room."""
 
 
 class BlockFileWriter(BlockWriter):

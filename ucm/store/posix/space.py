@@ -1,18 +1,19 @@
-"""How much a root holds, who evicts from it, and what is evicted first.
+"""Account for the space of a root, elect its evictor, and evict the least recently used blocks.
 
 One file of a root, ``USED``, is both the tally and the lock. It begins with two numbers of 8 bytes, little endian::
 
-    offset  what
+    offset  content
          0  bytes held when the tally was empty, signed
-         8  the smallest limit that somebody has asked for since the last scan; 0 if nobody has
+         8  the smallest limit requested since the last scan; 0 for none
 
-The rest is the tally: whoever begins to write blocks appends one byte for every 4096 that they will take. Appends are
-atomic, so the length of the file says at once what all processes have written, and no writer waits for another one.
-Writers keep to the limit by themselves: they wait a little for room, then drop blocks.
+The rest is the tally: before writing blocks, a process appends one byte for every 4096 bytes of the blocks. Appends are
+atomic, so the file's length shows what all processes have written, and no writer waits for another one. Writers enforce
+the limit themselves: they wait briefly for room and then drop blocks.
 
 The process that holds a lock on the file (``flock``) is the root's evictor, for all tiers of all engines and ranks that
-use it. It scans the root now and then, deletes what dead processes left and what was used longest ago, subtracts what
-it deleted, and empties the tally when it has grown long. The kernel gives the lock back when its process ends.
+use it. It scans the root from time to time, deletes files of dead processes and the least recently used blocks,
+subtracts the deleted bytes, and empties the tally when it has grown long. The kernel releases the lock when the process
+ends.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ USAGE_FILE = "USED"
 UNIT = 4096
 _HEAD = struct.Struct("<qq")
 _LIMIT_AT = 8
-#: The tally is emptied when it is longer than this: 4 GiB were written.
+#: The length in bytes above which the tally is emptied, after 4 GiB of writes.
 _LONGEST = 1 << 20
-#: What a file system says that has no locks.
+#: Errors of a file system without locks.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the file says.
+    """The content of the file.
 
     Args:
-        nbytes: What the root holds.
-        limit: The smallest limit asked for since the last scan; None if nobody has.
-        tally: How long the tally is.
-        is_scanned: Whether an evictor has ever set the figure right; at first the root is taken to have been empty.
+        nbytes: The bytes that the root holds.
+        limit: The smallest limit requested since the last scan; None for none.
+        tally: The length of the tally.
+        is_scanned: Whether an evictor has ever corrected the figure; before that the root counts as initially empty.
     """
 
     nbytes: int
@@ -67,7 +68,7 @@ class State:
 
 
 class Usage:
-    """The file of one root; every method but ``close`` may be called from any thread.
+    """The usage file of one root; every method but ``close`` may be called from any thread.
 
     Args:
         root: The root, without symbolic links.
@@ -81,14 +82,14 @@ class Usage:
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether there is no other evictor while this is one: the file system has locks."""
+        """Whether this evictor is the only one, because the file system has locks."""
         return not self._without_locks
 
     def read(self) -> State | None:
-        """What the file says; None if there is none.
+        """Return the content of the file; None if it is missing or empty.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
         try:
             descriptor, status = open_file(self._path, os.O_RDONLY)
@@ -100,17 +101,17 @@ class Usage:
             os.close(descriptor)
 
     def add(self, nbytes: int, limit: float | None) -> State | None:
-        """Account for bytes that are going to be written.
+        """Account for bytes before they are written.
 
         Args:
-            nbytes: How many.
-            limit: What the root may hold.
+            nbytes: The number of bytes.
+            limit: The most bytes that the root may hold; None: no limit.
 
         Returns:
-            What the file says now; None if the bytes would exceed the limit, and are not accounted for.
+            The new content of the file; None if the bytes would exceed the limit and were not added.
 
         Raises:
-            OSError: The root is not there, or its file cannot be written.
+            OSError: The root is missing, or its file cannot be written.
         """
         descriptor, status = self._open(os.O_RDWR | os.O_APPEND)
         try:
@@ -120,7 +121,7 @@ class Usage:
                 state = State(0, None, 0)
             units = -(-nbytes // UNIT)
             if limit is not None and state.nbytes + units * UNIT > limit:
-                # A root of a few large blocks may be far below its limit and still have no room for one more.
+                # A root with few large blocks may be far below its limit and still have no room for one more.
                 below = int(limit) - units * UNIT
                 if below > 0 and (state.limit is None or state.limit > below):
                     self.ask(below)
@@ -131,10 +132,10 @@ class Usage:
             os.close(descriptor)
 
     def ask(self, limit: int) -> None:
-        """Have the evictor keep the root below a limit until its next scan.
+        """Let the evictor keep the root below a limit until its next scan.
 
         Raises:
-            OSError: The file is not there, or cannot be written.
+            OSError: The file is missing or cannot be written.
         """
         descriptor, _ = open_file(self._path, os.O_RDWR)
         try:
@@ -143,7 +144,7 @@ class Usage:
             os.close(descriptor)
 
     def elect(self) -> bool:
-        """Whether this instance is, or from now on is, the one that evicts; never waits.
+        """Return whether this instance is, or has now become, the evictor; never wait.
 
         Raises:
             OSError: The file cannot be reached.
@@ -157,7 +158,7 @@ class Usage:
             mine = os.fstat(self._lock)
             if (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
                 return True
-            self.close()  # somebody has deleted the file, or another file system is mounted here
+            self.close()  # the file was deleted, or another file system was mounted here
         descriptor, _ = open_file(self._path, os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,12 +174,12 @@ class Usage:
         return True
 
     def reset(self, nbytes: float, since: State, limit: float | None) -> None:
-        """After a scan by the evictor: say what the root holds.
+        """Set the bytes that the root holds, after a scan by the evictor.
 
         Args:
-            nbytes: What the scan found.
-            since: What the file said when the scan began; what was written after that is added.
-            limit: The evictor's own.
+            nbytes: The result of the scan.
+            since: The content of the file when the scan began; later writes are added to the result.
+            limit: The evictor's own limit.
 
         Raises:
             OSError: The file cannot be written.
@@ -187,7 +188,7 @@ class Usage:
         os.pwrite(self._lock, head, 0)
 
     def subtract(self, nbytes: int) -> None:
-        """After deleting by the evictor: what is gone; and empty a long tally.
+        """Subtract bytes that the evictor has deleted, and empty a long tally.
 
         Raises:
             OSError: The file cannot be written.
@@ -197,13 +198,13 @@ class Usage:
             return
         long = state.tally > _LONGEST
         base = state.nbytes - nbytes - (0 if long else state.tally * UNIT)
-        # The other way round, writers would believe for a moment that there is room.
+        # In the opposite order, writers would see too much room for a moment.
         os.pwrite(self._lock, base.to_bytes(8, "little", signed=True), 0)
         if long:
             os.ftruncate(self._lock, _HEAD.size)
 
     def close(self) -> None:
-        """Let another one evict."""
+        """Release the lock, so that another process can evict."""
         if self._lock >= 0:
             descriptor, self._lock = self._lock, -1
             with suppress(OSError):
@@ -232,33 +233,33 @@ def _state(descriptor: int, nbytes: int) -> State | None:
     return State(max(0, base + tally * UNIT), limit if limit > 0 else None, tally, is_scanned=base != 0)
 
 
-#: From which part of the capacity on blocks are deleted, and down to which: the rest is room for writers meanwhile.
+#: Above the first share of the capacity, blocks are deleted down to the second; the rest is room for writers meanwhile.
 _EVICT_FROM, _EVICT_TO = 0.98, 0.95
-#: A root that is being written to is scanned again after so many seconds, as other hosts write too and people delete
-#: files by hand; any other one seldom.
+#: A root in use is scanned again after this many seconds, because other hosts write too and files are deleted by hand;
+#: an idle one after ``_IDLE_SECONDS``.
 _SCAN_SECONDS = 60.0
 _IDLE_SECONDS = 600.0
-#: The first scan of a root of which it is known how much it holds waits until an engine that starts is through with its
-#: first requests.
+#: The first scan of a root with a known usage waits this many seconds, until a starting engine has served its first
+#: requests.
 _FIRST_SECONDS = 5.0
-#: How often the evictor looks how much was written, at most and at least.
+#: The shortest and the longest pause of the evictor between two looks, in seconds.
 _LOOK_SECONDS = 0.01, 1.0
-#: How often another process tries to become the evictor.
+#: How many seconds another process waits between two attempts to become the evictor.
 _ELECTION_SECONDS = 5.0
 _NICEST = 10
 
 
-#: How long the end waits for evictors, all of them together.
+#: How many seconds ``close`` waits for all evictors together.
 CLOSE_SECONDS = 5.0
 
 
 class Evictor:
-    """One thread for one directory, so that one that does not answer stops eviction in no other.
+    """Evicts blocks of one directory in its own thread, so that a stuck directory does not stop eviction in others.
 
     Args:
         directory: The directory.
         stale_seconds: See ``StoreConfig``.
-        evicted: Called with the path of each block that was deleted to make room.
+        evicted: Called with the path of each block deleted to make room.
     """
 
     def __init__(self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None]) -> None:
@@ -268,11 +269,11 @@ class Evictor:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._busy_since: float | None = None  # None while it waits for the next look
+        self._busy_since: float | None = None  # None between two looks
         self._touches: deque[str] = deque()
 
     def start(self) -> None:
-        """Begin, unless it has."""
+        """Start the thread, unless it has started."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None and not self._closed:
@@ -280,7 +281,7 @@ class Evictor:
                     self._thread.start()
 
     def touch(self, path: str) -> None:
-        """Note that a block was used; its time is renewed soon."""
+        """Note that a block was used; its time of last use is renewed soon."""
         self._touches.append(path)
 
     def wrote(self) -> None:
@@ -290,11 +291,11 @@ class Evictor:
             self._wake.set()
 
     def behind(self) -> None:
-        """Note that a block was not written for want of room within the capacity."""
+        """Note that a block was not written because the capacity was reached."""
         self._wake.set()
 
     def full(self) -> None:
-        """Note that the medium has no room although the capacity is not used up."""
+        """Note that the medium is full although the capacity is not reached."""
         directory = self._directory
         if directory.share is not None and directory.used_bytes is not None:
             with suppress(OSError):
@@ -302,7 +303,7 @@ class Evictor:
             self._wake.set()
 
     def stop(self) -> None:
-        """Have the thread renew the last times, and end."""
+        """Let the thread renew the last times of use and end."""
         with self._lock:
             self._closed = True
         self._stop.set()
@@ -312,7 +313,7 @@ class Evictor:
         """Wait for the thread to end, unless its current look has taken longer than ``CLOSE_SECONDS`` already.
 
         Args:
-            until: Of ``time.monotonic()``.
+            until: The deadline, as ``time.monotonic()``.
         """
         thread, since = self._thread, self._busy_since
         if thread is None:
@@ -340,8 +341,8 @@ class Evictor:
         try:
             return self._root.look(time.monotonic())
         except OSError:
-            return _LOOK_SECONDS[1]  # what cannot be reached now may be next time
-        except Exception:  # noqa: BLE001 - an evictor that ends would let the store fill up
+            return _LOOK_SECONDS[1]  # the root may be reachable next time
+        except Exception:  # noqa: BLE001 - without an evictor the store would fill up
             get_logger(__name__).exception("[UCM.Store] the evictor failed unexpectedly")
             return _ELECTION_SECONDS
 
@@ -352,7 +353,7 @@ class Evictor:
 
 
 def close_evictors(evictors: Sequence[Evictor]) -> None:
-    """End some; those that a directory keeps are left to it."""
+    """Close evictors; abandon threads that are stuck in a directory."""
     for evictor in evictors:
         evictor.stop()
     until = time.monotonic() + CLOSE_SECONDS
@@ -362,14 +363,14 @@ def close_evictors(evictors: Sequence[Evictor]) -> None:
 
 @dataclass(slots=True)
 class _Seen:
-    """How long the tally was at a look, and when that was."""
+    """The length of the tally at a given time."""
 
     tally: int
     moment: float
 
 
 class _Root:
-    """One directory, and what its evictor knows."""
+    """One directory with the state of its evictor."""
 
     def __init__(self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None]) -> None:
         self._directory = directory
@@ -381,14 +382,14 @@ class _Root:
         self._scanned = _Seen(0, 0.0)
         self._next_mend: float | None = None
         self._next_cleanup = 0.0
-        self._found = Scan()  # those of its files that are left can be deleted, oldest first
+        self._found = Scan()  # its remaining files can be deleted, oldest first
 
     def close(self) -> None:
         self._directory.let_go()
         self._usage.close()
 
     def look(self, now: float) -> float:
-        """Do what is due: the seconds until the next look.
+        """Do what is due, and return the seconds until the next call.
 
         Raises:
             OSError: The root cannot be reached.
@@ -438,17 +439,17 @@ class _Root:
         return min(limits) if limits else None
 
     def _crowded(self, state: State) -> float | None:
-        """The limit, if it is nearly reached."""
+        """Return the limit if it is nearly reached."""
         limit = self._limit(state)
         return limit if limit is not None and state.nbytes > limit * _EVICT_FROM else None
 
     def _scan(self, before: State) -> State:
-        """Take stock, and delete what is too much."""
+        """Scan the root and delete excess blocks."""
         found = scan(self._directory.layout.root)
         limit = self._limit(before)
         self._usage.reset(found.nbytes, before, self._directory.share)
-        # The files of an exact scan last for many looks. A sample names too few, and what several evictors delete from
-        # lists of their own is subtracted more than once, until the next scan.
+        # The files of an exact scan serve many looks. A sample names too few, and without locks several evictors would
+        # subtract the same files more than once, until the next scan.
         self._found = found if found.exact and limit is not None and self._usage.is_exclusive else Scan()
         state = self._read() or before
         if limit is not None and state.nbytes > limit * _EVICT_FROM:
@@ -457,7 +458,7 @@ class _Root:
         return state
 
     def _make_room(self, state: State, found: Scan, limit: float) -> State:
-        """Delete what was used longest ago."""
+        """Delete the least recently used blocks."""
         root = self._directory.layout.root
         count, freed = evict(root, found, state.nbytes - limit * _EVICT_TO, self._evicted)
         self._usage.subtract(freed)
@@ -465,7 +466,7 @@ class _Root:
         return self._read() or state
 
     def _pause(self, state: State, now: float) -> float:
-        """Until about half of the room that is left may have been used."""
+        """Return the time in which about half of the remaining room may be used."""
         seen, self._seen = self._seen, _Seen(state.tally, now)
         limit = self._limit(state)
         if limit is None or seen is None:

@@ -1,4 +1,4 @@
-"""The tier of files: one file per block, in one or several directories, each with a state of its own."""
+"""Store blocks as files: one per block, in one or several directories that fail and recover independently."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-#: So much of the tally is taken at once for blocks that wait to be written, but no more than this part of the limit:
-#: a scan takes what was taken for room.
+#: Bytes of the tally reserved ahead for queued blocks, but no more than this share of the limit: a scan counts reserved
+#: bytes as room.
 _AHEAD_NBYTES, _AHEAD_SHARE = 1 << 20, 0.002
-#: How long a write waits for the evictor at most, and how often it looks.
+#: How long a write waits for the evictor at most, and how often it checks, in seconds.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
-#: How often directories that are missing are made for one file.
+#: How often missing directories are made for one file.
 _TRIES = 2
-#: How many lookups of one directory may be under way.
+#: How many lookups of one directory may run at once.
 _LOOKUP_THREADS = 2
 
 
@@ -60,15 +60,15 @@ class Directory:
     """A configured directory, opened for one namespace.
 
     Args:
-        root: Its path.
+        root: The path of the directory.
         namespace: The namespace.
         config: The store's options.
-        share: What it may hold in bytes; None: no limit.
-        evicted: Called with the path of each block that was deleted to make room.
-        on_disk: Whether it is, or else in memory: then direct I/O, syncing and claiming space mean nothing.
+        share: The most bytes that it may hold; None: no limit.
+        evicted: Called with the path of each block deleted to make room.
+        on_disk: Whether it is on a disk. In memory, direct I/O, syncing and claiming space have no effect.
 
     Raises:
-        ConfigError: It is not there, cannot be used by us, or others may write to it.
+        ConfigError: The directory is missing, cannot be used by this user, or others may write to it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Directory:
         self.layout = Layout(root, namespace)
         self.share = share
         self.usage = Usage(self.layout.root)
-        self.tallied_bytes: int | None = None  #: what it holds by the tally, as last seen
+        self.tallied_bytes: int | None = None  #: the bytes that it holds by the tally, as last read
         self.direct_io = config.direct_io and on_disk
         self.fsync = config.fsync and on_disk
         self.claims_space = on_disk
@@ -100,41 +100,41 @@ class Directory:
         self.index = NameIndex(self.layout)
         self._base, self._temporary = KeptDirectory(self.layout.base), KeptDirectory(self.layout.temporary)
         self._lock, self._taking = Lock(), Lock()
-        self._credit = 0  # what is in the tally, and not yet used by a block
-        self._expected = 0  # what is going to be written; the credit is for some of it
+        self._credit = 0  # bytes in the tally that no block uses yet
+        self._expected = 0  # bytes expected to be written, including those covered by the credit
         self._is_patient = True
         self._ahead = _AHEAD_NBYTES if share is None else min(_AHEAD_NBYTES, int(share * _AHEAD_SHARE))
-        self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - as the root, a text
+        self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
         self._parent_device = _device(self._parent)
         self.evictor = Evictor(self, config.stale_seconds, evicted)
 
     @property
     def used_bytes(self) -> int | None:
-        """What it holds, of all namespaces and by all who write, as last seen; None if that is not known."""
+        """The bytes held, for all namespaces and all writers, as last read; None if unknown."""
         tallied = self.tallied_bytes
         return None if tallied is None else max(0, tallied - self._credit)
 
     def holds(self, key: BlockKey) -> bool:
-        """Whether a block is there, as far as its name tells."""
+        """Return whether a block exists, judged by its name."""
         return os.access(self.layout.block(key), os.F_OK, follow_symlinks=False)
 
     def expect(self, nbytes: int, blocks: int) -> None:
-        """Note that ``reserve`` is going to be called for so many blocks, or, if negative, is not."""
+        """Expect calls of ``reserve`` for this many blocks; a negative number withdraws the expectation."""
         with self._lock:
             self._expected = max(0, self._expected + _in_tally(nbytes) * blocks)
 
     def reserve(self, nbytes: int) -> None:
-        """Account for a block that is going to be written, and for some of those that are expected after it.
+        """Account for a block to be written, and for some of the blocks expected after it.
 
         Raises:
-            StoreFullError: There would be more than the directory may hold: the evictor is behind.
-            OSError: The directory is not there, or cannot be written.
+            StoreFullError: The directory would exceed its share: the evictor is behind.
+            OSError: The directory is missing or cannot be written.
         """
         nbytes = _in_tally(nbytes)
         if self._use_credit(nbytes):
             return
         with self._taking:
-            if self._use_credit(nbytes):  # another thread has just taken some
+            if self._use_credit(nbytes):  # another thread has just reserved some
                 return
             with self._lock:
                 batch = max(nbytes, min(self._expected - self._credit, self._ahead) // nbytes * nbytes)
@@ -152,11 +152,13 @@ class Directory:
         self.tallied_bytes = state.nbytes
 
     def wait_for_room(self, nbytes: int) -> None:
-        """As ``reserve``, but wait a little for the evictor; not again until there was room, lest writes queue up.
+        """Call ``reserve``, and wait briefly for the evictor; after a failure do not wait again until there is room.
+
+        Without that, writes would queue up.
 
         Raises:
             StoreFullError: There is still no room.
-            OSError: As ``reserve``.
+            OSError: As for ``reserve``.
         """
         deadline = time.monotonic() + (_PATIENCE_SECONDS if self._is_patient else 0.0)
         while True:
@@ -180,46 +182,46 @@ class Directory:
         return enough
 
     def unreserve(self, nbytes: int) -> None:
-        """A block for which ``reserve`` was called was not written: the next one takes its place.
+        """Return the reservation of a block that was not written, for the next block.
 
-        No more than a few are remembered: what others have found out by a scan since then includes no credit.
+        Only a few are kept: the figure of another process's scan since then does not include them.
         """
         nbytes = _in_tally(nbytes)
         with self._lock:
             self._credit = max(self._credit, min(self._credit + nbytes, max(self._ahead, nbytes)))
 
     def new_file(self, name: str, flags: int) -> tuple[int, NewFile]:
-        """Make a temporary file; its descriptor, and the file.
+        """Make a temporary file; return its descriptor and the file.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The file cannot be made.
         """
         return self._temporary.new_file(name, flags, self.layout.file_mode, self.layout.group)
 
     def publish(self, file: NewFile, key: BlockKey) -> None:
-        """Give a temporary file its block's name; the file before it, if there is one, is replaced.
+        """Rename a temporary file to its block's name, replacing an existing file.
 
-        Should its directory have been renamed meanwhile, the file goes where a reader looks for it now.
+        If the namespace's directory was renamed meanwhile, the file goes where readers now look for it.
 
         Raises:
-            OSError: It cannot be done.
+            OSError: The file cannot be renamed.
         """
         block = key.hex()
         self.with_directories(partial(self._publish, file, block[:2], block[2:]))
 
     def with_directories(self, call: Callable[[], T]) -> T:
-        """Do what needs the namespace's directories, and make those that are missing.
+        """Call a function that needs the namespace's directories, and make missing ones.
 
-        More than once, for somebody may rename or delete them at any moment, again while they are made.
+        This is repeated, because directories may be renamed or deleted at any moment, even while they are made.
 
         Raises:
-            OSError: They cannot be made, or what the call raises.
+            OSError: The directories cannot be made, or the call raised it.
         """
         for _ in range(_TRIES):
             try:
                 return call()
             except FileNotFoundError:
-                with suppress(FileNotFoundError):  # then the call says what is missing
+                with suppress(FileNotFoundError):  # the call then reports what is missing
                     self._make()
         return call()
 
@@ -227,7 +229,7 @@ class Directory:
         try:
             there = self._base.receive(file, bucket, name)
         except OSError as error:
-            # The bucket is not there, or what is kept open is not where the path leads.
+            # The bucket is missing, or the path no longer leads to the open directory.
             if error.errno not in {errno.ENOENT, errno.EXDEV}:
                 raise
             make_directory(f"{self.layout.base}/{bucket}", self.layout.group)
@@ -236,24 +238,24 @@ class Directory:
             raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted", self.layout.base)
 
     def let_go(self, *, old: bool = False) -> None:
-        """Close what stays open for writing; with ``old``, only if it has been long."""
+        """Close the directories kept open for writing; with ``old``, only those open for long."""
         for directory in (self._base, self._temporary):
             directory.let_go(old=old)
 
     def read_failed(self, error: OSError, path: str) -> StoreError:
-        """Note that a file could not be read, and say why."""
+        """Note that a file could not be read, and return the error."""
         found = store_error(error, path)
         self.reads.failed(found)
         return found
 
     def write_failed(self, error: OSError, path: str) -> StoreError:
-        """Note that a file could not be written, and say why."""
+        """Note that a file could not be written, and return the error."""
         found = store_error(error, path)
         self.writes.failed(found)
         return found
 
     def no_direct_io(self, error: OSError) -> None:
-        """Go on through the page cache."""
+        """Switch to the page cache."""
         if self.direct_io:
             self.direct_io = False
             get_logger(__name__).warning(
@@ -261,11 +263,10 @@ class Directory:
             )
 
     def _make(self) -> None:
-        """Make the namespace's directories, where they are missing.
+        """Make the namespace's missing directories.
 
-        A root that somebody deleted is made anew at once. Where the directory above it is another one, or on another
-        file system than before, the root may be about to be mounted again: then only the call that tries it after a
-        rest makes it.
+        A deleted root is made again at once. But if its parent is now on another file system than before, the root may
+        be about to be mounted again: then only a probe after a rest makes it.
 
         Raises:
             OSError: They cannot be made.
@@ -276,12 +277,12 @@ class Directory:
 
 
 def _in_tally(nbytes: int) -> int:
-    """What a file takes in the tally."""
+    """Return the bytes that a file takes in the tally."""
     return -(-nbytes // UNIT) * UNIT
 
 
 def _device(path: str) -> int:
-    """The file system that a directory is on; -1 if it is not there."""
+    """Return the device of a directory's file system; -1 if the directory is missing."""
     try:
         return Path(path).stat().st_dev
     except OSError:
@@ -289,14 +290,14 @@ def _device(path: str) -> int:
 
 
 def check_root(root: str, trusted_group: str | int | None) -> None:
-    """Refuse a directory that cannot hold a store, or that others could put blocks into.
+    """Refuse a directory that cannot hold a store, or into which others could put blocks.
 
     Args:
-        root: Its path; it may itself be a symbolic link.
+        root: The path of the directory; it may itself be a symbolic link.
         trusted_group: As in ``StoreConfig``.
 
     Raises:
-        ConfigError: It is not there, is not ours to write, or lets others write.
+        ConfigError: The directory is missing, is not writable by this user, or is writable by others.
     """
     where = f"store: directories: {root}"
     fix = "make it with `mkdir -m 700`, owned by the user who runs the engine"
@@ -315,10 +316,10 @@ def check_root(root: str, trusted_group: str | int | None) -> None:
 
 
 def _check_namespace(layout: Layout) -> None:
-    """Refuse a namespace that others may write to, and symbolic links where our own files and directories are.
+    """Refuse a namespace that others may write to, or with symbolic links in place of our files and directories.
 
     Raises:
-        ConfigError: It is one, or there are some.
+        ConfigError: The namespace is refused.
     """
     try:
         reason = distrust(Path(layout.base).lstat(), shared_group(layout.root))
@@ -333,7 +334,7 @@ def _check_namespace(layout: Layout) -> None:
         *(f"{layout.base}/{name}" for name in (MARKER, IDENTITY, REMOVALS)),
         f"{layout.root}/{USAGE_FILE}",
     ):
-        if os.path.islink(path):  # noqa: PTH114 - unlike a Path it raises nothing
+        if os.path.islink(path):  # noqa: PTH114 - unlike Path.is_symlink, it never raises
             raise _refused(path, "it is a symbolic link")
 
 
@@ -341,28 +342,28 @@ def _refused(path: str, reason: str) -> ConfigError:
     return ConfigError(reason, where=f"store: directories: {path}", fix="delete it: engines make it again")
 
 
-#: Keys are spread over the directories by their last two bytes.
+#: The number of hash slots, by a key's last two bytes, that are spread over the directories.
 _SLOTS = 4096
-#: What is wrong with one block, and not with the medium.
+#: Errors of one block rather than of the medium.
 _OF_THE_BLOCK = (BlockCorruptError, BlockForeignError, BlockUnreadableError)
-#: How many keys of a prefix are looked up at once in the beginning.
+#: How many keys of a prefix the first lookup covers.
 _FIRST_STEP = 64
 
 
 class PosixTier(Tier):
-    """Blocks as files.
+    """A tier that stores blocks as files.
 
     Args:
         name: The tier's name.
-        roots: Its directories.
-        namespace: What the sharers of blocks have in common.
-        codec: What a block's file looks like; None in an instance that only looks up and prefetches.
+        roots: The tier's directories.
+        namespace: The name shared by all engines that share blocks.
+        codec: The codec of a block's file; None in an instance that only looks up and prefetches.
         config: The store's options.
-        capacity_bytes: What it may use.
-        on_disk: Whether the directories are, or else in memory.
+        capacity_bytes: The most bytes that it may use; None: no limit.
+        on_disk: Whether the directories are on a disk rather than in memory.
 
     Raises:
-        ConfigError: A directory is missing or unusable, or the namespace cannot be one.
+        ConfigError: A directory is missing or unusable, or the namespace is invalid.
     """
 
     rests_by_itself = True
@@ -400,7 +401,7 @@ class PosixTier(Tier):
 
     @classmethod
     def open(cls, options: TierOptions, place: TierPlace) -> Tier:
-        """The Posix tier; or the Dram tier, by either of its names."""
+        """Open the Posix tier, or the Dram tier by either of its names."""
         del options
         config = place.config
         if place.name == "Posix":
@@ -410,24 +411,24 @@ class PosixTier(Tier):
         return cls("dram", [root], place.namespace, place.codec, config, capacity, on_disk=False)
 
     def lane(self, key: BlockKey) -> int:
-        """The directory."""
+        """Return the index of the directory that stores a block."""
         return 0 if self.lanes == 1 else self._slots[(key[-2] << 8 | key[-1]) % _SLOTS]
 
     @property
     def resting(self) -> float:
-        """The share of the directories that cannot be read, or not be written."""
+        """The share of the directories that rest from reads or writes, 0 to 1."""
         resting = [directory.reads.rests or directory.writes.rests for directory in self._directories]
         return resting.count(True) / len(resting)
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """One test of a directory entry per key that is not known to be there, by threads of each directory."""
+        """Test one directory entry per key that is not known to exist, on the lookup threads of each directory."""
         return self._ask(keys, deadline, gaps=True)
 
     def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
-        """Each directory's thread stops at its first key that is not there."""
+        """Count blocks without a gap; each directory's thread stops at its first missing key."""
         hits, step = 0, _FIRST_STEP
         while hits < len(keys):
-            # What is known is looked up for some keys at once, but not for all: the first gap may be near.
+            # Keys are looked up in batches, but not all at once, because the first gap may be near.
             found = self._ask(keys[hits : hits + step], deadline, gaps=False)
             if False in found:
                 return hits + found.index(False)
@@ -436,7 +437,7 @@ class PosixTier(Tier):
         return hits
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
-        """One file after the other."""
+        """Read one file after the other."""
         del deadline
         outcomes: list[Outcome] = []
         for block in blocks:
@@ -447,10 +448,10 @@ class PosixTier(Tier):
         return outcomes
 
     def read(self, block: BlockTransfer) -> bool:
-        """Fill memory with one call to the operating system for a whole block.
+        """Load a block's shards, with one system call for a whole block.
 
         Returns:
-            Whether the block's time of last use is old.
+            Whether the block's time of last use was old.
         """
         self._start_evictors()
         directory = self._directory(block.key)
@@ -464,13 +465,13 @@ class PosixTier(Tier):
         return old
 
     def touch(self, key: BlockKey) -> None:
-        """In the background."""
+        """Renew a block's time of last use in the background."""
         self._start_evictors()
         directory = self._directory(key)
         directory.evictor.touch(directory.layout.block(key))
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
-        """The file as it is, verified by its own header."""
+        """Return the whole file, verified by its own header."""
         del deadline
         directory = self._directory(key)
         try:
@@ -479,7 +480,7 @@ class PosixTier(Tier):
             self._fail(directory, key, error)
 
     def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
-        """Account for several of them at once."""
+        """Expect blocks, so that several are accounted for at once."""
         if len(self._directories) == 1:
             self._directories[0].expect(file_nbytes, len(keys))
         else:
@@ -487,7 +488,7 @@ class PosixTier(Tier):
                 self._directory(key).expect(file_nbytes, 1)
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockFileWriter | None:
-        """A writer of a temporary file; None if the block is there."""
+        """Return a writer of a temporary file; None if the block exists."""
         directory = self._directory(key)
         if directory.holds(key):
             directory.expect(file_nbytes, -1)
@@ -496,7 +497,7 @@ class PosixTier(Tier):
         return BlockFileWriter(directory, key, file_nbytes, self)
 
     def prefetch(self, key: BlockKey) -> None:
-        """Have the kernel read the file into the page cache."""
+        """Let the kernel read the file into the page cache."""
         directory = self._directory(key)
         if directory.direct_io or directory.reads.rests:
             return
@@ -508,13 +509,13 @@ class PosixTier(Tier):
                 os.close(descriptor)
 
     def stats(self) -> TierStats:
-        """The counters, and what the tier uses."""
+        """Return the counters and the bytes used."""
         used = [directory.used_bytes for directory in self._directories]
         known = [nbytes for nbytes in used if nbytes is not None]
         return self.counters.snapshot(sum(known) if known else None, self._capacity_bytes)
 
     def close(self) -> None:
-        """End the threads; those that a directory keeps are left to it."""
+        """End the threads; threads that are stuck in a directory are abandoned."""
         for directory in self._directories:
             directory.lookups.close()
         close_evictors([directory.evictor for directory in self._directories])
@@ -522,18 +523,18 @@ class PosixTier(Tier):
             directory.index.close()
 
     def committed(self, directory: Directory, key: BlockKey) -> None:
-        """A writer made a block visible."""
+        """Note that a writer made a block visible."""
         self._recent.generations()[0].add(key)
         directory.index.add([key])
         directory.evictor.wrote()
 
     def refused(self, directory: Directory, error: StoreError) -> None:
-        """A writer could not go on."""
+        """Note that the medium refused a writer's block."""
         if isinstance(error, StoreFullError):
             directory.evictor.full()
 
     def behind(self, directory: Directory) -> None:
-        """A writer found no room within the capacity."""
+        """Note that a writer found no room within the capacity."""
         directory.evictor.behind()
 
     def _start_evictors(self) -> None:
@@ -546,7 +547,7 @@ class PosixTier(Tier):
         return self._directories[self.lane(key)]
 
     def _ask(self, keys: Sequence[BlockKey], deadline: float, *, gaps: bool) -> list[bool]:
-        """Which blocks are there; without ``gaps``, of each directory only those before the first that is not."""
+        """Return which blocks exist; without ``gaps``, only those before each directory's first missing one."""
         by_lane: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             by_lane.setdefault(self.lane(key), []).append(place)
@@ -574,14 +575,14 @@ class PosixTier(Tier):
             self._drop(key)
 
     def _drop(self, key: BlockKey) -> None:
-        """Forget that a block was there."""
+        """Forget a block that is gone."""
         self._recent.drop(key)
         self._directory(key).index.drop(key)
 
     def _fail(self, directory: Directory, key: BlockKey, error: StoreError) -> NoReturn:
-        """Take a block that cannot be used out of the way, and raise what its reader is told.
+        """Quarantine an unusable block, and raise the error for its reader.
 
-        A medium that neither reads a file nor lets it be moved is taken for broken.
+        A medium that neither reads a file nor lets it be moved counts as failing.
         """
         self._drop(key)
         if isinstance(error, _OF_THE_BLOCK):
@@ -594,13 +595,13 @@ class PosixTier(Tier):
 
 
 class _Question:
-    """Which blocks one directory has; asked by a thread of its, which the operating system may keep for ever.
+    """A lookup in one directory, run by one of the directory's threads, which the system may block for ever.
 
     Args:
-        directory: The directory; one that rests is not asked.
-        recent: Blocks that were seen a moment ago.
-        keys: The blocks.
-        gaps: Whether to go on behind one that is not there.
+        directory: The directory; it is not read while it rests.
+        recent: Keys that were recently found.
+        keys: The keys to look up.
+        gaps: Whether to continue after a missing block.
     """
 
     def __init__(self, directory: Directory, recent: RecentKeys, keys: Sequence[BlockKey], *, gaps: bool) -> None:
@@ -617,7 +618,7 @@ class _Question:
             directory.lookups.submit([RefusableJob(self._run, self._ended.set)])
 
     def answers(self, deadline: float) -> list[bool]:
-        """What was found out by the deadline, in the order of the keys; the rest is not there."""
+        """Return the results until the deadline, in the order of the keys; remaining keys count as missing."""
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
             self._given_up = True
             if not self._tested:
@@ -653,7 +654,7 @@ class _Question:
 
 
 def _slots(roots: Sequence[str]) -> list[int]:
-    """Which directory has which keys, by rendezvous: another directory takes its share from all, the rest stays."""
+    """Assign slots to directories by rendezvous hashing: a new directory takes keys from all, other keys stay."""
     if len(roots) == 1:
         return []
     weights = [hashlib.blake2b(root.encode(), digest_size=8).digest() for root in roots]
