@@ -546,7 +546,7 @@ def test_blocks_that_nobody_asked_for_end_the_engine() -> None:
     for _ in range(3):
         _schedule(scheduler, *requests)
         _schedule(scheduler, asks=False)  # a step without requests
-    with pytest.raises(SparseMethodError, match="Halves was not told.*KV-cache manager") as caught:
+    with pytest.raises(SparseMethodError, match=r"Halves was not told.*KV-cache manager") as caught:
         _schedule(scheduler, *requests, asks=False)
     assert caught.value.where == "a step of 2 requests runs, and the hook before_allocation did not fire before it"
 
@@ -562,7 +562,7 @@ def test_a_step_that_was_not_told_ends_the_engine(ended: str) -> None:
         hooks.request_freed(scheduler, Request(ended))
         requests = [request for request in requests if request.request_id != ended]
         _schedule(scheduler, *requests[ended == "r2" :], decides=False)
-    with pytest.raises(SparseMethodError, match="Halves was not told.*of the scheduler") as caught:
+    with pytest.raises(SparseMethodError, match=r"Halves was not told.*of the scheduler") as caught:
         _schedule(scheduler, *requests, decides=False)
     assert f"another step of request {requests[0].request_id} runs" in str(caught.value.where)
     assert "scheduler_output_built" in str(caught.value.where)

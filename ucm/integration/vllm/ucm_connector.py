@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -334,3 +335,10 @@ class UCMMockConnector(UCMConnector):
     """Like the direct one, with hits capped at ``hit_ratio`` of a request's tokens, for capacity planning."""
 
     kind = "mock"
+
+
+# vLLM's MultiConnector finds a connector by its module when it creates it, but only by its registered name when its
+# metrics arrive in another process.
+for _kind in (UCMConnector, UCMDirectConnector, UCMLayerWiseConnector, UCMMockConnector):
+    if _kind.__name__ not in KVConnectorFactory._registry:  # noqa: SLF001 - it refuses a name that is there
+        KVConnectorFactory.register_connector(_kind.__name__, __name__, _kind.__name__)

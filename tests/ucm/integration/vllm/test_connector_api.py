@@ -122,6 +122,12 @@ def test_the_factory_constructs_ours(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", REVIEWED)
+def test_the_factory_takes_the_names_of_ours(release: str) -> None:
+    assert "_registry" in vllm.fields(release, vllm.FACTORY, "KVConnectorFactory")
+    vllm.signature(vllm.methods(release, vllm.FACTORY, "KVConnectorFactory")["register_connector"]).bind(*"123")
+
+
+@pytest.mark.parametrize("release", REVIEWED)
 def test_the_base_class_takes_what_we_hand_on(release: str) -> None:
     required = [p for p in vllm.signature(api(release)["__init__"]).parameters.values() if p.default is p.empty]
     gives = REVIEWED.index(release) >= REVIEWED.index("0.11.1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end sessio
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from tests.e2e.model import write_model
@@ -133,3 +135,10 @@ def test_a_prompt_that_another_connector_has_before_its_first_whole_block(
 
 def test_a_failed_load_is_computed_though_the_engine_has_another_configuration(engine: Engine) -> None:
     assert engine.scheduler.recompute_kv_load_failures
+
+
+@pytest.mark.parametrize("name", ["UCMConnector", "UCMDirectConnector", "UCMLayerWiseConnector", "UCMMockConnector"])
+def test_metrics_that_arrive_from_another_process_are_read(name: str) -> None:
+    """vLLM looks the connector up by its registered name then; that ended the engine."""
+    importlib.import_module("ucm.integration.vllm.ucm_connector")
+    assert MultiConnector.build_kv_connector_stats({name: {}}) is not None
