@@ -27,7 +27,7 @@ from ucm.store.config import OURS, pipeline_parts
 from ucm.store.posix.paths import distrust, group_id
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ucm.config.translation import Translation
 
@@ -39,6 +39,14 @@ _WITHOUT_OPTIONS = frozenset({"Posix", "Dram", "Cache", "Empty"})
 _said: set[str] = set()
 #: The looks at directories that had not answered when this was last asked; nobody waits for one of them again.
 _unanswered: dict[Path, Future[ConfigError | None]] = {}
+
+
+def wait_for_looks(directories: Iterable[str]) -> None:
+    """Wait, without a limit, until every look at these directories has ended: it may be about to make them.
+
+    For threads that open a store and may be kept by a directory that does not answer.
+    """
+    wait([look for path in directories if (look := _unanswered.get(Path(path))) is not None])
 
 
 def load_connector_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:

@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ucm.config.load import wait_for_looks
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
 from ucm.hashing.model_identity import model_identity, namespace
@@ -332,6 +333,7 @@ class SchedulerSide:
     def _settle(self, identity: ModelIdentity) -> str:
         """Check that an identity's blocks can be stored, and write the identity there; callable from any thread."""
         where = namespace(identity)
+        wait_for_looks((*self._config.directories, self._config.dram_directory))
         for tag in dict.fromkeys(tag for of_group in self._tags.values() for tag in of_group):
             open_store(self._config, f"{where}/{tag}", None).close()
             write_identity(self._config, f"{where}/{tag}", identity.to_json())

@@ -12,6 +12,7 @@ import pytest
 
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, write_model
 from tests.ucm.store.frozen import FrozenDirectory
+from ucm.config import load
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.file_contents import FileContents
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from ucm.config.problems import Place
     from ucm.hashing.file_contents import Digests
     from ucm.store.base import KVStore
     from ucm.store.config import StoreConfig
@@ -199,6 +201,16 @@ def test_an_engine_starts_beside_a_directory_that_does_not_answer(
     monkeypatch.setattr(scheduler_side, "START_SECONDS", 0.05)
     model = write_model(tmp_path / "model")
     frozen = FrozenDirectory(monkeypatch, str(tmp_path / "store"))
+    look = load.directory_problem
+
+    def look_late(
+        directory: Path, place: Place, written: object, trusted_group: str | int | None = None, *, make: bool = True
+    ) -> ConfigError | None:
+        frozen.thawed.wait()
+        time.sleep(0.5)  # whoever opens the directory could be there first
+        return look(directory, place, written, trusted_group, make=make)
+
+    monkeypatch.setattr(load, "directory_problem", look_late)
     made: list[SchedulerSide] = []
     starting = threading.Thread(target=lambda: made.append(create(model, tmp_path, stuck_seconds=1.0)), daemon=True)
     starting.start()
