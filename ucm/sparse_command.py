@@ -130,7 +130,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The means over the workers of an engine: each has some of a layer's heads, or other layers.
+    """The layers of all workers of an engine; those that share the heads of a layer report the same of it.
 
     Args:
         reports: `MassProbe.report` of each worker.
@@ -257,7 +257,7 @@ def _is_prompt(prompt: object) -> bool:
 
 
 def _mean(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The means over workers, which have measured the same steps."""
+    """The means over workers that report the same layer."""
 
     def over(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return {key: sum(of[key] for of in values) / len(values) for key in values[0]}

@@ -153,6 +153,10 @@ class BlockKeys:
         for digest in [] if hashing is None else hashing.digests:
             digest.cancel()
 
+    def close(self) -> None:
+        """Hash no more inputs; those under way are finished by threads that nobody waits for but the interpreter."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def start_anew(self) -> None:
         """Use new, random keys from now on, so that this engine never finds earlier blocks again."""
         self._plan = HashPlan("", b"", "the prefix cache was reset")

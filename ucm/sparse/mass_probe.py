@@ -24,7 +24,7 @@ from ucm.sparse.block_topk import SELECTORS
 from ucm.sparse.mass import block_masses
 from ucm.sparse.needed_hooks import require_hooks
 from ucm.sparse.options import MethodOptions, parse_options
-from ucm.sparse.representatives import Representatives, ranked
+from ucm.sparse.representatives import WHOLE, Representatives, ranked
 from ucm.sparse.selection import BlockBudget
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class MassProbe(SparseMethod):
             self.lengths = min(shortest, tokens), max(longest, tokens)
 
     def report(self) -> dict[str, Any]:
-        """What this worker has measured of its heads, as plain data.
+        """What was measured of the layers of this worker, as plain data; of all heads, also those on other workers.
 
         Returns:
             ``layers``, `LayerMasses` by layer name; ``lengths``, the shortest and the longest context or None.
@@ -208,7 +208,8 @@ class MassProbe(SparseMethod):
             tokens: How many tokens of that there are.
         """
         blocks, size = keys.shape[:2]
-        masses = block_masses(query, keys[None], tokens)[0].double()
+        masses = self._over_ranks(block_masses(query, keys[None], tokens)[0].double() * WHOLE) / WHOLE
+        masses /= self.attention.ranks
         layer.samples += 1
         ordered = masses.sort(descending=True).values.cumsum(0)
         for target in TARGETS:
@@ -220,7 +221,7 @@ class MassProbe(SparseMethod):
             layer.counted[share] += 1
             between = slice(budget.sinks, blocks - budget.recent)
             always = float(masses.sum() - masses[between].sum())
-            for name, kept in _kept(query, keys[between], masses[between], budget.chosen):
+            for name, kept in self._kept(query, keys[between], masses[between], budget.chosen):
                 layer.kept[share][name] += always + kept
 
     def _budgets(self, size: int, blocks: int) -> Iterator[tuple[float, BlockBudget]]:
@@ -232,23 +233,28 @@ class MassProbe(SparseMethod):
             if 0 < budget.chosen < blocks - budget.sinks - budget.recent:
                 yield share, budget
 
+    def _kept(self, query: Tensor, keys: Tensor, masses: Tensor, chosen: int) -> Iterator[tuple[str, float]]:
+        """What each selector's choice among some blocks holds of the attention.
 
-def _kept(query: Tensor, keys: Tensor, masses: Tensor, chosen: int) -> Iterator[tuple[str, float]]:
-    """What each selector's choice among some blocks holds of the attention.
+        Args:
+            query: ``[1, num_heads, head_size]``.
+            keys: ``[blocks, block_size, num_kv_heads, head_size]``.
+            masses: ``[blocks]``: the true shares of the attention.
+            chosen: How many blocks are chosen.
+        """
+        import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-    Args:
-        query: ``[1, num_heads, head_size]``.
-        keys: ``[blocks, block_size, num_kv_heads, head_size]``.
-        masses: ``[blocks]``: the true shares of the attention.
-        chosen: How many blocks are chosen.
-    """
-    import torch  # noqa: PLC0415 - imported where vLLM has brought it
+        yield ORACLE, float(masses.topk(chosen).values.sum())
+        places = torch.arange(len(keys), device=keys.device)
+        for name, kind in _REPRESENTATIVES.items():
+            made = kind(len(keys), keys[:1])
+            made.update(places, lambda some: keys[some])
+            best = ranked(self._over_ranks(made.shares(query, places[None], None))).topk(chosen, -1).indices[0]
+            yield name, float(masses[best].sum())
+        yield RANDOM, float(masses.sum()) * chosen / len(masses)
 
-    yield ORACLE, float(masses.topk(chosen).values.sum())
-    places = torch.arange(len(keys), device=keys.device)
-    for name, kind in _REPRESENTATIVES.items():
-        made = kind(len(keys), keys[:1])
-        made.update(places, lambda some: keys[some])
-        best = ranked(made.shares(query, places[None], None)).topk(chosen, -1).indices[0]
-        yield name, float(masses[best].sum())
-    yield RANDOM, float(masses.sum()) * chosen / len(masses)
+    def _over_ranks(self, shares: Tensor) -> Tensor:
+        """Sum shares over the workers that have a layer's other heads: a choice is the same on all of them."""
+        import torch  # noqa: PLC0415 - imported where vLLM has brought it
+
+        return self.attention.sum_over_ranks(shares.to(torch.int64))

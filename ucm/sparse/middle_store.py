@@ -18,11 +18,12 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
+from ucm.background import call_later
 from ucm.logger import get_logger
 from ucm.sparse.middle import block_key
 from ucm.sparse.middle_roots import PREFIX, remove_leftovers, store_roots
 from ucm.store.base import BlockTransfer
-from ucm.store.errors import StoreFullError
+from ucm.store.errors import StoreFullError, StoreTimeoutError
 from ucm.store.factory import open_store
 from ucm.store.opening import OpeningStore
 from ucm.store.pool import Pool
@@ -115,7 +116,7 @@ class MiddleStore:
         self._cleaner = _cleaner(config.stuck_seconds)
         self._kept: dict[int, _Admission] = {}
         self._saving: list[_Saving] = []
-        #: Admissions and places that the store had no room for, and when they may be tried again.
+        #: Admissions and places that the store did not take yet, and when they may be tried again.
         self._refused: list[tuple[int, int]] = []
         self._retry_at = 0.0
         self._at_once = max(1, config.dump_queue_bytes // 2 // copies.geometry.nbytes)
@@ -235,7 +236,8 @@ class MiddleStore:
                 del kept.copies[place]
             else:
                 self.counts["kept"] += 1
-                if isinstance(failed.get(kept.keys[place]), StoreFullError):
+                # A store that is full, or still being opened, takes them later.
+                if isinstance(failed.get(kept.keys[place]), StoreFullError | StoreTimeoutError):
                     self._refused.append((saving.admission, place))
                     self._retry_at = time.monotonic() + RETRY_SECONDS
         for error in failed.values():
@@ -270,10 +272,15 @@ class MiddleStore:
 
 def _open(config: StoreConfig, namespace: str, geometry: BlockGeometry, layouts: list[Layout]) -> KVStore:
     roots = store_roots(config)
+    layouts += [Layout(root, namespace) for root in roots]
+    store = open_store(config, namespace, geometry)
+    call_later(partial(_remove_leftovers, roots), "ucm-leftovers")  # there may be much of it, and blocks wait
+    return store
+
+
+def _remove_leftovers(roots: Sequence[str]) -> None:
     for root in roots:
         remove_leftovers(root)
-    layouts += [Layout(root, namespace) for root in roots]
-    return open_store(config, namespace, geometry)
 
 
 def _cleaner(patience: float) -> Pool:

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+#: How many seconds the store may take.
+PATIENCE = 120
 
 
 class Observed:
@@ -44,6 +48,7 @@ class Observed:
                 }
             steps += 1
             if removal is not None and steps == removal[0]:
+                self._await_blocks()
                 Path(removal[1]).rename(f"{removal[1]}-gone")  # at once: it is being written into
             if self._scheduler.requests:
                 used = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
@@ -57,6 +62,15 @@ class Observed:
             "worker": dict(self._reader.counts),
             "store": dict(store.counts) if store else {},
         }
+
+    def _await_blocks(self) -> None:
+        """Wait until the store has most blocks: its threads give way to everything else on a busy machine."""
+        store = self._reader._store
+        deadline = time.monotonic() + PATIENCE
+        while any(2 * len(kept.copies) > len(kept.keys) for kept in store._kept.values()):
+            assert time.monotonic() < deadline, "the store takes nothing"
+            store.settle()
+            time.sleep(0.01)
 
 
 def main(spec_file: Path, result_file: Path) -> None:

@@ -300,3 +300,20 @@ def test_only_inputs_that_count_are_hashed() -> None:
     keys = BlockKeys(CONFIG, SEED, trust_media_names=True)
     assert keys.is_ready(Request("r", TOKENS, mm_features=[picture(1)]))
     assert BlockKeys(CONFIG, SEED).is_ready(Request("r", TOKENS, mm_features=[picture(1)], resumable=True))
+
+
+def test_the_end_waits_for_no_input_that_is_not_being_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    may, begun = threading.Event(), []
+
+    def digest_when_it_may(data: Any) -> Any:
+        begun.append(data)
+        assert may.wait(60)
+        return b""
+
+    monkeypatch.setattr(block_keys, "digest_of", digest_when_it_may)
+    keys = BlockKeys(CONFIG, SEED)
+    keys.is_ready(Request("r", TOKENS, mm_features=[picture(number) for number in range(20)]))
+    keys.close()
+    may.set()
+    keys._pool.shutdown(wait=True)
+    assert len(begun) <= block_keys._THREADS

@@ -34,6 +34,26 @@ def probe(**options: Any) -> MassProbe:
     return made
 
 
+class TwoRanks(FakeView):
+    """Another rank beside this one: its heads attend to what these attend to, or to the opposite end.
+
+    Args:
+        others: ``alike`` or ``elsewhere``.
+    """
+
+    def __init__(self, others: str) -> None:
+        super().__init__()
+        self._others = others
+
+    @property
+    def ranks(self) -> int:
+        return 2
+
+    def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        assert counts.dtype == torch.int64
+        return counts + (counts if self._others == "alike" else counts.flip(-1))
+
+
 def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -90,6 +110,23 @@ def test_a_block_with_the_wanted_key_is_found_by_bounds_and_codes() -> None:
     kept = made.report()["layers"][LAYER]["kept"]["0.5"]
     assert min(kept["bounds"], kept["codes"], kept["oracle"]) > 0.99
     assert kept["random"] < 0.5
+
+
+def test_a_choice_is_that_of_the_heads_of_all_ranks() -> None:
+    """Another rank with heads that attend just as these do changes nothing; with others it changes the choice."""
+    tokens, row = 62, list(range(5, 21))
+    kv, query = drawn(0, 2, BLOCKS, SIZE, KV_HEADS, HEAD), drawn(1, 1, HEADS, HEAD) * 2
+    batch, found = step(("b", tokens - 1, 1, 9)), []
+    for others in (None, "alike", "elsewhere"):
+        made = probe()
+        made.attention = FakeView() if others is None else TwoRanks(others)
+        run(made, batch, [row], kv, query)
+        found.append(made.report()["layers"][LAYER])
+    alone, alike, elsewhere = found
+    for name in COMPARED:
+        assert alike["kept"]["0.5"][name] == pytest.approx(alone["kept"]["0.5"][name], abs=1e-6)
+    assert elsewhere["kept"]["0.5"]["oracle"] < alone["kept"]["0.5"]["oracle"] - 0.01
+    assert elsewhere["needed"]["0.9"] > alone["needed"]["0.9"]
 
 
 def test_a_context_within_the_budget_says_only_what_it_needs() -> None:

@@ -21,10 +21,14 @@ from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.layout import Layout
+from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
     from tests.ucm.store.conftest import Clock
+    from ucm.store.base import BlockTransfer
+    from ucm.store.errors import StoreError
+    from ucm.store.format import HeaderCodec
 
 NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
@@ -279,6 +283,30 @@ def test_a_padded_direct_write_that_cannot_be_cut_leaves_no_padding(
         assert fetch(reader, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
     assert refused
     assert any("refuses direct I/O" in line for line in said)
+
+
+def test_a_reader_beside_the_one_that_gave_up_direct_io_gives_it_up_too(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = posix_files._read
+    with open_store(replace(config, direct_io=True), NAMESPACE, ODD) as store:
+        save(store, KEYS, ODD)
+        assert isinstance(store, TieredStore)
+        tier = store._tiers[0]
+        assert isinstance(tier, posix_tier.PosixTier)
+        [directory] = tier._directories
+
+        def refused(
+            path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool
+        ) -> tuple[float, StoreError | None]:
+            if direct:
+                directory.no_direct_io(OSError(errno.EINVAL, "by another thread"))
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return read(path, codec, block, direct=direct)
+
+        monkeypatch.setattr(posix_files, "_read", refused)
+        assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
+        assert not directory.reads.rests
 
 
 def test_a_direct_read_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -285,3 +286,20 @@ def test_many_writers_keep_to_the_capacity(config: StoreConfig) -> None:
     most = max(most, scan(config.directories[0]).nbytes)
     assert [writer.exitcode for writer in writers] == [0] * 8
     assert 0.9 * capacity < most <= 1.05 * capacity
+
+
+def test_an_evictor_that_is_stopped_as_it_wakes_does_not_sleep_again(config: StoreConfig) -> None:
+    with open_store(config, NAMESPACE, EVEN) as store:
+        evictor = evictor_of(store)
+
+        class Wake(threading.Event):
+            def clear(self) -> None:
+                evictor.stop()
+                super().clear()
+
+        evictor._wake = Wake()
+        save(store, KEYS[:1], EVEN)
+        thread = evictor._thread
+        assert thread is not None
+        thread.join(60)
+        assert not thread.is_alive()

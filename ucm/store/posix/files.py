@@ -201,10 +201,11 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
         raise directory.reads.refusal(directory.layout.root)
 
     def read() -> tuple[float, StoreError | None]:
+        direct = directory.direct_io  # another thread may switch it off meanwhile
         try:
-            return _read(path, codec, block, direct=directory.direct_io)
+            return _read(path, codec, block, direct=direct)
         except OSError as error:
-            if error.errno != errno.EINVAL or not directory.direct_io or isinstance(error, NotAFileError):
+            if error.errno != errno.EINVAL or not direct or isinstance(error, NotAFileError):
                 raise
             directory.no_direct_io(error)
             return _read(path, codec, block, direct=False)

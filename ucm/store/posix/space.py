@@ -332,7 +332,8 @@ class Evictor:
             pause = self._look()
             self._busy_since = None
             self._stop.wait(_LOOK_SECONDS[0])
-            self._wake.wait(pause)
+            if not self._stop.is_set():  # what `stop` set may have been cleared above
+                self._wake.wait(pause)
         self._busy_since = time.monotonic()
         self._renew()
         self._root.close()

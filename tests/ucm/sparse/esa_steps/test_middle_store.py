@@ -22,6 +22,7 @@ from ucm.sparse.middle_store import MiddleStore
 from ucm.store import pool
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
 from ucm.store.posix import layout as posix_layout
 from ucm.store.posix.index import evict, scan
 from ucm.store.posix.layout import Layout, owner_name
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
+
+    from ucm.store.base import KVStore
 
 SIZES = (48, 80)
 
@@ -236,6 +239,35 @@ def test_a_directory_that_does_not_answer_keeps_no_worker(tmp_path: Path, monkey
     assert store.counts["loaded"] == 2
     store._end()
     assert not list(root.glob("middle+*"))
+
+
+def test_what_is_released_while_the_store_opens_goes_to_it_when_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, may_open = Clock(), threading.Event()
+
+    def open_late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
+        may_open.wait(60)
+        return open_store(config, namespace, geometry)
+
+    monkeypatch.setattr(pool, "time", clock)
+    monkeypatch.setattr(middle_store, "open_store", open_late)
+    monkeypatch.setattr(middle_store, "RETRY_SECONDS", 0.0)
+    options = config(tmp_path / "root")
+    store, data = MiddleStore(options, copies(), owner_name(), 0), blocks(6)
+    store.save(1, 0, data)
+    clock.now += options.stuck_seconds
+    settle(store)
+    assert store._refused or store._saving, "they are tried again"
+    may_open.set()
+    deadline = time.monotonic() + 60
+    while store._kept[1].copies and time.monotonic() < deadline:
+        store._store.flush(60)
+        settle(store)
+    assert store.counts["kept"] == 0
+    assert torch.equal(fetched(store, 1, *((1, place) for place in range(6))), data[1])
+    assert store.counts["loaded"] == 6
+    store._end()
 
 
 def test_a_directory_that_does_not_answer_any_more_does_not_keep_the_end(

@@ -223,7 +223,9 @@ class PrefixCacheScheduler:
             The number of tokens; None if it is not known yet, or if the request must wait until others with promised
             blocks have started: vLLM asks again in the next step.
         """
-        if self._options.asks_again and not self._key_source.is_ready(request):
+        known = self._requests.get(request.request_id)
+        is_excluded = known is not None and known.excluded
+        if self._options.asks_again and not is_excluded and not self._key_source.is_ready(request):
             return None
         state = self._state(request)
         state.computed = state.known = num_computed_tokens

@@ -359,6 +359,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Close the stores."""
         self._weights.close()
+        self._keys.close()
         if self._opening is not None:
             self._opening.join(CLOSE_SECONDS)
             self._prepare()

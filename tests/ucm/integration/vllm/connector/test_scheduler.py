@@ -51,6 +51,14 @@ def test_a_request_that_ends_before_its_inputs_are_hashed_saves_nothing() -> Non
     assert not planner.step({}).late_dumps
 
 
+def test_inputs_of_a_request_that_is_not_cached_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, new = Planner(), request(TOKENS)
+    planner.side.matched_tokens(new, 0)
+    planner.side._requests[new.request_id].excluded = True
+    monkeypatch.setattr(planner.keys, "is_ready", create_autospec(planner.keys.is_ready, side_effect=AssertionError))
+    assert planner.side.matched_tokens(new, 0) == 0
+
+
 def test_vllm_that_asks_once_only_gets_its_answer() -> None:
     """Before 0.10.2: the inputs are hashed while it waits."""
     planner = Planner(asks_again=False)
