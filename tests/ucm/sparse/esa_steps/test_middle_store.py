@@ -244,9 +244,10 @@ def test_a_directory_that_does_not_answer_keeps_no_worker(tmp_path: Path, monkey
 def test_what_is_released_while_the_store_opens_goes_to_it_when_it_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, may_open = Clock(), threading.Event()
+    clock, opens, may_open = Clock(), threading.Event(), threading.Event()
 
     def open_late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
+        opens.set()
         may_open.wait(60)
         return open_store(config, namespace, geometry)
 
@@ -255,6 +256,7 @@ def test_what_is_released_while_the_store_opens_goes_to_it_when_it_is_open(
     monkeypatch.setattr(middle_store, "RETRY_SECONDS", 0.0)
     options = config(tmp_path / "root")
     store, data = MiddleStore(options, copies(), owner_name(), 0), blocks(6)
+    assert opens.wait(60)
     store.save(1, 0, data)
     clock.now += options.stuck_seconds
     settle(store)
