@@ -422,6 +422,7 @@ class TwoRoots:
         """Ask for what is in the frozen directory alone, so that no other one has to be in time."""
         self.tier.timeout = SHORT
         assert self.store.lookup(self.lost) == [False] * len(self.lost)
+        assert self.directory.held.wait(LONG)  # the thread may begin only after its caller has given up
         self.tier.timeout = NEVER
 
 
