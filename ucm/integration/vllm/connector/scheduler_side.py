@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ucm.background import call_within
 from ucm.config.load import wait_for_looks
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
@@ -365,9 +366,7 @@ class SchedulerSide:
             self._prepare()
         self.planner.stager.close()
         self.counters.close()
-        closing = threading.Thread(target=self._close_stores, name="ucm-close", daemon=True)
-        closing.start()
-        closing.join(CLOSE_SECONDS)
+        call_within(self._close_stores, "ucm-close", CLOSE_SECONDS)
 
     def _close_stores(self) -> None:
         for of_group in self._stores.values():
