@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ucm.hashing.framing import frame
 from ucm.hashing.request_hasher import RequestHasher
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
     from ucm.store.base import BlockKey
@@ -56,12 +57,12 @@ class Chunk:
         return -(-self.tokens // PIECE)
 
 
-def marked_chunks(params: Mapping[str, Any] | None, prompt_tokens: int) -> list[Chunk] | None:
+def marked_chunks(params: object, prompt_tokens: int) -> list[Chunk] | None:
     """Return the chunks that a request marks.
 
     Args:
-        params: Its ``kv_transfer_params``; ``ucm_chunks`` in it is a list of pairs ``[first token, token after the
-            last one]``.
+        params: Its ``kv_transfer_params``, which vLLM passes on unchecked; ``ucm_chunks`` in it is a list of pairs
+            ``[first token, token after the last one]``.
         prompt_tokens: Tokens of its prompt.
 
     Returns:
@@ -70,7 +71,11 @@ def marked_chunks(params: Mapping[str, Any] | None, prompt_tokens: int) -> list[
     Raises:
         ChunkMarksError: If they are not such pairs, overlap, are out of order, or are outside the prompt.
     """
-    marks = (params or {}).get(MARKS)
+    if not params:
+        return None
+    if not isinstance(params, Mapping):
+        raise ChunkMarksError(f"kv_transfer_params is a {type(params).__name__}, not an object")
+    marks = params.get(MARKS)
     if marks is None:
         return None
     if not isinstance(marks, list | tuple):

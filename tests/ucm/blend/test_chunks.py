@@ -39,6 +39,13 @@ def test_marks_that_cannot_be_followed(marks: Any, what: str) -> None:
         marked_chunks({"ucm_chunks": marks}, 100)
 
 
+@pytest.mark.parametrize("params", ["ucm_chunks", ["ucm_chunks"], 7])
+def test_params_that_are_no_object_are_refused(params: Any) -> None:
+    """The API server's ``vllm_xargs`` bring any of them to the scheduler, where an AttributeError ended the engine."""
+    with pytest.raises(ChunkMarksError, match="not an object"):
+        marked_chunks(params, 100)
+
+
 def test_a_refusal_is_short_whatever_a_client_writes() -> None:
     with pytest.raises(ChunkMarksError) as refused:
         marked_chunks({"ucm_chunks": [list(range(100_000))]}, 100)

@@ -21,7 +21,7 @@ from ucm.store.slab import PAGE, Slab, State
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.base import BlockKey, KVStore, Task
     from ucm.store.slab import Row
 
 #: The slab counts KV-cache groups; all pieces of chunks are of one kind.
@@ -44,6 +44,33 @@ class ChunkLookup:
     deadline: float
     rows: list[list[Row] | None] = field(default_factory=list)  #: of each chunk, what is staged, or None
     finished: bool = False  #: nothing of it changes any more
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A chunk that is being read.
+
+    Args:
+        number: Its place among those of the lookup.
+        held: Its pieces' rows.
+        mine: Those of them that are read by the thread that has it.
+        tasks: What these are read by, for each rank.
+    """
+
+    number: int
+    held: list[Row] = field(default_factory=list)
+    mine: list[Row] = field(default_factory=list)
+    tasks: list[tuple[KVStore, Task]] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is being read any more."""
+        return all(row.state is not State.READING for row in self.held)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is staged."""
+        return bool(self.held) and all(row.state is State.WHOLE for row in self.held)
 
 
 class ChunkStager:
@@ -134,19 +161,31 @@ class ChunkStager:
             job()
 
     def _run(self, lookup: ChunkLookup) -> None:
-        for number, keys in enumerate(lookup.pieces):
+        """Begin to read all chunks that are missing, then wait for them: a medium's latency is paid once for all."""
+        begun: list[_Reading] = []
+        try:
             with self._changed:  # a release takes the rows away
+                missing = [n for n, rows in enumerate(lookup.rows) if rows is None and not lookup.finished]
+            stored = self._stored([lookup.pieces[number] for number in missing])
+            for number in [number for number, there in zip(missing, stored, strict=True) if there]:
                 if lookup.finished:
                     break
-                missing = lookup.rows[number] is None
-            if missing:
-                rows = None
-                try:
-                    rows = self._stage(keys)
-                except Exception:  # noqa: BLE001 - whatever it is, the request must go on
-                    get_logger(__name__).exception("[UCM.Blend] staging a chunk failed unexpectedly")
-                if not self._took(lookup, number, rows) and rows is not None:
-                    self._slab.release(rows)
+                begun.append(_Reading(number))
+                self._begin_reading(begun[-1], lookup.pieces[number])
+            for reading in begun:
+                self._end_reading(reading)
+                if reading.is_over:
+                    self._hand_over(lookup, reading)
+            # Only now, when all that others may wait for has been read here, what others read.
+            until = time.monotonic() + self.seconds
+            for reading in begun:
+                while not reading.is_over and time.monotonic() < until:
+                    time.sleep(_LOOKS_SECONDS)
+                self._hand_over(lookup, reading)
+        except Exception:  # noqa: BLE001 - whatever it is, the request must go on
+            get_logger(__name__).exception("[UCM.Blend] staging chunks failed unexpectedly")
+        for reading in begun:
+            self._give_up(reading)
         with self._changed:
             lookup.finished = True
             self._changed.notify_all()
@@ -159,43 +198,47 @@ class ChunkStager:
             lookup.rows[number] = rows
             return True
 
-    def _stage(self, keys: Sequence[BlockKey]) -> list[Row] | None:
-        """Hold a chunk's pieces, read from the store where nobody has; None if one is missing or damaged."""
-        if not all(all(store.lookup(keys)) for store in self._stores):
-            return None
-        held: list[Row] = []
-        mine: list[Row] = []
-        whole = False
-        try:
-            for key in keys:
-                claimed = self._slab.claim(GROUP, key)
-                if claimed is None:  # no room
-                    return None
-                held.append(claimed[0])
-                if claimed[1]:
-                    mine.append(claimed[0])
-            self._read(mine)
-            until = time.monotonic() + self.seconds
-            while any(row.state is State.READING for row in held) and time.monotonic() < until:
-                time.sleep(_LOOKS_SECONDS)
-            whole = all(row.state is State.WHOLE for row in held)
-        finally:
-            for row in mine:
-                if row.state is State.READING:
-                    self._slab.failed(row)
-            if not whole:
-                self._slab.release(held)
-        return held if whole else None
+    def _stored(self, pieces: Sequence[Sequence[BlockKey]]) -> list[bool]:
+        """For each chunk, whether all ranks have all of its pieces."""
+        keys = list(dict.fromkeys(key for of_chunk in pieces for key in of_chunk))
+        there = set(keys)
+        for store in self._stores:
+            there.intersection_update(key for key, found in zip(keys, store.lookup(keys), strict=True) if found)
+        return [there.issuperset(of_chunk) for of_chunk in pieces]
 
-    def _read(self, rows: Sequence[Row]) -> None:
-        """Read pieces of all ranks into their rows."""
-        tasks = []
+    def _begin_reading(self, reading: _Reading, keys: Sequence[BlockKey]) -> None:
+        """Hold a chunk's pieces, and begin to read those that nobody reads; hold none if there is no room."""
+        for key in keys:
+            claimed = self._slab.claim(GROUP, key)
+            if claimed is None:
+                self._give_up(reading)
+                return
+            reading.held.append(claimed[0])
+            if claimed[1]:
+                reading.mine.append(claimed[0])
         for store, share, sizes in zip(self._stores, self.shares, self._sizes, strict=True):
-            transfers = [BlockTransfer(row.name[1], self._slab.memory(row, share, sizes)) for row in rows]
-            tasks.append((store, store.load(transfers)))
-        results = [store.wait(task) for store, task in tasks]
-        for row in rows:
+            transfers = [BlockTransfer(row.name[1], self._slab.memory(row, share, sizes)) for row in reading.mine]
+            reading.tasks.append((store, store.load(transfers)))
+
+    def _end_reading(self, reading: _Reading) -> None:
+        """Wait for what `_begin_reading` began."""
+        results = [store.wait(task) for store, task in reading.tasks]
+        for row in reading.mine:
             if all(row.name[1] in result.done for result in results):
                 self._slab.filled(row, str(results[0].done[row.name[1]]))
             else:
                 self._slab.failed(row)
+        reading.mine = []
+
+    def _hand_over(self, lookup: ChunkLookup, reading: _Reading) -> None:
+        """Give a chunk to the lookup if it is whole and in time; else let it go."""
+        if reading.is_whole and self._took(lookup, reading.number, reading.held):
+            reading.held = []
+        self._give_up(reading)
+
+    def _give_up(self, reading: _Reading) -> None:
+        """Hold nothing of a chunk any more."""
+        for row in reading.mine:
+            self._slab.failed(row, at_rest=not reading.tasks)
+        self._slab.release(reading.held)
+        reading.held, reading.mine = [], []

@@ -1,18 +1,19 @@
-"""Chunks whose request ends while they are being staged."""
+"""Chunks of one request are staged at the same time, also those that another request is staging."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.ucm.integration.vllm.blend.scene import Request, Scene, tokens
 from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from ucm.store.base import BlockKey
+    from ucm.store.base import BlockKey, BlockTransfer, KVStore, Task, TaskResult
 
 
 class _Abandoned(ChunkLookup):
@@ -44,3 +45,97 @@ def test_a_request_that_ends_between_two_chunks_ends_no_thread(tmp_path: Path) -
         lookup.ending[0].join()
         assert lookup.finished
         assert lookup.rows == []
+
+
+class _Slow:
+    """A store whose reads end only when so many have begun, as those of a medium with a long latency do.
+
+    Args:
+        store: The real one.
+        reads: How many.
+    """
+
+    def __init__(self, store: KVStore, reads: int) -> None:
+        self._store = store
+        self._left = reads
+        self._all_begun = threading.Event()
+        self.late = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def load(self, blocks: Sequence[BlockTransfer]) -> Task:
+        self._left -= 1
+        if self._left <= 0:
+            self._all_begun.set()
+        return self._store.load(blocks)
+
+    def wait(self, task: Task) -> TaskResult:
+        self.late += not self._all_begun.wait(5)
+        return self._store.wait(task)
+
+
+def begun(scene: Scene) -> None:
+    scene.answer()
+    scene.idle()
+    assert scene.matched(Request("begins", tokens(99, 70), [[0, 70]])) == 0
+
+
+def test_the_chunks_of_a_request_are_read_at_the_same_time(tmp_path: Path) -> None:
+    """One after the other, each would wait for the medium's latency anew."""
+    texts = [tokens(number, 70) for number in range(1, 5)]
+    prompt = [token for text in texts for token in text] + tokens(9, 20)
+    with Scene(tmp_path) as scene:
+        begun(scene)
+        for text in texts:
+            scene.put(text)
+        slow = _Slow(scene.stores[0], len(texts))
+        scene.stager._stores = [slow]  # type: ignore[list-item]
+        marks = [[70 * number, 70 * number + 70] for number in range(len(texts))]
+        assert scene.matched(Request("r", prompt, marks)) == 272
+        assert not slow.late
+
+
+def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Each reads one of the two; whoever waited for the other's before its own had come would wait for ever."""
+    one, other = tokens(1, 70), tokens(2, 70)
+    with Scene(tmp_path, seconds=20.0) as scene:
+        begun(scene)
+        for text in (one, other):
+            scene.put(text)
+        for number in range(20):
+            scene.slab.clear()
+            first = Request(f"first {number}", [*one, *other, 5], [[0, 70], [70, 140]])
+            second = Request(f"second {number}", [*other, *one, 5], [[0, 70], [70, 140]])
+            since = time.monotonic()
+            for request in (first, second):
+                scene.scheduler.matched(request, 0, 0)
+            assert [scene.matched(request) for request in (first, second)] == [128, 128]
+            assert time.monotonic() - since < 10
+            for request in (first, second):
+                scene.scheduler.finished(request)
+
+
+def test_a_missing_piece_of_one_chunk_leaves_the_others(tmp_path: Path) -> None:
+    """Also one that was evicted between the lookup and the read."""
+    texts = [tokens(number, 70) for number in range(1, 5)]
+    prompt = [token for text in texts for token in text] + tokens(9, 20)
+    with Scene(tmp_path) as scene:
+        begun(scene)
+        keys = [scene.put(text) for text in texts]
+        (store,) = scene.stores
+
+        class Evicting(_Slow):
+            def load(self, blocks: Sequence[BlockTransfer]) -> Task:
+                if blocks[0].key == keys[1][0]:
+                    name = keys[1][1].hex()
+                    (file,) = [found for found in tmp_path.rglob("*") if name in str(found).replace("/", "")]
+                    file.unlink()
+                return super().load(blocks)
+
+        scene.stager._stores = [Evicting(store, 1)]  # type: ignore[list-item]
+        one = Request("r", prompt, [[70 * number, 70 * number + 70] for number in range(len(texts))])
+        assert scene.matched(one) == 272
+        assert scene.admit(one, 0, 272, list(range(20)))
+        (blend,) = scene.step((one, list(range(20)), 272, 28)).blends
+        assert [chunk.start for chunk in blend.chunks] == [0, 140, 210]
