@@ -161,7 +161,8 @@ class BlockKeys:
         """Use new, random keys from now on, so that this engine never finds earlier blocks again."""
         self._plan = HashPlan("", b"", "the prefix cache was reset")
         self._hasher = RequestHasher(self._hasher.seed + os.urandom(DIGEST_BYTES))
-        self._known.clear()
+        for known in self._known.values():
+            known.hashes.clear()  # the content stays as it is: hashing an image again would hold up the scheduler
         logger.warning(
             "[UCM.Hasher] the prefix cache was reset: this engine no longer finds blocks that were stored before, and "
             "blocks that it stores from now on are not found by other engines or after a restart"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import stat
@@ -103,16 +104,28 @@ class FileState(NamedTuple):
         return self[:-1]
 
     @property
+    def is_coarse(self) -> bool:
+        """Whether the file system keeps whole seconds, as images and object stores do.
+
+        Such times may come from whoever made the image: two images may hold different files of one inode, size and
+        time, so their digests must not be kept.
+        """
+        return self.ctime_ns % _BILLION == 0
+
+    @property
     def settles(self) -> float:
         """The time from which a further change is visible in the times, in seconds since the epoch."""
-        coarse = self.ctime_ns % _BILLION == 0
-        return self.ctime_ns / _BILLION + (_COARSE_TICK if coarse else _TICK)
+        return self.ctime_ns / _BILLION + (_COARSE_TICK if self.is_coarse else _TICK)
 
 
 def process_started() -> float:
     """Return this process's start in seconds since the epoch; where it is unknown (not Linux), the time of import."""
+    return _started("self")
+
+
+def _started(process: int | str) -> float:
     try:
-        ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+        ticks = int(Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         now = time.time()  # read first: a pause before the next line makes the process seem older, which is safe
         uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
         return now - uptime + ticks / os.sysconf("SC_CLK_TCK")
@@ -121,6 +134,23 @@ def process_started() -> float:
 
 
 _IMPORTED = time.time()
+
+
+def configuration_since() -> float:
+    """Return when the model's configuration may have been read, in seconds since the epoch.
+
+    vLLM reads it in the process that starts EngineCore's, which may be long before that.
+    """
+    parent = multiprocessing.parent_process()
+    return process_started() if parent is None else min(process_started(), _started(parent.pid or "self"))
+
+
+def changed_since(path: Path, since: float) -> bool:
+    """Return whether a file may have changed since a time; a file in the hub's cache only changes with its name."""
+    try:
+        return FileState.of(path).changed > since and _named_by_the_hub(path) is None
+    except OSError:
+        return True
 
 
 @dataclass(slots=True)
@@ -176,7 +206,7 @@ class FileContents:
             known = _named_by_the_hub(path)
             if known is None and state.changed > self._since:
                 raise _changed(path, "was written or moved after this process started", state)
-            known = known or kept.get(_key(state))
+            known = known or (None if state.is_coarse else kept.get(_key(state)))
             if known is None:
                 found.unread.append(path)
             else:
@@ -210,7 +240,8 @@ class FileContents:
         found.of |= dict(zip(largest_first, digests, strict=True))
         found.read_bytes += sum(self._states[path].size for path in found.unread)
         if self._cache is not None:
-            self._cache.add({_key(self._states[path]): found.of[path] for path in found.unread})
+            states = {path: self._states[path] for path in found.unread}
+            self._cache.add({_key(state): found.of[path] for path, state in states.items() if not state.is_coarse})
         found.unread = []
         self.confirm()
         found.seconds += time.monotonic() - begun

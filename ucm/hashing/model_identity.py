@@ -24,15 +24,16 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
+from ucm.hashing.file_contents import changed_since, configuration_since
 from ucm.hashing.framing import frame
 from ucm.hashing.vllm_hashes import plan_hashes
 from ucm.hashing.weights import find_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 #: Must change whenever the facts, or their form, change.
-FORMAT = "ucm.model-identity/2"
+FORMAT = "ucm.model-identity/3"
 
 _MODEL_SETTINGS = (
     *("dtype", "quantization", "quantization_config", "override_attention_dtype", "disable_sliding_window"),
@@ -42,13 +43,22 @@ _MODEL_SETTINGS = (
 )
 _MEDIA_SETTINGS = (
     *("language_model_only", "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
-    *("mm_encoder_attn_dtype", "mm_device_do_normalize"),
+    *("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_device_do_normalize"),
 )
+#: The setting that names a file of scales for the vision tower's attention in FP8.
+_MEDIA_SCALES = "mm_encoder_fp8_scale_path"
 _CACHE_SETTINGS = (
     *("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode"),
     *("swa_bounded_replay", "use_replayssm", "kv_sharing_fast_prefill"),
 )
-_ATTENTION_SETTINGS = ("backend", "backend_per_kind", "indexer_kv_dtype", "use_fp4_indexer_cache", "use_non_causal")
+_ATTENTION_SETTINGS = (
+    *("backend", "backend_per_kind", "flash_attn_version", "use_trtllm_attention", "mla_prefill_backend"),
+    *("use_prefill_decode_attention", "use_prefill_query_quantization", "disable_flashinfer_q_quantization"),
+    *("indexer_kv_dtype", "indexer_sparse_logits", "use_fp4_indexer_cache", "use_non_causal", "sparse_mla_force_mqa"),
+    *("minimax_m3_msa_decode_backend", "hisparse_config"),
+)
+_KERNEL_SETTINGS = ("moe_backend", "linear_backend", "linear_backend_per_quant", "sparse_indexer_topk_backend")
+_LOADER_SETTINGS = ("model_loader_extra_config", "ignore_patterns")
 #: Our key in vLLM's ``additional_config``.
 _SPARSE = "ucm_sparse_config"
 #: Draft methods without layers, and hence without KV.
@@ -127,6 +137,7 @@ def model_identity(
         "model": _model("model", model, vllm_config.load_config, weights_id, unread),
         "cache": {"cache_dtype": _cache_dtype(cache, model), **_settings(cache, _CACHE_SETTINGS)},
         "attention": _settings(getattr(vllm_config, "attention_config", None), _ATTENTION_SETTINGS),
+        "kernels": _settings(getattr(vllm_config, "kernel_config", None), _KERNEL_SETTINGS),
         "draft": _draft(vllm_config, weights_id, unread),
         "platform": platform_facts(vllm_config),
         "additional_config": plain(_additional(vllm_config)),
@@ -154,11 +165,15 @@ def _model(
     """Return the facts of a target or draft model: weights, configuration and loading; add its files to ``unread``."""
     weights = find_weights(model_config, load_config, weights_id)
     unread.update({f"{role}/{name}": path for name, path in weights.files.items()})
-    facts = {
+    media = getattr(model_config, "multimodal_config", None)
+    scales = getattr(media, _MEDIA_SCALES, None)
+    if scales:
+        unread[f"{role}/{_MEDIA_SCALES}"] = Path(scales)
+    facts: dict[str, Any] = {
         "weights": weights.facts,
         "settings": _settings(model_config, _MODEL_SETTINGS),
-        "media": _settings(getattr(model_config, "multimodal_config", None), _MEDIA_SETTINGS),
-        "loader": plain(getattr(load_config, "model_loader_extra_config", None) or None),
+        "media": _settings(media, _MEDIA_SETTINGS),
+        "loader": _settings(load_config, _LOADER_SETTINGS),
     }
     overrides = getattr(model_config, "hf_overrides", None)
     if callable(overrides) and not str(getattr(overrides, "__module__", "")).startswith("vllm."):
@@ -166,10 +181,18 @@ def _model(
     rope = _settings(getattr(model_config, "hf_text_config", None), ("rope_parameters", "rope_scaling"))
     if not _LENGTH_DEPENDENT_ROPE.isdisjoint(re.findall(r"\w+", json.dumps(rope))):
         facts["max_model_len"] = getattr(model_config, "max_model_len", None)
-    path = getattr(model_config, "hf_config_path", None)
-    if path:
+    if getattr(model_config, "hf_config_path", None) or _may_be_newer(weights.files.values()):
         facts["hf_config"] = _hf_config(model_config)
     return facts
+
+
+def _may_be_newer(files: Iterable[Path]) -> bool:
+    """Return whether a configuration file may be newer than the configuration that the engine was started with.
+
+    vLLM reads it in the process that starts EngineCore's, earlier than that process may read the weights.
+    """
+    since = configuration_since()
+    return any(path.suffix == ".json" and changed_since(path, since) for path in files)
 
 
 def _additional(vllm_config: Any) -> Any:
@@ -231,7 +254,7 @@ def _readable(model: str) -> str:
     return name[:40].rstrip("-._") or "model"
 
 
-_DEPTH = 8
+_DEPTH = 24
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
@@ -287,8 +310,18 @@ _KERNELS = ("triton", "flashinfer-python", "flash-attn", "xformers", "amd-aiter"
 _PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 #: The overlay changes nothing without a sparse method, and sparse methods are separate facts.
 _OURS = frozenset({"ucm-vllm-overlay", "ucm-vllm-ascend-overlay", "ucm-runtime"})
-#: Variables by which an operator chooses a backend or a layout outside the configuration.
-_VARIABLES = ("VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT", "VLLM_MLA_DISABLE", "VLLM_PP_LAYER_PARTITION")
+#: Variables by which an operator chooses kernels, precisions or a layout outside the configuration: by their words,
+#: because every release has others.
+_VARIABLES = re.compile(
+    r"VLLM_.*(ATTENTION|BACKEND|LAYOUT|PARTITION|MLA|MOE|QUANT|FP4|FP8|INT4|INT8|DTYPE|PRECISION|INVARIANT|KERNEL|GEMM"
+    r"|AITER|AWQ|MARLIN|HUMMING|SGL|FLASH_ATTN|FLASHINFER|EMULATION|F16_ACCUM|HW_AGNOSTIC)"
+)
+#: Variables with such words that only concern speed, memory or where files are.
+_HARMLESS = re.compile(
+    r"WARMUP|PADDING|CACHE_DIR|VIDEO|SAMPLER|BUFFER_SIZE|ALLREDUCE|ALLOW_CHUNKED|DP_PACK|RAY_|STREAM"
+)
+#: The variable that names the plug-ins that vLLM loads; without it, it loads all.
+_PLUGINS = "VLLM_PLUGINS"
 
 
 def vllm_release() -> str:
@@ -312,8 +345,11 @@ def packages(model_config: Any) -> dict[str, str]:
     for name in (*_KERNELS, *(("transformers",) if _runs_transformers(model_config) else ())):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
+    named = os.environ.get(_PLUGINS)
     for group in _PLUGIN_GROUPS:
         for point in metadata.entry_points(group=group):
+            if named is not None and point.name not in named.split(","):
+                continue
             package = point.dist
             name = str(package.name or point.name) if package is not None else point.name
             if name not in _OURS:
@@ -338,13 +374,18 @@ def platform_facts(vllm_config: Any) -> dict[str, Any]:
     kind = str(getattr(device, "device_type", None) or getattr(device, "device", None) or "")
     facts: dict[str, Any] = {
         "device": kind,
-        "environment": {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if value and _VARIABLES.match(name) and not _HARMLESS.search(name)
+        },
     }
     if kind == "cpu":
         return facts | {"machine": platform.machine(), "instructions": _instructions()}
     current = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
     capability = getattr(current, "get_device_capability", lambda: None)()
-    return facts | {"capability": None if capability is None else str(capability)}
+    # ROCm's devices are "cuda" as well, and have the same numbers.
+    return facts | {"capability": None if capability is None else str(capability), "platform": type(current).__name__}
 
 
 def _instructions() -> list[str]:

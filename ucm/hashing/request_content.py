@@ -126,7 +126,10 @@ class ContentReader:
     def __init__(self, vllm_config: Any, *, trust_media_names: bool = False) -> None:
         lora = getattr(vllm_config, "lora_config", None)
         self._mixes_adapters = lora is not None and _device_type(vllm_config) == "cpu"
-        names = ("lora_dtype", "long_lora_scaling_factors", "lora_extra_vocab_size", "bias_enabled")
+        names = (
+            *("lora_dtype", "long_lora_scaling_factors", "lora_extra_vocab_size", "bias_enabled", "target_modules"),
+            *("enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
+        )
         shared = {name: str(getattr(lora, name, None)) for name in names}
         self.adapters = Adapters(shared, DigestCache(), by_name=lora is not None and finds_adapters_by_name())
         self._trust_names = trust_media_names

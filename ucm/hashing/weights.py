@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -27,6 +28,12 @@ _DESCRIPTIONS = frozenset({".json", ".py"})
 #: Files that affect texts, but not the KV of given tokens.
 _TEXT_ONLY = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+#: One of several files of a GGUF model.
+_GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
+#: Directories beside the weights from which models of vLLM load some more: Kimi-Audio's.
+_SUBFOLDERS = ("whisper-large-v3",)
+#: Settings of models that name other models whose weights are loaded as well: Ultravox's.
+_OTHER_MODELS = ("audio_model_id", "text_model_id")
 
 
 class WeightsUnknownError(UcmError):
@@ -61,9 +68,9 @@ def find_weights(model_config: Any, load_config: Any, stated: str | None = None)
     load_format = getattr(load_config, "load_format", "auto")
     load_format = str(getattr(load_format, "value", load_format))
     facts: dict[str, Any] = {"load_format": load_format}
-    commit = None if Path(model).exists() else _hub_commit(model, model_config)
+    commit = None if Path(model).exists() or _uses_modelscope() else _hub_commit(model, model_config)
     place = _snapshot(model, commit, load_config) or Path(model)
-    if not place.exists():
+    if not place.exists() or (commit is not None and not (place / "config.json").exists()):
         facts |= {"repository": model, "commit": commit}
     files = {file.name: file for file in _descriptions(place)} | _code_elsewhere(model_config, model)
     if load_format == "dummy":
@@ -75,20 +82,54 @@ def find_weights(model_config: Any, load_config: Any, stated: str | None = None)
         raise _unknown(f"weights in the format {load_format!r} come from where UCM cannot look", model)
     if getattr(model_config, "model_weights", ""):
         raise _unknown("the weights are in object storage, where UCM cannot look", str(model_config.model_weights))
+    files |= _weights_elsewhere(model_config, load_config)
     if place.exists():
         found = _weight_files(place)
         if not found:
             raise _unknown("there are no weights in this directory", str(place))
-        return Weights(facts, files | {file.name: file for file in found})
+        root = place if place.is_dir() else place.parent
+        return Weights(facts, files | {file.relative_to(root).as_posix(): file for file in found})
     if commit is None:
         raise _unknown("the model is neither a directory nor a hub repository whose commit is known", model)
-    return Weights(facts)
+    if commit != getattr(model_config, "revision", None):
+        raise _unknown("the weights are not in the hub's cache beside the configuration, so they may be newer", model)
+    return Weights(facts, files)
 
 
 def _weight_files(place: Path) -> list[Path]:
     if place.is_file():
-        return [place]
-    return sorted(file for file in place.iterdir() if file.suffix in _WEIGHTS and file.is_file())
+        return sorted({place, *_gguf_parts(place)})
+    places = (place, *(place / name for name in _SUBFOLDERS if (place / name).is_dir()))
+    return sorted(file for one in places for file in one.iterdir() if file.suffix in _WEIGHTS and file.is_file())
+
+
+def _gguf_parts(file: Path) -> Iterator[Path]:
+    """Yield the files that vLLM loads with a GGUF file: its other parts, and a vision tower's."""
+    part = _GGUF_PART.fullmatch(file.name)
+    for other in file.parent.glob("*.gguf"):
+        same = _GGUF_PART.fullmatch(other.name)
+        if "mmproj" in other.name or (part is not None and same is not None and same.groups() == part.groups()):
+            yield other
+
+
+def _weights_elsewhere(model_config: Any, load_config: Any) -> dict[str, Path]:
+    """Return the files of other models whose weights this one loads.
+
+    Raises:
+        WeightsUnknownError: They are neither in a directory nor in the hub's cache.
+    """
+    files: dict[str, Path] = {}
+    config = getattr(model_config, "hf_config", None)
+    for name in (str(getattr(config, setting, None) or "") for setting in _OTHER_MODELS):
+        if not name:
+            continue
+        place = Path(name)
+        if not place.is_dir():
+            place = _snapshot(name, _cached_commit(name, None), load_config) or place
+        if not place.is_dir():
+            raise _unknown("the model loads weights of another one that is not in the hub's cache", name)
+        files |= {f"{name}--{file.name}": file for file in _weight_files(place)}
+    return files
 
 
 def _descriptions(directory: Path) -> Iterator[Path]:
@@ -132,10 +173,21 @@ def _snapshot(repository: str, commit: str | None, load_config: Any) -> Path | N
         hub = importlib.import_module("huggingface_hub")  # installed with vLLM
         folder = getattr(load_config, "download_dir", None)
         found = hub.try_to_load_from_cache(repository, "config.json", revision=commit, cache_dir=folder)
-        place = Path(found).parent if isinstance(found, str) else None
+        # A directory of the operator's has the weights, but not the configuration.
+        place = Path(found).parent if isinstance(found, str) else _in_folder(folder, repository, commit)
     except Exception:  # noqa: BLE001 - the hub raises errors of many classes; all mean that the file is unknown
         return None
     return place if place is not None and place.is_dir() and _weight_files(place) else None
+
+
+def _in_folder(folder: str | None, repository: str, commit: str) -> Path | None:
+    """Return where the hub's client puts a repository's files in a directory of the operator's."""
+    return Path(folder) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit if folder else None
+
+
+def _uses_modelscope() -> bool:
+    """Return whether vLLM downloads models from ModelScope: a repository of that name in the hub is another one."""
+    return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
 
 
 def _hub_commit(repository: str, model_config: Any) -> str | None:
@@ -146,6 +198,11 @@ def _hub_commit(repository: str, model_config: Any) -> str | None:
     known = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
     if known and not getattr(model_config, "hf_config_path", None):  # otherwise it is another repository's commit
         return str(known)
+    return _cached_commit(repository, revision)
+
+
+def _cached_commit(repository: str, revision: str | None) -> str | None:
+    """Return the commit of a revision in the hub's cache."""
     try:
         hub = importlib.import_module("huggingface_hub")  # installed with vLLM
         cached = hub.try_to_load_from_cache(repository, "config.json", revision=revision)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from ucm.hashing.file_contents import DigestCache
     from ucm.hashing.model_identity import ModelIdentity
 
 
@@ -180,6 +181,7 @@ class VllmConfig:
     load_config: Any = field(default_factory=lambda: SimpleNamespace(load_format="auto", model_loader_extra_config={}))
     device_config: Any = field(default_factory=lambda: SimpleNamespace(device_type="cpu"))
     attention_config: Any = field(default_factory=lambda: SimpleNamespace(backend=None))
+    kernel_config: Any = None
     speculative_config: Any = None
     lora_config: Any = None
     additional_config: Any = field(default_factory=dict)
@@ -207,7 +209,7 @@ def write_model(directory: Path, weights: bytes = b"w" * 300_000, config: str = 
     return directory
 
 
-def read_files(paths: Iterable[Path]) -> dict[Path, str]:
+def read_files(paths: Iterable[Path], cache: DigestCache | None = None) -> dict[Path, str]:
     """The digests of some files, read now; any change before now is as it should be."""
-    contents = FileContents(float("inf"))
+    contents = FileContents(float("inf"), cache)
     return contents.read(contents.look_up(paths)).of

@@ -271,6 +271,27 @@ def test_inputs_are_hashed_beside_the_scheduler(monkeypatch: pytest.MonkeyPatch)
     assert keys.is_ready(request)
 
 
+def test_a_reset_hashes_no_input_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up the scheduler; and vLLM may have let go of the data."""
+    keys, request = BlockKeys(CONFIG, SEED), Request("r", TOKENS, mm_features=[picture(1)])
+    until_ready(keys, request)
+    before = keys.of(request, 16) or []
+
+    def digest_again(data: Any) -> Any:
+        raise AssertionError(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_keys, "digest_of", digest_again)
+        patch.setattr(request_content, "digest_of", digest_again)
+        keys.start_anew()
+        assert keys.is_ready(request)
+        after = keys.of(request, 16) or []
+    assert set(before).isdisjoint(after)
+    other = Request("r", TOKENS, mm_features=[picture(2)])
+    until_ready(keys, other)
+    assert len({*after, *(keys.of(other, 16) or [])}) == 2 * len(after)
+
+
 def test_who_does_not_wait_gets_the_same_keys() -> None:
     request, waited = Request("r", TOKENS, mm_features=[picture(1), picture(2)]), BlockKeys(CONFIG, SEED)
     waited.is_ready(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import stat
@@ -122,6 +123,38 @@ def test_a_file_that_takes_anothers_place_is_read(tmp_path: Path, cache: DigestC
     assert not known(path, cache)
     other.rename(path)
     assert not known(path, cache)
+
+
+@pytest.mark.parametrize("coarse", [True, False])
+def test_files_of_two_images_with_the_same_whole_second_are_both_read(
+    tmp_path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch, *, coarse: bool
+) -> None:
+    """A read-only image has the times that its maker gave it, and its inodes count from one."""
+    ctime = 10**18 + (0 if coarse else 1)
+
+    def _from(found: os.stat_result, path_ns: int) -> FileState:
+        return FileState(7, 2, found.st_size, 10**18, ctime, path_ns)
+
+    monkeypatch.setattr(FileState, "_from", _from)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"A" * 100_000)
+    one = read_files([path], cache)[path]
+    path.write_bytes(b"B" * 100_000)
+    assert (read_files([path], cache)[path] != one) == coarse
+
+
+def test_the_configuration_may_be_older_than_its_engines_process(tmp_path: Path) -> None:
+    """The process that starts another has read it before."""
+    began = time.time()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        since = pool.apply(file_contents.configuration_since)
+    assert since == pytest.approx(file_contents.process_started(), abs=1)
+    assert since < began
+    path = tmp_path / "config.json"
+    assert file_contents.changed_since(path, 0)
+    path.write_text("{}", encoding="utf-8")
+    assert file_contents.changed_since(path, since)
+    assert not file_contents.changed_since(path, time.time() + 10)
 
 
 @pytest.mark.parametrize("spoil", ["mode", "directory", "text", "format", "digest", "link", "owner"])

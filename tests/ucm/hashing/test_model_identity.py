@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -69,6 +70,9 @@ DIFFERENCES = {
     "implementation": change("model_config.model_impl", "transformers"),
     "media options": change("model_config.multimodal_config", SimpleNamespace(video_pruning_rate=0.5)),
     "attention backend": change("attention_config.backend", "FLASHINFER"),
+    "queries of 8 bits": change("attention_config", SimpleNamespace(use_prefill_query_quantization=True)),
+    "kernels of experts": change("kernel_config", SimpleNamespace(moe_backend="marlin")),
+    "files that are not loaded": change("load_config.ignore_patterns", ["*.safetensors"]),
     "device": change("device_config.device_type", "cuda"),
     "format of the files": change("load_config.load_format", "pt"),
     "random weights": change("load_config.load_format", "dummy"),
@@ -144,8 +148,9 @@ def test_the_served_length_does_not_count_elsewhere(base: VllmConfig, rope: Any)
     assert whole_identity(base).digest == short
 
 
-def test_what_workers_change_in_their_copy_does_not_count(base: VllmConfig) -> None:
+def test_what_workers_change_in_their_copy_does_not_count(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model code writes into the Hugging Face configuration; the engine sets sizes, and each worker its rank."""
+    monkeypatch.setattr(module, "configuration_since", lambda: float("inf"))
     for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
         worker = copy.deepcopy(base)
         base.cache_config.cache_dtype, worker.cache_config.cache_dtype = "fp8", dtype
@@ -174,6 +179,27 @@ def test_a_configuration_from_another_place_is_known_by_what_it_says(base: VllmC
     before = whole_identity(base).digest
     base.model_config.hf_config.values["rope_theta"] = 1.0
     assert whole_identity(base).digest != before
+
+
+def test_a_configuration_that_may_have_been_replaced_after_it_was_read_is_known_by_what_it_says(
+    base: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that starts EngineCore's has read it, and nothing tells whether the file is the same since."""
+    digests = set()
+    for since in (0.0, float("inf")):
+        monkeypatch.setattr(module, "configuration_since", lambda value=since: value)
+        for base.model_config.hf_config in (HfConfig({"rope_theta": 1e4}), HfConfig({"rope_theta": 5e5})):
+            digests.add(whole_identity(base).digest)
+    assert len(digests) == 3
+
+
+def test_the_scales_of_a_vision_tower_count_by_their_content(base: VllmConfig, tmp_path: Path) -> None:
+    path, digests = tmp_path / "scales.json", set()
+    base.model_config.multimodal_config = SimpleNamespace(mm_encoder_fp8_scale_path=str(path))
+    for content in ('{"a": 1}', '{"a": 2}', '{"a": 1}'):
+        path.write_text(content, encoding="utf-8")
+        digests.add(whole_identity(base).digest)
+    assert len(digests) == 2
 
 
 def draft(path: Path, method: str, weights: bytes = b"d" * 200_000) -> SimpleNamespace:
@@ -266,6 +292,7 @@ print(whole_identity(config).digest.hex())
 
 
 def test_every_process_comes_to_the_same(base: VllmConfig) -> None:
+    time.sleep(0.1)  # a process's start is known to some hundredths of a second
     digests = set()
     for seed in ("0", "1", "random"):
         done = subprocess.run(
@@ -343,7 +370,17 @@ def test_what_becomes_of_it(value: Any, wanted: Any) -> None:
 def test_something_that_holds_itself_ends() -> None:
     chain = Opaque(1)
     chain.value = chain  # type: ignore[assignment]
-    assert json.dumps(plain(chain)).count("Opaque") == 5
+    assert json.dumps(plain(chain)).count("Opaque") == 13
+
+
+def test_what_lies_deep_counts() -> None:
+    found = set()
+    for value in (1, 2):
+        nested: Any = value
+        for _ in range(20):
+            nested = {"inner": nested}
+        found.add(json.dumps(plain(nested)))
+    assert len(found) == 2
 
 
 def config(**device: Any) -> Any:
@@ -359,22 +396,71 @@ def test_a_cpu_by_the_instructions_that_choose_a_packing(monkeypatch: pytest.Mon
     assert found == platform_facts(config(device_type="cpu"))
 
 
+@dataclass
+class CudaPlatform:
+    """``vllm.platforms.cuda``"""
+
+    capability: Any
+
+    def get_device_capability(self) -> Any:
+        return self.capability
+
+
+class RocmPlatform(CudaPlatform):
+    """``vllm.platforms.rocm``; its devices are named ``cuda`` as well."""
+
+
 def test_an_accelerator_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for capability in ((9, 0), (8, 0), None):
-        platform = SimpleNamespace(get_device_capability=lambda value=capability: value)
+        platform = CudaPlatform(capability)
         monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
         found.append(platform_facts(config(device_type="cuda"))["capability"])
     assert found == ["(9, 0)", "(8, 0)", None]
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=RocmPlatform((9, 0))))
+    found = [platform_facts(config(device_type="cuda"))]
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=CudaPlatform((9, 0))))
+    assert platform_facts(config(device_type="cuda")) not in found
     monkeypatch.delitem(sys.modules, "vllm.platforms")
     assert platform_facts(config(device_type="npu"))["capability"] is None
 
 
-@pytest.mark.parametrize("name", ["VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT", "VLLM_MLA_DISABLE"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT", "VLLM_MLA_DISABLE", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"),
+        *("VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
+        *("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_BATCH_INVARIANT", "VLLM_DISABLED_KERNELS"),
+    ],
+)
 def test_variables_that_choose_a_layout(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = platform_facts(config(device_type="cpu"))
     monkeypatch.setenv(name, "X")
     assert platform_facts(config(device_type="cpu"))["environment"] == {**before["environment"], name: "X"}
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_LOGGING_LEVEL", "VLLM_CPU_KVCACHE_SPACE", "VLLM_DEEP_GEMM_WARMUP", "VLLM_PORT", "VLLM_HOST_IP"]
+)
+def test_variables_that_shape_no_kv_do_not_count(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = platform_facts(config(device_type="cpu"))
+    monkeypatch.setenv(name, "X")
+    assert platform_facts(config(device_type="cpu")) == before
+
+
+def test_a_plugin_that_vllm_does_not_load_does_not_count(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = metadata.EntryPoint("register", "acme_models:register", "vllm.general_plugins")
+
+    def entry_points(**params: Any) -> list[metadata.EntryPoint]:
+        return [point] if params["group"] == point.group else []
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    found = []
+    for named in (None, "register", "other,register", "other", ""):
+        if named is not None:
+            monkeypatch.setenv("VLLM_PLUGINS", named)
+        found.append(whole_identity(base).digest)
+    assert found[0] == found[1] == found[2] != found[3] == found[4]
 
 
 def test_a_device_as_older_releases_name_it() -> None:

@@ -94,7 +94,6 @@ def test_a_hub_repository_is_known_by_its_files_as_their_directory_is(
     "config",
     [
         {"revision": COMMIT},
-        {"revision": "main", "hf_config": HfConfig({}, _commit_hash=COMMIT)},
         {"revision": COMMIT, "hf_config": HfConfig({}, _commit_hash=OTHER), "hf_config_path": "c/d"},
     ],
 )
@@ -104,6 +103,78 @@ def test_a_hub_repository_that_is_not_in_the_cache_by_its_commit(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     found, _ = identity(ModelConfig("a/b", **config))
     assert found == {"load_format": "auto", "repository": "a/b", "commit": COMMIT}
+
+
+def test_weights_in_a_directory_of_the_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--download-dir`` has the weights, and the hub's cache the configuration."""
+
+    def try_to_load_from_cache(
+        repository: str, name: str, revision: str | None, cache_dir: str | None = None
+    ) -> str | None:
+        assert (repository, name) == ("a/b", "config.json")
+        return None if cache_dir else f"/hub/models--a--b/snapshots/{COMMIT}/config.json"
+
+    hub = SimpleNamespace(try_to_load_from_cache=try_to_load_from_cache)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    place = write_model(tmp_path / "models--a--b" / "snapshots" / COMMIT)
+    (place / "config.json").unlink()
+    facts, files = identity(ModelConfig("a/b"), SimpleNamespace(load_format="auto", download_dir=str(tmp_path)))
+    assert (facts["repository"], facts["commit"]) == ("a/b", COMMIT)
+    assert set(files) == {"model-00001-of-00001.safetensors"}
+
+
+def test_a_repository_of_modelscope_is_not_the_hubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_model(tmp_path / "models--a--b" / "snapshots" / COMMIT)
+
+    def try_to_load_from_cache(
+        repository: str, name: str, revision: str | None, cache_dir: str | None = None
+    ) -> str | None:
+        del repository, revision, cache_dir
+        return str(path / name)
+
+    hub = SimpleNamespace(try_to_load_from_cache=try_to_load_from_cache)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert identity(ModelConfig("a/b"))[1]
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    with pytest.raises(WeightsUnknownError, match="whose commit is known"):
+        find_weights(ModelConfig("a/b"), LOAD)
+    assert identity(ModelConfig(str(path)))[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "other", "counts"),
+    [
+        ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", True),
+        ("m.gguf", "mmproj-m.gguf", True),
+        ("m-00001-of-00002.gguf", "n-00002-of-00002.gguf", False),
+        ("m.gguf", "n.gguf", False),
+    ],
+)
+def test_files_that_are_loaded_with_a_gguf_file_count(tmp_path: Path, model: str, other: str, *, counts: bool) -> None:
+    found = []
+    (tmp_path / model).write_bytes(b"A" * 1000)
+    for content in (b"A", b"B"):
+        (tmp_path / other).write_bytes(content * 1000)
+        found.append(identity(ModelConfig(str(tmp_path / model))))
+    assert (found[0] != found[1]) == counts
+
+
+def test_weights_of_other_models_that_are_loaded_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ultravox names the models of its text and audio parts; Kimi-Audio has a directory in its own."""
+    model, found = write_model(tmp_path / "model"), []
+    text, whisper = tmp_path / "text", model / "whisper-large-v3"
+    config = HfConfig({})
+    config.text_model_id = str(text)  # type: ignore[attr-defined]
+    for content in (b"A", b"B"):
+        write_model(text, content * 1000)
+        found.append(identity(ModelConfig(str(model), hf_config=config)))
+    write_model(whisper, b"C" * 1000)
+    found.append(identity(ModelConfig(str(model), hf_config=config)))
+    assert len({str(one) for one in found}) == 3
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    config.text_model_id = "org/elsewhere"  # type: ignore[attr-defined]
+    with pytest.raises(WeightsUnknownError, match="weights of another one"):
+        find_weights(ModelConfig(str(model), hf_config=config), LOAD)
 
 
 def test_a_hub_repository_whose_commit_the_cache_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +187,10 @@ def test_a_hub_repository_whose_commit_the_cache_knows(monkeypatch: pytest.Monke
 
     hub = SimpleNamespace(try_to_load_from_cache=try_to_load_from_cache)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert identity(ModelConfig("a/b"))[0]["commit"] == COMMIT
+    dummy = SimpleNamespace(load_format="dummy")
+    assert identity(ModelConfig("a/b"), dummy)[0]["commit"] == COMMIT
+    with pytest.raises(WeightsUnknownError, match="may be newer"):  # the branch may have moved before they were loaded
+        find_weights(ModelConfig("a/b"), LOAD)
     with pytest.raises(WeightsUnknownError, match="whose commit is known"):
         find_weights(ModelConfig("a/b", revision="other"), LOAD)
 
