@@ -295,8 +295,8 @@ class DebugConnector:
                 began = time.perf_counter()
                 with self._span("ucm.save"):
                     memory.leave_device()
-                    dumped, committed = store.dump(saving()), store.commit(keys)
-                    failed = {**store.wait(committed).failed, **store.wait(dumped).failed}
+                    saves, commits = store.save(saving()), store.commit(keys)
+                    failed = {**store.wait(commits).failed, **store.wait(saves).failed}
                 saved = time.perf_counter() - began
                 problems += [f"save: {reason}" for reason in dict.fromkeys(str(error) for error in failed.values())]
                 if not store.flush(FLUSH_SECONDS):
@@ -381,9 +381,9 @@ class _Memory:
         """The memory of all blocks, for the store."""
         whole, found, start = self._host[name].data, [], 0
         for key in keys:
-            shards = []
-            for size in self._geometry.shard_sizes:
-                shards.append(whole[start : start + size])
+            slices = []
+            for size in self._geometry.slice_sizes:
+                slices.append(whole[start : start + size])
                 start += size
-            found.append(BlockTransfer(key, shards))
+            found.append(BlockTransfer(key, slices))
         return found

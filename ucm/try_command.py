@@ -147,7 +147,7 @@ def _about(connector: DebugConnector) -> list[str]:
     ]
     lines += [
         f"group {stored.group.index}      blocks of {stored.group.block_size} tokens, {stored.geometry.nbytes:,} "
-        f"bytes in {len(stored.geometry.shard_sizes)} pieces; {stored.namespace}"
+        f"bytes in {len(stored.geometry.slice_sizes)} pieces; {stored.namespace}"
         for stored in connector.facts.stored
     ]
     for name, stats in connector.tiers.items():

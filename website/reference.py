@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 #: Settings of a store whose names differ from those of the class that explains them.
-SIZES = {"posix_capacity", "dram_capacity", "dump_queue"}
+SIZES = {"posix_capacity", "dram_capacity", "save_queue"}
 KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "NoneType": "none"}
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "kill": Part(kill.run, 1.0, "processes killed while they dump"),
+    "kill": Part(kill.run, 1.0, "processes killed while they save"),
     "damage": Part(damaged.run, 1.1, "files flipped, cut, mixed up, deleted"),
     "full": Part(full.run, 0.08, "disks filled, or the size of files limited"),
     "denied": Part(denied.run, 0.2, "permissions withdrawn from a store in use"),

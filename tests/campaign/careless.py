@@ -56,6 +56,6 @@ class CarelessTier(PosixTier):
             descriptor = os.open(self._directory(block.key).layout.block(block.key), os.O_RDONLY)
         except FileNotFoundError as error:
             raise BlockMissingError(block.key.hex()) from error
-        os.preadv(descriptor, block.shards, self._shapes.nbytes)
+        os.preadv(descriptor, block.slices, self._shapes.nbytes)
         os.close(descriptor)
         return False

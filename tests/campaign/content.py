@@ -23,48 +23,48 @@ class Corpus:
     Args:
         seed: Tells this corpus's keys and bytes from any other's.
         count: How many blocks it has.
-        shard_sizes: The bytes of each block's shards.
+        slice_sizes: The bytes of each block's layer slices.
     """
 
     seed: int
     count: int
-    shard_sizes: tuple[int, ...]
+    slice_sizes: tuple[int, ...]
 
     @property
     def geometry(self) -> BlockGeometry:
         """What a block of it is."""
-        name = repr((self.seed, self.shard_sizes)).encode()
-        return BlockGeometry(self.shard_sizes, hashlib.blake2b(name, digest_size=16).digest())
+        name = repr((self.seed, self.slice_sizes)).encode()
+        return BlockGeometry(self.slice_sizes, hashlib.blake2b(name, digest_size=16).digest())
 
     def key(self, index: int) -> BlockKey:
         """A block's name."""
         return BlockKey(hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=32).digest())
 
-    def shards(self, index: int, edition: int = 0) -> list[bytes]:
+    def slices(self, index: int, edition: int = 0) -> list[bytes]:
         """A block's bytes; another edition of it has other ones under the same key."""
         generator = Generator(SFC64([self.seed, index, edition]))
-        return [generator.bytes(size) for size in self.shard_sizes]
+        return [generator.bytes(size) for size in self.slice_sizes]
 
     def transfer(self, index: int, edition: int = 0) -> BlockTransfer:
-        """A whole block, to be dumped."""
-        return BlockTransfer(self.key(index), [memoryview(shard) for shard in self.shards(index, edition)])
+        """A whole block, to be saved."""
+        return BlockTransfer(self.key(index), [memoryview(layer_slice) for layer_slice in self.slices(index, edition)])
 
     def pieces(self, index: int, rng: random.Random, edition: int = 0) -> list[BlockTransfer]:
-        """A block as transfers of a few shards each, in random order."""
-        shards = [memoryview(shard) for shard in self.shards(index, edition)]
-        cuts = sorted(rng.sample(range(1, len(shards)), rng.randrange(len(shards))))
-        bounds = list(zip([0, *cuts], [*cuts, len(shards)], strict=True))
+        """A block as transfers of a few layer slices each, in random order."""
+        slices = [memoryview(layer_slice) for layer_slice in self.slices(index, edition)]
+        cuts = sorted(rng.sample(range(1, len(slices)), rng.randrange(len(slices))))
+        bounds = list(zip([0, *cuts], [*cuts, len(slices)], strict=True))
         rng.shuffle(bounds)
-        return [BlockTransfer(self.key(index), shards[begin:end], begin) for begin, end in bounds]
+        return [BlockTransfer(self.key(index), slices[begin:end], begin) for begin, end in bounds]
 
     def room(self, index: int) -> BlockTransfer:
         """Memory to load a block into, filled with what no block of it holds."""
-        return BlockTransfer(self.key(index), [memoryview(bytearray(b"\xa5" * size)) for size in self.shard_sizes])
+        return BlockTransfer(self.key(index), [memoryview(bytearray(b"\xa5" * size)) for size in self.slice_sizes])
 
     def edition_of(self, index: int, loaded: BlockTransfer, editions: int = 1) -> int | None:
         """Which edition a loaded block is; None if its bytes are nobody's."""
-        found = [bytes(shard) for shard in loaded.shards]
-        return next((edition for edition in range(editions) if self.shards(index, edition) == found), None)
+        found = [bytes(layer_slice) for layer_slice in loaded.slices]
+        return next((edition for edition in range(editions) if self.slices(index, edition) == found), None)
 
 
 def random_corpus(rng: random.Random, count: int) -> Corpus:

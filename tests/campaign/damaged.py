@@ -1,4 +1,4 @@
-"""Files that are flipped, cut and mixed up: never served, set aside, and written anew."""
+"""Files that are flipped, cut and mixed up: never served, quarantined, and written anew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCKS = 40
 def run(count: int, stage: Stage) -> Figures:
     """Damage so many files, each once.
 
-    In each store all blocks are damaged in all their copies, loaded by a fresh process, dumped again, and loaded again.
+    In each store all blocks are damaged in all their copies, loaded by a fresh process, saved again, and loaded again.
 
     Args:
         count: How many.
@@ -50,14 +50,14 @@ def run(count: int, stage: Stage) -> Figures:
 
 
 def fill(scene: Scene) -> Figures:
-    """Dump every block of a scene's corpus in a fresh process."""
+    """Save every block of a scene's corpus in a fresh process."""
     return in_new_process(_fill, scene)[1]
 
 
 def _fill(reporter: Reporter, scene: Scene) -> None:
     corpus = scene.corpus
     with open_store(scene.config, NAMESPACE, corpus.geometry) as store:
-        store.wait(store.dump([corpus.transfer(index) for index in range(corpus.count)]))
+        store.wait(store.save([corpus.transfer(index) for index in range(corpus.count)]))
         done = store.wait(store.commit([corpus.key(index) for index in range(corpus.count)])).done
     reporter.tell("figures", Figures(committed=len(done), stuck=corpus.count - len(done)))
 

@@ -1,4 +1,4 @@
-"""Permissions that are withdrawn while a process dumps and loads, and given back."""
+"""Permissions that are withdrawn while a process saves and loads, and given back."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tests.campaign.damage import block_files
 from tests.campaign.figures import Figures
-from tests.campaign.kill import dump_in_pieces
+from tests.campaign.kill import save_in_pieces
 from tests.campaign.processes import Child, in_new_process
 from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect, temporaries
 from ucm.store.factory import open_store
@@ -113,14 +113,14 @@ def _one_disk(rng: random.Random, posix: Path, dram: Path) -> Figures:
 
 
 def _fill_up(reporter: Reporter, scene: Scene, seed: int) -> None:
-    """Dump more than there is room for, wait until somebody makes room, and dump again."""
+    """Save more than there is room for, wait until somebody makes room, and save again."""
     rng = random.Random(seed)  # noqa: S311 - it decides what is tested
     figures = Figures()
     corpus = scene.corpus
     with open_store(scene.config, NAMESPACE, corpus.geometry) as store:
 
-        def dump(indices: list[int]) -> list[int]:
-            dump_in_pieces(store, [piece for index in indices for piece in corpus.pieces(index, rng)], rng)
+        def save(indices: list[int]) -> list[int]:
+            save_in_pieces(store, [piece for index in indices for piece in corpus.pieces(index, rng)], rng)
             result = store.wait(store.commit([corpus.key(index) for index in indices]))
             figures.committed += len(result.done)
             figures.refused += len(result.failed)
@@ -131,13 +131,13 @@ def _fill_up(reporter: Reporter, scene: Scene, seed: int) -> None:
         committed = []
         while order:
             step = rng.randrange(1, 8)
-            committed += dump(order[:step])
+            committed += save(order[:step])
             order = order[step:]
         reporter.tell("full", committed)
         deadline = time.monotonic() + _PATIENCE
         while any(block_files(Path(root)) for root in scene.roots) and time.monotonic() < deadline:
             time.sleep(scene.config.rest_seconds)
-        while not dump([rng.randrange(corpus.count)]):
+        while not save([rng.randrange(corpus.count)]):
             if time.monotonic() > deadline:
                 figures.stuck += 1
                 break
@@ -148,27 +148,27 @@ def _fill_up(reporter: Reporter, scene: Scene, seed: int) -> None:
 def _with_limited_files(stage: Stage) -> Figures:
     """Blocks longer than any file may be."""
     scene = replace(stage, shared=None).scene(_BLOCKS)
-    _, figures = in_new_process(_dump_too_long, scene, stage.rng.random())
+    _, figures = in_new_process(_save_too_long, scene, stage.rng.random())
     figures.trials += 1
     figures.add(inspect(scene))
     figures.left_over += temporaries(scene)
     return figures
 
 
-def _dump_too_long(reporter: Reporter, scene: Scene, share: float) -> None:
+def _save_too_long(reporter: Reporter, scene: Scene, share: float) -> None:
     figures = Figures()
     corpus = scene.corpus
     keys = [corpus.key(index) for index in range(corpus.count)]
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open_store(replace(scene.config, lookup_cache_keys=0), NAMESPACE, corpus.geometry) as store:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * corpus.geometry.nbytes), hard))
-        store.dump([corpus.transfer(index) for index in range(corpus.count)])
+        store.save([corpus.transfer(index) for index in range(corpus.count)])
         result = store.wait(store.commit(keys))
         figures.refused = len(result.failed)
         figures.corrupt_hits = sum(store.lookup(keys))
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         time.sleep(2 * scene.config.rest_seconds)
-        store.dump([corpus.transfer(0)])
+        store.save([corpus.transfer(0)])
         done = store.wait(store.commit([keys[0]])).done
         figures.committed = len(done)
         figures.stuck = keys[0] not in done

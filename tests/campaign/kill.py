@@ -1,4 +1,4 @@
-"""kill -9 while blocks are being dumped: by the clock, and within a call to the operating system."""
+"""kill -9 while blocks are being saved: by the clock, and within a call to the operating system."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(count: int, stage: Stage) -> Figures:
             scenes.append(stage.scene(_BLOCKS))
             committed = set()
         fuse = rng.choice((None, None, rng.randrange(30), rng.randrange(300)))
-        child = Child(dump_until_killed, scenes[-1], rng.getrandbits(32), fuse)
+        child = Child(save_until_killed, scenes[-1], rng.getrandbits(32), fuse)
         enough = rng.randrange(_MOST_COMMITTED) if fuse is None else sys.maxsize
         deadline = time.monotonic() + _LONGEST_LIFE
         while child.alive and len(child.values("committed")) < enough and time.monotonic() < deadline:
@@ -60,8 +60,8 @@ def run(count: int, stage: Stage) -> Figures:
     return figures
 
 
-def dump_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | None) -> None:
-    """Dump random blocks, their shards in random order, and tell which are committed.
+def save_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | None) -> None:
+    """Save random blocks, their layer slices in random order, and tell which are committed.
 
     Args:
         reporter: Hears of each block.
@@ -77,7 +77,7 @@ def dump_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | N
     store = open_store(scene.config, NAMESPACE, corpus.geometry)
     while True:
         batch = rng.sample(range(corpus.count), rng.randrange(1, 6))
-        dump_in_pieces(store, [piece for index in batch for piece in corpus.pieces(index, rng)], rng)
+        save_in_pieces(store, [piece for index in batch for piece in corpus.pieces(index, rng)], rng)
         if rng.random() < 0.1:
             store.discard([corpus.key(batch.pop())])
         done = store.wait(store.commit([corpus.key(index) for index in batch])).done
@@ -86,12 +86,12 @@ def dump_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | N
                 reporter.tell("committed", index)
 
 
-def dump_in_pieces(store: Any, pieces: Sequence[Any], rng: random.Random) -> None:
-    """Dump transfers in random order and in calls of a random size, without waiting."""
+def save_in_pieces(store: Any, pieces: Sequence[Any], rng: random.Random) -> None:
+    """Save transfers in random order and in calls of a random size, without waiting."""
     pieces = rng.sample(pieces, len(pieces))
     while pieces:
         step = rng.randrange(1, len(pieces) + 1)
-        store.dump(pieces[:step])
+        store.save(pieces[:step])
         pieces = pieces[step:]
 
 

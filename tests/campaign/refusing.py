@@ -53,7 +53,7 @@ def _use_refused(reporter: Reporter, scene: Scene, seed: int) -> None:
     user = User(scene, rng, 0, 1)
     with _refusals(rng):
         for _ in range(_STEPS):
-            user.dump_some()
+            user.save_some()
             user.load_some()
     user.recover()
     user.store.close()

@@ -111,9 +111,9 @@ class Stage:
             "dram_directory": str(self.shared / name) if self.shared else "",
             "fsync": rng.random() < _SELDOM,
             "direct_io": rng.random() < _SELDOM,
-            "dump_threads": rng.randrange(1, 4),
+            "save_threads": rng.randrange(1, 4),
             "load_threads": rng.randrange(1, 4),
-            "dump_nice": 0,
+            "save_nice": 0,
             "rest_seconds": 0.05,
         }
         config = StoreConfig(directories=directories, **{**chosen, **options, **self.options})
@@ -201,7 +201,7 @@ def _reopen(reporter: Reporter, scenes: Sequence[Scene]) -> None:
     stores = [open_store(scene.config, NAMESPACE, scene.corpus.geometry) for scene in scenes]
     for scene, store in zip(scenes, stores, strict=True):
         new = scene.corpus.transfer(scene.corpus.count)
-        store.wait(store.dump([new]))
+        store.wait(store.save([new]))
         done = store.wait(store.commit([new.key])).done
         figures.stuck += new.key not in done
     deadline = time.monotonic() + _TIDY_PATIENCE

@@ -1,4 +1,4 @@
-"""A process that dumps and loads without pause, whatever happens to the store, as an engine does."""
+"""A process that saves and loads without pause, whatever happens to the store, as an engine does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.campaign.figures import Figures
-from tests.campaign.kill import dump_in_pieces
+from tests.campaign.kill import save_in_pieces
 from tests.campaign.scene import NAMESPACE, Scene
 from ucm.errors import ConfigError
 from ucm.store.factory import open_store
@@ -32,7 +32,7 @@ def use(
     user_id: int | None = None,
     editions: int = 1,
 ) -> None:
-    """Dump random blocks, load random blocks, and compare; until a file appears, from when on all must work again.
+    """Save random blocks, load random blocks, and compare; until a file appears, from when on all must work again.
 
     Args:
         reporter: Hears the figures in the end, and ``working`` after the first block.
@@ -40,7 +40,7 @@ def use(
         seed: Decides what is done.
         stop: The file.
         user_id: The user to become first; None: stay who we are.
-        editions: How many editions of a block are right; which one is dumped is decided by the seed.
+        editions: How many editions of a block are right; which one is saved is decided by the seed.
     """
     if user_id is not None:
         os.setgroups([])
@@ -49,7 +49,7 @@ def use(
     rng = random.Random(seed)  # noqa: S311 - it decides what is tested
     user = User(scene, rng, rng.randrange(editions), editions)
     while not Path(stop).exists():
-        user.dump_some()
+        user.save_some()
         user.load_some()
         if user.figures.committed:
             reporter.tell("working")
@@ -81,7 +81,7 @@ class User:
     Args:
         scene: The store.
         rng: Decides what is done.
-        edition: Which edition of the blocks it dumps.
+        edition: Which edition of the blocks it saves.
         editions: How many editions are right.
     """
 
@@ -94,12 +94,12 @@ class User:
         # Half of the processes list the names of blocks almost at once, and rely on them.
         posix_index.WORTH = rng.choice((1, posix_index.WORTH))
 
-    def dump_some(self) -> bool:
+    def save_some(self) -> bool:
         """Whether all went well."""
         corpus, rng = self._corpus, self._rng
         batch = rng.sample(range(corpus.count), rng.randrange(1, 4))
         pieces = [piece for index in batch for piece in corpus.pieces(index, rng, self._edition)]
-        dump_in_pieces(self.store, pieces, rng)
+        save_in_pieces(self.store, pieces, rng)
         result = self.store.wait(self.store.commit([corpus.key(index) for index in batch]))
         self.figures.committed += len(result.done)
         self.figures.refused += len(result.failed)
@@ -131,11 +131,11 @@ class User:
                 figures.loaded += 1
 
     def recover(self) -> None:
-        """Go on until a dump and a load went well."""
+        """Go on until a save and a load went well."""
         deadline = time.monotonic() + _PATIENCE
-        dumped = loaded = False
-        while not (dumped and loaded):
-            dumped = self.dump_some() or dumped
+        saved = loaded = False
+        while not (saved and loaded):
+            saved = self.save_some() or saved
             loaded = self.load_some() or loaded
             if time.monotonic() > deadline:
                 self.figures.stuck += 1

@@ -1,4 +1,4 @@
-"""A store's directory goes away while a process dumps and loads, and comes back."""
+"""A store's directory goes away while a process saves and loads, and comes back."""
 
 from __future__ import annotations
 

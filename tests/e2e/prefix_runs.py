@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.e2e.shared import Shared
 
 IN_PROCESS = engine.IN_PROCESS
-#: Seconds in which everything that was dumped must have become visible, on a busy machine.
+#: Seconds in which everything that was saved must have become visible, on a busy machine.
 SAVED = 120.0
 #: Seconds without a new block after which none is expected.
 QUIET = 5.0

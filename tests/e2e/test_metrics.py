@@ -83,8 +83,8 @@ def test_what_was_moved(engine: Engine) -> None:
     assert loaded >= blocks
     assert engine.at("hit_tokens_total", tier="posix") == loaded * engine.block
     assert engine["load_duration_seconds_count"] >= 1
-    assert engine["dump_blocks_total"] >= blocks
-    assert engine["dump_bytes_total"] > 0
+    assert engine["save_blocks_total"] >= blocks
+    assert engine["save_bytes_total"] > 0
     assert engine["load_bytes_total"] % loaded == 0  # every block is as large as every other
     assert engine.at("tier_capacity_bytes", tier="posix") == 1 << 30
 

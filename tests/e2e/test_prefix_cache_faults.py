@@ -181,14 +181,14 @@ def test_each_cause_is_said_once(bench: Bench) -> None:
 def test_the_store_vanishes_and_comes_back(bench: Bench) -> None:
     stored, lost, back = victim("beside"), victim("lost"), victim("back")
     bench.blocks_of(stored)
-    before = bench.failures(), bench.failures("dump")
+    before = bench.failures(), bench.failures("save")
     bench.store.rename(bench.store.with_name("gone"))  # at once: it may be written into
     assert bench.tokens([stored]) == bench.expected["beside"]
     assert bench.tokens([lost]) == bench.expected["lost"]
     assert bench.tokens(crowd()) == bench.expected["crowd"]
     assert bench.failures() != before[0]
     # The first save makes the directory anew.
-    assert bench.failures("dump") == before[1]
+    assert bench.failures("save") == before[1]
     bench.forget()
     assert bench.tokens([lost]) == bench.expected["lost"]
     wait_for(bench.store)

@@ -44,11 +44,11 @@ def summaries() -> list[str]:
     for calls in (
         [("looked_up", 640, 0, 0.001)],
         [("looked_up", 640, 512, 0.001)],
-        [("dumped", 5, 700_000, 0.0731)],
+        [("saved", 5, 700_000, 0.0731)],
         [("loaded", 4, 500_000, 0.0012, ["posix"] * 4)],
         [
             ("loaded", 4, 500_000, 0.0007, ["posix"] * 4),
-            ("dumped", 5, 500_000, 0.0028),
+            ("saved", 5, 500_000, 0.0028),
             ("failed", "load", "corrupt", 4),
         ],
     ):

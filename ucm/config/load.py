@@ -16,7 +16,7 @@ from ucm.background import call_later
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
 from ucm.config.problems import NO_VALUE, Place, raise_for, unknown, wrong
 from ucm.config.settings import ConnectorConfig
-from ucm.config.store_settings import DRAM, POSIX, StoreSettings
+from ucm.config.store_settings import DRAM, FORMER_NAMES, POSIX, StoreSettings
 from ucm.config.units import format_size
 from ucm.config.upstream import translate
 from ucm.config.validation import problems_of
@@ -114,7 +114,7 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
         if not out.problems:
             out.problems.append(_no_store(top))
         return None
-    written = out.settings.get("store", {})
+    written = out.settings["store"] = _renamed(out.settings["store"], out, top)
     store = _validated(StoreSettings, written, ("store",), out, top)
     if store is None:
         partly = _as_far_as_right(written)
@@ -123,6 +123,26 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
         return None
     check_tier_options(store, out, top)
     return store.model_copy(update=_look_at_media(store, written, out, top, make=make))
+
+
+def _renamed(written: Any, out: Translation, top: Place) -> Any:
+    """The store's settings with their former names replaced, with a warning; both names of one are a problem."""
+    if not isinstance(written, dict):
+        return written
+    renamed = dict(written)
+    for former, name in FORMER_NAMES.items():
+        if former not in written:
+            continue
+        place, value = top.inside("store", former), renamed.pop(former)
+        if name in written:
+            out.refuse(place, f"{former} is the former name of {name}, which is set as well", f"remove {former}", value)
+            continue
+        if str(place) not in _said:
+            _said.add(str(place))
+            get_logger(__name__).warning("[UCM.Connector] %s is deprecated, use %s", place, name)
+        renamed[name] = value
+        out.origins["store", name] = (place, value)
+    return renamed
 
 
 def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> None:

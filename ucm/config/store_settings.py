@@ -60,16 +60,16 @@ class StoreSettings(BaseModel):
     fsync: bool = StoreConfig.fsync
     direct_io: bool = StoreConfig.direct_io
     load_threads: int = Field(default=StoreConfig.load_threads, ge=1, le=256)
-    dump_threads: int = Field(default=StoreConfig.dump_threads, ge=1, le=256)
-    dump_nice: int = Field(default=StoreConfig.dump_nice, ge=0, le=19)
-    dump_queue: Size = StoreConfig.dump_queue_bytes
+    save_threads: int = Field(default=StoreConfig.save_threads, ge=1, le=256)
+    save_nice: int = Field(default=StoreConfig.save_nice, ge=0, le=19)
+    save_queue: Size = StoreConfig.save_queue_bytes
     write_behind: Size = StoreConfig.write_behind_bytes
     stuck_seconds: float = Field(default=StoreConfig.stuck_seconds, gt=0)
     lookup_cache_keys: int = Field(default=StoreConfig.lookup_cache_keys, ge=0)
     lookup_cache_seconds: float = Field(default=StoreConfig.lookup_cache_seconds, ge=0)
     failures_until_rest: int = Field(default=StoreConfig.failures_until_rest, ge=1)
     rest_seconds: float = Field(default=StoreConfig.rest_seconds, ge=0)
-    aside_keep: int = Field(default=StoreConfig.aside_keep, ge=0)
+    quarantine_keep: int = Field(default=StoreConfig.quarantine_keep, ge=0)
     touch_seconds: float = Field(default=StoreConfig.touch_seconds, ge=0)
     stale_seconds: float = Field(default=StoreConfig.stale_seconds, ge=0)
     options: dict[str, Any] = {}
@@ -120,9 +120,16 @@ class StoreSettings(BaseModel):
         return StoreConfig(**{_STORE_NAMES.get(name, name): getattr(self, name) for name in type(self).model_fields})
 
 
+#: Former names of settings, deprecated, with the names to use.
+FORMER_NAMES = {
+    "dump_threads": "save_threads",
+    "dump_nice": "save_nice",
+    "dump_queue": "save_queue",
+    "aside_keep": "quarantine_keep",
+}
 _STORE_NAMES = {
     "posix_capacity": "posix_capacity_bytes",
     "dram_capacity": "dram_capacity_bytes",
-    "dump_queue": "dump_queue_bytes",
+    "save_queue": "save_queue_bytes",
     "write_behind": "write_behind_bytes",
 }

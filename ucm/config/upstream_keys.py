@@ -7,20 +7,20 @@ why it changes nothing, which is said once when it is met.
 
 from __future__ import annotations
 
-_THREADS = "store.load_threads and store.dump_threads say how many threads transfer blocks"
+_THREADS = "store.load_threads and store.save_threads say how many threads transfer blocks"
 _LAYOUT = "the geometry of a block is read from the KV cache itself"
-_QUEUES = "store.dump_queue says how many bytes may wait for being written"
+_QUEUES = "store.save_queue says how many bytes may wait for being written"
 _GC = "when a capacity is set, the blocks unused for longest go as soon as it is reached"
 _DEVICE = "copies between device and host are the device interface's own"
 _HEALTH = (
     "a directory that fails is always left alone for a while; store.failures_until_rest and store.rest_seconds say when"
 )
 _NO_TIMEOUT = "a transfer ends when the medium answers; requests are recomputed meanwhile, not failed"
-_SAFE_DUMP = "a dump always waits for the step that computes its blocks"
+_SAFE_SAVE = "a save always waits for the step that computes its blocks"
 
 #: Keys at the top of a file.
 TOP_LEVEL_WITHOUT_EFFECT = {
-    "enable_event_sync": _SAFE_DUMP,
+    "enable_event_sync": _SAFE_SAVE,
     "enable_record_traces": "requests are not traced; ucm:queried_tokens_total and ucm:hit_tokens_total count them",
     "inference_duration_monitor_fake_hit_ratio": "there is no such monitor",
     "load_only_first_rank": "every rank loads what it needs itself",

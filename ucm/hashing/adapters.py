@@ -129,7 +129,7 @@ class Adapters:
         """Note, permanently, that the engine has replaced an adapter's weights or may do so at any time."""
         self._stood_for[number] = None
 
-    def is_void(self, lora_request: Any) -> bool:
+    def is_invalidated(self, lora_request: Any) -> bool:
         """Return whether an adapter with a fingerprint may have other weights by now, or stands for several."""
         return self._stood_for.get(int(lora_request.lora_int_id), b"") is None
 

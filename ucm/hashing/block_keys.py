@@ -133,10 +133,10 @@ class BlockKeys:
         self._refuse("the files of a LoRA adapter changed while the engine loaded it")
         return False
 
-    def is_void(self, request: Any) -> bool:
+    def is_invalidated(self, request: Any) -> bool:
         """Return whether the engine has replaced the request's LoRA adapter in place since."""
         lora_request = getattr(request, "lora_request", None)
-        return lora_request is not None and self._reader.adapters.is_void(lora_request)
+        return lora_request is not None and self._reader.adapters.is_invalidated(lora_request)
 
     def adapter_replaced(self, number: int) -> None:
         """Note that the engine has replaced the weights of a LoRA adapter.

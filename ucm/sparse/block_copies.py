@@ -24,7 +24,7 @@ class BlockCopies(Protocol):
 
     @property
     def geometry(self) -> BlockGeometry:
-        """What a store needs to know of a block; each layer is one shard."""
+        """What a store needs to know of a block; each layer is one layer slice."""
         ...
 
     def host_rows(self, layer: int, blocks: int) -> Tensor:

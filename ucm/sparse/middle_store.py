@@ -2,7 +2,7 @@
 
 A block is kept in host memory until the store has it for good, and for as long as its request lives where the store
 does not take it, or has lost one before. One that is full, or too far behind, is asked again. Keys are never used
-twice, and the namespace is this engine start's and this worker's own; what the store returns is what was dumped, or
+twice, and the namespace is this engine start's and this worker's own; what the store returns is what was saved, or
 nothing: it verifies checksums. It is opened, and at the end deleted, by threads that a directory which does not answer
 may keep; the worker waits for none.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.errors import StoreError
 
-#: What is dumped of blocks of this age may be taken for forgotten: older than any request gets.
+#: What is saved of blocks of this age may be taken for forgotten: older than any request gets.
 STALE_SECONDS = 7 * 86400.0
 #: How long a store that had no room, or was too far behind, is left alone.
 RETRY_SECONDS = 1.0
@@ -62,11 +62,11 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """Blocks that are being written: their dump, and their commit."""
+    """Blocks that are being written: their save, and their commit."""
 
     admission: int
     places: tuple[int, ...]
-    dump: Task
+    save: Task
     commit: Task
 
 
@@ -119,7 +119,7 @@ class MiddleStore:
         #: Admissions and places that the store did not take yet, and when they may be tried again.
         self._refused: list[tuple[int, int]] = []
         self._retry_at = 0.0
-        self._at_once = max(1, config.dump_queue_bytes // 2 // copies.geometry.nbytes)
+        self._at_once = max(1, config.save_queue_bytes // 2 // copies.geometry.nbytes)
         self._trusted = True
         self._logged: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -139,7 +139,7 @@ class MiddleStore:
         kept.copies.update({place: [layer[place - first] for layer in layers] for place in places})
         self.counts["saved"] += len(places)
         if self._trusted:
-            self._dump(admission, places)
+            self._save(admission, places)
         else:
             self.counts["kept"] += len(places)
 
@@ -149,13 +149,13 @@ class MiddleStore:
             return
         under_way = []
         for saving in self._saving:
-            if self._store.check(saving.dump) and self._store.check(saving.commit):
+            if self._store.check(saving.save) and self._store.check(saving.commit):
                 self._settle(saving)
             else:
                 under_way.append(saving)
         self._saving = under_way
         if self._refused and not under_way and time.monotonic() >= self._retry_at:
-            self._dump_refused()
+            self._save_refused()
 
     def fetch(self, layer: int, wanted: Sequence[tuple[int, int]]) -> Fetch:
         """Begin to bring back one layer of some blocks.
@@ -201,17 +201,17 @@ class MiddleStore:
             writing = {place for saving in self._saving if saving.admission == admission for place in saving.places}
             self._forget([key for place, key in kept.keys.items() if place not in writing])
 
-    def _dump(self, admission: int, places: Sequence[int]) -> None:
+    def _save(self, admission: int, places: Sequence[int]) -> None:
         kept = self._kept[admission]
         transfers = []
         for place in places:
             key = kept.keys[place] = block_key(self._engine, admission, place)
             transfers.append(BlockTransfer(key, [_memory(rows) for rows in kept.copies[place]]))
-        dump = self._store.dump(transfers)
+        save = self._store.save(transfers)
         commit = self._store.commit([transfer.key for transfer in transfers])
-        self._saving.append(_Saving(admission, tuple(places), dump, commit))
+        self._saving.append(_Saving(admission, tuple(places), save, commit))
 
-    def _dump_refused(self) -> None:
+    def _save_refused(self) -> None:
         some, self._refused = self._refused[: self._at_once], self._refused[self._at_once :]
         by_admission: dict[int, list[int]] = {}
         for admission, place in some:
@@ -220,12 +220,12 @@ class MiddleStore:
         if self._trusted:
             for admission, places in by_admission.items():
                 self.counts["kept"] -= len(places)
-                self._dump(admission, places)
+                self._save(admission, places)
 
     def _settle(self, saving: _Saving) -> None:
         result = self._store.wait(saving.commit)
-        # What was not dumped cannot be committed: why, the dump tells.
-        failed = {**result.failed, **self._store.wait(saving.dump).failed}
+        # What was not saved cannot be committed: why, the save tells.
+        failed = {**result.failed, **self._store.wait(saving.save).failed}
         kept = self._kept.get(saving.admission)
         if kept is None:  # dropped while it was written
             self._forget([block_key(self._engine, saving.admission, place) for place in saving.places])

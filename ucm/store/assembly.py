@@ -1,4 +1,4 @@
-"""Assemble a block from shards that arrive in any order, in the first tier that accepts it."""
+"""Assemble a block from layer slices that arrive in any order, in the first tier that accepts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Assembly:
-    """One block being assembled, from its first shard to ``finish`` or ``abort``.
+    """One block being assembled, from its first layer slice to ``finish`` or ``abort``.
 
     The store's lock guards ``pending``, ``commit``, ``discarded``, ``touched`` and ``is_expected``.
 
@@ -39,7 +39,7 @@ class Assembly:
         self._codec = codec
         self._tiers = tiers
         self._lock = Lock()
-        self._sums: list[int | None] = [None] * len(codec.geometry.shard_sizes)
+        self._sums: list[int | None] = [None] * len(codec.geometry.slice_sizes)
         self._tier: Guard | None = None  # the tier that has the block or receives it
         self._writer: BlockWriter | None = None  # None if the tier already had the block
         self._error: StoreError | None = None
@@ -49,27 +49,27 @@ class Assembly:
         self._error = self._error or error
 
     def take(self, block: BlockTransfer) -> tuple[str, int]:
-        """Write shards into the first tier that accepts them; later shards of the block go to the same tier.
+        """Write layer slices into the first tier that accepts them; later ones of the block go to the same tier.
 
         Returns:
             The tier's name, and the bytes written: 0 if the tier already had the block.
 
         Raises:
-            StoreError: No tier accepted these shards or earlier ones.
+            StoreError: No tier accepted these layer slices or earlier ones.
         """
         with self._lock:
             if self._error is not None:
                 raise self._error
             if self.discarded:
                 raise IncompleteBlockError(f"block {self.key.hex()} was discarded before it was written")
-            nbytes = sum(shard.nbytes for shard in block.shards)
+            nbytes = sum(layer_slice.nbytes for layer_slice in block.slices)
             if self._tier is not None:
                 if self._writer is None:
                     return self._tier.name, 0
                 try:
                     self._write(self._tier, self._writer, block)
                 except StoreError as error:
-                    self._tier.counters.failed("dump", error)
+                    self._tier.counters.failed("save", error)
                     self._abort()
                     self._error = error
                     raise
@@ -84,21 +84,21 @@ class Assembly:
             The name of the tier that has the block, and the block's bytes: 0 if the tier already had it.
 
         Raises:
-            IncompleteBlockError: Shards are missing, or no tier accepted them; the cause is the error of the dump.
+            IncompleteBlockError: Layer slices are missing, or no tier accepted them, for the reason that the save gave.
             StoreError: The tier failed to commit the block.
         """
         with self._lock:
             error = self._error
             if error is not None:
-                # The dump has already reported and counted this error: reporting it as is would count it twice.
+                # The save has already reported and counted this error: reporting it as is would count it twice.
                 self._abort()
-                what = f"block {self.key.hex()} was not dumped and cannot be committed: {error.what}"
+                what = f"block {self.key.hex()} was not saved and cannot be committed: {error.what}"
                 raise IncompleteBlockError(what, where=error.where, fix=error.fix) from error
             tier, writer = self._known_tier(), self._writer
             if writer is None:
                 return tier.name, 0
             if None in self._sums:
-                missing = f"{self._sums.count(None)} of its {len(self._sums)} shards"
+                missing = f"{self._sums.count(None)} of its {len(self._sums)} layer slices"
                 incomplete = IncompleteBlockError(f"block {self.key.hex()} was committed without {missing}")
                 tier.counters.failed("commit", incomplete)
                 self._abort()
@@ -110,11 +110,11 @@ class Assembly:
                 self._abort()
                 raise
             nbytes = self._codec.geometry.nbytes
-            tier.counters.dumped(nbytes)
+            tier.counters.saved(nbytes)
             return tier.name, nbytes
 
     def abort(self) -> None:
-        """Drop the shards written so far."""
+        """Drop the layer slices written so far."""
         with self._lock:
             self._abort()
 
@@ -124,7 +124,7 @@ class Assembly:
             self._writer = None
 
     def _begin(self, block: BlockTransfer) -> None:
-        """Write the first shards into the first tier that accepts them."""
+        """Write the first layer slices into the first tier that accepts them."""
         for tier in self._tiers:
             writer = None
             try:
@@ -132,7 +132,7 @@ class Assembly:
                 if writer is not None:
                     self._write(tier, writer, block)
             except StoreError as error:
-                tier.counters.failed("dump", error)
+                tier.counters.failed("save", error)
                 if writer is not None:
                     writer.abort()
                 self._error = error
@@ -143,17 +143,17 @@ class Assembly:
             raise self._error
 
     def _write(self, tier: Guard, writer: BlockWriter, block: BlockTransfer) -> None:
-        codec, first, shards = self._codec, block.first_shard, block.shards
-        self._sums[first : first + len(shards)] = sums_of(shards)
-        begin, end = codec.offsets[first], codec.offsets[first + len(shards)]
-        whole = len(shards) == len(self._sums)
+        codec, first, slices = self._codec, block.first_slice, block.slices
+        self._sums[first : first + len(slices)] = sums_of(slices)
+        begin, end = codec.offsets[first], codec.offsets[first + len(slices)]
+        whole = len(slices) == len(self._sums)
         header = None if None in self._sums else codec.encode(self.key, self._known_sums())
 
         def write() -> None:
             if whole and header is not None:
-                writer.write([header, *shards], 0, end)
+                writer.write([header, *slices], 0, end)
             else:
-                writer.write(shards, begin, end - begin)
+                writer.write(slices, begin, end - begin)
                 if header is not None:
                     writer.write([header], 0, codec.nbytes)
             writer.pause()
@@ -162,7 +162,7 @@ class Assembly:
 
     def _known_tier(self) -> Guard:
         if self._tier is None:
-            raise IncompleteBlockError(f"block {self.key.hex()} was committed without any of its shards")
+            raise IncompleteBlockError(f"block {self.key.hex()} was committed without any of its layer slices")
         return self._tier
 
     def _known_sums(self) -> list[int]:

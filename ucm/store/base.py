@@ -1,9 +1,10 @@
 """The interface of a KV store.
 
 A *block* is the KV cache of one vLLM block of tokens in one KV-cache group on one worker rank. It consists of
-*shards*, byte ranges of fixed sizes, one or more for each attention layer, and is named by its *key*. A store is opened
-for one *namespace*, whose name covers everything that two engines must have in common to share blocks, together with
-the fingerprint of the geometry. A block is whole or absent: dumped shards become visible only through ``commit``.
+*layer slices*, byte ranges of fixed sizes, one or more for each attention layer, and is named by its *key*. A store is
+opened for one *namespace*, whose name covers everything that two engines must have in common to share blocks, together
+with the fingerprint of the geometry. A block is whole or absent: saved layer slices become visible only through
+``commit``.
 
 Calls return at once unless they say otherwise. Transfers run in the store's own threads; the caller keeps the buffers
 alive and unchanged until ``wait`` returns for their task.
@@ -25,42 +26,42 @@ if TYPE_CHECKING:
 #: A block's name within its namespace: the 16 to 64 bytes of a digest.
 BlockKey = NewType("BlockKey", bytes)
 
-#: Memory of one shard: contiguous bytes, writable if the shard is loaded.
+#: Memory of one layer slice: contiguous bytes, writable if the layer slice is loaded.
 Buffer: TypeAlias = memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGeometry:
-    """The shard sizes and the fingerprint of a namespace's blocks.
+    """The layer slice sizes and the fingerprint of a namespace's blocks.
 
     Args:
-        shard_sizes: The size of each shard in bytes, in order.
+        slice_sizes: The size of each layer slice in bytes, in order.
         fingerprint: 16 bytes that identify the meaning of the bytes (layers, shapes, strides, dtypes). A stored block
             with another fingerprint is never loaded.
     """
 
-    shard_sizes: tuple[int, ...]
+    slice_sizes: tuple[int, ...]
     fingerprint: bytes
 
     @property
     def nbytes(self) -> int:
         """The size of a whole block in bytes."""
-        return sum(self.shard_sizes)
+        return sum(self.slice_sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """Some or all shards of one block, to be moved between a store and memory.
+    """Some or all layer slices of one block, to be moved between a store and memory.
 
     Args:
         key: The block's key.
-        shards: The memory of consecutive shards; each as long as the geometry says.
-        first_shard: The index of the first shard.
+        slices: The memory of consecutive layer slices; each as long as the geometry says.
+        first_slice: The index of the first layer slice.
     """
 
     key: BlockKey
-    shards: Sequence[Buffer]
-    first_shard: int = 0
+    slices: Sequence[Buffer]
+    first_slice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class TaskResult:
 
 
 class Task:
-    """A transfer in progress, as returned by ``load``, ``dump`` and ``commit``."""
+    """A transfer in progress, as returned by ``load``, ``save`` and ``commit``."""
 
 
 @dataclass(slots=True)
@@ -92,17 +93,17 @@ class TierStats:
     hits: int = 0  #: keys found
     loaded_blocks: int = 0
     loaded_bytes: int = 0
-    dumped_blocks: int = 0
-    dumped_bytes: int = 0
+    saved_blocks: int = 0
+    saved_bytes: int = 0
     evicted_blocks: int = 0
-    set_aside_blocks: int = 0
+    quarantined_blocks: int = 0
     failures: dict[str, int] = field(default_factory=dict)  #: by ``<operation>.<cause>``, for instance ``load.corrupt``
     used_bytes: int | None = None  #: used in the whole tier by all its users, as far as known
     capacity_bytes: int | None = None  #: None if there is no limit
     lookup_calls: int = 0  #: batches of keys looked up
     lookup_seconds: float = 0.0  #: total duration of lookups
     load_seconds: float = 0.0  #: total duration of reads, summed over threads
-    dump_seconds: float = 0.0  #: total duration of writes, summed over threads
+    save_seconds: float = 0.0  #: total duration of writes, summed over threads
     queued_blocks: int = 0  #: blocks queued to be written behind
     queued_bytes: int = 0  #: bytes of those blocks
     resting: float = 0.0  #: the share of the tier that is not used because of failures, 0 to 1
@@ -113,10 +114,10 @@ class KVStore(ABC):
 
     An instance may be used from several threads. Only ``wait`` and ``close`` block for longer than one metadata
     operation per key. No method raises for the state of a block or of the medium: blocks that cannot be reached are not
-    found, and transfers report failures per key. Misuse (a shard of the wrong size) raises ValueError.
+    found, and transfers report failures per key. Misuse (a layer slice of the wrong size) raises ValueError.
 
-    Method names and responsibilities follow UCM's store interface (``lookup``, ``prefetch``, ``load``, ``dump``,
-    ``wait``, ``check``, ``commit``).
+    Method names and responsibilities follow UCM's store interface (``lookup``, ``prefetch``, ``load``, ``wait``,
+    ``check``, ``commit``); what UCM calls ``dump`` is ``save``.
     """
 
     @abstractmethod
@@ -133,24 +134,24 @@ class KVStore(ABC):
 
     @abstractmethod
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Read shards into memory and verify each against the checksum it was stored with."""
+        """Read layer slices into memory and verify each against the checksum it was stored with."""
 
     @abstractmethod
-    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Accept shards, in any order and in any number of calls per block; nothing becomes visible.
+    def save(self, blocks: Sequence[BlockTransfer]) -> Task:
+        """Accept layer slices, in any order and in any number of calls per block; nothing becomes visible.
 
         A block that the store already has counts as done and is not written again.
         """
 
     @abstractmethod
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make dumped blocks visible atomically, after all earlier dumps; see IncompleteBlockError."""
+        """Make saved blocks visible atomically, after all earlier saves; see IncompleteBlockError."""
 
     @abstractmethod
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Drop dumped shards that will not be committed, for instance those of an aborted request."""
+        """Drop saved layer slices that will not be committed, for instance those of an aborted request."""
 
-    def stand_back(self, *, active: bool) -> None:
+    def throttle(self, *, active: bool) -> None:
         """Hint that background work should stay off the processors while the caller computes.
 
         Args:

@@ -37,8 +37,8 @@ MIB = 1 << 20
 #: How long to wait for blocks that are written behind, so that they do not disturb the next measurement.
 _FLUSH_SECONDS = 60.0
 #: By figure, for a store of files and for one in memory: the figure it is compared with and the lowest ratio to reach.
-_BESIDE_FILES = {"dump": ("write", 0.9), "load hot": ("read hot", 0.9), "load cold": ("read cold", 0.9)}
-_BESIDE_MEMORY = {"dump": ("memcpy", 0.7), "load hot": ("memcpy", 0.7)}
+_BESIDE_FILES = {"save": ("write", 0.9), "load hot": ("read hot", 0.9), "load cold": ("read cold", 0.9)}
+_BESIDE_MEMORY = {"save": ("memcpy", 0.7), "load hot": ("memcpy", 0.7)}
 #: For staged blocks, with any store.
 _BESIDE_STAGED = {"staged": ("memcpy", 0.7)}
 
@@ -49,20 +49,20 @@ class Workload:
 
     Args:
         blocks: The number of blocks.
-        shards: The number of shards per block.
-        shard_nbytes: The size of each shard in bytes.
+        slices: The number of layer slices per block.
+        slice_nbytes: The size of each layer slice in bytes.
         rounds: The number of rounds.
     """
 
     blocks: int = 64
-    shards: int = 16
-    shard_nbytes: int = 256 * 1024
+    slices: int = 16
+    slice_nbytes: int = 256 * 1024
     rounds: int = 9
 
     @property
     def geometry(self) -> BlockGeometry:
         """The geometry of the blocks."""
-        return BlockGeometry((self.shard_nbytes,) * self.shards, b"ucm store bench!")
+        return BlockGeometry((self.slice_nbytes,) * self.slices, b"ucm store bench!")
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +110,7 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
 
     Returns:
         The figures of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread and, as ``… xN``, by as many
-        threads as the store uses; of the store's ``dump``, ``load hot`` and ``load cold``; and of ``staged``, a
+        threads as the store uses; of the store's ``save``, ``load hot`` and ``load cold``; and of ``staged``, a
         worker's copies of blocks that were found and lie verified in memory. Files in memory have no cold reads.
 
     Raises:
@@ -128,7 +128,7 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
         cleanup.callback(shutil.rmtree, plain, ignore_errors=True)
         for layout in layouts:
             cleanup.callback(shutil.rmtree, layout.base, ignore_errors=True)
-        pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.dump_threads}}
+        pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.save_threads}}
         slab, reader = Slab(workload.nbytes + workload.blocks * PAGE, 1), SlabReader()
         stack.callback(reader.close)
         stack.callback(slab.close)
@@ -159,7 +159,7 @@ class _Run:
         self._target = np.zeros(workload.nbytes, dtype=np.uint8)
         digests = [hashlib.blake2b(str(number).encode(), digest_size=32) for number in range(workload.blocks)]
         self._keys = [BlockKey(digest.digest()) for digest in digests]
-        self._dumps, self._loads = self._transfers(self._source), self._transfers(self._target)
+        self._saves, self._loads = self._transfers(self._source), self._transfers(self._target)
         self._copy: Callable[[], None] = lambda: None
         self._from, self._into = self._blocks(self._source), self._blocks(self._target)
 
@@ -169,13 +169,13 @@ class _Run:
         slab.lay_out(geometry.nbytes)
         reader.attach(slab.address, 0, {})
         places = []
-        for block in self._dumps:
+        for block in self._saves:
             claimed = slab.claim(0, block.key)
             if claimed is None:
                 raise UcmError("there is no room to stage the blocks", fix="measure fewer or smaller blocks")
             row, _ = claimed
-            for memory, shard in zip(slab.memory(row, 0, geometry.shard_sizes), block.shards, strict=True):
-                memory[:] = shard
+            for memory, layer_slice in zip(slab.memory(row, 0, geometry.slice_sizes), block.slices, strict=True):
+                memory[:] = layer_slice
             slab.filled(row, "")
             places.append(slab.offset(row))
         names = [""] * len(places)
@@ -183,20 +183,20 @@ class _Run:
 
     def operations(self, number: int) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield the operations of a round; each one's preparation runs when it is requested."""
-        loads, dumps = self._config.load_threads, self._config.dump_threads
+        loads, saves = self._config.load_threads, self._config.save_threads
         yield "memcpy", lambda: np.copyto(self._target, self._source)
         self._target.fill(0)
         yield "staged", self._copy
         self._verify()
         writes: list[tuple[str, Callable[[], None]]] = [
             ("write", lambda: self._each(self._write)),
-            (f"write x{dumps}", lambda: self._each(self._write, dumps)),
-            ("dump", self._dump),
+            (f"write x{saves}", lambda: self._each(self._write, saves)),
+            ("save", self._save),
         ]
         self._delete(stored=True)
         # Alternate the order, because the first one finds the disk idle.
         for operation, action in writes if number % 2 else [writes[2], *writes[:2]]:
-            if operation != "dump":
+            if operation != "save":
                 self._delete()
             yield operation, action
         reads: list[tuple[str, Callable[[], None]]] = [
@@ -218,10 +218,10 @@ class _Run:
                 yield f"{operation[:4]} cold{operation[4:]}", action
 
     def _transfers(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[BlockTransfer]:
-        size, count = self._workload.shard_nbytes, self._workload.shards
+        size, count = self._workload.slice_nbytes, self._workload.slices
         view = memory.data
-        shards = [view[at : at + size] for at in range(0, self._workload.nbytes, size)]
-        return [BlockTransfer(key, shards[i * count : (i + 1) * count]) for i, key in enumerate(self._keys)]
+        slices = [view[at : at + size] for at in range(0, self._workload.nbytes, size)]
+        return [BlockTransfer(key, slices[i * count : (i + 1) * count]) for i, key in enumerate(self._keys)]
 
     def _blocks(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[memoryview]:
         size = self._workload.geometry.nbytes
@@ -243,10 +243,10 @@ class _Run:
         os.preadv(descriptor, [self._into[number]], 0)
         os.close(descriptor)
 
-    def _dump(self) -> None:
-        dumped = self._store.dump(self._dumps)
+    def _save(self) -> None:
+        saved = self._store.save(self._saves)
         committed = self._store.commit(self._keys)
-        self._finish(dumped)
+        self._finish(saved)
         self._finish(committed)
 
     def _load(self) -> None:
@@ -282,4 +282,4 @@ class _Run:
 
 def for_bench(config: StoreConfig) -> StoreConfig:
     """Return a configuration without eviction, queue limits or lowered priority, to measure transfers only."""
-    return replace(config, posix_capacity_bytes=None, dump_queue_bytes=1 << 62, dump_nice=0)
+    return replace(config, posix_capacity_bytes=None, save_queue_bytes=1 << 62, save_nice=0)

@@ -52,9 +52,9 @@ class StoreConfig:
             loss fails its checksum and is a miss. Never done in the Dram tier.
         direct_io: Whether the Posix tier bypasses the page cache, where the file system supports it.
         load_threads: The number of threads that read.
-        dump_threads: The number of threads that write.
-        dump_nice: The nice value of the threads that write, 0 (normal priority) to 19.
-        dump_queue_bytes: Bytes that may wait to be written; a dump beyond that fails with StoreFullError.
+        save_threads: The number of threads that write.
+        save_nice: The nice value of the threads that write, 0 (normal priority) to 19.
+        save_queue_bytes: Bytes that may wait to be written; a save beyond that fails with StoreFullError.
         write_behind_bytes: Bytes that may wait to be written to each lower tier; further blocks are dropped and
             counted.
         stuck_seconds: Seconds in one call after which a thread counts as stuck.
@@ -63,7 +63,7 @@ class StoreConfig:
         failures_until_rest: The number of consecutive failures after which a directory or a tier rests; one timeout is
             enough.
         rest_seconds: The length of a rest; the next call after it tries the medium.
-        aside_keep: The number of damaged blocks kept for inspection in each directory and namespace.
+        quarantine_keep: The number of damaged blocks kept for inspection in each directory and namespace.
         touch_seconds: The age of a block's time of last use from which on a load renews it.
         stale_seconds: The age from which on a temporary file of a writer on another host is deleted.
         options: The options of a third-party store, which gets this configuration.
@@ -80,16 +80,16 @@ class StoreConfig:
     fsync: bool = False
     direct_io: bool = False
     load_threads: int = 4
-    dump_threads: int = 2
-    dump_nice: int = 19
-    dump_queue_bytes: int = 2 * GIB
+    save_threads: int = 2
+    save_nice: int = 19
+    save_queue_bytes: int = 2 * GIB
     write_behind_bytes: int = 2 * GIB
     stuck_seconds: float = 10.0
     lookup_cache_keys: int = 65536
     lookup_cache_seconds: float = 3.0
     failures_until_rest: int = 3
     rest_seconds: float = 30.0
-    aside_keep: int = 16
+    quarantine_keep: int = 16
     touch_seconds: float = 60.0
     stale_seconds: float = 3600.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -99,8 +99,8 @@ class StoreConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}", where=f"store: {name}")
-        if not 0 <= self.dump_nice <= _NICEST:
-            raise ConfigError(f"dump_nice is {self.dump_nice}; it goes from 0 to {_NICEST}", where="store: dump_nice")
+        if not 0 <= self.save_nice <= _NICEST:
+            raise ConfigError(f"save_nice is {self.save_nice}; it goes from 0 to {_NICEST}", where="store: save_nice")
         if not 0 < self.dram_capacity_fraction <= 1:
             raise ConfigError(
                 f"dram_capacity_fraction is {self.dram_capacity_fraction}; it must be above 0 and at most 1",
@@ -123,15 +123,15 @@ _LEAST = {
     "posix_capacity_bytes": 1,
     "dram_capacity_bytes": 1,
     "load_threads": 1,
-    "dump_threads": 1,
-    "dump_queue_bytes": 1,
+    "save_threads": 1,
+    "save_queue_bytes": 1,
     "write_behind_bytes": 1,
     "stuck_seconds": 0,
     "lookup_cache_keys": 0,
     "lookup_cache_seconds": 0,
     "failures_until_rest": 1,
     "rest_seconds": 0,
-    "aside_keep": 0,
+    "quarantine_keep": 0,
     "touch_seconds": 0,
     "stale_seconds": 0,
 }

@@ -48,7 +48,7 @@ class EmptyStore(KVStore):
             task.failed(block.key, BlockMissingError("nothing is ever in the empty store"))
         return task
 
-    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
+    def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Accept every block."""
         task = TransferTask(len(blocks))
         for block in blocks:
@@ -61,7 +61,7 @@ class EmptyStore(KVStore):
         task = TransferTask(len(distinct))
         for key in distinct:
             task.succeeded(key, "empty", 0)
-        self._stats.dumped_blocks += len(distinct)
+        self._stats.saved_blocks += len(distinct)
         return task
 
     def discard(self, keys: Sequence[BlockKey]) -> None:

@@ -43,7 +43,7 @@ class BlockUnreadableError(StoreError):
 
 
 class IncompleteBlockError(StoreError):
-    """A block was committed without all of its shards, or some could not be written; none are kept."""
+    """A block was committed without all of its layer slices, or some could not be written; none are kept."""
 
     cause = "incomplete"
 
@@ -55,10 +55,10 @@ class StoreFullError(StoreError):
 
 
 def too_far_behind(limit: int) -> StoreFullError:
-    """Return the error of a dump that exceeds ``StoreConfig.dump_queue_bytes``."""
+    """Return the error of a save that exceeds ``StoreConfig.save_queue_bytes``."""
     return StoreFullError(
         f"more than {limit} bytes wait for being written",
-        fix="raise dump_queue, or dump_threads if the medium is not busy",
+        fix="raise save_queue, or save_threads if the medium is not busy",
     )
 
 

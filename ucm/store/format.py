@@ -1,4 +1,4 @@
-"""The file format of a block: a header, then the shards back to back.
+"""The file format of a block: a header, then the layer slices back to back.
 
 The header is a multiple of 4096 bytes, all integers little endian::
 
@@ -6,19 +6,19 @@ The header is a multiple of 4096 bytes, all integers little endian::
          0      8  magic
          8      2  format version
         10      2  length of the header in units of 4096 bytes
-        12      4  number of shards, n
-        16      8  bytes of all shards
+        12      4  number of layer slices, n
+        16      8  bytes of all layer slices
         24     16  fingerprint of the geometry
         40     16  BLAKE2b digest of the namespace
         56      1  length of the key, then 7 bytes of zeros
         64     64  key, padded with zeros
-       128    8*n  bytes of each shard
-             8*n  XXH3-64 of each shard
+       128    8*n  bytes of each layer slice
+             8*n  XXH3-64 of each layer slice
                …  zeros
      end-8      8  XXH3-64 of everything before it
 
-A shard's checksum protects its bytes and the header's checksum protects the rest. The namespace, key and fingerprint
-detect an intact block in the wrong place.
+A layer slice's checksum protects its bytes and the header's checksum protects the rest. The namespace, key and
+fingerprint detect an intact block in the wrong place.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from ucm.store.errors import StoreError
 
 VERSION = 1
-#: The header's length is a multiple of this, so that shards are read and written at aligned offsets.
+#: The header's length is a multiple of this, so that layer slices are read and written at aligned offsets.
 UNIT = 4096
-#: The longest header, in units: room for 260,000 shards.
+#: The longest header, in units: room for 260,000 layer slices.
 MAX_UNITS = 1024
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 FINGERPRINT_BYTES = 16
@@ -52,7 +52,7 @@ _FIXED = struct.Struct("<8sHHIQ16s16sB7x64s")
 _SUM = struct.Struct("<Q")
 _KEY_AT = 56
 
-#: The checksum of a shard; fast enough to be always on: more than 50 GB/s with AVX2.
+#: The checksum of a layer slice; fast enough to be always on: more than 50 GB/s with AVX2.
 checksum = xxhash.xxh3_64_intdigest
 
 
@@ -63,14 +63,14 @@ class BlockHeader:
     key: BlockKey
     namespace_digest: bytes
     fingerprint: bytes
-    shard_sizes: tuple[int, ...]
+    slice_sizes: tuple[int, ...]
     checksums: tuple[int, ...]
-    nbytes: int  #: length of the header; the first shard begins there
+    nbytes: int  #: length of the header; the first layer slice begins there
 
     @property
     def file_nbytes(self) -> int:
         """The length that the file must have, in bytes."""
-        return self.nbytes + sum(self.shard_sizes)
+        return self.nbytes + sum(self.slice_sizes)
 
 
 def namespace_digest(namespace: str) -> bytes:
@@ -133,20 +133,20 @@ def verify(content: Buffer, key: BlockKey) -> BlockHeader:
         raise BlockForeignError(f"the block's key is {header.key.hex()}")
     if len(content) != header.file_nbytes:
         raise BlockCorruptError(f"the file has {len(content)} bytes, not {header.file_nbytes}")
-    check_shards(content, header)
+    check_slices(content, header)
     return header
 
 
-def check_shards(content: Buffer, header: BlockHeader) -> None:
-    """Compare the checksums of a file's shards with those in its header.
+def check_slices(content: Buffer, header: BlockHeader) -> None:
+    """Compare the checksums of a file's layer slices with those in its header.
 
     Raises:
         BlockCorruptError: A checksum is wrong.
     """
     at = header.nbytes
-    for index, (size, expected) in enumerate(zip(header.shard_sizes, header.checksums, strict=True)):
+    for index, (size, expected) in enumerate(zip(header.slice_sizes, header.checksums, strict=True)):
         if checksum(content[at : at + size]) != expected:
-            raise BlockCorruptError(f"the checksum of shard {index} is wrong")
+            raise BlockCorruptError(f"the checksum of layer slice {index} is wrong")
         at += size
 
 
@@ -158,22 +158,22 @@ class HeaderCodec:
         geometry: The geometry of its blocks.
 
     Raises:
-        ValueError: The geometry has no shards, too many, an empty one, or a fingerprint that is not 16 bytes long.
+        ValueError: The geometry has no layer slices, too many, an empty one, or a fingerprint of not 16 bytes.
     """
 
     def __init__(self, namespace: str, geometry: BlockGeometry) -> None:
-        sizes = geometry.shard_sizes
+        sizes = geometry.slice_sizes
         count = len(sizes)
         needed = _FIXED.size + 16 * count + _SUM.size
         units = -(-needed // UNIT)
         if not sizes or min(sizes) <= 0 or units > MAX_UNITS:
-            raise ValueError(f"a block cannot have {count} shards of {min(sizes, default=0)} bytes and more")
+            raise ValueError(f"a block cannot have {count} layer slices of {min(sizes, default=0)} bytes and more")
         if len(geometry.fingerprint) != FINGERPRINT_BYTES:
             raise ValueError(f"the fingerprint has {len(geometry.fingerprint)} bytes, not {FINGERPRINT_BYTES}")
         self.geometry = geometry
         self.nbytes = units * UNIT
         self.file_nbytes = self.nbytes + geometry.nbytes
-        #: The offset of each shard in the file, and the end of the last one.
+        #: The offset of each layer slice in the file, and the end of the last one.
         self.offsets = _running_sums(self.nbytes, sizes)
         self._digest = namespace_digest(namespace)
         self._sums = struct.Struct(f"<{count}Q")
@@ -187,7 +187,7 @@ class HeaderCodec:
         self._template = template
 
     def encode(self, key: BlockKey, checksums: Iterable[int]) -> bytearray:
-        """Return the header of a block with these shard checksums."""
+        """Return the header of a block with these layer slice checksums."""
         header = self._template.copy()
         self._key.pack_into(header, _KEY_AT, len(key), key)
         self._sums.pack_into(header, self._sums_at, *checksums)
@@ -196,14 +196,14 @@ class HeaderCodec:
         return header
 
     def checksums(self, header: bytearray) -> tuple[int, ...]:
-        """Return the shard checksums in a header of this geometry; meaningless for any other header."""
+        """Return the layer slice checksums in a header of this geometry; meaningless for any other header."""
         return self._sums.unpack_from(header, self._sums_at)
 
-    def is_sound(self, header: bytearray, key: BlockKey, first: int, shards: Sequence[Buffer]) -> bool:
-        """Return whether shards have their stored checksums and the header has this key and geometry."""
+    def is_sound(self, header: bytearray, key: BlockKey, first: int, slices: Sequence[Buffer]) -> bool:
+        """Return whether layer slices have their stored checksums and the header has this key and geometry."""
         stored = self.checksums(header)
         # Comparing the whole header with a newly encoded one checks all of its fields at once.
-        return tuple(sums_of(shards)) == stored[first : first + len(shards)] and header == self.encode(key, stored)
+        return tuple(sums_of(slices)) == stored[first : first + len(slices)] and header == self.encode(key, stored)
 
     def refusal_of(self, header: bytearray, key: BlockKey) -> StoreError:
         """Return the reason to refuse a block of the right length, from its first ``nbytes`` bytes."""
@@ -214,10 +214,10 @@ class HeaderCodec:
         return self.refusal(bytes(header[:nbytes]), key, self.file_nbytes)
 
     def check(self, content: Buffer, key: BlockKey) -> StoreError | None:
-        """Return what is wrong with a whole stored block, header and shards; None if it is sound."""
+        """Return what is wrong with a whole stored block, header and layer slices; None if it is sound."""
         if content.nbytes == self.file_nbytes:
-            shards = [content[begin:end] for begin, end in zip(self.offsets, self.offsets[1:], strict=False)]
-            if self.is_sound(bytearray(content[: self.nbytes]), key, 0, shards):
+            slices = [content[begin:end] for begin, end in zip(self.offsets, self.offsets[1:], strict=False)]
+            if self.is_sound(bytearray(content[: self.nbytes]), key, 0, slices):
                 return None
         try:
             nbytes = header_nbytes(bytes(content[:UNIT]))
@@ -226,7 +226,7 @@ class HeaderCodec:
         return self.refusal(bytes(content[:nbytes]), key, content.nbytes)
 
     def refusal(self, header: bytes, key: BlockKey, file_nbytes: int) -> StoreError:
-        """Return what is wrong with a block: its header, or else its length, or else its shards.
+        """Return what is wrong with a block: its header, or else its length, or else its layer slices.
 
         Args:
             header: The whole header, as long as ``header_nbytes`` says.
@@ -243,16 +243,16 @@ class HeaderCodec:
             return BlockForeignError(f"the block's key is {found.key.hex()}")
         if found.fingerprint != self.geometry.fingerprint:
             return BlockForeignError(f"the block's geometry has the fingerprint {found.fingerprint.hex()}")
-        if found.shard_sizes != self.geometry.shard_sizes:
-            return BlockForeignError(f"the block has {len(found.shard_sizes)} shards of other sizes")
+        if found.slice_sizes != self.geometry.slice_sizes:
+            return BlockForeignError(f"the block has {len(found.slice_sizes)} layer slices of other sizes")
         if file_nbytes != self.file_nbytes:
             return BlockCorruptError(f"the file has {file_nbytes} bytes, not {self.file_nbytes}")
-        return BlockCorruptError("the checksum of a shard is wrong")
+        return BlockCorruptError("the checksum of a layer slice is wrong")
 
 
-def sums_of(shards: Sequence[Buffer]) -> list[int]:
-    """Return the checksum of each shard."""
-    return [checksum(shard) for shard in shards]
+def sums_of(slices: Sequence[Buffer]) -> list[int]:
+    """Return the checksum of each layer slice."""
+    return [checksum(layer_slice) for layer_slice in slices]
 
 
 def _running_sums(start: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -30,10 +30,10 @@ class Guard:
     Args:
         tier: The tier.
         config: The store's options.
-        before_dump: Called before each write job; see ``Pool``.
+        before_save: Called before each write job; see ``Pool``.
     """
 
-    def __init__(self, tier: Tier, config: StoreConfig, before_dump: Job | None = None) -> None:
+    def __init__(self, tier: Tier, config: StoreConfig, before_save: Job | None = None) -> None:
         self.tier = tier
         self.name = tier.name
         self.counters = tier.counters
@@ -42,8 +42,8 @@ class Guard:
         self._writes = Breaker(f"writing to the tier {tier.name}", failures, rest)  # a full server can still be read
         patience = max(config.stuck_seconds, 2 * tier.transfer_timeout if not tier.rests_by_itself else 0.0)
         self._loads = [Pool("ucm-load", config.load_threads, patience=patience, rest=rest) for _ in range(tier.lanes)]
-        self._dumps = [
-            Pool("ucm-dump", config.dump_threads, config.dump_nice, before_dump, patience=patience, rest=rest)
+        self._saves = [
+            Pool("ucm-save", config.save_threads, config.save_nice, before_save, patience=patience, rest=rest)
             for _ in range(tier.lanes)
         ]
         self._load_threads = config.load_threads
@@ -64,13 +64,13 @@ class Guard:
             refuse: Called instead, with the batch and an error, if the batch would wait for stuck threads.
         """
         for lane, some in self._by_lane(blocks).items():
-            nbytes = sum(shard.nbytes for shard in some[0].shards) or 1
+            nbytes = sum(layer_slice.nbytes for layer_slice in some[0].slices) or 1
             step = max(1, min(-(-len(some) // self._load_threads), self.tier.batch_nbytes // nbytes))
             parts = [some[at : at + step] for at in range(0, len(some), step)]
             stuck = self.stuck()
             self._loads[lane].submit([RefusableJob(partial(run, part), partial(refuse, part, stuck)) for part in parts])
 
-    def dump_later(self, key: BlockKey, run: Job, refuse: Job | None = None) -> None:
+    def save_later(self, key: BlockKey, run: Job, refuse: Job | None = None) -> None:
         """Process a block on a write thread.
 
         Args:
@@ -78,21 +78,21 @@ class Guard:
             run: The job.
             refuse: The job to run instead if ``run`` would wait for stuck threads; None: let it wait.
         """
-        self._dumps[self.tier.lane(key)].submit([run if refuse is None else RefusableJob(run, refuse)])
+        self._saves[self.tier.lane(key)].submit([run if refuse is None else RefusableJob(run, refuse)])
 
     def relieve(self) -> None:
         """Refuse queued jobs if all threads are stuck; see ``Pool.relieve``."""
-        for pool in (*self._loads, *self._dumps):
+        for pool in (*self._loads, *self._saves):
             pool.relieve()
 
-    def finish_dumps(self) -> None:
+    def finish_saves(self) -> None:
         """Finish queued writes and accept no more."""
-        for pool in self._dumps:
+        for pool in self._saves:
             pool.close()
 
     def close(self) -> None:
         """Finish all queued jobs, then close the tier."""
-        for pool in (*self._loads, *self._dumps):
+        for pool in (*self._loads, *self._saves):
             pool.close()
         self.tier.close()
 
@@ -126,7 +126,7 @@ class Guard:
         return hits
 
     def read_many(self, blocks: Sequence[BlockTransfer]) -> list[Outcome]:
-        """Load shards into memory and return an outcome for each block."""
+        """Load layer slices into memory and return an outcome for each block."""
         if not self.allows(wait=True):
             return [self._breaker.refusal(self.name)] * len(blocks)
         outcomes: list[Outcome] = []
@@ -147,24 +147,24 @@ class Guard:
 
     def put(self, key: BlockKey, content: Buffer) -> None:
         """Store a whole block and count it; see ``Tier.put``."""
-        with self._asking("dump"):
+        with self._asking("save"):
             self.tier.put(key, content, time.monotonic() + self.tier.transfer_timeout)
-        self.counters.dumped(content.nbytes - header_nbytes(bytes(content[:UNIT])))
+        self.counters.saved(content.nbytes - header_nbytes(bytes(content[:UNIT])))
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
         """Begin writing a block; see ``Tier.writer``."""
-        with self._asking("dump"):
+        with self._asking("save"):
             return self.tier.writer(key, file_nbytes)
 
     def write(self, action: Callable[[], None]) -> None:
         """Run an action of one of this tier's writers."""
-        with self._asking("dump"):
+        with self._asking("save"):
             action()
 
     def stats(self) -> TierStats:
         """Return a snapshot of the tier's counters, with its state."""
         found = self.tier.stats()
-        pools = (*self._loads, *self._dumps)
+        pools = (*self._loads, *self._saves)
         stuck = sum(pool.is_stuck for pool in pools) / len(pools)
         found.resting = max(self.tier.resting if self.tier.rests_by_itself else float(self._breaker.rests), stuck)
         return found
@@ -176,7 +176,7 @@ class Guard:
         """Guard an operation so that it raises only StoreError; refuse it while the tier rests."""
         if not self.allows(wait=True):
             raise self._breaker.refusal(self.name)
-        if operation == "dump" and not self._writes.allows():
+        if operation == "save" and not self._writes.allows():
             raise self._writes.refusal(self.name)
         with self._timing(operation):
             yield
@@ -212,7 +212,7 @@ class Guard:
             raise failure from error
         else:
             self._tell(None)
-            if operation == "dump":
+            if operation == "save":
                 self._writes.succeeded()
         finally:
             self.counters.took(operation, time.monotonic() - began)

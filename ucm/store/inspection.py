@@ -69,6 +69,6 @@ def check_block(block: StoredBlock) -> StoreError | None:
     return None
 
 
-def put_aside(block: StoredBlock, error: StoreError, keep: int) -> bool:
+def quarantine_block(block: StoredBlock, error: StoreError, keep: int) -> bool:
     """Move a damaged block away, as an engine that meets it does; see ``quarantine``."""
     return quarantine(block.layout, block.key, error, keep)

@@ -55,7 +55,7 @@ class NamespaceStock:
     newest: float | None = None
     temporaries: int = 0  #: blocks being written
     left_behind: int = 0  #: temporary files whose owners are gone
-    aside: int = 0  #: damaged blocks in quarantine
+    quarantined: int = 0  #: damaged blocks in quarantine
     side_nbytes: int = 0  #: of temporaries and damaged blocks
 
 
@@ -74,7 +74,7 @@ def side_files(directory: str) -> list[SideFile]:
 
 def damaged_files(layout: Layout) -> list[SideFile]:
     """Return the quarantined blocks; raises like ``side_files``."""
-    return [file for file in side_files(layout.aside) if is_quarantined(file.path.rpartition("/")[2])]
+    return [file for file in side_files(layout.quarantine) if is_quarantined(file.path.rpartition("/")[2])]
 
 
 def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
@@ -90,7 +90,7 @@ def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
     now = time.time()
     return [
         file
-        for directory in (layout.temporary, layout.aside)
+        for directory in (layout.temporary, layout.quarantine)
         for file in side_files(directory)
         if is_stale(file.path.rpartition("/")[2], now - file.written, stale_seconds)
     ]
@@ -123,9 +123,9 @@ def take_stock(layout: Layout, stale_seconds: float, step: Callable[[], object] 
         stock.oldest = block.used if stock.oldest is None else min(block.used, stock.oldest)
         stock.newest = block.used if stock.newest is None else max(block.used, stock.newest)
         step()
-    temporaries, aside = side_files(layout.temporary), damaged_files(layout)
-    stock.temporaries, stock.aside = len(temporaries), len(aside)
-    stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *aside))
+    temporaries, quarantined = side_files(layout.temporary), damaged_files(layout)
+    stock.temporaries, stock.quarantined = len(temporaries), len(quarantined)
+    stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined))
     stock.left_behind = len(left_behind(layout, stale_seconds))
     return stock
 

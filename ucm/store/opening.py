@@ -35,7 +35,7 @@ class OpeningTask(Task):
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
         self._keys = keys
-        self._settled = threading.Event()
+        self._ended = threading.Event()
         self.begun: tuple[KVStore, Task] | None = None  #: the store's own task, once it has one
         self.result = TaskResult({}, {}, 0, 0.0)  #: the result of a refused task
 
@@ -45,16 +45,16 @@ class OpeningTask(Task):
             self.begun = store, call(store)
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             self.refuse(unexpected(error))
-        self._settled.set()
+        self._ended.set()
 
     def refuse(self, error: StoreError) -> None:
         """Fail the transfer."""
         self.result = TaskResult({}, dict.fromkeys(self._keys, error), 0, 0.0)
-        self._settled.set()
+        self._ended.set()
 
-    def settled_within(self, seconds: float) -> bool:
+    def ended_within(self, seconds: float) -> bool:
         """Wait at most ``seconds`` until the transfer has begun or is refused, and return whether it has."""
-        return self._settled.wait(seconds)
+        return self._ended.wait(seconds)
 
 
 class OpeningStore(KVStore):
@@ -95,32 +95,32 @@ class OpeningStore(KVStore):
         """Load blocks once the store is open."""
         return self._move([block.key for block in blocks], lambda store: store.load(blocks))
 
-    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
-        """Dump blocks once the store is open."""
-        return self._move([block.key for block in blocks], lambda store: store.dump(blocks))
+    def save(self, blocks: Sequence[BlockTransfer]) -> Task:
+        """Save blocks once the store is open."""
+        return self._move([block.key for block in blocks], lambda store: store.save(blocks))
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
         """Commit blocks once the store is open."""
         return self._move(keys, lambda store: store.commit(keys))
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Discard blocks, after all earlier dumps."""
+        """Discard blocks, after all earlier saves."""
         store = self._ready()
         if store is not None:
             store.discard(keys)
         else:
             self._later(lambda store: store.discard(keys), lambda _: None)
 
-    def stand_back(self, *, active: bool) -> None:
+    def throttle(self, *, active: bool) -> None:
         """Pass the hint to an open store; the opening thread ignores it, because it mostly waits."""
         if self._store is not None:
-            self._store.stand_back(active=active)
+            self._store.throttle(active=active)
 
     def wait(self, task: Task) -> TaskResult:
         """Wait for a task, and at most ``patience`` for the store to open."""
         if not isinstance(task, OpeningTask):
             return self._opened().wait(task)
-        while not task.settled_within(_LOOK_SECONDS):
+        while not task.ended_within(_LOOK_SECONDS):
             self._pool.relieve()
         return task.result if task.begun is None else task.begun[0].wait(task.begun[1])
 
@@ -129,7 +129,7 @@ class OpeningStore(KVStore):
         if not isinstance(task, OpeningTask):
             return self._opened().check(task)
         self._pool.relieve()
-        if not task.settled_within(0):
+        if not task.ended_within(0):
             return False
         return task.begun is None or task.begun[0].check(task.begun[1])
 
@@ -137,9 +137,9 @@ class OpeningStore(KVStore):
         """Wait for the store to open, and flush it."""
         until, store = time.monotonic() + seconds, self._ready()
         if store is None:
-            settled = threading.Event()
-            self._later(lambda _: settled.set(), lambda _: settled.set())
-            if not settled.wait(seconds) or self._store is None:
+            opened = threading.Event()
+            self._later(lambda _: opened.set(), lambda _: opened.set())
+            if not opened.wait(seconds) or self._store is None:
                 return False
         return self._opened().flush(max(0.0, until - time.monotonic()))
 

@@ -48,7 +48,7 @@ class Promoter:
                 self.promote(key)
         else:
             for key in keys:
-                self._first.dump_later(key, partial(self._first.tier.prefetch, key))
+                self._first.save_later(key, partial(self._first.tier.prefetch, key))
 
     def promote(self, key: BlockKey) -> None:
         """Copy a block from a lower tier, unless it is being copied already or too many are."""
@@ -57,12 +57,12 @@ class Promoter:
                 return
             self._waiting.add(key)
         with suppress(ValueError):  # closed meanwhile
-            self._lower[0].dump_later(key, partial(self._fetch, 0, key), partial(self._forget, key))
+            self._lower[0].save_later(key, partial(self._fetch, 0, key), partial(self._forget, key))
 
     def keep(self, block: BlockTransfer) -> None:
         """Copy a block that was just loaded from a lower tier; its memory is copied before this returns."""
         codec = self._codec
-        if codec is None or len(block.shards) < len(codec.geometry.shard_sizes):
+        if codec is None or len(block.slices) < len(codec.geometry.slice_sizes):
             self.promote(block.key)
             return
         with self._lock:
@@ -76,10 +76,10 @@ class Promoter:
             self._first.counters.failed("promote", unexpected(error))
             self._forget(block.key, codec.file_nbytes)
             return
-        for number, shard in enumerate(block.shards):
-            content[codec.offsets[number] : codec.offsets[number + 1]] = shard.cast("B")
+        for number, layer_slice in enumerate(block.slices):
+            content[codec.offsets[number] : codec.offsets[number + 1]] = layer_slice.cast("B")
         with suppress(ValueError):  # closed meanwhile
-            self._first.dump_later(
+            self._first.save_later(
                 block.key,
                 partial(self._write_loaded, codec, block.key, content),
                 partial(self._forget, block.key, codec.file_nbytes),
@@ -106,11 +106,11 @@ class Promoter:
             self._forget(key)
         else:
             with suppress(ValueError):  # closed meanwhile
-                following.dump_later(key, job, partial(self._forget, key))
+                following.save_later(key, job, partial(self._forget, key))
 
     def _write_loaded(self, codec: HeaderCodec, key: BlockKey, content: Buffer) -> None:
-        shards = [content[begin:end] for begin, end in zip(codec.offsets, codec.offsets[1:], strict=False)]
-        content[: codec.nbytes] = codec.encode(key, sums_of(shards))
+        slices = [content[begin:end] for begin, end in zip(codec.offsets, codec.offsets[1:], strict=False)]
+        content[: codec.nbytes] = codec.encode(key, sums_of(slices))
         self._write(key, content, codec.file_nbytes)
 
     def _write(self, key: BlockKey, content: Buffer, counted: int = 0) -> None:

@@ -93,8 +93,9 @@ class RedisOptions(TierOptions):
 class RedisTier(ValueTier):
     """A tier that stores each block as one value.
 
-    A value is the header and the shards of a block, stored by one command and checked when it is received. Its key is
-    ``ucm<format version>:<digest of the namespace>:<block>``, so that releases with other formats do not share values.
+    A value is the header and the layer slices of a block, stored by one command and checked when it is received. Its
+    key is ``ucm<format version>:<digest of the namespace>:<block>``, so that releases with other formats do not share
+    values.
 
     Args:
         options: The options of the servers.
@@ -227,16 +228,16 @@ class RedisTier(ValueTier):
         return self._prefix + key.hex().encode()
 
     def _gets(self, block: BlockTransfer, header: bytearray, deadline: float) -> Sequence[Command]:
-        """Return the commands that load some shards of a block."""
+        """Return the commands that load some layer slices of a block."""
         from ucm.store.redis_wire import Command, Into, pack  # noqa: PLC0415 - see _share
 
-        codec, name, first = self._known_codec(), self._name(block.key), block.first_shard
-        begin, end = codec.offsets[first], codec.offsets[first + len(block.shards)]
+        codec, name, first = self._known_codec(), self._name(block.key), block.first_slice
+        begin, end = codec.offsets[first], codec.offsets[first + len(block.slices)]
         if end - begin == codec.geometry.nbytes:
-            return [Command([pack(b"GET", name)], Into([memoryview(header), *block.shards], deadline))]
+            return [Command([pack(b"GET", name)], Into([memoryview(header), *block.slices], deadline))]
         return [
             Command([pack(b"GETRANGE", name, b"0", b"%d" % (codec.nbytes - 1))], Into([memoryview(header)], deadline)),
-            Command([pack(b"GETRANGE", name, b"%d" % begin, b"%d" % (end - 1))], Into(block.shards, deadline)),
+            Command([pack(b"GETRANGE", name, b"%d" % begin, b"%d" % (end - 1))], Into(block.slices, deadline)),
         ]
 
     def _judge(self, block: BlockTransfer, header: bytearray, reply: Any) -> StoreError | None:
@@ -246,11 +247,13 @@ class RedisTier(ValueTier):
             return reply
         if reply[0] is None or (len(reply) > 1 and reply[0] == 0):
             return BlockMissingError(f"block {block.key.hex()} is not in the store", where=self.name)
-        whole = len(block.shards) == len(codec.geometry.shard_sizes)
-        lengths = [codec.file_nbytes] if whole else [codec.nbytes, sum(shard.nbytes for shard in block.shards)]
+        whole = len(block.slices) == len(codec.geometry.slice_sizes)
+        lengths = (
+            [codec.file_nbytes] if whole else [codec.nbytes, sum(layer_slice.nbytes for layer_slice in block.slices)]
+        )
         if reply != lengths:
             return BlockCorruptError(f"the value has {reply} bytes, not {lengths}")
-        if codec.is_sound(header, block.key, block.first_shard, block.shards):
+        if codec.is_sound(header, block.key, block.first_slice, block.slices):
             return None
         return codec.refusal_of(header, block.key)
 

@@ -58,7 +58,8 @@ AHEAD_BYTES = 128 << 20
 _MADV_POPULATE_WRITE = 23
 #: Threads that copy out of the slab in each worker.
 COPY_THREADS = 2
-#: From this size on, numpy copies a shard and lets other threads run meanwhile; smaller shards are faster without it.
+#: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are
+#: faster without it.
 _LARGE_BYTES = 32 << 10
 
 
@@ -166,12 +167,12 @@ class Slab:
         return self._begin + row.number * self._row_bytes
 
     def memory(self, row: Row, share: int, sizes: Sequence[int]) -> list[Buffer]:
-        """Return the memory of a rank's shards of a block.
+        """Return the memory of a rank's layer slices of a block.
 
         Args:
             row: The block's row.
             share: The offset of the rank's part within the row.
-            sizes: The sizes of the shards in bytes.
+            sizes: The sizes of the layer slices in bytes.
         """
         at = self.offset(row) + share
         found = []
@@ -362,7 +363,7 @@ class SlabReader:
 
         Args:
             blocks: The blocks with their destination memory.
-            places: For each block, the offset of its first requested shard in the slab.
+            places: For each block, the offset of its first requested layer slice in the slab.
             tiers: For each block, the tier it was read from.
         """
         task = CopyTask(len(blocks))
@@ -390,7 +391,7 @@ class SlabReader:
         self, task: TransferTask, blocks: Sequence[BlockTransfer], places: Sequence[int], tiers: Sequence[str]
     ) -> None:
         for block, place, tier in zip(blocks, places, tiers, strict=True):
-            nbytes = sum(shard.nbytes for shard in block.shards)
+            nbytes = sum(layer_slice.nbytes for layer_slice in block.slices)
             failure: StoreError | None = None
             try:
                 if self._memory is None:
@@ -398,7 +399,7 @@ class SlabReader:
                 elif place + nbytes > self._memory.nbytes:
                     failure = StoreUnavailableError("the slab ends before the block does")
                 else:
-                    _copy_out(self._memory, place, block.shards)
+                    _copy_out(self._memory, place, block.slices)
             except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
                 failure = StoreError(f"{type(error).__name__}: {error}")
             if failure is None:
@@ -407,13 +408,13 @@ class SlabReader:
                 task.failed(block.key, failure)
 
 
-def _copy_out(memory: Buffer, at: int, shards: Sequence[Buffer]) -> None:
-    for shard in shards:
-        if shard.nbytes < _LARGE_BYTES:
-            shard.cast("B")[:] = memory[at : at + shard.nbytes]
+def _copy_out(memory: Buffer, at: int, slices: Sequence[Buffer]) -> None:
+    for layer_slice in slices:
+        if layer_slice.nbytes < _LARGE_BYTES:
+            layer_slice.cast("B")[:] = memory[at : at + layer_slice.nbytes]
         else:
-            np.copyto(np.frombuffer(shard, np.uint8), np.frombuffer(memory, np.uint8, shard.nbytes, at))
-        at += shard.nbytes
+            np.copyto(np.frombuffer(layer_slice, np.uint8), np.frombuffer(memory, np.uint8, layer_slice.nbytes, at))
+        at += layer_slice.nbytes
 
 
 def _copy(task: Task) -> CopyTask:

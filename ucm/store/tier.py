@@ -64,7 +64,7 @@ class TierCounters:
             self._stats.hits += found
 
     def took(self, operation: str, seconds: float) -> None:
-        """Add to the time of a ``lookup``, ``load`` or ``dump``."""
+        """Add to the time of a ``lookup``, ``load`` or ``save``."""
         with self._lock:
             if operation == "lookup":
                 self._stats.lookup_calls += 1
@@ -72,29 +72,29 @@ class TierCounters:
             elif operation == "load":
                 self._stats.load_seconds += seconds
             else:
-                self._stats.dump_seconds += seconds
+                self._stats.save_seconds += seconds
 
     def loaded(self, nbytes: int) -> None:
-        """Count a loaded block, or loaded shards of one."""
+        """Count a loaded block, or loaded layer slices of one."""
         with self._lock:
             self._stats.loaded_blocks += 1
             self._stats.loaded_bytes += nbytes
 
-    def dumped(self, nbytes: int) -> None:
+    def saved(self, nbytes: int) -> None:
         """Count a block that became visible."""
         with self._lock:
-            self._stats.dumped_blocks += 1
-            self._stats.dumped_bytes += nbytes
+            self._stats.saved_blocks += 1
+            self._stats.saved_bytes += nbytes
 
     def evicted(self, blocks: int) -> None:
         """Count blocks deleted to make room."""
         with self._lock:
             self._stats.evicted_blocks += blocks
 
-    def set_aside(self) -> None:
+    def quarantined(self) -> None:
         """Count a damaged block that was moved away or deleted."""
         with self._lock:
-            self._stats.set_aside_blocks += 1
+            self._stats.quarantined_blocks += 1
 
     def failed(self, operation: str, error: StoreError) -> None:
         """Count a failure; log the first of each kind and, for failures of the medium, the first with each reason."""
@@ -183,7 +183,7 @@ class Tier(ABC):
     Args:
         name: The tier's name in results and statistics.
         timeout: Seconds that a lookup may take.
-        transfer_timeout: Seconds that a batch of loads, or one dump, may take.
+        transfer_timeout: Seconds that a batch of loads, or one save, may take.
         breaker: The breaker shared by tiers of the same medium, which stops calls while it fails; None: a separate
             one.
     """
@@ -241,7 +241,7 @@ class Tier(ABC):
 
     @abstractmethod
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
-        """Load shards into memory and verify them; return one outcome for each block.
+        """Load layer slices into memory and verify them; return one outcome for each block.
 
         A damaged block is quarantined before its error is returned.
         """
@@ -252,7 +252,7 @@ class Tier(ABC):
 
     @abstractmethod
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
-        """Return a whole stored block, header and shards, verified; valid until this thread's next call."""
+        """Return a whole stored block, header and layer slices, verified; valid until this thread's next call."""
 
     def expect(self, keys: Sequence[BlockKey], file_nbytes: int) -> None:
         """Prepare for blocks that will each get a ``writer``; a tier without preparations can do nothing."""
@@ -263,7 +263,7 @@ class Tier(ABC):
         """Begin a block whose file has ``file_nbytes`` bytes; return None if the tier has the block already."""
 
     def put(self, key: BlockKey, content: Buffer, deadline: float) -> None:
-        """Store a whole block, header and shards; this may replace an existing one."""
+        """Store a whole block, header and layer slices; this may replace an existing one."""
         del deadline
         self.expect([key], content.nbytes)
         writer = self.writer(key, content.nbytes)
@@ -365,7 +365,7 @@ class ValueTier(Tier):
     def damaged(self, key: BlockKey, error: StoreError, deadline: float) -> StoreError:
         """Delete an unusable block and return the error."""
         error.where = f"{self.name}: {key.hex()}"
-        self.counters.set_aside()
+        self.counters.quarantined()
         try:
             self.remove(key, deadline)
         except StoreError as failure:
@@ -383,9 +383,9 @@ class ValueTier(Tier):
                 return self.damaged(block.key, refusal, deadline)
         except StoreError as error:
             return error
-        for number, shard in enumerate(block.shards, block.first_shard):
+        for number, layer_slice in enumerate(block.slices, block.first_slice):
             at = codec.offsets[number]
-            shard.cast("B")[:] = content[at : at + shard.nbytes]
+            layer_slice.cast("B")[:] = content[at : at + layer_slice.nbytes]
         return False
 
 

@@ -1,4 +1,4 @@
-"""Combine tiers into a store: dumps go to the first tier and then to lower ones; loads try them in order."""
+"""Combine tiers into a store: saves go to the first tier and then to lower ones; loads try them in order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ucm.store.assembly import Assembly
 from ucm.store.base import KVStore
 from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, too_far_behind
 from ucm.store.guard import Guard, unexpected
-from ucm.store.pace import Pace
 from ucm.store.promotion import Promoter
 from ucm.store.tasks import TransferTask
+from ucm.store.throttle import Throttle
 from ucm.store.transfers import check_memory, check_transfer
 from ucm.store.write_behind import CLOSE_SECONDS, WriteBehind
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ucm.store.format import HeaderCodec
     from ucm.store.tier import Tier
 
-#: How often to look for blocks that were dumped but never committed or discarded, in seconds of use. Between two dumps
+#: How often to look for blocks that were saved but never committed or discarded, in seconds of use. Between two saves
 #: at most this much counts as use, because an engine that idled for hours may still commit its blocks.
 _SWEEP_SECONDS = 60.0
 #: How long a write-behind job lets loads go first, and how often it checks for loads, in seconds.
@@ -45,16 +45,16 @@ class TieredStore(KVStore):
     def __init__(self, tiers: Sequence[Tier], codec: HeaderCodec | None, config: StoreConfig) -> None:
         self._tiers = tuple(tiers)
         self._codec = codec
-        self._queue_limit = config.dump_queue_bytes
+        self._queue_limit = config.save_queue_bytes
         self._idle_limit = config.stale_seconds
         self._lock = Lock()
         self._assemblies: dict[BlockKey, Assembly] = {}
         self._queued_bytes = 0
-        self._dumped = time.monotonic()  # time of the last dump
-        self._used = self._swept = 0.0  # seconds of use until the last dump, and until the last sweep
+        self._saved = time.monotonic()  # time of the last save
+        self._used = self._swept = 0.0  # seconds of use until the last save, and until the last sweep
         self._closed = False
         self._loading = 0  # load tasks in progress
-        self._pace = Pace()
+        self._throttle = Throttle()
         self._guards = tuple(Guard(tier, config, self._take_turn) for tier in self._tiers)
         self._promoter = Promoter(self._guards, codec, config.write_behind_bytes)
         self._behind = tuple(
@@ -64,7 +64,7 @@ class TieredStore(KVStore):
                     guard,
                     config.write_behind_bytes // guard.tier.lanes,
                     codec.file_nbytes,
-                    config.dump_nice,
+                    config.save_nice,
                     self._take_turn_behind,
                 )
                 for _ in range(guard.tier.lanes)
@@ -120,7 +120,7 @@ class TieredStore(KVStore):
             self._load_from(0, task, blocks)
         return task
 
-    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
+    def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Queue one job per block; see ``Assembly``."""
         self._check_open()
         codec = self._known_codec()
@@ -131,8 +131,8 @@ class TieredStore(KVStore):
         new = []
         with self._lock:
             now = time.monotonic()
-            self._used += min(now - self._dumped, _SWEEP_SECONDS)
-            self._dumped, used = now, self._used
+            self._used += min(now - self._saved, _SWEEP_SECONDS)
+            self._saved, used = now, self._used
             for block, nbytes in zip(blocks, sizes, strict=True):
                 assembly = self._assemblies.get(block.key)
                 if assembly is None:
@@ -151,21 +151,21 @@ class TieredStore(KVStore):
         for assembly in refused:
             full = too_far_behind(self._queue_limit)
             assembly.refuse(full)
-            first.counters.failed("dump", full)
+            first.counters.failed("save", full)
             task.failed(assembly.key, full)
         if new:
             first.tier.expect(new, codec.file_nbytes)
         for assembly, block, nbytes in accepted:
-            first.dump_later(
+            first.save_later(
                 block.key,
-                partial(self._dump, task, assembly, block, nbytes),
-                partial(self._dump, task, assembly, block, nbytes, first.stuck()),
+                partial(self._save, task, assembly, block, nbytes),
+                partial(self._save, task, assembly, block, nbytes, first.stuck()),
             )
         self._sweep(used)
         return task
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Finish each block on the thread that writes its last shard."""
+        """Finish each block on the thread that writes its last layer slice."""
         self._check_open()
         distinct = dict.fromkeys(keys)
         task = TransferTask(len(distinct))
@@ -193,17 +193,17 @@ class TieredStore(KVStore):
                     if not assembly.pending:
                         idle.append(assembly)
         for assembly in idle:
-            self._guards[0].dump_later(assembly.key, assembly.abort)
+            self._guards[0].save_later(assembly.key, assembly.abort)
 
-    def stand_back(self, *, active: bool) -> None:
-        """Delay dumps, commits and promotions, as long as few bytes are queued and no caller waits for them."""
-        self._pace.stand_back(active=active)
+    def throttle(self, *, active: bool) -> None:
+        """Delay saves, commits and promotions, as long as few bytes are queued and no caller waits for them."""
+        self._throttle.switch(active=active)
 
     def wait(self, task: Task) -> TaskResult:
         """Wait for a task, also after ``close``."""
         known = _known(task)
         if not known.is_finished():
-            self._pace.hurry()
+            self._throttle.hurry()
             while not known.finished_within(1.0):
                 self._relieve()
         return known.result()
@@ -218,7 +218,7 @@ class TieredStore(KVStore):
     def flush(self, seconds: float) -> bool:
         """Wait for blocks that are written behind."""
         until = time.monotonic() + seconds
-        self._pace.hurry()
+        self._throttle.hurry()
         return all(lane.flush(max(0.0, until - time.monotonic())) for lanes in self._behind for lane in lanes)
 
     def stats(self) -> Mapping[str, TierStats]:
@@ -241,11 +241,11 @@ class TieredStore(KVStore):
                 assembly.discarded = True
             idle = [assembly for assembly in self._assemblies.values() if not assembly.pending]
             self._assemblies.clear()
-        self._pace.hurry()
+        self._throttle.hurry()
         self._promoter.close()
         for assembly in idle:
             assembly.abort()
-        self._guards[0].finish_dumps()
+        self._guards[0].finish_saves()
         until = time.monotonic() + CLOSE_SECONDS
         for lanes in self._behind:
             for lane in lanes:
@@ -254,7 +254,7 @@ class TieredStore(KVStore):
             guard.close()
 
     def _take_turn(self) -> None:
-        self._pace.take_turn(self._queued_bytes)
+        self._throttle.take_turn(self._queued_bytes)
 
     def _take_turn_behind(self) -> None:
         """Give way to loads, for a moment, and to the caller's computation."""
@@ -293,7 +293,7 @@ class TieredStore(KVStore):
                 if isinstance(outcome, StoreError):
                     left.append((untold.popleft(), outcome))
                     continue
-                nbytes = sum(shard.nbytes for shard in block.shards)
+                nbytes = sum(layer_slice.nbytes for layer_slice in block.slices)
                 if number:
                     self._promoter.keep(block)
                 guard.counters.loaded(nbytes)
@@ -318,7 +318,7 @@ class TieredStore(KVStore):
         if failed and not last:
             self._load_from(number + 1, task, [block for block, _ in failed])
 
-    def _dump(
+    def _save(
         self,
         task: TransferTask,
         assembly: Assembly,
@@ -330,16 +330,16 @@ class TieredStore(KVStore):
             if refusal is None:
                 tier, moved = assembly.take(block)
                 task.succeeded(assembly.key, tier, moved)
-            else:  # another shard's thread may be stuck inside the assembly: do not wait for its lock
+            else:  # another layer slice's thread may be stuck inside the assembly: do not wait for its lock
                 assembly.refuse(refusal)
-                self._guards[0].counters.failed("dump", refusal)
+                self._guards[0].counters.failed("save", refusal)
                 task.failed(assembly.key, refusal)
         except StoreError as error:
             task.failed(assembly.key, error)
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             failure = unexpected(error)
             assembly.refuse(failure)
-            self._guards[0].counters.failed("dump", failure)
+            self._guards[0].counters.failed("save", failure)
             task.failed(assembly.key, failure)
         with self._lock:
             self._queued_bytes -= nbytes
@@ -357,7 +357,7 @@ class TieredStore(KVStore):
             job, refuse = partial(self._commit_unknown, task, key), partial(task.failed, key, self._guards[0].stuck())
         else:
             job, refuse = partial(self._finish, assembly, task), partial(self._finish, assembly, task, refused=True)
-        self._guards[0].dump_later(key, job, refuse)
+        self._guards[0].save_later(key, job, refuse)
 
     def _finish(self, assembly: Assembly, task: TransferTask, *, refused: bool = False) -> None:
         if refused:
@@ -388,7 +388,7 @@ class TieredStore(KVStore):
             if tier.contains([key])[0]:
                 task.succeeded(key, tier.name, 0)
                 return
-        error = IncompleteBlockError(f"block {key.hex()} was committed without any of its shards")
+        error = IncompleteBlockError(f"block {key.hex()} was committed without any of its layer slices")
         self._guards[0].counters.failed("commit", error)
         task.failed(key, error)
 

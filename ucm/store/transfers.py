@@ -15,19 +15,19 @@ def check_transfer(block: BlockTransfer, codec: HeaderCodec) -> int:
     """Check a transfer and return its size in bytes.
 
     Raises:
-        ValueError: A shard does not exist, or its memory is of the wrong size or not contiguous.
+        ValueError: A layer slice does not exist, or its memory is of the wrong size or not contiguous.
     """
-    first, shards, sizes = block.first_shard, block.shards, codec.geometry.shard_sizes
+    first, slices, sizes = block.first_slice, block.slices, codec.geometry.slice_sizes
     if not MIN_KEY_BYTES <= len(block.key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(block.key)}")
-    given = tuple([shard.nbytes for shard in shards])
+    given = tuple([layer_slice.nbytes for layer_slice in slices])
     if not given or first < 0 or given != sizes[first : first + len(given)]:
         raise ValueError(
-            f"block {block.key.hex()}: shards from {first} on have {given} bytes; of a block's {len(sizes)} shards "
-            f"those there have {sizes[first : first + len(given)]}"
+            f"block {block.key.hex()}: layer slices from {first} on have {given} bytes; of a block's {len(sizes)} "
+            f"layer slices those there have {sizes[first : first + len(given)]}"
         )
-    if not all(shard.c_contiguous for shard in shards):
-        raise ValueError(f"block {block.key.hex()}: the memory of a shard is not contiguous")
+    if not all(layer_slice.c_contiguous for layer_slice in slices):
+        raise ValueError(f"block {block.key.hex()}: the memory of a layer slice is not contiguous")
     return sum(given)
 
 
@@ -37,5 +37,5 @@ def check_memory(block: BlockTransfer) -> None:
     Raises:
         ValueError: The memory is read-only.
     """
-    if any(shard.readonly for shard in block.shards):
+    if any(layer_slice.readonly for layer_slice in block.slices):
         raise ValueError(f"block {block.key.hex()} cannot be loaded into read-only memory")

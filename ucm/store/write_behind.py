@@ -77,7 +77,7 @@ class WriteBehind:
                 self._changed.notify_all()
         if full:
             self._tier.counters.failed(
-                "dump",
+                "save",
                 StoreFullError(
                     f"{self._most * self._nbytes} bytes wait for being written to the tier {self._tier.name}",
                     fix="none is needed if this is seldom: the tier is slower than what fills it; else raise "
@@ -106,7 +106,7 @@ class WriteBehind:
             self._changed.notify_all()
         closed = StoreUnavailableError(f"the store was closed before the block was written to {self._tier.name}")
         for _ in range(dropped):
-            self._tier.counters.failed("dump", closed)
+            self._tier.counters.failed("save", closed)
 
     def _run(self) -> None:
         enter_background(self._nice)
@@ -163,10 +163,10 @@ class WriteBehind:
             try:
                 self._tier.put(key, content)
             except StoreError as error:
-                self._tier.counters.failed("dump", error)
+                self._tier.counters.failed("save", error)
                 return not isinstance(error, StoreUnavailableError)
             return True
         self._tier.counters.failed(
-            "dump", BlockMissingError(f"block {key.hex()} was evicted before it was written to {self._tier.name}")
+            "save", BlockMissingError(f"block {key.hex()} was evicted before it was written to {self._tier.name}")
         )
         return True

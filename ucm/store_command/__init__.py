@@ -8,15 +8,15 @@ With ``--json`` each subcommand prints one object. Sizes are bytes, times are IS
 is in it), ``unmarked`` (paths), ``namespaces``;
 ``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``; ``servers``, tiers that are no directories, each with
 ``tier``, ``answers``, ``said``. A namespace has ``namespace``, ``identity``, ``blocks``,
-``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``left_behind``, ``set_aside``, ``side_bytes``.
+``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``left_behind``, ``quarantined``, ``side_bytes``.
 
 ``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null where
 the file system does not tell), ``used``; ``matching`` and ``matching_bytes`` count also those beyond the limit.
 
 ``verify``: ``blocks``, ``bytes``, ``seconds``, ``bytes_per_second``, ``vanished``, ``damaged`` by cause, and
-``problems``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``, ``set_aside``;
-``unreadable``, directories with ``directory``, ``tier``, ``reason``; ``bare``, those without a store, and ``unmarked``,
-namespaces without their marker (paths).
+``problems``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``,
+``quarantined``; ``unreadable``, directories with ``directory``, ``tier``, ``reason``; ``bare``, those without a store,
+and ``unmarked``, namespaces without their marker (paths).
 
 ``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be), a list of ``directory``, ``tier``, ``namespace``,
 ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.

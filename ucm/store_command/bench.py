@@ -19,8 +19,8 @@ from ucm.store_command.text import progress, say, say_json, table
 if TYPE_CHECKING:
     import argparse
 
-#: A block's shards, in number.
-_SHARDS = 16
+#: A block's layer slices, in number.
+_SLICES = 16
 #: The goals, in seconds.
 _MEDIAN_LOOKUP, _SLOWEST_LOOKUP, _OPENING = 1e-3, 5e-3, 2.0
 
@@ -49,11 +49,11 @@ def run(options: argparse.Namespace) -> int:
         UcmError: There is no such store, or nothing can be stored in it.
     """
     config = _config(options)
-    shard_nbytes, rest = divmod(options.block, _SHARDS)
-    if not shard_nbytes or rest or not options.blocks or not options.rounds:
+    slice_nbytes, rest = divmod(options.block, _SLICES)
+    if not slice_nbytes or rest or not options.blocks or not options.rounds:
         raise UcmError(
             f"there is nothing to measure in {options.rounds} rounds of {options.blocks} blocks of {options.block}",
-            fix=f"measure at least one round of one block, of a multiple of {_SHARDS} bytes",
+            fix=f"measure at least one round of one block, of a multiple of {_SLICES} bytes",
         )
     if not {"Posix", "Dram", "Cache"} & set(config.parts):
         raise UcmError(
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.lookup and "Posix" not in config.pipeline:
         raise UcmError("lookups are measured in the Posix tier, and this store has none", fix="leave out --lookup")
-    workload = Workload(options.blocks, _SHARDS, shard_nbytes, options.rounds)
+    workload = Workload(options.blocks, _SLICES, slice_nbytes, options.rounds)
     new = "Posix" not in config.pipeline and not Path(config.dram_directory).exists()
     try:
         with progress("measuring", None, "steps") as bar:

@@ -203,7 +203,7 @@ def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
 def _remove_directories(layout: Layout) -> None:
     """Remove what is empty of a namespace; where something is left, an engine uses it, and its marker stays."""
     with suppress(OSError):
-        for path in (*buckets(layout), layout.temporary, layout.aside):
+        for path in (*buckets(layout), layout.temporary, layout.quarantine):
             remove_directory(path)
         for path in (f"{layout.base}/{IDENTITY}", removals_path(layout), f"{layout.base}/{MARKER}"):
             with suppress(FileNotFoundError):

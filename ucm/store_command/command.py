@@ -91,9 +91,18 @@ def _add_verify(commands: Any) -> None:
     parser = _add(commands, "verify", "read every block and compare every checksum")
     _add_places(parser)
     parser.add_argument(
-        "--set-aside", action="store_true", help="quarantine damaged blocks, as an engine that reads them does"
+        "--quarantine", action="store_true", help="quarantine damaged blocks, as an engine that reads them does"
     )
+    parser.add_argument("--set-aside", dest="quarantine", action=_FormerName, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=count, default=4, metavar="N", help="read with N threads (default: 4)")
+
+
+class _FormerName(argparse.Action):
+    """A flag under the name that it had before; it warns."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
+        print(f"{parser.prog}: {self.option_strings[0]} is deprecated, use --{self.dest}", file=sys.stderr)  # noqa: T201
+        setattr(namespace, self.dest, True)
 
 
 def _add_gc(commands: Any) -> None:

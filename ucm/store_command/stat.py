@@ -140,7 +140,7 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
     rows: list[tuple[str, ...]] = []
     rows.append(("namespace", "blocks", "bytes", "last used", "first to go", "writing", "left behind", "damaged"))
     for stock in stocks:
-        counts = (stock.temporaries, stock.left_behind, stock.aside)
+        counts = (stock.temporaries, stock.left_behind, stock.quarantined)
         rows.append(
             (
                 stock.namespace,
@@ -194,7 +194,7 @@ def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
                 "newest_use": iso(one.newest),
                 "temporaries": one.temporaries,
                 "left_behind": one.left_behind,
-                "set_aside": one.aside,
+                "quarantined": one.quarantined,
                 "side_bytes": one.side_nbytes,
             }
             for one in stock.namespaces

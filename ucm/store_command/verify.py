@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.config.units import format_size
 from ucm.errors import UcmError
 from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError, BlockUnreadableError
-from ucm.store.inspection import StoredBlock, check_block, put_aside, stored_blocks
+from ucm.store.inspection import StoredBlock, check_block, quarantine_block, stored_blocks
 from ucm.store_command.places import Directory, Places, find_places
 from ucm.store_command.text import NO_STORE, about_unmarked, blocks_and_bytes, many, progress, say, say_json
 
@@ -29,7 +29,7 @@ class Problem:
     directory: Directory
     block: StoredBlock
     error: StoreError
-    set_aside: bool
+    quarantined: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.threads:
         raise UcmError("somebody has to read", where="--threads 0", fix="give it 1 or more")
     places = find_places(options)
-    verdict = verify(places, options.threads, options.set_aside)
+    verdict = verify(places, options.threads, options.quarantine)
     lacks = Lacks.of(places)
     if options.json:
         say_json({**_data(verdict), **lacks.data()})
@@ -108,13 +108,13 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(verdict.problems) or lacks.is_bad)
 
 
-def verify(places: Places, threads: int, set_aside: bool) -> Verdict:
+def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
     """Read every block.
 
     Args:
         places: Where.
         threads: How many read.
-        set_aside: Whether to take what is damaged out of the way.
+        quarantine: Whether to move damaged blocks into quarantine.
     """
     verdict = Verdict()
     chosen = places.chosen()
@@ -122,7 +122,7 @@ def verify(places: Places, threads: int, set_aside: bool) -> Verdict:
         total = sum(block.nbytes for _, block in _blocks(chosen) if bar.update() or True)
     began = time.perf_counter()
     with progress("reading", total, "B") as bar, ThreadPoolExecutor(threads) as pool:
-        reader = _Reader(verdict, _blocks(chosen), bar, places.config.aside_keep if set_aside else None)
+        reader = _Reader(verdict, _blocks(chosen), bar, places.config.quarantine_keep if quarantine else None)
         try:
             for done in [pool.submit(reader.read) for _ in range(threads)]:
                 done.result()
@@ -159,16 +159,16 @@ class _Reader:
             if directory is None or block is None:
                 return
             error = check_block(block)
-            aside = self._put_aside(block, error)
+            quarantined = self._quarantine(block, error)
             with self._lock:
-                self._note(directory, block, error, aside)
+                self._note(directory, block, error, quarantined)
 
-    def _put_aside(self, block: StoredBlock, error: StoreError | None) -> bool:
+    def _quarantine(self, block: StoredBlock, error: StoreError | None) -> bool:
         if self._keep is None or not isinstance(error, BlockCorruptError | BlockForeignError | BlockUnreadableError):
             return False
-        return put_aside(block, error, self._keep)
+        return quarantine_block(block, error, self._keep)
 
-    def _note(self, directory: Directory, block: StoredBlock, error: StoreError | None, aside: bool) -> None:
+    def _note(self, directory: Directory, block: StoredBlock, error: StoreError | None, quarantined: bool) -> None:
         self._bar.update(block.nbytes)
         if isinstance(error, BlockMissingError):
             self._verdict.vanished += 1
@@ -176,13 +176,13 @@ class _Reader:
         self._verdict.blocks += 1
         self._verdict.nbytes += block.nbytes
         if error is not None:
-            self._verdict.problems.append(Problem(directory, block, error, aside))
+            self._verdict.problems.append(Problem(directory, block, error, quarantined))
 
 
 def _text(verdict: Verdict, lacks: Lacks) -> list[str]:
     lines = lacks.text()
     for problem in verdict.problems:
-        done = "; set aside" if problem.set_aside else ""
+        done = "; quarantined" if problem.quarantined else ""
         lines += [f"{problem.error.cause}: {problem.error.what}{done}", f"  {problem.block.path}"]
     rate = format_size(verdict.nbytes / verdict.seconds) if verdict.seconds else "0 B"
     gone = f"; {many(verdict.vanished, 'was', 'were')} deleted meanwhile" if verdict.vanished else ""
@@ -214,7 +214,7 @@ def _data(verdict: Verdict) -> dict[str, Any]:
                 "path": problem.block.path,
                 "cause": problem.error.cause,
                 "reason": problem.error.what,
-                "set_aside": problem.set_aside,
+                "quarantined": problem.quarantined,
             }
             for problem in verdict.problems
         ],

@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 #: Sizes on both sides of every boundary that a store might care about.
 ODD = BlockGeometry((1, 4095, 4096, 4097, 10_000, 3), b"odd geometry 16B")
-#: Like the KV cache of a small model: equal shards of whole pages.
+#: Like the KV cache of a small model: equal layer slices of whole pages.
 EVEN = BlockGeometry((16_384,) * 8, b"even geometry 16")
-#: More shards than the system takes in one call.
-MANY = BlockGeometry((40,) * 1_100, b"many shards 16 B")
+#: More layer slices than the system takes in one call.
+MANY = BlockGeometry((40,) * 1_100, b"many slices 16 B")
 
 
 def key(number: int, nbytes: int = 32) -> BlockKey:
@@ -48,15 +48,15 @@ class Memory:
     def __init__(self, block: BlockKey, geometry: BlockGeometry, data: bytes | None = None) -> None:
         self.key = block
         self.data = bytearray(geometry.nbytes if data is None else data)
-        self.shards: list[memoryview] = []
+        self.slices: list[memoryview] = []
         at = 0
-        for size in geometry.shard_sizes:
-            self.shards.append(memoryview(self.data)[at : at + size])
+        for size in geometry.slice_sizes:
+            self.slices.append(memoryview(self.data)[at : at + size])
             at += size
 
     def transfer(self, first: int = 0, count: int | None = None) -> BlockTransfer:
-        shards = self.shards[first:] if count is None else self.shards[first : first + count]
-        return BlockTransfer(self.key, shards, first)
+        slices = self.slices[first:] if count is None else self.slices[first : first + count]
+        return BlockTransfer(self.key, slices, first)
 
 
 def files(root: str | Path) -> list[Path]:
@@ -69,11 +69,11 @@ def filled(keys: Iterable[BlockKey], geometry: BlockGeometry, version: int = 0) 
 
 
 def save(store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry, version: int = 0) -> TaskResult:
-    """Dump and commit whole blocks: what the commit says, but of what was not dumped what the dump says."""
+    """Save and commit whole blocks: what the commit says, but of what was not saved what the save says."""
     memories = filled(keys, geometry, version)
-    dumped = store.dump([memory.transfer() for memory in memories])
+    saved = store.save([memory.transfer() for memory in memories])
     committed = store.commit(keys)
-    reasons = store.wait(dumped).failed
+    reasons = store.wait(saved).failed
     result = store.wait(committed)
     return replace(result, failed={block: reasons.get(block, error) for block, error in result.failed.items()})
 

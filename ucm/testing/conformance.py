@@ -62,7 +62,7 @@ class StoreConformance(SavingConformance):
             with pytest.raises(ValueError, match="geometry"):
                 finder.load([memory.transfer()])
             with pytest.raises(ValueError, match="geometry"):
-                finder.dump([memory.transfer()])
+                finder.save([memory.transfer()])
 
     def test_prefetching_changes_nothing(self, store: KVStore, geometry: BlockGeometry) -> None:
         save(store, KEYS[:3], geometry)
@@ -84,8 +84,8 @@ class StoreConformance(SavingConformance):
     ) -> None:
         save(store, KEYS, geometry)
         strangers = [
-            BlockGeometry(geometry.shard_sizes, b"another meaning!"),
-            BlockGeometry((*geometry.shard_sizes[:-1], geometry.shard_sizes[-1] + 1), geometry.fingerprint),
+            BlockGeometry(geometry.slice_sizes, b"another meaning!"),
+            BlockGeometry((*geometry.slice_sizes[:-1], geometry.slice_sizes[-1] + 1), geometry.fingerprint),
             BlockGeometry((geometry.nbytes,), geometry.fingerprint),
             BlockGeometry((4096,) * 4_000, geometry.fingerprint),
         ]
@@ -104,7 +104,7 @@ class StoreConformance(SavingConformance):
     # Use and misuse.
 
     def test_misuse_is_refused(self, store: KVStore, geometry: BlockGeometry) -> None:
-        sizes = geometry.shard_sizes
+        sizes = geometry.slice_sizes
         good = [memoryview(bytearray(size)) for size in sizes]
         short = [*good[:-1], memoryview(bytearray(sizes[-1] + 1))]
         scattered = memoryview(bytearray(2 * sizes[0] + 2))[::2][: sizes[0]]
@@ -121,26 +121,26 @@ class StoreConformance(SavingConformance):
             bad.append(BlockTransfer(KEYS[0], [scattered, *good[1:]]))
         for transfer in bad:
             with pytest.raises(ValueError, match=r".+"):
-                store.dump([transfer])
+                store.save([transfer])
             with pytest.raises(ValueError, match=r".+"):
                 store.load([transfer])
         with pytest.raises(ValueError, match="read-only"):
             store.load([BlockTransfer(KEYS[0], [memoryview(bytes(size)) for size in sizes])])
         assert save(store, KEYS[:1], geometry).failed == {}
 
-    def test_read_only_memory_is_dumped(self, store: KVStore, geometry: BlockGeometry) -> None:
+    def test_read_only_memory_is_saved(self, store: KVStore, geometry: BlockGeometry) -> None:
         whole = content(KEYS[0], geometry)
         memory = Memory(KEYS[0], geometry, whole)
-        frozen = [memoryview(bytes(shard)) for shard in memory.shards]
-        store.wait(store.dump([BlockTransfer(KEYS[0], frozen)]))
+        frozen = [memoryview(bytes(layer_slice)) for layer_slice in memory.slices]
+        store.wait(store.save([BlockTransfer(KEYS[0], frozen)]))
         store.wait(store.commit(KEYS[:1]))
         assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: whole}
 
     def test_memory_may_be_of_any_type_and_shape(self, config: StoreConfig) -> None:
-        arrays = [np.arange(size // 4, dtype=np.float32).reshape(2, -1) for size in EVEN.shard_sizes]
+        arrays = [np.arange(size // 4, dtype=np.float32).reshape(2, -1) for size in EVEN.slice_sizes]
         into = [np.zeros_like(array) for array in arrays]
         with open_store(config, NAMESPACE, EVEN) as store:
-            store.wait(store.dump([BlockTransfer(KEYS[0], [array.data for array in arrays])]))
+            store.wait(store.save([BlockTransfer(KEYS[0], [array.data for array in arrays])]))
             store.wait(store.commit(KEYS[:1]))
             for first in (0, 3):
                 part = [array.data for array in into[first:]]
@@ -151,15 +151,15 @@ class StoreConformance(SavingConformance):
         memory = Memory(KEYS[0], geometry)
         for block in KEYS:
             memory.data[:] = content(block, geometry)
-            store.wait(store.dump([BlockTransfer(block, memory.shards)]))
+            store.wait(store.save([BlockTransfer(block, memory.slices)]))
         store.wait(store.commit(KEYS))
         assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
 
     def test_tasks_end_once(self, store: KVStore, geometry: BlockGeometry) -> None:
-        for task in (store.dump([]), store.load([]), store.commit([])):
+        for task in (store.save([]), store.load([]), store.commit([])):
             assert store.check(task)
             assert store.wait(task).nbytes == 0
-        task = store.dump([memory.transfer() for memory in filled(KEYS, geometry)])
+        task = store.save([memory.transfer() for memory in filled(KEYS, geometry)])
         result = store.wait(task)
         assert store.check(task)
         assert store.wait(task) == result
@@ -173,7 +173,7 @@ class StoreConformance(SavingConformance):
             lambda: store.lookup_on_prefix(KEYS),
             lambda: store.prefetch(KEYS),
             lambda: store.load([transfer]),
-            lambda: store.dump([transfer]),
+            lambda: store.save([transfer]),
             lambda: store.commit(KEYS),
             lambda: store.discard(KEYS),
         ):
@@ -189,8 +189,8 @@ class StoreConformance(SavingConformance):
         assert sum(tier.loaded_blocks for tier in stats.values()) == 3
         assert sum(tier.loaded_bytes for tier in stats.values()) == 3 * geometry.nbytes
         for tier in stats.values():
-            assert tier.dumped_blocks == 3
-            assert tier.dumped_bytes == 3 * geometry.nbytes
+            assert tier.saved_blocks == 3
+            assert tier.saved_bytes == 3 * geometry.nbytes
         first, last = next(iter(stats.values())), list(stats.values())[-1]
         assert (first.lookups, first.hits) == (8, 3)
         assert last.failures == {"load.missing": 1}
@@ -209,7 +209,7 @@ class StoreConformance(SavingConformance):
                 for block, data in fetch(store, some, geometry)[0].items():
                     assert data == content(block, geometry)
                 parts = filled(some[:2], geometry)
-                store.wait(store.dump([memory.transfer() for memory in parts]))
+                store.wait(store.save([memory.transfer() for memory in parts]))
                 store.discard(some[:1]) if chance.random() < 0.3 else store.wait(store.commit(some[:2]))
                 found = store.lookup(some)
                 assert len(found) == len(some)

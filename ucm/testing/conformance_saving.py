@@ -66,45 +66,45 @@ class SavingConformance:
 
     def test_the_result_counts_bytes(self, store: KVStore, geometry: BlockGeometry) -> None:
         memories = filled(KEYS, geometry)
-        dumped = store.wait(store.dump([memory.transfer() for memory in memories]))
+        saved = store.wait(store.save([memory.transfer() for memory in memories]))
         store.wait(store.commit(KEYS))
         loaded = store.wait(store.load([memory.transfer() for memory in memories]))
-        assert dumped.nbytes == loaded.nbytes == geometry.nbytes * len(KEYS)
-        assert dumped.seconds > 0
+        assert saved.nbytes == loaded.nbytes == geometry.nbytes * len(KEYS)
+        assert saved.seconds > 0
         assert loaded.seconds > 0
 
-    # Shards.
+    # Layer slices.
 
-    def test_shards_arrive_in_any_order(self, store: KVStore, geometry: BlockGeometry) -> None:
+    def test_slices_arrive_in_any_order(self, store: KVStore, geometry: BlockGeometry) -> None:
         memories = filled(KEYS, geometry)
-        count = len(geometry.shard_sizes)
+        count = len(geometry.slice_sizes)
         step = max(1, count // 5)
         parts = [memory.transfer(first, step) for memory in memories for first in range(0, count, step)]
-        tasks = [store.dump([part]) for part in pick(np.random.default_rng(1), parts)]
+        tasks = [store.save([part]) for part in pick(np.random.default_rng(1), parts)]
         committed = store.commit(KEYS)
         assert all(not store.wait(task).failed for task in tasks)
         assert store.wait(committed).failed == {}
         assert fetch(store, KEYS, geometry)[0] == {block: content(block, geometry) for block in KEYS}
 
-    def test_a_shard_dumped_again_counts_as_it_was_last(self, store: KVStore, geometry: BlockGeometry) -> None:
+    def test_a_slice_saved_again_counts_as_it_was_last(self, store: KVStore, geometry: BlockGeometry) -> None:
         old, new = filled(KEYS[:1], geometry, version=1)[0], filled(KEYS[:1], geometry)[0]
         for memory in (old, new):
-            store.wait(store.dump([memory.transfer(0, 1)]))
-            store.wait(store.dump([memory.transfer(1)]))
+            store.wait(store.save([memory.transfer(0, 1)]))
+            store.wait(store.save([memory.transfer(1)]))
         store.wait(store.commit(KEYS[:1]))
         assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: content(KEYS[0], geometry)}
 
-    def test_some_shards_are_loaded_alone(self, store: KVStore, geometry: BlockGeometry) -> None:
+    def test_some_slices_are_loaded_alone(self, store: KVStore, geometry: BlockGeometry) -> None:
         save(store, KEYS[:1], geometry)
         whole = Memory(KEYS[0], geometry, content(KEYS[0], geometry))
-        count = len(geometry.shard_sizes)
+        count = len(geometry.slice_sizes)
         for first, wanted in [(0, 1), (0, count - 1), (1, 2), (count // 2, count - count // 2), (count - 1, 1)]:
             memory = Memory(KEYS[0], geometry)
             result = store.wait(store.load([memory.transfer(first, wanted)]))
             assert result.failed == {}
-            for index, shard in enumerate(memory.shards):
-                expected = whole.shards[index] if first <= index < first + wanted else bytes(len(shard))
-                assert shard == expected
+            for index, layer_slice in enumerate(memory.slices):
+                expected = whole.slices[index] if first <= index < first + wanted else bytes(len(layer_slice))
+                assert layer_slice == expected
 
     def test_two_parts_of_a_block_in_one_load(self, store: KVStore, geometry: BlockGeometry) -> None:
         save(store, KEYS[:1], geometry)
@@ -119,7 +119,7 @@ class SavingConformance:
     def test_nothing_is_visible_before_the_commit(
         self, store: KVStore, config: StoreConfig, geometry: BlockGeometry
     ) -> None:
-        assert store.wait(store.dump([memory.transfer() for memory in filled(KEYS, geometry)])).failed == {}
+        assert store.wait(store.save([memory.transfer() for memory in filled(KEYS, geometry)])).failed == {}
         with open_store(config, NAMESPACE, geometry) as other:
             for instance in (store, other):
                 assert instance.lookup(KEYS) == [False] * len(KEYS)
@@ -130,12 +130,12 @@ class SavingConformance:
 
     def test_an_incomplete_block_is_not_kept(self, store: KVStore, geometry: BlockGeometry) -> None:
         memory = filled(KEYS[:1], geometry)[0]
-        store.wait(store.dump([memory.transfer(0, len(geometry.shard_sizes) - 1)]))
+        store.wait(store.save([memory.transfer(0, len(geometry.slice_sizes) - 1)]))
         failed = store.wait(store.commit(KEYS[:1])).failed
         assert isinstance(failed[KEYS[0]], IncompleteBlockError)
         assert store.lookup(KEYS[:1]) == [False]
         # Nor does what is left of it make a later block whole.
-        store.wait(store.dump([memory.transfer(len(geometry.shard_sizes) - 1)]))
+        store.wait(store.save([memory.transfer(len(geometry.slice_sizes) - 1)]))
         assert isinstance(store.wait(store.commit(KEYS[:1])).failed[KEYS[0]], IncompleteBlockError)
         assert save(store, KEYS[:1], geometry).failed == {}
         assert fetch(store, KEYS[:1], geometry)[0] == {KEYS[0]: content(KEYS[0], geometry)}
@@ -143,19 +143,19 @@ class SavingConformance:
     def test_one_failure_leaves_the_others(self, store: KVStore, geometry: BlockGeometry) -> None:
         memories = filled(KEYS, geometry)
         transfers = [memories[0].transfer(0, 1), *[memory.transfer() for memory in memories[1:]]]
-        store.wait(store.dump(transfers))
+        store.wait(store.save(transfers))
         result = store.wait(store.commit(KEYS))
         assert set(result.failed) == {KEYS[0]}
         assert set(result.done) == set(KEYS[1:])
 
-    def test_a_block_never_dumped_cannot_be_committed(self, store: KVStore, geometry: BlockGeometry) -> None:
+    def test_a_block_never_saved_cannot_be_committed(self, store: KVStore, geometry: BlockGeometry) -> None:
         save(store, KEYS[:1], geometry)
         result = store.wait(store.commit([*KEYS[:2], *KEYS[:2]]))
         assert isinstance(result.failed[KEYS[1]], IncompleteBlockError)
         assert set(result.done) == set(KEYS[:1])
 
     def test_a_discarded_block_is_gone(self, store: KVStore, geometry: BlockGeometry) -> None:
-        task = store.dump([memory.transfer() for memory in filled(KEYS, geometry)])
+        task = store.save([memory.transfer() for memory in filled(KEYS, geometry)])
         store.discard(KEYS)
         store.wait(task)
         assert len(store.wait(store.commit(KEYS)).failed) == len(KEYS)
@@ -166,7 +166,7 @@ class SavingConformance:
 
     def test_a_block_that_is_there_is_not_written_again(self, store: KVStore, geometry: BlockGeometry) -> None:
         save(store, KEYS, geometry)
-        again = store.wait(store.dump([memory.transfer() for memory in filled(KEYS, geometry, version=1)]))
+        again = store.wait(store.save([memory.transfer() for memory in filled(KEYS, geometry, version=1)]))
         assert set(again.done) == set(KEYS)
         assert again.nbytes == 0
         assert set(store.wait(store.commit(KEYS)).done) == set(KEYS)
@@ -177,11 +177,11 @@ class SavingConformance:
     ) -> None:
         store = open_store(config, NAMESPACE, geometry)
         memories = filled(KEYS, geometry)
-        dumped = store.dump([memory.transfer() for memory in memories])
+        saved = store.save([memory.transfer() for memory in memories])
         committed = store.commit(KEYS[:4])
         store.close()
         store.close()
-        assert store.check(dumped)
+        assert store.check(saved)
         assert set(store.wait(committed).done) == set(KEYS[:4])
         with open_store(config, NAMESPACE, geometry) as other:
             assert other.lookup(KEYS) == [True] * 4 + [False] * 4

@@ -30,7 +30,7 @@ def hashing() -> Iterator[Figure]:
 
 
 def _transfers(what: str, config: StoreConfig) -> Iterator[Figure]:
-    found = bench(config, Workload(shard_nbytes=MIB // 4))
+    found = bench(config, Workload(slice_nbytes=MIB // 4))
     detail = {name: found.rate(name)[1] for name in found.seconds}
     for operation, (plain, share) in beside(config).items():
         if operation in found.seconds:

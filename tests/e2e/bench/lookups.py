@@ -43,7 +43,7 @@ def figures() -> Iterator[Figure]:
     directory = BUILD / "bench" / "lookups"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    config = StoreConfig(directories=(str(directory),), dump_queue_bytes=1 << 62, dump_nice=0)
+    config = StoreConfig(directories=(str(directory),), save_queue_bytes=1 << 62, save_nice=0)
     goes_on = threading.Event()
     try:
         with open_store(config, "bench", GEOMETRY) as store:
@@ -108,7 +108,7 @@ class _Named:
         del request
         return True
 
-    def is_void(self, request: Any) -> bool:
+    def is_invalidated(self, request: Any) -> bool:
         del request
         return False
 

@@ -28,16 +28,16 @@ from ucm.store.tier import TierPlace
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-VALUES, SHARDS, SHARD_NBYTES, ROUNDS = 16, 16, 256 << 10, 9
-NBYTES = SHARDS * SHARD_NBYTES
+VALUES, SLICES, SLICE_NBYTES, ROUNDS = 16, 16, 256 << 10, 9
+NBYTES = SLICES * SLICE_NBYTES
 #: Seconds for a call; nothing is frozen here.
 _LONG = 60.0
 _KEYS = [BlockKey(number.to_bytes(32, "big")) for number in range(VALUES)]
 _GOALS = {
     ("load", "bare"): 1 / 0.9,
     ("load", "redis-py"): 1 / 2,
-    ("dump", "bare"): None,
-    ("dump", "redis-py"): 1 / 6,
+    ("save", "bare"): None,
+    ("save", "redis-py"): 1 / 6,
 }
 _MOST_CPU = 0.3
 #: redis-py packs and parses by itself, or with this package where it is installed: the two differ by up to 5 times.
@@ -47,7 +47,7 @@ _STOCK = "redis-py with hiredis" if HIREDIS_AVAILABLE else "redis-py"
 class Side(Protocol):
     """One way to the server."""
 
-    def dump(self, key: BlockKey, value: memoryview) -> None:
+    def save(self, key: BlockKey, value: memoryview) -> None:
         """Store a value."""
 
     def load(self, key: BlockKey, into: memoryview) -> None:
@@ -65,7 +65,7 @@ class Bare:
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def dump(self, key: BlockKey, value: memoryview) -> None:
+    def save(self, key: BlockKey, value: memoryview) -> None:
         """``sendall``."""
         self._socket.sendall(b"*3\r\n$3\r\nSET\r\n$64\r\n%s\r\n$%d\r\n" % (key.hex().encode(), value.nbytes))
         self._socket.sendall(value)
@@ -101,7 +101,7 @@ class Stock:
     def __init__(self, port: int) -> None:
         self._client = redis.Redis(port=port)
 
-    def dump(self, key: BlockKey, value: memoryview) -> None:
+    def save(self, key: BlockKey, value: memoryview) -> None:
         """``set``."""
         self._client.set(key.hex(), bytes(value))
 
@@ -125,20 +125,20 @@ class Ours:
     """
 
     def __init__(self, port: int) -> None:
-        geometry = BlockGeometry((SHARD_NBYTES,) * SHARDS, b"bench of values!")
+        geometry = BlockGeometry((SLICE_NBYTES,) * SLICES, b"bench of values!")
         self._codec = HeaderCodec("bench", geometry)
         options = RedisOptions(address=(f"127.0.0.1:{port}",), transfer_timeout=_LONG)
         self._tier = RedisTier(options, TierPlace("Redis", "bench", geometry, self._codec, StoreConfig()))
 
-    def dump(self, key: BlockKey, value: memoryview) -> None:
-        """Header and shards."""
-        shards = self._shards(value)
-        header = self._codec.encode(key, sums_of(shards))
-        self._tier.put_value(key, [header, *shards], time.monotonic() + _LONG)
+    def save(self, key: BlockKey, value: memoryview) -> None:
+        """Header and layer slices."""
+        slices = self._slices(value)
+        header = self._codec.encode(key, sums_of(slices))
+        self._tier.put_value(key, [header, *slices], time.monotonic() + _LONG)
 
     def load(self, key: BlockKey, into: memoryview) -> None:
-        """Into the shards' memory, verified."""
-        [outcome] = self._tier.read_many([BlockTransfer(key, self._shards(into))], time.monotonic() + _LONG)
+        """Into the layer slices' memory, verified."""
+        [outcome] = self._tier.read_many([BlockTransfer(key, self._slices(into))], time.monotonic() + _LONG)
         if isinstance(outcome, Exception):
             raise outcome
 
@@ -146,8 +146,8 @@ class Ours:
         """End the connections."""
         self._tier.close()
 
-    def _shards(self, value: memoryview) -> list[memoryview]:
-        return [value[at : at + SHARD_NBYTES] for at in range(0, NBYTES, SHARD_NBYTES)]
+    def _slices(self, value: memoryview) -> list[memoryview]:
+        return [value[at : at + SLICE_NBYTES] for at in range(0, NBYTES, SLICE_NBYTES)]
 
 
 def figures() -> Iterator[Figure]:
@@ -166,7 +166,7 @@ def figures() -> Iterator[Figure]:
                 side.close()
             server.kill()
     total = VALUES * NBYTES / 1e9
-    for operation in ("load", "dump"):
+    for operation in ("load", "save"):
         ours = seconds[operation, "ours"]
         detail = {name: total / statistics.median(seconds[operation, name]) for name in sides}
         for name in ("bare", "redis-py"):
@@ -187,7 +187,7 @@ def _measure(sides: dict[str, Ours | Bare | Stock]) -> tuple[dict[tuple[str, str
         names: Sequence[str] = list(sides) if number % 2 else list(reversed(sides))
         for name in names:
             side: Side = sides[name]
-            for operation, move, values in (("dump", side.dump, source), ("load", side.load, target)):
+            for operation, move, values in (("save", side.save, source), ("load", side.load, target)):
                 began, used = time.perf_counter(), time.process_time()
                 for at, key in enumerate(_KEYS):
                     move(key, values[at * NBYTES : (at + 1) * NBYTES])

@@ -79,7 +79,7 @@ async def _generate(engine: Any, prompt: list[int]) -> list[int]:
 
 
 def _blocks(store: Path) -> list[Path]:
-    """The files of blocks: named by their keys, and none that was set aside or is being written."""
+    """The files of blocks: named by their keys, and none that was quarantined or is being written."""
     return [path for path in store.rglob("*") if path.is_file() and re.fullmatch(r"[0-9a-f]{62}", path.name)]
 
 

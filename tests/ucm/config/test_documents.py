@@ -26,7 +26,7 @@ MODELS: list[tuple[str, type[BaseModel]]] = [
 ]
 
 #: Settings that are sizes and have one by default.
-SIZES = frozenset({"dump_queue", "write_behind"})
+SIZES = frozenset({"save_queue", "write_behind"})
 
 
 def default(model: type[BaseModel], name: str) -> object:

@@ -84,7 +84,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         "store:\n"
         f"  directories: [{tmp_path}/kv, {path}]\n"
         f"  posix_capacity: {TOO_MUCH}\n"
-        "  dump_threads: none\n"
+        "  save_threads: none\n"
         "conector: layerwise\n"
         "min_hit_tokens: -1\n"
         "load_failure: retry\n"
@@ -102,7 +102,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         f"{path} is not a directory",
         f"where: {path}: store.directories[1] = '{path}'",
         f"where: {path}: min_hit_tokens = -1",
-        f"where: {path}: store.dump_threads = 'none'",
+        f"where: {path}: store.save_threads = 'none'",
         f"where: {path}: load_failure = 'retry'",
         "to do: write 'recompute' or 'fail'",
         "the configuration file cannot be read: No such file or directory",

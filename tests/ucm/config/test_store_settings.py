@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ucm.config import StoreSettings
 from ucm.config.load import load_connector_config
-from ucm.config.store_settings import ONLY_WITH
+from ucm.config.store_settings import FORMER_NAMES, ONLY_WITH
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 
@@ -32,16 +32,16 @@ OTHER: dict[str, Any] = {
     "fsync": True,
     "direct_io": True,
     "load_threads": 7,
-    "dump_threads": 8,
-    "dump_nice": 9,
-    "dump_queue": "10MiB",
+    "save_threads": 8,
+    "save_nice": 9,
+    "save_queue": "10MiB",
     "write_behind": "11MiB",
     "stuck_seconds": 10.5,
     "lookup_cache_keys": 11,
     "lookup_cache_seconds": 12.5,
     "failures_until_rest": 13,
     "rest_seconds": 14,
-    "aside_keep": 15,
+    "quarantine_keep": 15,
     "touch_seconds": 16.5,
     "stale_seconds": 17,
     "options": {"reels": 18},
@@ -49,7 +49,7 @@ OTHER: dict[str, Any] = {
 UNITS = {
     "posix_capacity": "posix_capacity_bytes",
     "dram_capacity": "dram_capacity_bytes",
-    "dump_queue": "dump_queue_bytes",
+    "save_queue": "save_queue_bytes",
     "write_behind": "write_behind_bytes",
 }
 
@@ -66,7 +66,7 @@ def test_the_defaults_are_the_stores() -> None:
 def test_what_is_set_arrives() -> None:
     made = StoreSettings.model_validate(OTHER).as_store_config()
     expected = {UNITS.get(name, name): value for name, value in OTHER.items()}
-    expected |= {"directories": ("/a", "/b"), "posix_capacity_bytes": 2 << 30, "dump_queue_bytes": 10 << 20}
+    expected |= {"directories": ("/a", "/b"), "posix_capacity_bytes": 2 << 30, "save_queue_bytes": 10 << 20}
     expected["write_behind_bytes"] = 11 << 20
     assert dataclasses.asdict(made) == expected
     assert all(value != getattr(StoreConfig(), name) for name, value in dataclasses.asdict(made).items())
@@ -83,6 +83,25 @@ def test_what_the_store_refuses_is_refused_here(name: str, value: float) -> None
     except ValueError:
         return
     assert ours.as_store_config().pipeline == "acme.tape:Store"
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
+def test_a_former_name_still_works_and_warns(tmp_path: Path, said: list[str], former: str, name: str) -> None:
+    store = load_connector_config({"store": {"directories": str(tmp_path), former: OTHER[name]}}).store
+    assert getattr(store, name) == getattr(StoreSettings.model_validate(OTHER), name)
+    assert said == [f"[UCM.Connector] kv_connector_extra_config: store.{former} is deprecated, use {name}"]
+
+
+def test_a_former_name_beside_the_new_one_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dump_nice is the former name of save_nice") as caught:
+        load_connector_config({"store": {"directories": str(tmp_path), "dump_nice": 3, "save_nice": 4}})
+    assert caught.value.fix == "remove dump_nice"
+
+
+def test_a_wrong_value_under_a_former_name_is_told_where_it_stands(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_connector_config({"store": {"directories": str(tmp_path), "dump_nice": 99}})
+    assert caught.value.where == "kv_connector_extra_config: store.dump_nice = 99"
 
 
 @dataclass

@@ -74,15 +74,15 @@ def test_an_adapter_that_was_replaced_is_void_for_the_requests_that_run(tmp_path
     """Whether a request says so, or the worker that has seen it."""
     lora_request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A")))
     adapters = Adapters()
-    assert not adapters.is_void(lora_request)
+    assert not adapters.is_invalidated(lora_request)
     adapters.fingerprint(lora_request)
-    assert not adapters.is_void(lora_request)
+    assert not adapters.is_invalidated(lora_request)
     if in_place:
         with pytest.raises(AdapterError, match="loaded in place"):
             adapters.fingerprint(SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/", load_inplace=True))
     else:
         adapters.replaced(1)
-    assert adapters.is_void(lora_request)
+    assert adapters.is_invalidated(lora_request)
     with pytest.raises(AdapterError, match="has stood for different weights"):
         adapters.fingerprint(lora_request)
 

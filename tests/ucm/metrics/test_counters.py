@@ -67,23 +67,23 @@ def test_a_load_of_which_the_tier_is_not_said() -> None:
     assert data["ucm:load_blocks_total"] == {"unknown": 3}
 
 
-def test_dumps_and_failures() -> None:
+def test_saves_and_failures() -> None:
     counters = ConnectorCounters()
-    counters.dumped(4, 400, 0.25)
-    counters.failed("dump", "full", 2)
+    counters.saved(4, 400, 0.25)
+    counters.failed("save", "full", 2)
     counters.failed("load", "corrupt")
     assert counters.take_data() == {
-        "ucm:dump_blocks_total": {"": 4},
-        "ucm:dump_bytes_total": {"": 400},
-        "ucm:dump_duration_seconds": {"": [0.25]},
-        "ucm:failures_total": {"dump.full": 2, "load.corrupt": 1},
+        "ucm:save_blocks_total": {"": 4},
+        "ucm:save_bytes_total": {"": 400},
+        "ucm:save_duration_seconds": {"": [0.25]},
+        "ucm:failures_total": {"save.full": 2, "load.corrupt": 1},
     }
 
 
 def test_a_transfer_of_nothing_took_no_time() -> None:
     counters = ConnectorCounters()
     counters.loaded(0, 0, 0.5)
-    counters.dumped(3, 0, 0.5)  # the store had them
+    counters.saved(3, 0, 0.5)  # the store had them
     assert counters.take_data() is None
 
 
@@ -91,16 +91,16 @@ def test_layers_are_bytes_before_they_are_blocks() -> None:
     counters = ConnectorCounters()
     counters.loaded(0, 100, 0.5, ["posix"], tokens_per_block=16)
     counters.loaded(1, 100, 0.25, ["posix"], tokens_per_block=16)
-    counters.dumped(0, 50, 0.5)
-    counters.dumped(1, 50, 0.5)
+    counters.saved(0, 50, 0.5)
+    counters.saved(1, 50, 0.5)
     assert counters.take_data() == {
         "ucm:load_bytes_total": {"": 200},
         "ucm:load_duration_seconds": {"": [0.5, 0.25]},
         "ucm:load_blocks_total": {"posix": 1},
         "ucm:hit_tokens_total": {"posix": 16},
-        "ucm:dump_bytes_total": {"": 100},
-        "ucm:dump_duration_seconds": {"": [0.5, 0.5]},
-        "ucm:dump_blocks_total": {"": 1},
+        "ucm:save_bytes_total": {"": 100},
+        "ucm:save_duration_seconds": {"": [0.5, 0.5]},
+        "ucm:save_blocks_total": {"": 1},
     }
 
 
@@ -127,11 +127,11 @@ def test_closing_says_what_was_not_yet_said(said: list[str]) -> None:
     clock = Clock()
     counters = ConnectorCounters(log=MetricsLog(10, clock, lambda *_: None), clock=clock)  # type: ignore[arg-type]
     for _ in range(2):
-        counters.failed("dump", "full")
+        counters.failed("save", "full")
         counters.take_data()
     counters.failed("load", "missing")
     counters.close()
-    assert [line.partition("failed: ")[2] for line in said] == ["dump full 1", "dump full 1, load missing 1"]
+    assert [line.partition("failed: ")[2] for line in said] == ["save full 1", "load missing 1, save full 1"]
 
 
 def test_closing_says_what_tiers_counted_since_they_were_looked_at(said: list[str]) -> None:
@@ -139,7 +139,7 @@ def test_closing_says_what_tiers_counted_since_they_were_looked_at(said: list[st
     counters = ConnectorCounters(log=MetricsLog(10, clock, lambda *_: None), clock=clock)  # type: ignore[arg-type]
     counters.watch(store)
     counters.take_data()
-    store.tiers = {"posix": TierStats(failures={"dump.full": 3})}
+    store.tiers = {"posix": TierStats(failures={"save.full": 3})}
     counters.take_data()
     assert said == []
     counters.close()
@@ -193,7 +193,7 @@ def test_several_stores_share_tiers() -> None:
 
 def test_every_counter_of_a_tier_is_exported() -> None:
     names = [field.name for field in dataclasses.fields(TierStats)]
-    beside = {"loaded_blocks", "dumped_blocks", "failures", "queued_blocks"}  # by bytes, or tested above
+    beside = {"loaded_blocks", "saved_blocks", "failures", "queued_blocks"}  # by bytes, or tested above
     values: dict[str, Any] = {name: number for number, name in enumerate(names, 1) if name not in beside}
     store = Store()
     store.tiers = {"posix": TierStats(**values)}
@@ -256,7 +256,7 @@ def test_what_follows_is_said_together_at_the_end_of_the_interval(time: Time, sa
     time.now = 3
     log.add(counts(looked_up=(100, 0, 0.001)))
     time.now = 5
-    log.add(counts(looked_up=(100, 50, 0.001), dumped=(2, 3_000_000, 0.01)))
+    log.add(counts(looked_up=(100, 50, 0.001), saved=(2, 3_000_000, 0.01)))
     assert len(said) == 1
     assert len(time.put_off) == 1
     time.pass_to(10)
@@ -264,8 +264,8 @@ def test_what_follows_is_said_together_at_the_end_of_the_interval(time: Time, sa
     assert said[1:] == [f"{found}; saved 2 blocks, 3.0 MB, 10.0 ms a transfer"]
     time.pass_to(100)
     assert len(said) == 2
-    log.add(counts(failed=("dump", "full")))
-    assert said[2:] == ["[UCM.Connector] failed: dump full 1"]
+    log.add(counts(failed=("save", "full")))
+    assert said[2:] == ["[UCM.Connector] failed: save full 1"]
 
 
 def test_what_concerns_nobody_is_not_said(time: Time, said: list[str]) -> None:
@@ -296,10 +296,10 @@ def test_what_a_tier_did_not_take_is_said(time: Time, said: list[str]) -> None:
     """The other tier took it, so that nothing else tells."""
     counters, store = ConnectorCounters(), Store()
     counters.watch(store)
-    counters.dumped(1, 1_000_000, 0.01)
+    counters.saved(1, 1_000_000, 0.01)
     failures = {
-        "dump.unavailable": 10,
-        "dump.full": 2,
+        "save.unavailable": 10,
+        "save.full": 2,
         "commit.unavailable": 1,
         "commit.incomplete": 4,
         "load.missing": 7,
@@ -315,7 +315,7 @@ def test_what_a_tier_did_not_take_is_said(time: Time, said: list[str]) -> None:
 
 def test_lines_with_failures_are_warnings(time: Time, levels: list[int]) -> None:
     log = MetricsLog(1, time, time.later)
-    not_saved: StatsData = {"ucm:tier_failures_total": {"posix.dump.unavailable": 1.0}}
+    not_saved: StatsData = {"ucm:tier_failures_total": {"posix.save.unavailable": 1.0}}
     fine, failed = counts(looked_up=(100, 0, 0.001)), counts(failed=("load", "corrupt"))
     for data in (fine, failed, not_saved, fine):
         log.add(data)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ucm.metrics.client import CLASSES, Metric
 from ucm.integration.vllm import prometheus
-from ucm.integration.vllm.metric_names import METRICS, Kind
+from ucm.integration.vllm.metric_names import FORMER_METRICS, FORMER_NAMES, METRICS, Kind
 from ucm.integration.vllm.prometheus import SeriesSet
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def series() -> SeriesSet:
 def test_every_metric_is_registered_with_vllms_labels_first() -> None:
     series()
     assert {name: metric.labelnames for name, metric in Metric.taken.items()} == {
-        name: [*LABELS, *metric.labels] for name, metric in METRICS.items()
+        name: [*LABELS, *metric.labels] for name, metric in {**METRICS, **FORMER_METRICS}.items()
     }
 
 
@@ -43,7 +43,7 @@ def test_what_is_known_is_there_from_the_start() -> None:
     series()
     assert set(Metric.taken["ucm:queried_tokens_total"].children) == {("llama", "0"), ("llama", "1")}
     assert ("llama", "1", "load", "corrupt") in Metric.taken["ucm:failures_total"].children
-    assert ("llama", "0", "posix", "dump", "unavailable") in Metric.taken["ucm:tier_failures_total"].children
+    assert ("llama", "0", "posix", "save", "unavailable") in Metric.taken["ucm:tier_failures_total"].children
     assert ("llama", "0", "posix") in Metric.taken["ucm:hit_tokens_total"].children
     assert not Metric.taken["ucm:tier_used_bytes"].children
 
@@ -52,7 +52,7 @@ def test_values_go_where_their_labels_say() -> None:
     made = series()
     data: StatsData = {
         "ucm:queried_tokens_total": {"": 5},
-        "ucm:failures_total": {"dump.full": 2},
+        "ucm:failures_total": {"save.full": 2},
         "ucm:tier_failures_total": {"my.tier.load.corrupt": 3},
         "ucm:tier_used_bytes": {"my.tier": 7},
         "ucm:load_duration_seconds": {"": [0.1, 0.2]},
@@ -62,10 +62,20 @@ def test_values_go_where_their_labels_say() -> None:
     children = {name: Metric.taken[name].children for name in data}
     assert children["ucm:queried_tokens_total"]["llama", "1"].value == 10
     assert children["ucm:queried_tokens_total"]["llama", "0"].value == 0
-    assert children["ucm:failures_total"]["llama", "1", "dump", "full"].value == 4
+    assert children["ucm:failures_total"]["llama", "1", "save", "full"].value == 4
     assert children["ucm:tier_failures_total"]["llama", "1", "my.tier", "load", "corrupt"].value == 6
     assert children["ucm:tier_used_bytes"]["llama", "1", "my.tier"].value == 7
     assert children["ucm:load_duration_seconds"]["llama", "1"].observed == [0.1, 0.2] * 2
+
+
+@pytest.mark.parametrize(("name", "former"), FORMER_NAMES.items())
+def test_a_renamed_metric_is_exported_under_its_former_name_too(name: str, former: str) -> None:
+    made = series()
+    value: float | list[float] = [0.5] if METRICS[name].kind is Kind.HISTOGRAM else 3.0
+    made.observe({name: {"posix" if METRICS[name].labels else "": value}}, 1)
+    new, old = Metric.taken[name].children, Metric.taken[former].children
+    assert {labels: vars(child) for labels, child in old.items()} == {labels: vars(c) for labels, c in new.items()}
+    assert any(child.value == 3.0 or child.observed == [0.5] for child in old.values())
 
 
 def test_a_second_set_in_a_process_uses_the_same_names() -> None:

@@ -26,7 +26,7 @@ ATTENDS = 9
 
 ENGINES = {
     "direct": Setting(),
-    "direct, loads and dumps fail": Setting(ranks=2, failing_loads=0.3, failing_dumps=0.05, aborts=0.2),
+    "direct, loads and saves fail": Setting(ranks=2, failing_loads=0.3, failing_saves=0.05, aborts=0.2),
     "direct, asynchronous": Setting(asynchronous=True, ranks=2, failing_loads=0.2, aborts=0.2),
     "direct, no prefix cache": Setting(caching=False, failing_loads=0.1),
     "layer by layer, asynchronous": Setting(layerwise=True, asynchronous=True, aborts=0.2),

@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> StoreConfig:
     root = tmp_path / "root"
     root.mkdir()
     # Without the low priority, with which a thread hardly ever runs on a busy machine.
-    return StoreConfig(directories=(str(root),), lookup_cache_keys=0, dump_nice=0)
+    return StoreConfig(directories=(str(root),), lookup_cache_keys=0, save_nice=0)
 
 
 class Clock:

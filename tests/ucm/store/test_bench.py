@@ -15,7 +15,7 @@ from ucm.testing.blocks import files
 if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
 
-SMALL = Workload(blocks=4, shards=3, shard_nbytes=5000, rounds=3)
+SMALL = Workload(blocks=4, slices=3, slice_nbytes=5000, rounds=3)
 
 
 @pytest.mark.parametrize("pipeline", ["Posix", "Dram", "Cache|Posix"])
@@ -23,14 +23,14 @@ def test_every_operation_is_measured_in_every_round(config: StoreConfig, memory:
     chosen = replace(config, pipeline=pipeline, dram_directory=memory, dram_capacity_bytes=1 << 24, load_threads=3)
     heard: list[str] = []
     figures = bench(for_bench(chosen), SMALL, heard.append)
-    expected = ["memcpy", "staged", "write", "write x2", "dump", "read hot", "read hot x3", "load hot"]
+    expected = ["memcpy", "staged", "write", "write x2", "save", "read hot", "read hot x3", "load hot"]
     if pipeline == "Posix":
         expected += ["read cold", "read cold x3", "load cold"]
     assert sorted(figures.seconds) == sorted(expected)
     assert all(len(seconds) == SMALL.rounds for seconds in figures.seconds.values())
     assert sorted(heard) == sorted(SMALL.rounds * expected)
     compared = beside(chosen)
-    assert set(compared) >= {"dump", "load hot", "staged"}
+    assert set(compared) >= {"save", "load hot", "staged"}
     for operation, (plain, share) in compared.items():
         assert 0 < share < 1
         if operation in figures.seconds:

@@ -232,7 +232,7 @@ def test_what_is_being_used_survives_a_storm(config: StoreConfig) -> None:
             for block, data in fetch(one, KEYS, EVEN)[0].items():
                 assert data == content(block, EVEN)
         eventually(lambda: scan(config.directories[0]).nbytes <= 10 * FILE)
-        assert set(one.stats()["posix"].failures) <= {"load.missing", "dump.full"}
+        assert set(one.stats()["posix"].failures) <= {"load.missing", "save.full"}
 
 
 @pytest.mark.parametrize("blocks", [1.5, 2.5, 5.9])  # of 1 block, the evictor may take the one just saved

@@ -22,7 +22,7 @@ PATIENT = {"timeout": 60.0, "transfer_timeout": 60.0}
 class TestPosix(StoreConformance):
     @pytest.fixture
     def config(self, tmp_path: Path) -> StoreConfig:
-        return StoreConfig(directories=(str(tmp_path),), dump_nice=0)
+        return StoreConfig(directories=(str(tmp_path),), save_nice=0)
 
 
 class TestPosixSeveralDirectories(StoreConformance):
@@ -31,13 +31,13 @@ class TestPosixSeveralDirectories(StoreConformance):
         directories = [tmp_path / name for name in ("a", "b", "c")]
         for directory in directories:
             directory.mkdir()
-        return StoreConfig(directories=tuple(map(str, directories)), dump_nice=0)
+        return StoreConfig(directories=tuple(map(str, directories)), save_nice=0)
 
 
 class TestPosixDirectWithSync(StoreConformance):
     @pytest.fixture
     def config(self, tmp_path: Path) -> StoreConfig:
-        return StoreConfig(directories=(str(tmp_path),), direct_io=True, fsync=True, dump_nice=0)
+        return StoreConfig(directories=(str(tmp_path),), direct_io=True, fsync=True, save_nice=0)
 
 
 class TestPosixWithCapacityAndOneThread(StoreConformance):
@@ -47,8 +47,8 @@ class TestPosixWithCapacityAndOneThread(StoreConformance):
             directories=(str(tmp_path),),
             posix_capacity_bytes=64 * MIB,
             load_threads=1,
-            dump_threads=1,
-            dump_nice=0,
+            save_threads=1,
+            save_nice=0,
             lookup_cache_keys=0,
         )
 
@@ -56,7 +56,7 @@ class TestPosixWithCapacityAndOneThread(StoreConformance):
 class TestDram(StoreConformance):
     @pytest.fixture
     def config(self, memory: str) -> StoreConfig:
-        return StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=64 * MIB, dump_nice=0)
+        return StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=64 * MIB, save_nice=0)
 
 
 class TestCachePosix(StoreConformance):
@@ -67,21 +67,21 @@ class TestCachePosix(StoreConformance):
             directories=(str(tmp_path),),
             dram_directory=memory,
             dram_capacity_bytes=64 * MIB,
-            dump_nice=0,
+            save_nice=0,
         )
 
 
 class TestRedis(StoreConformance):
     @pytest.fixture
     def config(self, redis_server: RedisServer) -> StoreConfig:
-        return StoreConfig(pipeline="Redis", tiers={"Redis": {"address": redis_server.address, **PATIENT}}, dump_nice=0)
+        return StoreConfig(pipeline="Redis", tiers={"Redis": {"address": redis_server.address, **PATIENT}}, save_nice=0)
 
 
 class TestPosixRedis(StoreConformance):
     @pytest.fixture
     def config(self, tmp_path: Path, redis_server: RedisServer) -> StoreConfig:
         tiers = {"Redis": {"address": redis_server.address, "ttl_seconds": 600, **PATIENT}}
-        return StoreConfig(pipeline="Posix|Redis", directories=(str(tmp_path),), tiers=tiers, dump_nice=0)
+        return StoreConfig(pipeline="Posix|Redis", directories=(str(tmp_path),), tiers=tiers, save_nice=0)
 
 
 class TestRedisCluster(StoreConformance):
@@ -89,5 +89,5 @@ class TestRedisCluster(StoreConformance):
     def config(self, redis_cluster: list[RedisServer]) -> StoreConfig:
         addresses = [node.address for node in redis_cluster[:2]]
         return StoreConfig(
-            pipeline="Redis", tiers={"Redis": {"address": addresses, "mode": "cluster", **PATIENT}}, dump_nice=0
+            pipeline="Redis", tiers={"Redis": {"address": addresses, "mode": "cluster", **PATIENT}}, save_nice=0
         )

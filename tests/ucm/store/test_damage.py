@@ -1,4 +1,4 @@
-"""Files that are not what was stored: never loaded, set aside, counted, and written anew by the next dump."""
+"""Files that are not what was stored: never loaded, quarantined, counted, and written anew by the next save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def store(config: StoreConfig) -> Iterator[KVStore]:
 
 
 def is_refused(store: KVStore, path: Path, damaged: bytes) -> None:
-    before = store.stats()["posix"].set_aside_blocks
+    before = store.stats()["posix"].quarantined_blocks
     path.write_bytes(damaged)
     assert store.lookup([KEY]) == [True]
     loaded, failed = fetch(store, [KEY], ODD)
@@ -51,7 +51,7 @@ def is_refused(store: KVStore, path: Path, damaged: bytes) -> None:
     assert failed[KEY].where == str(path)
     assert not path.exists()
     assert store.lookup([KEY]) == [False]
-    assert store.stats()["posix"].set_aside_blocks == before + 1
+    assert store.stats()["posix"].quarantined_blocks == before + 1
 
 
 def test_every_byte_of_the_header(store: KVStore, path: Path) -> None:
@@ -62,10 +62,10 @@ def test_every_byte_of_the_header(store: KVStore, path: Path) -> None:
     assert fetch(store, [KEY], ODD)[0] == {KEY: content(KEY, ODD)}
 
 
-def test_bits_of_the_shards(store: KVStore, path: Path) -> None:
+def test_bits_of_the_slices(store: KVStore, path: Path) -> None:
     good = path.read_bytes()
     chance = np.random.default_rng(3)
-    first_of_each = [HEADER + sum(ODD.shard_sizes[:index]) for index in range(len(ODD.shard_sizes))]
+    first_of_each = [HEADER + sum(ODD.slice_sizes[:index]) for index in range(len(ODD.slice_sizes))]
     for index in [*first_of_each, len(good) - 1, *chance.integers(HEADER, len(good), 200)]:
         is_refused(store, path, good[:index] + bytes([good[index] ^ 1 << int(chance.integers(8))]) + good[index + 1 :])
 
@@ -107,12 +107,12 @@ def test_a_whole_block_in_the_wrong_place(store: KVStore, config: StoreConfig, p
 def test_a_part_of_a_block_is_checked_as_well(store: KVStore, path: Path) -> None:
     good = path.read_bytes()
     wanted = 3
-    begin = HEADER + sum(ODD.shard_sizes[:wanted])
+    begin = HEADER + sum(ODD.slice_sizes[:wanted])
     memory = Memory(KEY, ODD)
     # Damage outside what is asked for is not looked at; damage within it, or in the header, is.
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     assert store.wait(store.load([memory.transfer(wanted, 1)])).failed == {}
-    for index in (begin, begin + ODD.shard_sizes[wanted] - 1, 70, 200):
+    for index in (begin, begin + ODD.slice_sizes[wanted] - 1, 70, 200):
         path.write_bytes(good[:index] + bytes([good[index] ^ 1]) + good[index + 1 :])
         assert KEY in store.wait(store.load([memory.transfer(wanted, 1)])).failed
         assert not path.exists()
@@ -126,11 +126,11 @@ def test_a_damaged_block_is_written_anew(store: KVStore, path: Path) -> None:
 
 def test_a_bounded_number_is_kept(store: KVStore, config: StoreConfig, path: Path, layout: Layout) -> None:
     good = path.read_bytes()
-    for number in range(config.aside_keep + 5):
+    for number in range(config.quarantine_keep + 5):
         is_refused(store, path, good[: HEADER + number])
-    kept = sorted(Path(layout.aside).iterdir())
-    assert len(kept) == config.aside_keep
-    assert [file.stat().st_size - HEADER for file in kept] == list(range(5, config.aside_keep + 5))
+    kept = sorted(Path(layout.quarantine).iterdir())
+    assert len(kept) == config.quarantine_keep
+    assert [file.stat().st_size - HEADER for file in kept] == list(range(5, config.quarantine_keep + 5))
     assert all(KEY.hex() in file.name and file.name.endswith("-corrupt") for file in kept)
 
 
@@ -145,6 +145,6 @@ def test_each_cause_is_counted_and_logged_once(store: KVStore, path: Path, said:
 
 
 def test_what_cannot_be_moved_is_deleted(store: KVStore, path: Path, layout: Layout) -> None:
-    Path(layout.aside).rmdir()
-    Path(layout.aside).write_text("in the way", encoding="utf-8")
+    Path(layout.quarantine).rmdir()
+    Path(layout.quarantine).write_text("in the way", encoding="utf-8")
     is_refused(store, path, path.read_bytes()[:-1])

@@ -102,7 +102,7 @@ def test_a_damaged_value_is_removed_and_is_a_miss(config: StoreConfig, shelf: di
         shelf[KEYS[1]] = whole
         assert {error.cause for error in fetch(store, KEYS[:2], ODD)[1].values()} == {"corrupt", "foreign"}
         assert set(shelf) == {KEYS[2]}
-        assert store.stats()["shelf"].set_aside_blocks == 2
+        assert store.stats()["shelf"].quarantined_blocks == 2
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_back_end_by_its_entry_point(config: StoreConfig, monkeypatch: pytest.
 def test_the_empty_store_takes_everything_and_has_nothing() -> None:
     with open_store(StoreConfig(pipeline="Empty"), "n", ODD) as store:
         memories = filled(KEYS, ODD)
-        assert store.wait(store.dump([memory.transfer() for memory in memories])).failed == {}
+        assert store.wait(store.save([memory.transfer() for memory in memories])).failed == {}
         assert set(store.wait(store.commit(KEYS)).done) == set(KEYS)
         store.discard(KEYS)
         store.prefetch(KEYS)
@@ -153,7 +153,7 @@ def test_the_empty_store_takes_everything_and_has_nothing() -> None:
         assert store.check(task)
         assert {type(error) for error in store.wait(task).failed.values()} == {BlockMissingError}
         stats = store.stats()["empty"]
-        assert (stats.lookups, stats.hits, stats.dumped_blocks) == (4, 0, 3)
+        assert (stats.lookups, stats.hits, stats.saved_blocks) == (4, 0, 3)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_a_wrong_option_is_named(config: StoreConfig, changes: dict[str, Any], w
         ("dram_capacity_fraction", 0.0),
         ("dram_capacity_fraction", 1.5),
         ("load_threads", 0),
-        ("dump_threads", 0),
-        ("dump_nice", -1),
-        ("dump_nice", 20),
-        ("dump_queue_bytes", 0),
+        ("save_threads", 0),
+        ("save_nice", -1),
+        ("save_nice", 20),
+        ("save_queue_bytes", 0),
         ("rest_seconds", -1.0),
     ],
 )

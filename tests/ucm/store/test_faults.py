@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.ucm.store.workers import dump_for_ever, live_with_limits, live_without_privileges
+from tests.ucm.store.workers import live_with_limits, live_without_privileges, save_for_ever
 from ucm.store.config import StoreConfig
 from ucm.store.errors import StoreFullError
 from ucm.store.factory import open_store
@@ -54,7 +54,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_writer_killed_at_any_moment_leaves_whole_blocks(config: StoreConfig) -> None:
     chance = np.random.default_rng(11)
     for attempt in range(8):
-        writers = [SPAWN.Process(target=dump_for_ever, args=(config, NAMESPACE, EVEN, 2 * attempt + i)) for i in (0, 1)]
+        writers = [SPAWN.Process(target=save_for_ever, args=(config, NAMESPACE, EVEN, 2 * attempt + i)) for i in (0, 1)]
         for writer in writers:
             writer.start()
         root = Path(config.directories[0], NAMESPACE)
@@ -84,7 +84,7 @@ def test_a_full_disk(small_disk: Path, said: list[str]) -> None:
         outcome = save(store, keys, EVEN)
         assert outcome.done
         assert {type(error) for error in outcome.failed.values()} == {StoreFullError}
-        assert len([line for line in said if "dump.full" in line]) == 1
+        assert len([line for line in said if "save.full" in line]) == 1
         loaded, _ = fetch(store, keys, EVEN)
         assert loaded == {block: content(block, EVEN) for block in outcome.done}
         assert list(Path(Layout(str(small_disk), NAMESPACE).temporary).iterdir()) == []

@@ -25,21 +25,21 @@ keys = st.binary(min_size=16, max_size=64).map(BlockKey)
 
 def file_of(geometry: BlockGeometry = ODD, block: BlockKey = KEY, namespace: str = NAMESPACE) -> bytearray:
     data = content(block, geometry)
-    sums = sums_of(Memory(block, geometry, data).shards)
+    sums = sums_of(Memory(block, geometry, data).slices)
     return HeaderCodec(namespace, geometry).encode(block, sums) + bytearray(data)
 
 
 @settings(deadline=None)
 @given(geometry=geometries, block=keys, data=st.data())
 def test_a_header_is_read_as_it_was_made(geometry: BlockGeometry, block: BlockKey, data: st.DataObject) -> None:
-    count = len(geometry.shard_sizes)
+    count = len(geometry.slice_sizes)
     sums = data.draw(st.lists(st.integers(0, (1 << 64) - 1), min_size=count, max_size=count))
     codec = HeaderCodec(NAMESPACE, geometry)
     header = codec.encode(block, sums)
     assert len(header) % UNIT == 0
     assert len(header) == codec.nbytes == header_nbytes(header)
     found = decode(header)
-    assert (found.key, found.fingerprint, found.shard_sizes) == (block, geometry.fingerprint, geometry.shard_sizes)
+    assert (found.key, found.fingerprint, found.slice_sizes) == (block, geometry.fingerprint, geometry.slice_sizes)
     assert found.checksums == tuple(sums) == codec.checksums(header)
     assert found.file_nbytes == codec.file_nbytes == codec.offsets[-1]
 
@@ -60,7 +60,7 @@ def test_the_layout_on_disk_is_as_documented() -> None:
 @pytest.mark.parametrize("geometry", [ODD, EVEN, MANY])
 def test_a_file_is_verified_by_its_own_header(geometry: BlockGeometry) -> None:
     file = file_of(geometry)
-    assert verify(memoryview(file), KEY).shard_sizes == geometry.shard_sizes
+    assert verify(memoryview(file), KEY).slice_sizes == geometry.slice_sizes
     with pytest.raises(BlockForeignError, match=re.escape(KEY.hex())):
         verify(memoryview(file), key(2))
 
@@ -78,11 +78,11 @@ def test_every_changed_byte_of_the_header_is_noticed() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_every_changed_byte_of_the_shards_is_noticed(data: st.DataObject) -> None:
+def test_every_changed_byte_of_the_slices_is_noticed(data: st.DataObject) -> None:
     file = file_of()
     index = data.draw(st.integers(header_nbytes(file), len(file) - 1))
     file[index] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(BlockCorruptError, match="shard"):
+    with pytest.raises(BlockCorruptError, match="layer slice"):
         verify(memoryview(file), KEY)
 
 
@@ -110,7 +110,7 @@ def test_junk_is_no_block(junk: bytes) -> None:
 def test_lengths_are_not_believed(data: st.DataObject) -> None:
     """Even in a header whose checksum is right."""
     codec = HeaderCodec(NAMESPACE, ODD)
-    header = codec.encode(KEY, [0] * len(ODD.shard_sizes))
+    header = codec.encode(KEY, [0] * len(ODD.slice_sizes))
     at, nbytes = data.draw(st.sampled_from([(10, 2), (12, 4), (16, 8), (56, 1), (128, 8)]))
     old = bytes(header[at : at + nbytes])
     new = data.draw(st.binary(min_size=nbytes, max_size=nbytes).filter(lambda value: value != old))
@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said() -> None:
     others = {
         "another namespace": file_of(namespace="other"),
         "key is": file_of(block=key(2)),
-        "fingerprint": file_of(BlockGeometry(ODD.shard_sizes, bytes(16))),
+        "fingerprint": file_of(BlockGeometry(ODD.slice_sizes, bytes(16))),
         "other sizes": file_of(BlockGeometry((1, 2), ODD.fingerprint)),
     }
     for words, file in others.items():
@@ -163,5 +163,5 @@ def test_what_is_wrong_is_said() -> None:
     ],
 )
 def test_a_geometry_that_cannot_be_stored_is_refused(geometry: BlockGeometry) -> None:
-    with pytest.raises(ValueError, match=r"shards|fingerprint"):
+    with pytest.raises(ValueError, match=r"layer slices|fingerprint"):
         HeaderCodec(NAMESPACE, geometry)

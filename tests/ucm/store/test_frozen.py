@@ -119,7 +119,7 @@ def eventually(store: KVStore, tier: str, **values: float) -> None:
 # Written behind.
 
 
-def test_a_frozen_lower_tier_delays_no_dump(both: StoreConfig, server: Server) -> None:
+def test_a_frozen_lower_tier_delays_no_save(both: StoreConfig, server: Server) -> None:
     with open_store(both, "n", EVEN) as store:
         server.thawed.clear()
         saved = save(store, KEYS, EVEN)
@@ -140,7 +140,7 @@ def test_what_waits_is_written_after_the_rest(both: StoreConfig, server: Server,
         clock.now += NEVER
         assert store.flush(LONG)
         stats = store.stats()["server"]
-        assert (stats.dumped_blocks, stats.dumped_bytes) == (len(KEYS), len(KEYS) * EVEN.nbytes)
+        assert (stats.saved_blocks, stats.saved_bytes) == (len(KEYS), len(KEYS) * EVEN.nbytes)
     assert set(server.values) == set(KEYS)
 
 
@@ -149,7 +149,7 @@ def test_what_falls_behind_is_dropped_and_counted(both: StoreConfig, server: Ser
     with open_store(limited, "n", EVEN) as store:
         server.thawed.clear()
         assert save(store, KEYS, EVEN).failed == {}
-        assert store.stats()["server"].failures["dump.full"] == len(KEYS) - 5
+        assert store.stats()["server"].failures["save.full"] == len(KEYS) - 5
         eventually(store, "server", queued_bytes=5 * (EVEN.nbytes + 4096))
 
 
@@ -160,7 +160,7 @@ def test_closing_waits_for_no_frozen_tier_and_counts_what_is_lost(both: StoreCon
     save(store, KEYS, EVEN)
     eventually(store, "server", resting=1)
     store.close()
-    assert store.stats()["server"].failures["dump.unavailable"] == len(KEYS)
+    assert store.stats()["server"].failures["save.unavailable"] == len(KEYS)
 
 
 def test_closing_waits_once_for_all_writes_that_hang(
@@ -196,7 +196,7 @@ def test_closing_waits_once_for_all_writes_that_hang(
     began = time.monotonic()
     assert ends(store.close)
     assert time.monotonic() - began < len(roots) * seconds
-    assert store.stats()["posix"].failures["dump.unavailable"] == len(KEYS)
+    assert store.stats()["posix"].failures["save.unavailable"] == len(KEYS)
     directory.thawed.set()
 
 
@@ -217,7 +217,7 @@ def test_a_block_evicted_before_its_turn_is_dropped_and_counted(
         server.thawed.set()
         clock.now += NEVER
         assert store.flush(LONG)
-        assert store.stats()["server"].failures["dump.missing"] == len(KEYS)
+        assert store.stats()["server"].failures["save.missing"] == len(KEYS)
     assert server.values == {}
 
 
@@ -256,7 +256,7 @@ def test_what_comes_from_the_lower_tier_is_kept_without_another_read(both: Store
         server.calls = 0
         loaded, failed = fetch(store, KEYS, EVEN)
         assert (loaded, failed) == ({block: content(block, EVEN) for block in KEYS}, {})
-        eventually(store, "posix", dumped_blocks=2 * len(KEYS))
+        eventually(store, "posix", saved_blocks=2 * len(KEYS))
         assert fetch(store, KEYS, EVEN)[0] == loaded
         assert server.calls == len(KEYS)
 
@@ -279,7 +279,7 @@ def test_without_memory_for_a_copy_a_loaded_block_is_not_kept_and_nobody_waits(
         assert set(store.wait(task).done) == set(KEYS)
         assert store.stats()["posix"].failures == {"promote.other": len(KEYS)}
         fetch(store, KEYS, EVEN)
-        eventually(store, "posix", dumped_blocks=2 * len(KEYS))
+        eventually(store, "posix", saved_blocks=2 * len(KEYS))
         del server
 
 

@@ -77,15 +77,15 @@ def test_the_reason_is_said_at_each_rest(resting: Breaker, said: list[str], cloc
 def test_another_reason_of_the_medium_is_said_as_well(said: list[str]) -> None:
     counters = TierCounters("posix")
     for reason in ("no such directory", "no permission", "no such directory", "no permission"):
-        counters.failed("dump", StoreUnavailableError(reason))
+        counters.failed("save", StoreUnavailableError(reason))
     for number in range(3):
         counters.failed("load", BlockMissingError(f"block {number} is not there"))
     assert [line.rpartition(": ")[2] for line in said] == ["no such directory", "no permission", "block 0 is not there"]
-    assert counters.snapshot(None, None).failures == {"dump.unavailable": 4, "load.missing": 3}
+    assert counters.snapshot(None, None).failures == {"save.unavailable": 4, "load.missing": 3}
 
 
 def test_reasons_without_end_are_not_said_without_end(said: list[str]) -> None:
     counters = TierCounters("posix")
     for number in range(100):
-        counters.failed("dump", StoreUnavailableError(f"reason {number}"))
+        counters.failed("save", StoreUnavailableError(f"reason {number}"))
     assert len(said) == 8

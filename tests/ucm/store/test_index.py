@@ -136,7 +136,7 @@ def test_what_another_evicts_is_forgotten(store: KVStore, layout: Layout) -> Non
     assert store.lookup(KEYS) == [True] * 5 + [False] * 5 + [True] * 20 + [False] * 10
 
 
-def test_what_another_sets_aside_is_forgotten(store: KVStore, config: StoreConfig, layout: Layout) -> None:
+def test_what_another_quarantines_is_forgotten(store: KVStore, config: StoreConfig, layout: Layout) -> None:
     path = Path(layout.block(KEYS[3]))
     path.write_bytes(path.read_bytes()[:-1])
     with open_store(config, NAMESPACE, ODD) as other:

@@ -10,7 +10,7 @@ import pytest
 from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.inspection import check_block, put_aside, stored_blocks
+from ucm.store.inspection import check_block, quarantine_block, stored_blocks
 from ucm.store.posix.layout import Layout
 from ucm.testing.blocks import ODD, key, save
 
@@ -52,6 +52,6 @@ def test_what_is_wrong_with_a_block(root: str) -> None:
     assert [type(error) for error in found] == expected
     assert found[0] is not None
     assert found[0].where == str(paths[0])
-    assert put_aside(blocks[KEYS[0]], found[0], keep=1)
+    assert quarantine_block(blocks[KEYS[0]], found[0], keep=1)
     assert not paths[0].exists()
     assert len(list((Path(root) / "c" / "aside").iterdir())) == 1

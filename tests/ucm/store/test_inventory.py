@@ -34,7 +34,7 @@ def test_a_namespace_s_stock(layout: Layout) -> None:
     stock = take_stock(layout, 3600, lambda: steps.append(None))
     assert (stock.namespace, stock.blocks, stock.nbytes, len(steps)) == ("a/b", 3, 3 * FILE, 3)
     assert (stock.oldest, stock.newest) == (1000, 1002)
-    assert (stock.temporaries, stock.left_behind, stock.aside, stock.side_nbytes) == (0, 0, 0, 0)
+    assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_nbytes) == (0, 0, 0, 0)
 
 
 def test_a_block_used_in_1970(layout: Layout) -> None:
@@ -56,15 +56,15 @@ def test_what_the_dead_left(layout: Layout) -> None:
     dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
     for name in (mine, dead):
         Path(layout.temporary, name).write_bytes(b"x" * 7)
-        Path(layout.aside, name).write_bytes(b"x")
-    Path(layout.aside, "1-ab-corrupt").write_bytes(b"x" * 3)
+        Path(layout.quarantine, name).write_bytes(b"x")
+    Path(layout.quarantine, "1-ab-corrupt").write_bytes(b"x" * 3)
     left = left_behind(layout, 3600)
     assert {(file.path, file.nbytes) for file in left} == {
         (f"{layout.temporary}/{dead}", 7),
-        (f"{layout.aside}/{dead}", 1),
+        (f"{layout.quarantine}/{dead}", 1),
     }
     stock = take_stock(layout, 3600)
-    assert (stock.temporaries, stock.left_behind, stock.aside, stock.side_nbytes) == (2, 2, 1, 17)
+    assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_nbytes) == (2, 2, 1, 17)
     Path(layout.temporary, mine).rename(Path(layout.temporary, f"{'0' * 16}-1-1-0-0"))  # of another host
     assert len(left_behind(layout, 3600)) == 2
     assert len(left_behind(layout, -1)) == 3

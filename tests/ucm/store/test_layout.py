@@ -138,7 +138,7 @@ def test_a_store_in_use_deletes_what_is_stale(config: StoreConfig, monkeypatch: 
     left.write_bytes(b"x" * 1000)
     with open_store(config, "n", ODD) as store:
         writing = filled([key(2)], ODD)[0]
-        store.wait(store.dump([writing.transfer()]))
+        store.wait(store.save([writing.transfer()]))
         save(store, [key(1)], ODD)
         deadline = time.monotonic() + 60
         while left.exists():

@@ -82,7 +82,7 @@ def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatc
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(OSError, match="No space"):
             layout.make()
-        assert list(Path(layout.aside).iterdir()) == []
+        assert list(Path(layout.quarantine).iterdir()) == []
     layout.make()
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse)

@@ -136,12 +136,12 @@ def test_what_the_medium_refuses_while_writing(
     with open_store(config, NAMESPACE, ODD) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", refuse)
-            result = store.wait(store.dump([memory.transfer() for memory in filled(KEYS[:2], ODD)]))
+            result = store.wait(store.save([memory.transfer() for memory in filled(KEYS[:2], ODD)]))
             assert {type(found) for found in result.failed.values()} == {error}
         committed = store.wait(store.commit(KEYS[:2]))
         assert {type(found) for found in committed.failed.values()} == {IncompleteBlockError}
         assert {type(found.__cause__) for found in committed.failed.values()} == {error}
-        assert store.stats()["posix"].failures == {f"dump.{cause}": 2}
+        assert store.stats()["posix"].failures == {f"save.{cause}": 2}
         assert save(store, KEYS, ODD).failed == {}
     assert len(files(config.directories[0])) == len(KEYS)
 
@@ -154,12 +154,12 @@ def test_the_first_cause_is_kept_through_a_rest(
     def refuse(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    with open_store(replace(config, dump_threads=1), NAMESPACE, ODD) as store:
+    with open_store(replace(config, save_threads=1), NAMESPACE, ODD) as store:
         number = errno.ENOSPC
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", refuse)
             assert {type(error) for error in save(store, KEYS[:8], ODD).failed.values()} == {StoreFullError}
-            assert store.stats()["posix"].failures == {"dump.full": 8}
+            assert store.stats()["posix"].failures == {"save.full": 8}
             clock.now += config.rest_seconds
             number = errno.ESTALE
             assert {type(error) for error in save(store, KEYS[:8], ODD).failed.values()} == {StoreUnavailableError}
@@ -203,7 +203,7 @@ def test_a_medium_that_fails_while_reading_rests(
         assert store.lookup_on_prefix(KEYS) == len(KEYS)
         assert fetch(store, KEYS[:1], ODD)[0] == {KEYS[0]: content(KEYS[0], ODD)}
         assert fetch(store, KEYS, ODD)[1] == {}
-        assert store.stats()["posix"].set_aside_blocks == 0
+        assert store.stats()["posix"].quarantined_blocks == 0
 
 
 def test_a_medium_that_says_that_a_block_is_gone_works_again(
@@ -343,7 +343,7 @@ def test_claiming_space_is_left_where_it_cannot_be(
 
     monkeypatch.setattr(posix_files, "_fallocate", lambda: refuse if number else None)
     large = BlockGeometry((posix_files.CLAIM_FROM,), bytes(16))
-    with open_store(replace(config, dump_threads=1), NAMESPACE, large) as store:
+    with open_store(replace(config, save_threads=1), NAMESPACE, large) as store:
         assert save(store, KEYS[:3], large).failed == {}
         assert fetch(store, KEYS[:3], large)[0] == {block: content(block, large) for block in KEYS[:3]}
     assert calls == {errno.EOPNOTSUPP: 1, errno.EINTR: 3, None: 0}[number]

@@ -67,10 +67,10 @@ def test_until_it_is_open_nothing_is_there_and_what_is_saved_waits(frozen: Froze
     store = frozen.store
     assert (store.lookup(KEYS), store.lookup_on_prefix(KEYS), store.stats()) == ([False] * 8, 0, {})
     store.prefetch(KEYS)
-    store.stand_back(active=True)
+    store.throttle(active=True)
     assert not store.flush(0)
     memories = filled(KEYS, EVEN)
-    tasks = [store.dump([memory.transfer() for memory in memories]), store.commit(KEYS)]
+    tasks = [store.save([memory.transfer() for memory in memories]), store.commit(KEYS)]
     into = filled(KEYS, EVEN, version=1)
     assert not any(store.check(task) for task in tasks)
     frozen.thaw()
@@ -83,18 +83,18 @@ def test_until_it_is_open_nothing_is_there_and_what_is_saved_waits(frozen: Froze
 
 
 def test_what_was_discarded_meanwhile_is_not_stored(frozen: Frozen) -> None:
-    dumped = frozen.store.dump([memory.transfer() for memory in filled(KEYS, EVEN)])
+    saved = frozen.store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
     frozen.store.discard(KEYS[:4])
     committed = frozen.store.commit(KEYS)
     frozen.thaw()
-    frozen.store.wait(dumped)
+    frozen.store.wait(saved)
     assert set(frozen.store.wait(committed).done) == set(KEYS[4:])
     assert frozen.store.lookup(KEYS) == [False] * 4 + [True] * 4
 
 
 def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(frozen: Frozen, clock: Clock) -> None:
     store, memories = frozen.store, filled(KEYS, EVEN)
-    tasks = [store.dump([memory.transfer() for memory in memories]), store.commit(KEYS)]
+    tasks = [store.save([memory.transfer() for memory in memories]), store.commit(KEYS)]
     clock.now += frozen.config.stuck_seconds
     tasks.append(store.load([memory.transfer() for memory in filled(KEYS, EVEN)]))
     assert all(store.check(task) for task in tasks)
@@ -110,7 +110,7 @@ def test_after_a_while_what_waits_is_refused_and_its_memory_never_read_again(fro
 
 
 def test_whoever_waits_for_a_task_waits_no_longer_than_the_patience(frozen: Frozen, clock: Clock) -> None:
-    task = frozen.store.dump([memory.transfer() for memory in filled(KEYS, EVEN)])
+    task = frozen.store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
     failed: list[set[object]] = []
     waiting = threading.Thread(target=lambda: failed.append(set(frozen.store.wait(task).failed)), daemon=True)
     waiting.start()
@@ -154,7 +154,7 @@ def test_a_store_that_cannot_be_opened_is_told_and_costs_its_blocks(
         raise ConfigError("it is not there", where=str(tmp_path))
 
     store = OpeningStore(fail, config.stuck_seconds)
-    result = store.wait(store.dump([memory.transfer() for memory in filled(KEYS, EVEN)]))
+    result = store.wait(store.save([memory.transfer() for memory in filled(KEYS, EVEN)]))
     assert {error.cause for error in result.failed.values()} == {"unavailable"}
     assert store.lookup(KEYS) == [False] * 8
     assert sum("nothing is loaded or saved here: the store could not be opened" in line for line in said) == 1
@@ -163,11 +163,11 @@ def test_a_store_that_cannot_be_opened_is_told_and_costs_its_blocks(
 
 def test_misuse_of_one_that_is_not_open_is_told_with_the_task(frozen: Frozen) -> None:
     memory = filled(KEYS[:1], EVEN)[0]
-    task = frozen.store.dump([memory.transfer(1)])
-    wrong = frozen.store.dump([BlockTransfer(KEYS[1], [memoryview(b"short")])])
+    task = frozen.store.save([memory.transfer(1)])
+    wrong = frozen.store.save([BlockTransfer(KEYS[1], [memoryview(b"short")])])
     frozen.thaw()
     assert frozen.store.wait(task).failed == {}
-    assert "shard" in str(frozen.store.wait(wrong).failed[KEYS[1]])
+    assert "layer slice" in str(frozen.store.wait(wrong).failed[KEYS[1]])
 
 
 def test_an_open_store_is_the_store_itself(config: StoreConfig) -> None:
@@ -176,8 +176,8 @@ def test_an_open_store_is_the_store_itself(config: StoreConfig) -> None:
     assert set(save(store, KEYS, EVEN).done.values()) == {"posix"}
     assert store.lookup_on_prefix(KEYS) == 8
     store.prefetch(KEYS)
-    store.stand_back(active=False)
+    store.throttle(active=False)
     store.discard(KEYS)
     assert fetch(store, KEYS, EVEN) == ({block: content(block, EVEN) for block in KEYS}, {})
-    assert store.stats()["posix"].dumped_blocks == 8
+    assert store.stats()["posix"].saved_blocks == 8
     store.close()

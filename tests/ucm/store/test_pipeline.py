@@ -161,8 +161,8 @@ def test_one_tier_takes_what_the_other_cannot(both: StoreConfig, lost: str, left
         assert served_by(store, KEYS) == {left}
         # What is written behind waits for the end of the rest; what nothing else takes is told at once.
         failures = 3 if lost == "posix" else 6
-        eventually(lambda: store.stats()[lost].failures.get("dump.unavailable") == failures)
-        assert set(store.stats()[lost].failures) <= {"dump.unavailable", "load.unavailable", "promote.unavailable"}
+        eventually(lambda: store.stats()[lost].failures.get("save.unavailable") == failures)
+        assert set(store.stats()[lost].failures) <= {"save.unavailable", "load.unavailable", "promote.unavailable"}
         assert store.stats()[left].failures == {}
 
 
@@ -195,5 +195,5 @@ def test_a_block_that_one_tier_has_is_written_to_the_other(store: KVStore, kept:
     assert set(save(store, KEYS, EVEN).done.values()) == {"dram"}
     assert store.flush(60)
     assert all(Path(kept.block(block)).exists() for block in KEYS)
-    assert store.stats()["dram"].dumped_blocks == 6
-    assert store.stats()["posix"].dumped_blocks == 12
+    assert store.stats()["dram"].saved_blocks == 6
+    assert store.stats()["posix"].saved_blocks == 12

@@ -29,10 +29,10 @@ NAMESPACE = "a/b"
 KEYS = [key(number) for number in range(12)]
 
 
-def dump(store: KVStore, number: int) -> Memory:
-    """Dump a block without committing it; the memory must live as long as nobody waited."""
+def save_one(store: KVStore, number: int) -> Memory:
+    """Save a block without committing it; the memory must live as long as nobody waited."""
     memory = filled([key(number)], ODD)[0]
-    store.wait(store.dump([memory.transfer()]))
+    store.wait(store.save([memory.transfer()]))
     return memory
 
 
@@ -41,7 +41,7 @@ def test_only_the_owner_reads(config: StoreConfig) -> None:
     try:
         with open_store(config, NAMESPACE, ODD) as store:
             save(store, KEYS, ODD)
-            dump(store, 100)
+            save_one(store, 100)
             root = Path(config.directories[0])
             for path in root.rglob("*"):
                 assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
@@ -57,11 +57,11 @@ def test_a_lookup_alone_makes_nothing(config: StoreConfig) -> None:
 
 def test_nothing_is_left_when_a_block_is_dropped(config: StoreConfig) -> None:
     with open_store(config, NAMESPACE, ODD) as store:
-        dump(store, 1)
+        save_one(store, 1)
         assert len(files(config.directories[0])) == 1
         store.discard([key(1)])
-        dump(store, 2)
-        store.wait(store.dump([filled([key(3)], ODD)[0].transfer(0, 1)]))
+        save_one(store, 2)
+        store.wait(store.save([filled([key(3)], ODD)[0].transfer(0, 1)]))
         store.wait(store.commit([key(3)]))
     assert files(config.directories[0]) == []
 
@@ -70,10 +70,10 @@ def test_forgotten_blocks_are_dropped_in_time(config: StoreConfig, monkeypatch: 
     clock = Clock()
     monkeypatch.setattr("ucm.store.tiered.time", clock)
     with open_store(replace(config, stale_seconds=300.0), NAMESPACE, ODD) as store:
-        dump(store, 1)
+        save_one(store, 1)
         for number in range(2, 8):
             clock.now += 60
-            dump(store, number)
+            save_one(store, number)
         committed = store.wait(store.commit([key(1), key(3)]))
         assert set(committed.done) == {key(3)}
         assert store.lookup([key(1)]) == [False]
@@ -85,12 +85,12 @@ def test_what_waits_while_an_engine_idles_is_not_forgotten(
     clock = Clock()
     monkeypatch.setattr("ucm.store.tiered.time", clock)
     with open_store(config, NAMESPACE, ODD) as store:
-        dump(store, 1)
+        save_one(store, 1)
         (temporary,) = files(config.directories[0])
         os.utime(temporary, (1, 1))
         assert clean_up(config.directories[0], config.stale_seconds) == 0
         clock.now += 10 * config.stale_seconds
-        dump(store, 2)
+        save_one(store, 2)
         assert store.wait(store.commit([key(1), key(2)])).failed == {}
 
 
@@ -98,8 +98,8 @@ def test_two_writers_leave_one_whole_block(config: StoreConfig) -> None:
     with open_store(config, NAMESPACE, ODD) as one, open_store(config, NAMESPACE, ODD) as two:
         memories = filled([KEYS[0]], ODD, version=1), filled([KEYS[0]], ODD, version=2)
         for first, count in ((0, 3), (3, None)):
-            one.wait(one.dump([memories[0][0].transfer(first, count)]))
-            two.wait(two.dump([memories[1][0].transfer(first, count)]))
+            one.wait(one.save([memories[0][0].transfer(first, count)]))
+            two.wait(two.save([memories[1][0].transfer(first, count)]))
         one.wait(one.commit(KEYS[:1]))
         assert fetch(two, KEYS[:1], ODD)[0] == {KEYS[0]: content(KEYS[0], ODD, 1)}
         assert two.wait(two.commit(KEYS[:1])).failed == {}
@@ -112,15 +112,15 @@ def test_a_directory_more_moves_only_its_share(tmp_path: Path) -> None:
     for root in roots:
         root.mkdir()
     keys = [key(number) for number in range(400)]  # where they go depends on the directories' names
-    with open_store(StoreConfig(directories=(str(roots[0]), str(roots[1])), dump_nice=0), NAMESPACE, ODD) as store:
+    with open_store(StoreConfig(directories=(str(roots[0]), str(roots[1])), save_nice=0), NAMESPACE, ODD) as store:
         save(store, keys, ODD)
     with open_store(StoreConfig(directories=tuple(map(str, reversed(roots)))), NAMESPACE, ODD) as store:
         found = store.lookup(keys)
         assert 200 < found.count(True) < 340
 
 
-def test_a_dump_too_many_is_refused_and_nothing_waits(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(config, dump_queue_bytes=2 * ODD.nbytes, dump_threads=1)
+def test_a_save_too_many_is_refused_and_nothing_waits(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(config, save_queue_bytes=2 * ODD.nbytes, save_threads=1)
     pwritev = os.pwritev
 
     def slow(*arguments: Any) -> int:
@@ -130,16 +130,16 @@ def test_a_dump_too_many_is_refused_and_nothing_waits(config: StoreConfig, monke
     monkeypatch.setattr(os, "pwritev", slow)
     with open_store(small, NAMESPACE, ODD) as store:
         memories = filled(KEYS[:4], ODD)
-        result = store.wait(store.dump([memory.transfer() for memory in memories]))
+        result = store.wait(store.save([memory.transfer() for memory in memories]))
         assert set(result.done) == set(KEYS[:2])
         assert {type(error) for error in result.failed.values()} == {StoreFullError}
-        assert {error.fix.split(",")[0] for error in result.failed.values()} == {"raise dump_queue"}
+        assert {error.fix.split(",")[0] for error in result.failed.values()} == {"raise save_queue"}
         committed = store.wait(store.commit(KEYS[:4]))
         assert set(committed.done) == set(KEYS[:2])
         assert {type(error) for error in committed.failed.values()} == {IncompleteBlockError}
-        assert store.stats()["posix"].failures == {"dump.full": 2}
+        assert store.stats()["posix"].failures == {"save.full": 2}
         # A block larger than the queue is taken when nothing else waits.
-        with open_store(replace(small, dump_queue_bytes=1), "other", ODD) as narrow:
+        with open_store(replace(small, save_queue_bytes=1), "other", ODD) as narrow:
             assert save(narrow, KEYS[:1], ODD).failed == {}
 
 
@@ -223,18 +223,18 @@ class Gate:
             assert self.go_on.wait(60)
 
 
-def test_a_commit_right_after_the_last_shard_finishes_a_block_once(
+def test_a_commit_right_after_the_last_slice_finishes_a_block_once(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_store(replace(config, dump_threads=2), NAMESPACE, EVEN) as store:
+    with open_store(replace(config, save_threads=2), NAMESPACE, EVEN) as store:
         assert isinstance(store, TieredStore)
         gate = Gate()
         monkeypatch.setattr(store, "_lock", gate)
-        dumped = store.dump([memory.transfer() for memory in filled(KEYS[:1], EVEN)])
-        assert gate.left.wait(60)  # the dump's thread knows that nothing is pending
+        saved = store.save([memory.transfer() for memory in filled(KEYS[:1], EVEN)])
+        assert gate.left.wait(60)  # the save's thread knows that nothing is pending
         committed = store.commit(KEYS[:1])
         gate.go_on.set()
-        assert store.wait(dumped).failed == {}
+        assert store.wait(saved).failed == {}
         result = store.wait(committed)
     assert (set(result.done), result.failed) == (set(KEYS[:1]), {})
     assert store.stats()["posix"].failures == {}

@@ -22,7 +22,7 @@ from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import Memory, content, fetch, key
 
 GEOMETRY = BlockGeometry((5, 4096, 1, 700), b"stateful 16bytes")
-SHARDS = len(GEOMETRY.shard_sizes)
+SLICES = len(GEOMETRY.slice_sizes)
 KEYS = [key(number) for number in range(4)]
 keys = st.sampled_from(KEYS)
 versions = st.integers(0, 2)
@@ -35,7 +35,7 @@ class Storing(RuleBasedStateMachine):
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
         self.visible: dict[BlockKey, bytes] = {}
-        #: By instance and key: the shards that arrived, or None if the block was there when the first one did.
+        #: By instance and key: the layer slices that arrived, or None if the block was there when the first one did.
         self.begun: dict[tuple[int, BlockKey], dict[int, bytes] | None] = {}
         self.used = 1_000_000_000
 
@@ -49,22 +49,22 @@ class Storing(RuleBasedStateMachine):
         )
         self.stores = [open_store(self.config, "n", GEOMETRY) for _ in range(2)]
 
-    @rule(which=st.integers(0, 1), block=keys, version=versions, first=st.integers(0, SHARDS - 1), data=st.data())
-    def dump(self, which: int, block: BlockKey, version: int, first: int, data: st.DataObject) -> None:
-        count = data.draw(st.integers(1, SHARDS - first))
+    @rule(which=st.integers(0, 1), block=keys, version=versions, first=st.integers(0, SLICES - 1), data=st.data())
+    def save(self, which: int, block: BlockKey, version: int, first: int, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, SLICES - first))
         memory = Memory(block, GEOMETRY, content(block, GEOMETRY, version))
-        result = self.stores[which].wait(self.stores[which].dump([memory.transfer(first, count)]))
+        result = self.stores[which].wait(self.stores[which].save([memory.transfer(first, count)]))
         assert set(result.done) == {block}
         arrived = self.begun.setdefault((which, block), None if block in self.visible else {})
         if arrived is not None:
-            arrived.update({index: bytes(memory.shards[index]) for index in range(first, first + count)})
+            arrived.update({index: bytes(memory.slices[index]) for index in range(first, first + count)})
 
     @rule(which=st.integers(0, 1), block=keys, version=versions)
-    def dump_whole(self, which: int, block: BlockKey, version: int) -> None:
+    def save_whole(self, which: int, block: BlockKey, version: int) -> None:
         memory = Memory(block, GEOMETRY, content(block, GEOMETRY, version))
-        self.stores[which].wait(self.stores[which].dump([memory.transfer()]))
+        self.stores[which].wait(self.stores[which].save([memory.transfer()]))
         if self.begun.setdefault((which, block), None if block in self.visible else {}) is not None:
-            self.begun[which, block] = {index: bytes(shard) for index, shard in enumerate(memory.shards)}
+            self.begun[which, block] = {index: bytes(layer_slice) for index, layer_slice in enumerate(memory.slices)}
 
     @rule(which=st.integers(0, 1), some=st.lists(keys, max_size=4, unique=True))
     def commit(self, which: int, some: list[BlockKey]) -> None:
@@ -74,9 +74,9 @@ class Storing(RuleBasedStateMachine):
             if arrived is None:
                 # It was there; whether it still is, its next load tells.
                 assert block in result.done
-            elif len(arrived) == SHARDS:
+            elif len(arrived) == SLICES:
                 assert block in result.done
-                self.visible[block] = b"".join(arrived[index] for index in range(SHARDS))
+                self.visible[block] = b"".join(arrived[index] for index in range(SLICES))
                 self.use(block)
             else:
                 assert (block in result.done) == (not arrived and block in self.visible)
@@ -95,14 +95,14 @@ class Storing(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), block=keys, data=st.data())
     def load_some(self, which: int, block: BlockKey, data: st.DataObject) -> None:
-        first = data.draw(st.integers(0, SHARDS - 1))
-        count = data.draw(st.integers(1, SHARDS - first))
+        first = data.draw(st.integers(0, SLICES - 1))
+        count = data.draw(st.integers(1, SLICES - first))
         memory = Memory(block, GEOMETRY)
         result = self.stores[which].wait(self.stores[which].load([memory.transfer(first, count)]))
         assert (block in result.done) == (block in self.visible)
         if block in self.visible:
-            begin = sum(GEOMETRY.shard_sizes[:first])
-            end = begin + sum(GEOMETRY.shard_sizes[first : first + count])
+            begin = sum(GEOMETRY.slice_sizes[:first])
+            end = begin + sum(GEOMETRY.slice_sizes[first : first + count])
             expected = bytes(begin) + self.visible[block][begin:end] + bytes(GEOMETRY.nbytes - end)
             assert bytes(memory.data) == expected
 

@@ -105,7 +105,7 @@ def test_a_block_is_one_value_under_its_format_namespace_and_key(store: KVStore,
         assert isinstance(stored, bytes)
         assert stored.endswith(ALL[KEYS[0]])
         assert client.ttl(name(KEYS[0])) == -1
-    assert store.stats()["redis"].dumped_blocks == len(KEYS)
+    assert store.stats()["redis"].saved_blocks == len(KEYS)
 
 
 def test_a_block_may_expire(redis_server: RedisServer) -> None:
@@ -160,7 +160,7 @@ def test_parts_of_blocks(store: KVStore) -> None:
     memories = [Memory(block, EVEN) for block in KEYS]
     result = store.wait(store.load([memory.transfer(2, 3) for memory in memories]))
     assert result.failed == {}
-    begin, end = sum(EVEN.shard_sizes[:2]), sum(EVEN.shard_sizes[:5])
+    begin, end = sum(EVEN.slice_sizes[:2]), sum(EVEN.slice_sizes[:5])
     for memory in memories:
         assert memory.data[begin:end] == ALL[memory.key][begin:end]
 
@@ -200,7 +200,7 @@ def test_a_damaged_value_is_a_miss_and_is_removed(store: KVStore, redis_server: 
         assert failed[KEYS[0]].cause in {"corrupt", "foreign"}
         assert loaded == {block: ALL[block] for block in KEYS[1:]}, "the others, which came behind it, are loaded"
         assert not client.exists(name(KEYS[0]))
-    assert store.stats()["redis"].set_aside_blocks == 1
+    assert store.stats()["redis"].quarantined_blocks == 1
     part = Memory(KEYS[1], EVEN)
     assert store.wait(store.load([part.transfer(1, 2)])).failed == {}
 
@@ -210,7 +210,7 @@ def test_a_value_evicted_between_lookup_and_load_is_a_miss(store: KVStore, redis
     with redis_server.client() as client:
         client.flushall()
     assert causes(store) == {"missing"}
-    assert store.stats()["redis"].set_aside_blocks == 0
+    assert store.stats()["redis"].quarantined_blocks == 0
     recover(store)
 
 

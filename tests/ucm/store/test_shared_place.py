@@ -78,7 +78,7 @@ def gc(root: str, *options: str) -> int:
     return cli.main(["store", "gc", "--directory", root, "--yes", *options])
 
 
-@pytest.mark.parametrize("part", ["temporary", "aside"])
+@pytest.mark.parametrize("part", ["temporary", "quarantine"])
 def test_a_linked_directory_is_not_emptied(layout: Layout, outside: Path, part: str) -> None:
     replace_by_link(getattr(layout, part), outside)
     clean_up(layout.root, 0.0)
@@ -87,7 +87,7 @@ def test_a_linked_directory_is_not_emptied(layout: Layout, outside: Path, part: 
     gc(layout.root, "--all", "--namespace", "*")
 
 
-@pytest.mark.parametrize("part", ["temporary", "aside", "base"])
+@pytest.mark.parametrize("part", ["temporary", "quarantine", "base"])
 def test_a_linked_directory_is_refused(config: StoreConfig, layout: Layout, outside: Path, part: str) -> None:
     replace_by_link(getattr(layout, part), outside)
     with pytest.raises(ConfigError, match="symbolic link") as caught:
@@ -95,7 +95,7 @@ def test_a_linked_directory_is_refused(config: StoreConfig, layout: Layout, outs
     assert getattr(layout, part) in caught.value.where
 
 
-@pytest.mark.parametrize("part", ["temporary", "aside", "base", "bucket"])
+@pytest.mark.parametrize("part", ["temporary", "quarantine", "base", "bucket"])
 def test_a_directory_linked_beside_a_running_engine(
     config: StoreConfig, layout: Layout, outside: Path, part: str
 ) -> None:
@@ -296,7 +296,7 @@ def test_a_block_that_the_medium_does_not_read(
         assert failed[KEYS[0]].cause == "unreadable"
         assert store.lookup(KEYS[:1]) == [False]
         assert store.stats()["posix"].failures == {"load.unreadable": 1}
-        assert store.stats()["posix"].set_aside_blocks == 1
+        assert store.stats()["posix"].quarantined_blocks == 1
         assert save(store, KEYS[:1], ODD).failed == {}
         assert fetch(store, KEYS, ODD)[1] == {}
 
@@ -305,7 +305,7 @@ def test_strangers_files_stay(layout: Layout) -> None:
     """The tidying deletes what bears our own names, however old the rest is."""
     strangers = [
         *(Path(layout.temporary, name) for name in ("notes", "x-1-2-3")),
-        Path(layout.aside, "notes"),
+        Path(layout.quarantine, "notes"),
         Path(layout.block(KEYS[0])).with_name("notes"),
     ]
     for path in strangers:

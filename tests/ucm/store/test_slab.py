@@ -34,8 +34,8 @@ from ucm.store.slab import PAGE, Slab
 slab = Slab({ROWS} * PAGE, 2)
 slab.lay_out({sum(SIZES)})
 row, _ = slab.claim(0, key(0))
-for number, shard in enumerate(slab.memory(row, 0, {SIZES})):
-    shard[:] = bytes([number + 1]) * shard.nbytes
+for number, part in enumerate(slab.memory(row, 0, {SIZES})):
+    part[:] = bytes([number + 1]) * part.nbytes
 address = slab.address
 print(address.boot, address.pid, address.descriptor, address.inode, address.token.hex(), slab.offset(row), flush=True)
 while sys.stdin.readline():
@@ -124,18 +124,18 @@ def test_a_record_that_is_too_long_is_no_answer(slab: Slab) -> None:
 
 
 @pytest.mark.parametrize("size", [1, PAGE, slabs._LARGE_BYTES - 1, slabs._LARGE_BYTES, 5 * slabs._LARGE_BYTES + 3])
-def test_shards_of_every_size_are_copied_whole_and_nothing_beside_them(reader: SlabReader, size: int) -> None:
+def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(reader: SlabReader, size: int) -> None:
     slab = Slab(8 * size + PAGE, 1)
     slab.lay_out(2 * size)
     assert reader.attach(slab.address, 0, {})
     for number in range(2):  # a row is used again with another block in it, as mapped by its first use
         row, _ = claim(slab, number)
-        for place, shard in enumerate(slab.memory(row, 0, [size, size])):
-            shard[:] = bytes([1 + number + place]) * size
+        for place, layer_slice in enumerate(slab.memory(row, 0, [size, size])):
+            layer_slice[:] = bytes([1 + number + place]) * size
         slab.filled(row, "posix")
         target = bytearray(b"z" * (2 * size + 2))
-        shards = [memoryview(target)[1 : 1 + size], memoryview(target)[1 + size : -1].cast("B", [size])]
-        result = reader.wait(reader.load([BlockTransfer(KEYS[number], shards)], [slab.offset(row)], ["posix"]))
+        slices = [memoryview(target)[1 : 1 + size], memoryview(target)[1 + size : -1].cast("B", [size])]
+        result = reader.wait(reader.load([BlockTransfer(KEYS[number], slices)], [slab.offset(row)], ["posix"]))
         assert (result.failed, result.nbytes) == ({}, 2 * size)
         assert target == b"z" + bytes([1 + number]) * size + bytes([2 + number]) * size + b"z"
         slab.failed(row)
@@ -218,8 +218,8 @@ def test_a_block_that_failed_is_found_by_nobody(slab: Slab) -> None:
 def test_memory_that_nobody_wants_is_given_back(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, row = stage(slab, 0), stage(slab, 1)
     for one in (kept, row):
-        for shard in slab.memory(one, 0, [PAGE]):
-            shard[:] = b"x" * PAGE
+        for layer_slice in slab.memory(one, 0, [PAGE]):
+            layer_slice[:] = b"x" * PAGE
     before = os.fstat(slab.address.descriptor).st_blocks
     slab.release([row])
     slab.trim()

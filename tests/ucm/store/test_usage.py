@@ -144,7 +144,7 @@ def test_a_write_beyond_the_capacity_is_dropped_and_counted(
         result = save(store, KEYS, EVEN)
         assert len(result.done) == 10
         assert {type(error) for error in result.failed.values()} == {StoreFullError}
-        assert store.stats()["posix"].failures == {"dump.full": 30}
+        assert store.stats()["posix"].failures == {"save.full": 30}
         assert used(store) == 10 * FILE == scan(config.directories[0]).nbytes
         # It is no failure of the medium: nothing rests, and what is there is found.
         assert store.lookup(KEYS).count(True) == 10
@@ -176,7 +176,7 @@ def test_an_evictor_that_does_not_come_is_waited_for_once(config: StoreConfig, m
     monkeypatch.setattr(posix_tier, "_PATIENCE_SECONDS", 0.02)
     clock = SimpleNamespace(sleep=waits.append, monotonic=lambda: 0.01 * len(waits))
     monkeypatch.setattr(posix_tier, "time", clock)
-    one_thread = replace(config, posix_capacity_bytes=10 * FILE, dump_threads=1)
+    one_thread = replace(config, posix_capacity_bytes=10 * FILE, save_threads=1)
     with open_store(one_thread, NAMESPACE, EVEN) as store:
         assert len(save(store, KEYS, EVEN).failed) == 30
     assert len(waits) == 2

@@ -27,21 +27,21 @@ NAMESPACE = "n"
 #: What a save calls with a path or with an open directory, and what writes.
 CALLS = ("open", "mkdir", "rename", "stat", "write", "pwritev", "fsync")
 #: The thread that makes them.
-SAVES = "ucm-dump-0"
+SAVES = "ucm-save-0"
 #: More calls than a save makes.
 MOST = 80
 BEFORE, DURING, AFTER = key(1), key(2), key(3)
 
 
 def save_in_parts(store: KVStore, keys: list[BlockKey], memories: list[Memory]) -> TaskResult:
-    """Dump block by block in two parts, so that its file is closed and opened again in between, then commit."""
-    store.wait(store.dump([memory.transfer(0, 2) for memory in memories]))
-    store.wait(store.dump([memory.transfer(2) for memory in memories]))
+    """Save block by block in two parts, so that its file is closed and opened again in between, then commit."""
+    store.wait(store.save([memory.transfer(0, 2) for memory in memories]))
+    store.wait(store.save([memory.transfer(2) for memory in memories]))
     return store.wait(store.commit(keys))
 
 
 def save_at_once(store: KVStore, keys: list[BlockKey], memories: list[Memory]) -> TaskResult:
-    store.wait(store.dump([memory.transfer() for memory in memories]))
+    store.wait(store.save([memory.transfer() for memory in memories]))
     return store.wait(store.commit(keys))
 
 
@@ -130,7 +130,7 @@ def check_every_point(
             shutil.rmtree(root.with_name(name), ignore_errors=True)
         root.mkdir()
         trap.calls, trap.fired = None, False
-        with open_store(replace(config, dump_threads=1), NAMESPACE, ODD) as store:
+        with open_store(replace(config, save_threads=1), NAMESPACE, ODD) as store:
             if known:
                 assert save(store, [BEFORE], ODD).failed == {}
             trap.set(calls)

@@ -21,17 +21,17 @@ def owner_name_of_this_process() -> str:
     return owner_name()
 
 
-def dump_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int) -> None:
-    """Write blocks, whole and shard by shard, until killed."""
+def save_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int) -> None:
+    """Write blocks, whole and layer slice by layer slice, until killed."""
     chance = np.random.default_rng(seed)
     with open_store(config, namespace, geometry) as store:
         while True:
             memories = filled([key(int(number)) for number in chance.integers(200, size=8)], geometry)
             for memory in memories:
-                cut = int(chance.integers(len(memory.shards)))
+                cut = int(chance.integers(len(memory.slices)))
                 parts = [memory.transfer()] if cut == 0 else [memory.transfer(cut), memory.transfer(0, cut)]
                 for part in parts:
-                    store.dump([part])
+                    store.save([part])
                 committed = store.commit([memory.key])
             store.wait(committed)
 

@@ -25,11 +25,11 @@ def test_figures_and_goals(tmp_path: Path, ask: Callable[..., Answer]) -> None:
     lines = answer.out.splitlines()
     assert lines[0] == "Posix: 2 blocks of 15.6 KiB, 2 rounds"
     measured = {line.split("  ")[0] for line in lines[2 : lines.index("")]}
-    assert {"memcpy", "staged", "write", "dump", "read hot", "load hot", "read cold", "load cold"} <= measured
+    assert {"memcpy", "staged", "write", "save", "read hot", "load hot", "read cold", "load cold"} <= measured
     assert "Lookups of 1,000 ids, 3,000 blocks stored" in lines
     goals = lines[lines.index("", lines.index("") + 1) + 1 :]
     assert [line.split("  ")[0] for line in goals] == [
-        *("goal", "dump", "load hot", "load cold", "staged"),
+        *("goal", "save", "load hot", "load cold", "staged"),
         *("lookup once listed, median", "lookup once listed, slowest in 100", "opening the store"),
     ]
     assert all(line.endswith(("yes", "no")) for line in goals[1:])
@@ -38,22 +38,22 @@ def test_figures_and_goals(tmp_path: Path, ask: Callable[..., Answer]) -> None:
 
 def test_for_a_program(tmp_path: Path, ask: Callable[..., Answer]) -> None:
     data = ask("bench", "--json", "--directory", tmp_path, *QUICK).data
-    assert data["workload"] == {"blocks": 2, "shards": 16, "shard_nbytes": 1000, "rounds": 2}
+    assert data["workload"] == {"blocks": 2, "slices": 16, "slice_nbytes": 1000, "rounds": 2}
     assert all(len(seconds) == 2 for seconds in data["seconds"].values())
     assert data["lookups"] is None
-    assert [goal["what"] for goal in data["goals"]] == ["dump", "load hot", "load cold", "staged"]
+    assert [goal["what"] for goal in data["goals"]] == ["save", "load hot", "load cold", "staged"]
 
 
 def test_the_verdict() -> None:
     plain = {"write": [0.9, 1.0], "read hot": [1.0, 1.7], "memcpy": [1.5, 1.3]}
-    figures = Figures(Workload(rounds=2), {"dump": [1.0, 1.1], "load hot": [2.0, 2.0], "staged": [2.0, 1.8], **plain})
-    dump, load, staged = module._transfer_goals(StoreConfig(), figures)
-    assert (dump.measured, dump.met) == ("90%", True)
+    figures = Figures(Workload(rounds=2), {"save": [1.0, 1.1], "load hot": [2.0, 2.0], "staged": [2.0, 1.8], **plain})
+    save, load, staged = module._transfer_goals(StoreConfig(), figures)
+    assert (save.measured, save.met) == ("90%", True)
     assert (load.measured, load.met) == ("68%", False)
     assert (staged.measured, staged.wanted, staged.met) == ("74%", "70% of a plain memcpy or more", True)
     for pipeline in ("Dram", "Cache|Posix"):  # what is in memory is compared with memory
-        dump, load, staged = module._transfer_goals(StoreConfig(pipeline=pipeline), figures)
-        assert [goal.measured for goal in (dump, load, staged)] == ["134%", "70%", "74%"]
+        save, load, staged = module._transfer_goals(StoreConfig(pipeline=pipeline), figures)
+        assert [goal.measured for goal in (save, load, staged)] == ["134%", "70%", "74%"]
 
 
 def test_a_dram_tier_that_was_not_there_is_gone_again(memory: str, tmp_path: Path, ask: Callable[..., Answer]) -> None:

@@ -57,8 +57,8 @@ def test_what_lies_beside_the_blocks(kept: Kept, ask: Callable[..., Answer]) -> 
     kept.side(BIG, "aside/1-ab-corrupt").write_bytes(b"x" * 50)
     (directory,) = ask("stat", "--json", "--directory", kept.root, "--namespace", "llama*").data["directories"]
     (big,) = directory["namespaces"]
-    found = {name: big[name] for name in ("temporaries", "left_behind", "set_aside", "side_bytes")}
-    assert found == {"temporaries": 2, "left_behind": 2, "set_aside": 1, "side_bytes": 250}
+    found = {name: big[name] for name in ("temporaries", "left_behind", "quarantined", "side_bytes")}
+    assert found == {"temporaries": 2, "left_behind": 2, "quarantined": 1, "side_bytes": 250}
 
 
 def test_whose_blocks_they_are(kept: Kept, ask: Callable[..., Answer]) -> None:

@@ -59,26 +59,33 @@ def test_the_reasons(kept: Kept, ask: Callable[..., Answer]) -> None:
     assert answer.out.endswith("Not as they should be: 1 corrupt, 2 foreign.\n")
 
 
-def test_damage_is_set_aside_on_demand(kept: Kept, ask: Callable[..., Answer]) -> None:
+def test_damage_is_quarantined_on_demand(kept: Kept, ask: Callable[..., Answer]) -> None:
+    kept.path(BIG, 3).write_bytes(b"rubbish")
+    answer = ask("verify", "--quarantine", "--directory", kept.root)
+    assert answer.code == 1
+    assert "within its header; quarantined" in answer.out
+    assert kept.blocks(BIG) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    (moved,) = kept.side(BIG, "aside").iterdir()
+    assert moved.name.endswith(f"{kept.keys[BIG][3].hex()}-corrupt")
+    assert ask("verify", "--directory", kept.root).code == 0
+
+
+def test_the_former_name_of_the_flag_works_and_warns(kept: Kept, ask: Callable[..., Answer]) -> None:
     kept.path(BIG, 3).write_bytes(b"rubbish")
     answer = ask("verify", "--set-aside", "--directory", kept.root)
-    assert answer.code == 1
-    assert "within its header; set aside" in answer.out
-    assert kept.blocks(BIG) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
-    (aside,) = kept.side(BIG, "aside").iterdir()
-    assert aside.name.endswith(f"{kept.keys[BIG][3].hex()}-corrupt")
-    assert ask("verify", "--directory", kept.root).code == 0
+    assert "within its header; quarantined" in answer.out
+    assert "--set-aside is deprecated, use --quarantine" in answer.err
 
 
 def test_what_cannot_be_read_goes_out_of_the_way(kept: Kept, ask: Callable[..., Answer]) -> None:
     path = kept.path(BIG, 0)
     path.unlink()
     path.mkdir()
-    for options, done in ((), False), (("--set-aside",), True):
+    for options, done in ((), False), (("--quarantine",), True):
         answer = ask("verify", *options, "--json", "--directory", kept.root)
         assert answer.code == 1
         (problem,) = answer.data["problems"]
-        assert (problem["cause"], problem["set_aside"]) == ("unreadable", done)
+        assert (problem["cause"], problem["quarantined"]) == ("unreadable", done)
     assert not path.exists()
     assert ask("verify", "--directory", kept.root).code == 0
 

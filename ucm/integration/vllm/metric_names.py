@@ -6,7 +6,7 @@ docs/metrics.md explains them to operators.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import product
 
@@ -49,7 +49,7 @@ TRANSFER_BUCKETS = (1e-3, 3e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0, 2.0, 5.
 
 _TIERS = (("dram",), ("posix",))
 _CAUSES = ("corrupt", "foreign", "full", "incomplete", "missing", "other", "timeout", "unavailable", "unreadable")
-_FAILURES = tuple(product(("dump", "load"), _CAUSES))
+_FAILURES = tuple(product(("save", "load"), _CAUSES))
 
 
 def _counter(
@@ -91,10 +91,10 @@ LOAD_BYTES = _counter("load_bytes_total", "Bytes loaded by all ranks.", "bytes")
 LOAD_DURATION = Metric(
     "ucm:load_duration_seconds", Kind.HISTOGRAM, "Time of one load, call to last byte.", (), "seconds", TRANSFER_BUCKETS
 )
-DUMP_BLOCKS = _counter("dump_blocks_total", "Blocks handed to the store.", "blocks")
-DUMP_BYTES = _counter("dump_bytes_total", "Bytes dumped by all ranks.", "bytes")
-DUMP_DURATION = Metric(
-    "ucm:dump_duration_seconds", Kind.HISTOGRAM, "Time of one dump, call to last byte.", (), "seconds", TRANSFER_BUCKETS
+SAVE_BLOCKS = _counter("save_blocks_total", "Blocks handed to the store.", "blocks")
+SAVE_BYTES = _counter("save_bytes_total", "Bytes saved by all ranks.", "bytes")
+SAVE_DURATION = Metric(
+    "ucm:save_duration_seconds", Kind.HISTOGRAM, "Time of one save, call to last byte.", (), "seconds", TRANSFER_BUCKETS
 )
 FAILURES = _counter(
     "failures_total",
@@ -106,9 +106,11 @@ FAILURES = _counter(
 TIER_LOOKED_UP = _counter("tier_lookup_blocks_total", "Blocks that a tier was asked for.", "blocks", ("tier",), _TIERS)
 TIER_FOUND = _counter("tier_hit_blocks_total", "Blocks among these that it had.", "blocks", ("tier",), _TIERS)
 TIER_LOADED_BYTES = _counter("tier_load_bytes_total", "Bytes read from a tier.", "bytes", ("tier",), _TIERS)
-TIER_DUMPED_BYTES = _counter("tier_dump_bytes_total", "Bytes written to a tier.", "bytes", ("tier",), _TIERS)
+TIER_SAVED_BYTES = _counter("tier_save_bytes_total", "Bytes written to a tier.", "bytes", ("tier",), _TIERS)
 TIER_EVICTED = _counter("tier_evicted_blocks_total", "Blocks deleted to make room.", "blocks", ("tier",), _TIERS)
-TIER_SET_ASIDE = _counter("tier_set_aside_blocks_total", "Damaged blocks set aside.", "blocks", ("tier",), _TIERS)
+TIER_QUARANTINED = _counter(
+    "tier_quarantined_blocks_total", "Damaged blocks moved to quarantine.", "blocks", ("tier",), _TIERS
+)
 TIER_FAILURES = _counter(
     "tier_failures_total",
     "What failed in a tier, seen by a request or not.",
@@ -121,8 +123,8 @@ TIER_LOOKUP_SECONDS = _counter("tier_lookup_seconds_total", "Time that lookups t
 TIER_LOAD_SECONDS = _counter(
     "tier_load_seconds_total", "Time that reading took, of all threads together.", "seconds", ("tier",), _TIERS
 )
-TIER_DUMP_SECONDS = _counter(
-    "tier_dump_seconds_total", "Time that writing took, of all threads together.", "seconds", ("tier",), _TIERS
+TIER_SAVE_SECONDS = _counter(
+    "tier_save_seconds_total", "Time that writing took, of all threads together.", "seconds", ("tier",), _TIERS
 )
 TIER_RESTING = Metric(
     "ucm:tier_resting_ratio",
@@ -187,3 +189,17 @@ SPARSE_LOST_BLOCKS = _counter("sparse_lost_blocks_total", "Offloaded blocks that
 
 #: All of them, by name, in the order of docs/metrics.md.
 METRICS = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)}
+
+#: The former names of some, deprecated: their series are exported as well for one release.
+FORMER_NAMES = {
+    SAVE_BLOCKS.name: "ucm:dump_blocks_total",
+    SAVE_BYTES.name: "ucm:dump_bytes_total",
+    SAVE_DURATION.name: "ucm:dump_duration_seconds",
+    TIER_SAVED_BYTES.name: "ucm:tier_dump_bytes_total",
+    TIER_SAVE_SECONDS.name: "ucm:tier_dump_seconds_total",
+    TIER_QUARANTINED.name: "ucm:tier_set_aside_blocks_total",
+}
+FORMER_METRICS = {
+    former: replace(METRICS[name], name=former, documentation=f"Deprecated, use {name}.")
+    for name, former in FORMER_NAMES.items()
+}

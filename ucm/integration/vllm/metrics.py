@@ -108,26 +108,26 @@ class ConnectorCounters:
         self._add(names.LOAD_BYTES, "", nbytes)
         self._observe(names.LOAD_DURATION, seconds)
 
-    def dumped(self, blocks: int, nbytes: int, seconds: float) -> None:
+    def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
         """Blocks were handed to the store, or some layers of them; those that it had already are not.
 
         Args:
             blocks: How many are there now as a whole; 0 for all layers of a block but the last.
-            nbytes: Bytes dumped.
+            nbytes: Bytes saved.
             seconds: From the call to the last byte.
         """
         if not nbytes:
             return
         if blocks:
-            self._add(names.DUMP_BLOCKS, "", blocks)
-        self._add(names.DUMP_BYTES, "", nbytes)
-        self._observe(names.DUMP_DURATION, seconds)
+            self._add(names.SAVE_BLOCKS, "", blocks)
+        self._add(names.SAVE_BYTES, "", nbytes)
+        self._observe(names.SAVE_DURATION, seconds)
 
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
         """Blocks were not loaded, or not saved.
 
         Args:
-            operation: ``load`` or ``dump``.
+            operation: ``load`` or ``save``.
             cause: The ``cause`` of the store's error.
             blocks: How many.
         """
@@ -258,12 +258,12 @@ _TIER_COUNTERS = {
     "lookup_calls": names.TIER_LOOKUP_CALLS,
     "lookup_seconds": names.TIER_LOOKUP_SECONDS,
     "load_seconds": names.TIER_LOAD_SECONDS,
-    "dump_seconds": names.TIER_DUMP_SECONDS,
+    "save_seconds": names.TIER_SAVE_SECONDS,
     "hits": names.TIER_FOUND,
     "loaded_bytes": names.TIER_LOADED_BYTES,
-    "dumped_bytes": names.TIER_DUMPED_BYTES,
+    "saved_bytes": names.TIER_SAVED_BYTES,
     "evicted_blocks": names.TIER_EVICTED,
-    "set_aside_blocks": names.TIER_SET_ASIDE,
+    "quarantined_blocks": names.TIER_QUARANTINED,
 }
 
 

@@ -9,7 +9,7 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.metric_names import METRICS, Kind, Metric
+from ucm.integration.vllm.metric_names import FORMER_METRICS, FORMER_NAMES, METRICS, Kind, Metric
 from ucm.integration.vllm.stats_data import copied, merge, summary
 from ucm.logger import get_logger
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.stats_data import StatsData
 
 STATS_CLASS = "UCMConnectorStats"
+_EXPORTED = {**METRICS, **FORMER_METRICS}
 
 
 def build_stats(data: StatsData | None) -> Any:
@@ -138,7 +139,7 @@ class SeriesSet:
         self._children: dict[tuple[int, str, str], Any] = {}
         self._strange: set[str] = set()
         for engine in self._engines:
-            for metric in METRICS.values():
+            for metric in _EXPORTED.values():
                 for known in metric.known:
                     self._child(engine, metric, ".".join(known))
 
@@ -149,15 +150,20 @@ class SeriesSet:
             if metric is None or engine not in self._engines:
                 self._say_strange(name if metric is None else f"engine {engine}")
                 continue
-            for key, value in values.items():
-                child = self._child(engine, metric, key)
-                if metric.kind is Kind.COUNTER:
-                    child.inc(value)
-                elif metric.kind is Kind.GAUGE:
-                    child.set(value)
-                else:
-                    for one in value if isinstance(value, list) else [value]:
-                        child.observe(one)
+            self._add(engine, metric, values)
+            if name in FORMER_NAMES:
+                self._add(engine, FORMER_METRICS[FORMER_NAMES[name]], values)
+
+    def _add(self, engine: int, metric: Metric, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            child = self._child(engine, metric, key)
+            if metric.kind is Kind.COUNTER:
+                child.inc(value)
+            elif metric.kind is Kind.GAUGE:
+                child.set(value)
+            else:
+                for one in value if isinstance(value, list) else [value]:
+                    child.observe(one)
 
     def _child(self, engine: int, metric: Metric, key: str) -> Any:
         found = self._children.get((engine, metric.name, key))
@@ -185,7 +191,7 @@ def _metrics(counter: Any, gauge: Any, histogram: Any, labelnames: tuple[str, ..
     vLLM takes its own metrics out of the registry (by their prefix) whenever it starts to log anew, but not ours.
     """
     made = {}
-    for metric in METRICS.values():
+    for metric in _EXPORTED.values():
         labels = [*labelnames, *metric.labels]
         if metric.kind is Kind.COUNTER:
             made[metric.name] = counter(name=metric.name, documentation=metric.documentation, labelnames=labels)

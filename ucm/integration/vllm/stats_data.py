@@ -61,8 +61,8 @@ def summary(data: StatsData) -> dict[str, float]:
         "matched tokens": total(data, names.MATCHED_TOKENS),
         "loaded blocks": total(data, names.LOAD_BLOCKS),
         "loaded MB": round(total(data, names.LOAD_BYTES) / 1e6, 1),
-        "dumped blocks": total(data, names.DUMP_BLOCKS),
-        "dumped MB": round(total(data, names.DUMP_BYTES) / 1e6, 1),
+        "saved blocks": total(data, names.SAVE_BLOCKS),
+        "saved MB": round(total(data, names.SAVE_BYTES) / 1e6, 1),
         "failed blocks": total(data, names.FAILURES),
     }
     return {f"UCM {name}": value for name, value in wanted.items() if value}
@@ -74,14 +74,14 @@ def has_failures(data: StatsData) -> bool:
 
 
 def not_saved(data: StatsData) -> dict[str, Counter[str]]:
-    """For each tier, the dumps and commits that it failed at, by cause; another tier may have taken the block.
+    """For each tier, the saves and commits that it failed at, by cause; another tier may have taken the block.
 
-    A commit of what was not dumped as a whole is none: what failed before it is counted.
+    A commit of what was not saved as a whole is none: what failed before it is counted.
     """
     found: dict[str, Counter[str]] = {}
     for key, value in _labelled(data, names.TIER_FAILURES):
         tier, operation, cause = key.rsplit(".", 2)
-        if operation in {"dump", "commit"} and cause != "incomplete":
+        if operation in {"save", "commit"} and cause != "incomplete":
             found.setdefault(tier, Counter())[cause] += int(value)
     return found
 
@@ -102,7 +102,7 @@ def _parts(data: StatsData) -> Iterator[str]:
         yield f"{matched:.0f} of {queried:.0f} tokens found ({share:.1f} %)"
     for verb, blocks, nbytes, duration in (
         ("loaded", names.LOAD_BLOCKS, names.LOAD_BYTES, names.LOAD_DURATION),
-        ("saved", names.DUMP_BLOCKS, names.DUMP_BYTES, names.DUMP_DURATION),
+        ("saved", names.SAVE_BLOCKS, names.SAVE_BYTES, names.SAVE_DURATION),
     ):
         count = total(data, blocks)
         if count or total(data, nbytes):

@@ -162,7 +162,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             self._scheduler.counters.take_data()
         plan = self._scheduler.plan(scheduler_output)
         if logger.isEnabledFor(logging.DEBUG):
-            saves = _count(plan.dumps) + _count(plan.late_dumps)
+            saves = _count(plan.saves) + _count(plan.late_saves)
             logger.debug("[UCM.Connector] step %d: %d blocks to load, %d to save", plan.step, _count(plan.loads), saves)
         return StepMetadata(plan)
 
@@ -196,7 +196,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dump that is lost is a miss later, no more."""
+        """A save that is lost is a miss later, no more."""
         return False
 
     # The worker's side
@@ -230,19 +230,19 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             self._worker.mover.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Dump one layer, where blocks are dumped layer by layer."""
+        """Save one layer, where blocks are saved layer by layer."""
         if self._worker.has_begun:
             self._worker.mover.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """Start the step's dumps."""
+        """Start the step's saves."""
         if self._worker.has_begun:
             plan = self._plan()
-            self._worker.mover.dump(plan)
-            _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.dumps)
+            self._worker.mover.save(plan)
+            _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002
-        """The requests whose loads have ended, well or not; dumps delay nobody."""
+        """The requests whose loads have ended, well or not; saves delay nobody."""
         if not VLLM_TAKES_STATS:
             self._worker.counters.take_data()
         self._worker.end()
@@ -320,13 +320,13 @@ def _log_moves(text: str, moves: Iterable[BlockMoves]) -> None:
 
 
 class UCMDirectConnector(UCMConnector):
-    """Loads all layers before the forward pass; dumps in the background after it."""
+    """Loads all layers before the forward pass; saves in the background after it."""
 
     kind = "direct"
 
 
 class UCMLayerWiseConnector(UCMConnector):
-    """Loads the next layers while one computes, and dumps each as soon as it is computed."""
+    """Loads the next layers while one computes, and saves each as soon as it is computed."""
 
     kind = "layerwise"
 

@@ -266,7 +266,7 @@ def _facts(core: Any, config: Any, device: str) -> EngineFacts:
     # The two sides are the connector's own; vLLM's API has no question for what is asked here.
     scheduler_side = core.scheduler.connector._scheduler  # noqa: SLF001
     memories = get_kv_transfer_group()._worker._memories  # noqa: SLF001
-    namespace = _settled(scheduler_side)
+    namespace = _namespace_of(scheduler_side)
     stored = tuple(
         StoredGroup(
             memory.group,
@@ -280,7 +280,7 @@ def _facts(core: Any, config: Any, device: str) -> EngineFacts:
     return EngineFacts(namespace, device, stored, EngineHasher(keys, new_request))
 
 
-def _settled(scheduler_side: Any) -> str:
+def _namespace_of(scheduler_side: Any) -> str:
     """The namespace, once the weights' files are read."""
     while not scheduler_side.namespace:
         reading = any(thread.name == "ucm-identity" for thread in threading.enumerate())

@@ -1,8 +1,8 @@
 """Read and write block files, through the page cache or past it, and quarantine unusable ones.
 
-A block is read with one call for its header and shards, then every checksum is compared. It is written to a temporary
-file and becomes visible by one atomic rename. An unusable block is moved to quarantine, so that it is a miss; a few
-are kept for inspection.
+A block is read with one call for its header and layer slices, then every checksum is compared. It is written to a
+temporary file and becomes visible by one atomic rename. An unusable block is moved to quarantine, so that it is a miss;
+a few are kept for inspection.
 
 On ext4, allocating a file's space first makes buffered writing about a quarter faster, since blocks are then not
 reserved page by page, and keeps the file contiguous for later cold reads. ``os.posix_fallocate`` is no alternative:
@@ -34,7 +34,7 @@ from ucm.store.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from ucm.store.format import UNIT, check_shards, decode, header_nbytes
+from ucm.store.format import UNIT, check_slices, decode, header_nbytes
 from ucm.store.posix.index import log_removals
 from ucm.store.posix.layout import is_quarantined, owner_name
 from ucm.store.posix.paths import (
@@ -179,12 +179,12 @@ _CHUNK = 1 << 20
 
 
 def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, path: str) -> bool:
-    """Load a block's shards into memory and verify them.
+    """Load a block's layer slices into memory and verify them.
 
     Args:
         directory: The directory of the block.
         codec: The codec of the expected header.
-        block: The shards to read, and their memory.
+        block: The layer slices to read, and their memory.
         path: The block's file.
 
     Returns:
@@ -226,10 +226,10 @@ def read_file(directory: Directory, codec: HeaderCodec | None, key: BlockKey, pa
     """
 
     def read(descriptor: int, header: BlockHeader) -> Buffer:
-        if codec is not None and header.shard_sizes != codec.geometry.shard_sizes:
-            raise BlockForeignError("the block has shards of other sizes")
+        if codec is not None and header.slice_sizes != codec.geometry.slice_sizes:
+            raise BlockForeignError("the block has layer slices of other sizes")
         content = memoryview(bytearray(header.file_nbytes))
-        check_shards(content[: read_into(descriptor, [content], 0, len(content))], header)
+        check_slices(content[: read_into(descriptor, [content], 0, len(content))], header)
         return content
 
     return _attempt(directory, key, path, lambda: _with_header(path, key, read))
@@ -245,14 +245,14 @@ def check_file(path: str, key: BlockKey) -> BlockHeader:
     """
 
     def check(descriptor: int, header: BlockHeader) -> BlockHeader:
-        at, chunk = header.nbytes, memoryview(bytearray(min(_CHUNK, max(header.shard_sizes, default=0))))
-        for index, (size, expected) in enumerate(zip(header.shard_sizes, header.checksums, strict=True)):
+        at, chunk = header.nbytes, memoryview(bytearray(min(_CHUNK, max(header.slice_sizes, default=0))))
+        for index, (size, expected) in enumerate(zip(header.slice_sizes, header.checksums, strict=True)):
             end, found = at + size, xxhash.xxh3_64()
             while at < end and (step := os.preadv(descriptor, [chunk[: end - at]], at)):
                 found.update(chunk[:step])
                 at += step
             if at < end or found.intdigest() != expected:
-                raise BlockCorruptError(f"the checksum of shard {index} is wrong")
+                raise BlockCorruptError(f"the checksum of layer slice {index} is wrong")
         return header
 
     return _with_header(path, key, check)
@@ -305,18 +305,18 @@ def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) 
 def _is_sound(descriptor: int, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> bool:
     """Read a file of the right length; return False if anything in it differs from what was stored."""
     read = read_direct if direct else read_into
-    shards, first = block.shards, block.first_shard
-    begin, end = codec.offsets[first], codec.offsets[first + len(shards)]
+    slices, first = block.slices, block.first_slice
+    begin, end = codec.offsets[first], codec.offsets[first + len(slices)]
     header = bytearray(codec.nbytes)
     if first == 0:
-        if read(descriptor, [header, *shards], 0, end) != end:
+        if read(descriptor, [header, *slices], 0, end) != end:
             return False
     elif (
         read(descriptor, [header], 0, codec.nbytes) != codec.nbytes
-        or read(descriptor, shards, begin, end - begin) != end - begin
+        or read(descriptor, slices, begin, end - begin) != end - begin
     ):
         return False
-    return codec.is_sound(header, block.key, first, shards)
+    return codec.is_sound(header, block.key, first, slices)
 
 
 def _refusal(
@@ -513,7 +513,7 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 
 def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> bool:
-    """Move the file at a block's path into the namespace's ``aside``, or delete it if it cannot be moved.
+    """Move the file at a block's path into the namespace's quarantine, or delete it if it cannot be moved.
 
     Args:
         layout: The namespace.
@@ -526,8 +526,8 @@ def quarantine(layout: Layout, key: BlockKey, error: StoreError, keep: int) -> b
     """
     path = layout.block(key)
     try:
-        make_directory(layout.aside, layout.group)
-        rename(path, f"{layout.aside}/{time.time_ns()}-{key.hex()}-{error.cause}")
+        make_directory(layout.quarantine, layout.group)
+        rename(path, f"{layout.quarantine}/{time.time_ns()}-{key.hex()}-{error.cause}")
     except FileNotFoundError:
         return True
     except OSError:
@@ -558,9 +558,9 @@ def _delete(path: str) -> bool:
 
 def _delete_oldest(layout: Layout, keep: int) -> None:
     # The names sort by time.
-    found = sorted(entry for entry in list_directory(layout.aside) if is_quarantined(entry[0]))
+    found = sorted(entry for entry in list_directory(layout.quarantine) if is_quarantined(entry[0]))
     for name, status in found[: max(0, len(found) - keep)]:
-        path = f"{layout.aside}/{name}"
+        path = f"{layout.quarantine}/{name}"
         with suppress(OSError):  # a directory that is not empty stays: its content is not ours
             if stat.S_ISDIR(status.st_mode):
                 remove_directory(path)

@@ -364,7 +364,7 @@ def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
     for layout in layouts:
         for file in _files(layout.temporary):
             found.nbytes += file.nbytes
-        for file in _files(layout.aside):
+        for file in _files(layout.quarantine):
             found.nbytes += file.nbytes
             if is_quarantined(file.path.rpartition("/")[2]):
                 found.files.append(file)
@@ -462,7 +462,7 @@ def clean_up(root: str, stale_seconds: float) -> int:
     count = 0
     now = time.time()
     for layout in namespaces(root):
-        for file in (*_files(layout.temporary), *_files(layout.aside)):
+        for file in (*_files(layout.temporary), *_files(layout.quarantine)):
             if is_stale(file.path.rpartition("/")[2], now - file.used_ns / 1e9, stale_seconds):
                 with suppress(OSError):
                     unlink(file.path)

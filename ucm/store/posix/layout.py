@@ -8,7 +8,7 @@
     <root>/<namespace>/REMOVED           which blocks were taken out; see ``index``
     <root>/<namespace>/<2 hex>/<hex>     a block; the two parts are its key
     <root>/<namespace>/tmp/              blocks being written, named by their writers
-    <root>/<namespace>/aside/            damaged blocks
+    <root>/<namespace>/aside/            damaged blocks in quarantine
 
 A ``/`` in a namespace becomes a ``+`` in its directory's name, so that no namespace lies within another. All paths are
 relative to a root that the operator made; nothing outside these patterns is ever touched, and no symbolic link below
@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 MARKER = "NAMESPACE"
 #: The file in which an engine describes what the blocks depend on, and the most bytes read from it.
 IDENTITY, MAX_IDENTITY_BYTES = "identity.json", 1 << 22
-TEMPORARY, ASIDE = "tmp", "aside"
+TEMPORARY = "tmp"
+#: The quarantine's directory; its name is part of the format on the medium.
+QUARANTINE = "aside"
 #: The first part of namespaces whose blocks belong to one process: to a request, while it runs.
 PRIVATE = "middle"
 MAX_NAMESPACE = 200
@@ -95,7 +97,7 @@ class Layout:
         self.namespace = namespace
         self.base = f"{self.root}/{namespace.replace('/', '+')}"
         self.temporary = f"{self.base}/{TEMPORARY}"
-        self.aside = f"{self.base}/{ASIDE}"
+        self.quarantine = f"{self.base}/{QUARANTINE}"
         self.identity: bytes | None = None  #: the content to write into the identity file if it is missing
         self._prefix = f"{self.base}/"
         self._group: tuple[int | None] | None = None
@@ -137,7 +139,7 @@ class Layout:
         Raises:
             OSError: A directory or file cannot be made.
         """
-        for path in (self.base, self.aside):
+        for path in (self.base, self.quarantine):
             make_directory(path, self.group)
         self._write(MARKER, f"{self.namespace}\n".encode())
         if self.identity is not None:
@@ -173,7 +175,7 @@ class Layout:
         with suppress(FileNotFoundError):
             if stat.S_ISREG(status_of(path).st_mode):
                 return
-        private = f"{self.aside}/{owner_name()}"
+        private = f"{self.quarantine}/{owner_name()}"
         descriptor = self.new_file(private)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -252,7 +254,7 @@ def is_owned(name: str) -> bool:
 
 
 def is_quarantined(name: str) -> bool:
-    """Return whether a name in ``aside`` is one of a quarantined block."""
+    """Return whether a name in the quarantine is one of a quarantined block."""
     return _QUARANTINED.fullmatch(name) is not None
 
 

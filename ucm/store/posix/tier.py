@@ -88,7 +88,7 @@ class Directory:
         self.direct_io = config.direct_io and on_disk
         self.fsync = config.fsync and on_disk
         self.claims_space = on_disk
-        self.aside_keep = config.aside_keep
+        self.quarantine_keep = config.quarantine_keep
         self.touch_seconds = config.touch_seconds
         self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds)
         self.writes = Breaker(f"writing to {root}", config.failures_until_rest, config.rest_seconds)
@@ -330,7 +330,7 @@ def _check_namespace(layout: Layout) -> None:
     if reason:
         raise _refused(layout.base, reason)
     for path in (
-        *(layout.temporary, layout.aside),
+        *(layout.temporary, layout.quarantine),
         *(f"{layout.base}/{name}" for name in (MARKER, IDENTITY, REMOVALS)),
         f"{layout.root}/{USAGE_FILE}",
     ):
@@ -448,7 +448,7 @@ class PosixTier(Tier):
         return outcomes
 
     def read(self, block: BlockTransfer) -> bool:
-        """Load a block's shards, with one system call for a whole block.
+        """Load a block's layer slices, with one system call for a whole block.
 
         Returns:
             Whether the block's time of last use was old.
@@ -586,8 +586,8 @@ class PosixTier(Tier):
         """
         self._drop(key)
         if isinstance(error, _OF_THE_BLOCK):
-            if quarantine(directory.layout, key, error, directory.aside_keep):
-                self.counters.set_aside()
+            if quarantine(directory.layout, key, error, directory.quarantine_keep):
+                self.counters.quarantined()
                 directory.reads.succeeded()
             elif isinstance(error.__cause__, OSError):
                 raise directory.read_failed(error.__cause__, error.where)

@@ -47,7 +47,7 @@ def test_there_is_no_failure_policy_yet(release: str) -> None:
 
 @every_release
 def test_a_steps_plan_is_made_before_its_tokens_count_as_computed(release: str) -> None:
-    """Else the dumps of a step would be those of the next one."""
+    """Else the saves of a step would be those of the next one."""
     node = schedule(release)
     made = vllm.calls(node, "_build_kv_connector_meta") or vllm.calls(node, "build_connector_meta")
     counted = [c.lineno for c in vllm.calls(node, "_update_after_schedule")] + [
@@ -185,7 +185,7 @@ def test_the_v2_runner_announces_a_step_after_it_updated_its_requests(release: s
 
 @pytest.mark.parametrize("release", since("0.17.1"))
 def test_blocks_are_zeroed_only_for_models_that_are_refused_or_must_be(release: str) -> None:
-    """Mamba and, from 0.27.1 on, layers of several precisions: a dump under way would read the zeros."""
+    """Mamba and, from 0.27.1 on, layers of several precisions: a save under way would read the zeros."""
     node = vllm.function(release, vllm.CONFIG, "KVCacheConfig.needs_kv_cache_zeroing")
     result = node.body[-1]
     assert isinstance(result, ast.Return)

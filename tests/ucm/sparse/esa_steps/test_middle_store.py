@@ -113,7 +113,7 @@ def test_nothing_of_a_request_is_left_when_it_has_ended(store: MiddleStore, tmp_
 def test_what_the_store_does_not_take_stays_in_host_memory_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = MiddleStore(config(tmp_path / "root", dump_queue_bytes=200), copies(), owner_name(), 0)
+    store = MiddleStore(config(tmp_path / "root", save_queue_bytes=200), copies(), owner_name(), 0)
     data = blocks(20)
     every = [(1, place) for place in range(20)]
     store.save(1, 0, data)

@@ -104,7 +104,7 @@ class LayerCaches:
 
     @property
     def geometry(self) -> BlockGeometry:
-        """Of a piece: one shard for each layer."""
+        """Of a piece: one layer slice for each layer."""
         two, tokens, heads, size = self.piece_shape
         about = f"{FORMAT} {self.piece_shape} {self.dtype} {self.names}"
         digest = hashlib.blake2b(about.encode(), digest_size=16).digest()

@@ -93,7 +93,7 @@ class BlendSchedulerSide:
         written = self.planner.written(found)
         plan.fresh_block_ids |= written
         plan.looks = bool(found.blends or found.saves)
-        plan.late_dumps = left_alone(plan.late_dumps, written, self._exact.counters)
+        plan.late_saves = left_alone(plan.late_saves, written, self._exact.counters)
         return found
 
     def take_note(self) -> None:

@@ -101,7 +101,7 @@ class ChunkStager:
             geometries: What a piece is there.
         """
         padded = [-(-geometry.nbytes // PAGE) * PAGE for geometry in geometries]
-        self._sizes = [geometry.shard_sizes for geometry in geometries]
+        self._sizes = [geometry.slice_sizes for geometry in geometries]
         self.shares = tuple(accumulate(padded[:-1], initial=0))
         self._slab.lay_out(sum(padded))
         for thread in self._threads:

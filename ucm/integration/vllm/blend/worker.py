@@ -354,7 +354,7 @@ class BlendWorker:
             BlockTransfer(key, [memoryview(part.view(torch.uint8).numpy()).cast("B") for part in piece])
             for key, piece in zip(save.keys, room, strict=True)
         ]
-        self._saving.append((store.dump(transfers), room))
+        self._saving.append((store.save(transfers), room))
         self._unconfirmed.add(save.keys, self._step)
         if self._rank == 0:
             self._counters.chunk_saved(save.tokens)
@@ -385,7 +385,7 @@ class BlendWorker:
 
     def _record(self) -> dict[str, Any]:
         geometry = self._caches.geometry
-        return {"sizes": list(geometry.shard_sizes), "fingerprint": geometry.fingerprint.hex(), REFUSED: self.refused}
+        return {"sizes": list(geometry.slice_sizes), "fingerprint": geometry.fingerprint.hex(), REFUSED: self.refused}
 
     def _tell(self, *, refused: bool) -> None:
         """Write this rank's record anew."""

@@ -1,4 +1,4 @@
-"""Commit the dumps of a step once it is confirmed that no rank's weights had changed by then.
+"""Commit the saves of a step once it is confirmed that no rank's weights had changed by then.
 
 Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
 unchanged, and a sample may miss the change. But the KV of all ranks belongs to the changed model. So with several
@@ -26,7 +26,7 @@ class _Waiting(Generic[T]):
 
 
 class Unconfirmed(Generic[T]):
-    """Holds back dumped items until their step is confirmed.
+    """Holds back saved items until their step is confirmed.
 
     Args:
         commit: Makes an item visible.
@@ -51,7 +51,7 @@ class Unconfirmed(Generic[T]):
                 self._commit_or_keep(one)
 
     def add(self, item: T, step: int) -> None:
-        """Add a dumped item whose KV was computed in steps up to ``step``."""
+        """Add a saved item whose KV was computed in steps up to ``step``."""
         self._commit_or_keep(_Waiting(item, step, self._epoch))
 
     def close(self) -> None:

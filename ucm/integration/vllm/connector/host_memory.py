@@ -43,12 +43,12 @@ class HostMemory:
         sizes = tuple(layout.nbytes for layout in self.layouts for _ in layout.offsets)
         self.geometry = BlockGeometry(sizes, fingerprint(self.layouts, about))
 
-    def shard_count(self, layers: int) -> int:
-        """Return the number of shards of the first ``layers`` layers."""
+    def slice_count(self, layers: int) -> int:
+        """Return the number of layer slices of the first ``layers`` layers."""
         return sum(len(offsets) for offsets in self._offsets[:layers])
 
     def buffers(self, block_id: int, layers: range) -> list[memoryview]:
-        """Return the memory of a block's shards, for consecutive layers."""
+        """Return the memory of a block's layer slices, for consecutive layers."""
         found = []
         for index in layers:
             layout, storage = self.layouts[index], self._storages[index]

@@ -17,7 +17,7 @@ PORTIONS = 4
 
 
 class LayerWiseWorker(TransferWorker):
-    """Loads and dumps blocks in portions of layers.
+    """Loads and saves blocks in portions of layers.
 
     All portions are requested at once, first layers first, and copied in that order, so that the next portion is in
     flight while the layers of the current one compute.
@@ -33,7 +33,7 @@ class LayerWiseWorker(TransferWorker):
         if self._plan is not plan:
             self._plan = plan
             self._portions_loading: dict[tuple[int, int], list[tuple[BlockMoves, Task]]] = {}
-            self._dumped: dict[int, set[int]] = {}
+            self._saved: dict[int, set[int]] = {}
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a plan."""
@@ -47,7 +47,7 @@ class LayerWiseWorker(TransferWorker):
             self._finish_all()
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that failed to load; vLLM may call this before ``dump``."""
+        """Return the blocks that failed to load; vLLM may call this before ``save``."""
         self._finish_all()
         return super().take_failed_blocks()
 
@@ -60,26 +60,26 @@ class LayerWiseWorker(TransferWorker):
             self._finish((group, portion))
 
     def layer_computed(self, layer_name: str) -> None:
-        """Start to dump a computed layer of the blocks that the step fills."""
-        if self._plan is None or not self._plan.dumps:
+        """Start to save a computed layer of the blocks that the step fills."""
+        if self._plan is None or not self._plan.saves:
             return
         for group, index in self._where(layer_name):
-            wanted = [moves for moves in self.own(self._plan.dumps) if moves.group == group]
-            if wanted and index not in self._dumped.setdefault(group, set()):
-                self._dumped[group].add(index)
-                whole = len(self._dumped[group]) == len(self.all_layers(group))
+            wanted = [moves for moves in self.own(self._plan.saves) if moves.group == group]
+            if wanted and index not in self._saved.setdefault(group, set()):
+                self._saved[group].add(index)
+                whole = len(self._saved[group]) == len(self.all_layers(group))
                 for moves in wanted:
-                    self.start_dump(moves, range(index, index + 1), whole=whole)
+                    self.start_save(moves, range(index, index + 1), whole=whole)
 
-    def dump(self, plan: StepPlan) -> None:
-        """Dump the layers that were not reported one by one, after the forward, and commit."""
-        self._stand_back(active=False)
+    def save(self, plan: StepPlan) -> None:
+        """Save the layers that were not reported one by one, after the forward, and commit."""
+        self._throttle(active=False)
         self._finish_all()
-        for moves in self.own(plan.dumps):
-            done = self._dumped.get(moves.group, set())
+        for moves in self.own(plan.saves):
+            done = self._saved.get(moves.group, set())
             missing = [index for index in self.all_layers(moves.group) if index not in done]
             for index in missing:
-                self.start_dump(moves, range(index, index + 1), whole=index == missing[-1])
+                self.start_save(moves, range(index, index + 1), whole=index == missing[-1])
             self.commit(moves)
 
     def _finish_all(self) -> None:

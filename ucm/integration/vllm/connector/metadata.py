@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Blocks of one request in one KV-cache group, to be loaded or dumped.
+    """Blocks of one request in one KV-cache group, to be loaded or saved.
 
     Args:
         request_id: vLLM's request id.
@@ -27,7 +27,7 @@ class BlockMoves:
         places: The offset of each staged block in the slab; empty if the ranks read the store.
         shares: The offset of each rank's part from there, in rank order.
         tiers: The tier that each block was read from.
-        step: For a dump, the last step that computes tokens of the blocks.
+        step: For a save, the last step that computes tokens of the blocks.
         adapter: The number (``lora_int_id``) of the request's LoRA adapter; 0 for none.
     """
 
@@ -50,8 +50,8 @@ class StepPlan:
         step: The number of the step, counted from 1.
         namespace: The namespace of the engine's blocks.
         loads: Blocks to load before the step's forward, or while the requests wait between steps.
-        dumps: Blocks to dump after the step's forward has computed them.
-        late_dumps: Blocks to dump at once: computed in earlier steps and not written by this one.
+        saves: Blocks to save after the step's forward has computed them.
+        late_saves: Blocks to save at once: computed in earlier steps and not written by this one.
         fresh_block_ids: Blocks that this step allocates and may write: transfers that still read them must finish
             first.
         idle: Nothing is computed in this step.
@@ -59,7 +59,7 @@ class StepPlan:
             epoch in which it noticed the change, and of earlier ones.
         verify: The weights may have changed: check all of them before the step.
         looks: Check the weights although this plan moves nothing, because the step moves other blocks.
-        confirmed: The last step before which all ranks checked their weights and found no change; dumps of later steps
+        confirmed: The last step before which all ranks checked their weights and found no change; saves of later steps
             are held back. None with one rank, or if ranks cannot report: then each rank's own check decides.
         slab: The address of the staging slab, until every rank has answered.
     """
@@ -67,8 +67,8 @@ class StepPlan:
     step: int
     namespace: str = ""
     loads: list[BlockMoves] = field(default_factory=list)
-    dumps: list[BlockMoves] = field(default_factory=list)
-    late_dumps: list[BlockMoves] = field(default_factory=list)
+    saves: list[BlockMoves] = field(default_factory=list)
+    late_saves: list[BlockMoves] = field(default_factory=list)
     fresh_block_ids: set[int] = field(default_factory=set)
     idle: bool = False
     epoch: int = 0
@@ -95,7 +95,7 @@ class WeightsReport:
 
 def geometry_record(place: int, geometry: BlockGeometry) -> dict[str, Any]:
     """Return a rank's record of its blocks in one group, short enough for any number of layers."""
-    runs = [[size, len(list(run))] for size, run in groupby(geometry.shard_sizes)]
+    runs = [[size, len(list(run))] for size, run in groupby(geometry.slice_sizes)]
     return {"place": place, "fingerprint": geometry.fingerprint.hex(), "sizes": runs}
 
 

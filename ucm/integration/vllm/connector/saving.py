@@ -1,33 +1,140 @@
-"""Save blocks from rows of host memory into a store."""
+"""Save blocks from rows of host memory into a store, so that slow media do not hold blocks of the KV cache."""
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
+from threading import Lock
 from typing import TYPE_CHECKING
 
-from ucm.integration.vllm.connector.dump_room import DumpRoom
 from ucm.store.base import BlockTransfer, Task, TaskResult
-from ucm.store.errors import IncompleteBlockError
+from ucm.store.errors import IncompleteBlockError, too_far_behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ucm.store.base import BlockKey, Buffer, KVStore
-    from ucm.store.errors import StoreError
+    from ucm.store.errors import StoreError, StoreFullError
 
 #: Bytes handed to the store at once; this is how much memory a stuck write blocks.
 WRITE_BYTES = 8 << 20
+#: Rows are cut from allocations of about this many bytes.
+EXTENT_BYTES = 8 << 20
+#: Rows that were not needed for this many seconds, at most twice as many, are given back to the system. The first use
+#: of a page costs ten times as much as copying it.
+KEEP_SECONDS = 60.0
 
 
-class DumpTask(Task):
-    """A dump: shards of blocks that are copied into rows and written from there; or a commit of blocks.
+class SaveRoom:
+    """Allocates rows up to a limit of bytes, and remembers the blocks that it refused.
+
+    One thread takes rows; any thread gives them back.
+
+    Args:
+        limit: Bytes of blocks that may wait or be in progress.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = Lock()
+        self._taken = 0
+        self._refused: set[BlockKey] = set()
+        self._free: dict[int, list[Buffer]] = {}  # by the size of the rows in bytes
+        self._free_bytes = 0
+        self._since = time.monotonic()
+        self._most = self._most_before = 0  # peak of taken bytes in this period and in the last one
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory allocated from the system, in bytes."""
+        with self._lock:
+            return self._taken + self._free_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of blocks that wait or are being written."""
+        with self._lock:
+            return self._taken
+
+    def take(self, keys: Sequence[BlockKey], nbytes: int) -> list[tuple[int, Buffer]]:
+        """Take rows for blocks of ``nbytes`` each; at least one row is granted if none is in use.
+
+        Once a layer of a block was refused, the block cannot become complete: its further layers are refused as well.
+
+        Returns:
+            The indexes in ``keys`` of the accepted blocks, each with its row.
+        """
+        found = []
+        with self._lock:
+            for place, key in enumerate(keys):
+                if key in self._refused:
+                    continue
+                row = None if self._taken and self._taken + nbytes > self._limit else self._row(nbytes)
+                if row is None:
+                    self._refused.add(key)
+                    continue
+                self._taken += nbytes
+                found.append((place, row))
+            self._most = max(self._most, self._taken)
+        return found
+
+    def give_back(self, rows: Sequence[Buffer]) -> None:
+        """Return rows that are no longer read."""
+        with self._lock:
+            for row in rows:
+                self._free.setdefault(row.nbytes, []).append(row)
+                self._free_bytes += row.nbytes
+                self._taken -= row.nbytes
+            now = time.monotonic()
+            if now - self._since >= KEEP_SECONDS:
+                self._trim(max(self._most, self._most_before) - self._taken)
+                self._since, self._most_before, self._most = now, self._most, self._taken
+
+    def forget(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Forget which of the keys were refused, so that they can be saved again; return them."""
+        found = self._refused.intersection(keys)
+        self._refused -= found
+        return found
+
+    def error(self) -> StoreFullError:
+        """Return the error for refused blocks."""
+        return too_far_behind(self._limit)
+
+    def _row(self, nbytes: int) -> Buffer | None:
+        """Return memory for one block; None if the system has none."""
+        rows = self._free.setdefault(nbytes, [])
+        if not rows:
+            count = max(1, EXTENT_BYTES // nbytes)
+            try:
+                extent = memoryview(mmap.mmap(-1, count * nbytes))
+            except OSError:
+                return None
+            rows.extend(extent[at * nbytes : (at + 1) * nbytes] for at in range(count))
+            self._free_bytes += extent.nbytes
+        self._free_bytes -= nbytes
+        return rows.pop()
+
+    def _trim(self, keep: int) -> None:
+        """Free allocations without used rows, until ``keep`` free bytes are left."""
+        for nbytes, rows in self._free.items():
+            whole = max(1, EXTENT_BYTES // nbytes)
+            idle = {extent for extent, count in Counter(id(row.obj) for row in rows).items() if count == whole}
+            while idle and self._free_bytes - whole * nbytes >= keep:
+                gone = idle.pop()
+                rows[:] = [row for row in rows if id(row.obj) != gone]
+                self._free_bytes -= whole * nbytes
+
+
+class SaveTask(Task):
+    """A save: layer slices of blocks that are copied into rows and written from there; or a commit of blocks.
 
     Args:
         keys: The blocks.
         rows: The indexes of the blocks that have a row, each with its row.
-        sizes: The shards' sizes in bytes.
-        first_shard: The index of the first shard.
+        sizes: The layer slices' sizes in bytes.
+        first_slice: The index of the first layer slice.
     """
 
     def __init__(
@@ -35,12 +142,12 @@ class DumpTask(Task):
         keys: Sequence[BlockKey],
         rows: Sequence[tuple[int, Buffer]] = (),
         sizes: Sequence[int] = (),
-        first_shard: int = 0,
+        first_slice: int = 0,
     ) -> None:
         self.keys = keys
         self.rows = rows
         self.sizes = sizes
-        self.first_shard = first_shard
+        self.first_slice = first_slice
         self.copied = threading.Event()  #: the KV cache is no longer read, and nothing more is handed to the store
         self.writing: deque[tuple[Task, list[Buffer]]] = deque()
         self.done: dict[BlockKey, str] = {}
@@ -59,46 +166,46 @@ class Saver:
 
     def __init__(self, store: KVStore, limit: int) -> None:
         self._store = store
-        self._room = DumpRoom(limit)
+        self._room = SaveRoom(limit)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that were dumped and are not written yet."""
+        """Bytes that were saved and are not written yet."""
         return self._room.taken_bytes
 
-    def begin(self, keys: Sequence[BlockKey], sizes: Sequence[int], first_shard: int) -> DumpTask:
-        """Begin a dump with rows for the blocks' shards; blocks without a row fail."""
+    def begin(self, keys: Sequence[BlockKey], sizes: Sequence[int], first_slice: int) -> SaveTask:
+        """Begin a save with rows for the blocks' layer slices; blocks without a row fail."""
         rows = self._room.take(keys, sum(sizes))
-        task = DumpTask(keys, rows, sizes, first_shard)
+        task = SaveTask(keys, rows, sizes, first_slice)
         if len(rows) < len(keys):
             let_in, full = {place for place, _ in rows}, self._room.error()
             task.failed = {key: full for place, key in enumerate(keys) if place not in let_in}
         return task
 
-    def write(self, task: DumpTask, rows: Sequence[tuple[int, Buffer]]) -> None:
+    def write(self, task: SaveTask, rows: Sequence[tuple[int, Buffer]]) -> None:
         """Start to write some rows of a task; their content must not change any more."""
         at_once = max(1, WRITE_BYTES // max(1, sum(task.sizes)))
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             transfers = [
-                BlockTransfer(task.keys[place], _shards(row, task.sizes), task.first_shard) for place, row in some
+                BlockTransfer(task.keys[place], _slices(row, task.sizes), task.first_slice) for place, row in some
             ]
-            task.writing.append((self._store.dump(transfers), [row for _, row in some]))
+            task.writing.append((self._store.save(transfers), [row for _, row in some]))
 
-    def drop(self, task: DumpTask, rows: Iterable[tuple[int, Buffer]], error: StoreError) -> None:
+    def drop(self, task: SaveTask, rows: Iterable[tuple[int, Buffer]], error: StoreError) -> None:
         """Drop some rows of a task and fail their blocks."""
         for place, row in rows:
             task.failed[task.keys[place]] = error
             self._room.give_back([row])
 
-    def begin_commit(self, keys: Sequence[BlockKey]) -> DumpTask:
-        """Begin a commit; blocks with refused shards fail."""
+    def begin_commit(self, keys: Sequence[BlockKey]) -> SaveTask:
+        """Begin a commit; blocks with refused layer slices fail."""
         refused = self._room.forget(keys)
-        task = DumpTask(keys)
-        task.failed = {key: IncompleteBlockError(f"block {key.hex()} had no room among the dumps") for key in refused}
+        task = SaveTask(keys)
+        task.failed = {key: IncompleteBlockError(f"block {key.hex()} had no room among the saves") for key in refused}
         return task
 
-    def commit(self, task: DumpTask) -> DumpTask:
+    def commit(self, task: SaveTask) -> SaveTask:
         """Make blocks visible; discard the failed ones."""
         if task.failed:
             self._store.discard(list(task.failed))
@@ -107,10 +214,10 @@ class Saver:
         return task
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Note that blocks will not be committed, so that they can be dumped again."""
+        """Note that blocks will not be committed, so that they can be saved again."""
         self._room.forget(keys)
 
-    def check(self, task: DumpTask) -> bool:
+    def check(self, task: SaveTask) -> bool:
         """Reclaim written rows, and return whether the whole task is finished."""
         copied = task.copied.is_set()
         for _ in range(len(task.writing)):
@@ -121,7 +228,7 @@ class Saver:
             self._take(task, self._store.wait(writing), rows)
         return copied and not task.writing
 
-    def wait(self, task: DumpTask) -> TaskResult:
+    def wait(self, task: SaveTask) -> TaskResult:
         """Wait for a task and return its result."""
         task.copied.wait()
         while task.writing:
@@ -130,7 +237,7 @@ class Saver:
         done = {key: tier for key, tier in task.done.items() if key not in task.failed}
         return TaskResult(done, task.failed, task.nbytes, task.seconds)
 
-    def _take(self, task: DumpTask, result: TaskResult, rows: list[Buffer]) -> None:
+    def _take(self, task: SaveTask, result: TaskResult, rows: list[Buffer]) -> None:
         task.done.update(result.done)
         task.failed.update(result.failed)
         task.nbytes += result.nbytes
@@ -139,7 +246,7 @@ class Saver:
             self._room.give_back(rows)
 
 
-def _shards(row: Buffer, sizes: Sequence[int]) -> list[Buffer]:
+def _slices(row: Buffer, sizes: Sequence[int]) -> list[Buffer]:
     found, at = [], 0
     for size in sizes:
         found.append(row[at : at + size])

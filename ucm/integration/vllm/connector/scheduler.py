@@ -1,4 +1,4 @@
-"""Look up blocks in the store on the scheduler side, and plan what the workers load and dump in each step."""
+"""Look up blocks in the store on the scheduler side, and plan what the workers load and save in each step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class KeySource(Protocol):
     def is_same(self, request: Any) -> bool:
         """Return whether the inputs that the engine has read are those that the keys were made of."""
 
-    def is_void(self, request: Any) -> bool:
+    def is_invalidated(self, request: Any) -> bool:
         """Return whether inputs that shape the request's KV were replaced since, such as a LoRA adapter in place."""
 
     def forget(self, request_id: str) -> None:
@@ -93,7 +93,7 @@ class PlanningOptions:
         reloads_preempted: Whether this release can safely load for a preempted request.
         drops_last_block: Whether a draft model's KV in the last slot of a block depends on the next token, so that the
             last block of a hit is computed, as with vLLM's own prefix cache.
-        confirms: Whether there are several ranks that report their checks of the weights; the dumps of a step are then
+        confirms: Whether there are several ranks that report their checks of the weights; the saves of a step are then
             committed once all ranks have checked.
         others: Whether other connectors may load as well, as in vLLM's ``MultiConnector``.
         asks_again: Whether vLLM asks again after a lookup that is not finished, as it does from 0.10.2 on.
@@ -138,7 +138,7 @@ class RequestState:
     Args:
         request: vLLM's request.
         block_ids: The block ids of each group, in order; entries below a sliding window may be out of date.
-        saved: For each group, how many blocks from the start need no dump any more.
+        saved: For each group, how many blocks from the start need no save any more.
         computed: Tokens whose KV was in vLLM's own prefix cache at its last lookup.
         known: Those tokens, and the tokens that we loaded after them.
         lookup: The lookup in the store, with its staged blocks; until the load, or a start without one.
@@ -163,17 +163,17 @@ class RequestState:
 
 
 def left_alone(late: Sequence[BlockMoves], written: Container[int], counters: LookupCounters) -> list[BlockMoves]:
-    """Return late dumps without blocks that the step may write before they are dumped; count those as lost."""
+    """Return late saves without blocks that the step may write before they are saved; count those as lost."""
     for moves in late:
         left = [(key, block) for key, block in zip(moves.keys, moves.block_ids, strict=True) if block not in written]
         if len(left) < len(moves.keys):
-            counters.failed("dump", "other", len(moves.keys) - len(left))
+            counters.failed("save", "other", len(moves.keys) - len(left))
             moves.keys, moves.block_ids = [key for key, _ in left], [block for _, block in left]
     return [moves for moves in late if moves.keys]
 
 
 class PrefixCacheScheduler:
-    """Decides what is loaded and dumped; never touches KV itself and never waits for a medium.
+    """Decides what is loaded and saved; never touches KV itself and never waits for a medium.
 
     Args:
         groups: The model's KV-cache groups.
@@ -293,16 +293,16 @@ class PrefixCacheScheduler:
             plan.loads += self._loads(self._requests[request_id], load)
         self._to_load = {}
         fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids)
-        dumping: set[tuple[int, bytes]] = set()
+        saving: set[tuple[int, bytes]] = set()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
             state.ran = self.step
             if self._may_save(state):
-                plan.dumps += self._dumps(state, state.request.num_computed_tokens + num_scheduled, dumping)
+                plan.saves += self._saves(state, state.request.num_computed_tokens + num_scheduled, saving)
         late, self._late = self._late, []
-        plan.late_dumps, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
+        plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
         if plan.idle and not plan.loads:
             pending = [state.lookup for state in self._requests.values() if state.lookup is not None]
             if not pending:
@@ -354,7 +354,7 @@ class PrefixCacheScheduler:
         self._others.forget()
 
     def finished(self, request: Any) -> None:
-        """End a request; its full blocks that were not dumped yet are dumped with the next step."""
+        """End a request; its full blocks that were not saved yet are saved with the next step."""
         state = self._requests.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
         if self._first == request.request_id:
@@ -363,7 +363,7 @@ class PrefixCacheScheduler:
             self._let_go(state)
             self._to_load.pop(request.request_id, None)
             if self._may_save(state, ended=True):
-                self._late += self._dumps(state, request.num_computed_tokens, set())
+                self._late += self._saves(state, request.num_computed_tokens, set())
         self._key_source.forget(request.request_id)
 
     def doubt(self, *, waits: bool) -> None:
@@ -413,7 +413,7 @@ class PrefixCacheScheduler:
     def _may_save(self, state: RequestState, *, ended: bool = False) -> bool:
         """Return whether the request's KV matches its keys; known once the step that began it has surely run.
 
-        Until then none of its blocks is dumped; afterwards all are, or none.
+        Until then none of its blocks is saved; afterwards all are, or none.
         """
         if self._is_excluded(state) or state.confirmed:
             return not state.excluded
@@ -425,7 +425,7 @@ class PrefixCacheScheduler:
         return state.confirmed
 
     def _is_excluded(self, state: RequestState) -> bool:
-        if not state.excluded and self._key_source.is_void(state.request):
+        if not state.excluded and self._key_source.is_invalidated(state.request):
             self._let_go(state)
             state.excluded = True
         return state.excluded
@@ -539,7 +539,7 @@ class PrefixCacheScheduler:
             self.stager.let_go(self._holds.pop(0)[1])
 
     def _skip_stored(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Skip dumps of blocks that the engine had already, unless the store turns out to have lost the last one."""
+        """Skip saves of blocks that the engine had already, unless the store turns out to have lost the last one."""
         for group in self._groups.groups if self.stager.has_begun else ():
             lasting = self._options.lasting_tokens(state.request.num_prompt_tokens)
             last = min(num_computed_tokens, lasting) // group.block_size
@@ -580,8 +580,8 @@ class PrefixCacheScheduler:
             self.stager.release(lookup)
         return moves
 
-    def _dumps(self, state: RequestState, num_tokens: int, dumping: set[tuple[int, bytes]]) -> list[BlockMoves]:
-        """Return dumps of the blocks that are full after ``num_tokens`` tokens, as far as their tokens are known."""
+    def _saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:
+        """Return saves of the blocks that are full after ``num_tokens`` tokens, as far as their tokens are known."""
         moves: list[BlockMoves] = []
         if not self._options.saves or not self.namespace:
             return moves
@@ -602,8 +602,8 @@ class PrefixCacheScheduler:
                 )
                 keys = self._keys(request, group, first, last)
                 for key, block_id in zip(keys, block_ids[first:last], strict=False):
-                    if (group.index, key) not in dumping:
-                        dumping.add((group.index, key))
+                    if (group.index, key) not in saving:
+                        saving.add((group.index, key))
                         found.keys.append(key)
                         found.block_ids.append(block_id)
                 if found.keys:

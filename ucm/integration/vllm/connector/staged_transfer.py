@@ -1,7 +1,7 @@
 """Move a group's blocks between a device and a store, in chunks through page-locked host memory.
 
-Loads and dumps have one thread each. While one chunk is copied to or from the device, the store reads the next one or
-writes earlier ones. The dump thread waits only for the device, never for the store.
+Loads and saves have one thread each. While one chunk is copied to or from the device, the store reads the next one or
+writes earlier ones. The save thread waits only for the device, never for the store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucm.background import enter_background
-from ucm.integration.vllm.connector.saving import DumpTask, Saver
+from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged, start_load
 from ucm.store.base import BlockTransfer, Task, TaskResult
 from ucm.store.config import StoreConfig
@@ -125,7 +125,7 @@ class StagedTransfer(GroupTransfer):
         store: The store of the blocks.
         slab: The slab where blocks are staged.
         staging_bytes: The size of page-locked host memory for each direction.
-        dump_queue_bytes: Bytes that may wait to be written.
+        save_queue_bytes: Bytes that may wait to be written.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StagedTransfer(GroupTransfer):
         slab: SlabReader,
         staging_bytes: int = STAGING_BYTES,
         *,
-        dump_queue_bytes: int = StoreConfig.dump_queue_bytes,
+        save_queue_bytes: int = StoreConfig.save_queue_bytes,
     ) -> None:
         self._memory = memory
         self._store = store
@@ -145,8 +145,8 @@ class StagedTransfer(GroupTransfer):
         self.tokens_per_block = memory.group.block_size
         self._chunk = max(1, staging_bytes // 2 // self.block_bytes)
         self._loader = _Lane(memory, self._chunk, "ucm-load", stagings=2)
-        self._dumper = _Lane(memory, self._chunk, "ucm-gather", stagings=1)
-        self._saver = Saver(store, dump_queue_bytes)
+        self._gatherer = _Lane(memory, self._chunk, "ucm-gather", stagings=1)
+        self._saver = Saver(store, save_queue_bytes)
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
         """Load some layers of blocks onto the device."""
@@ -154,9 +154,9 @@ class StagedTransfer(GroupTransfer):
         self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged), task.end)
         return task
 
-    def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
-        """Dump some layers of blocks from the device; blocks for which there is no room fail at once."""
-        task = self._saver.begin(keys, self._memory.geometry.shard_sizes[layers.start : layers.stop], layers.start)
+    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
+        """Save some layers of blocks from the device; blocks for which there is no room fail at once."""
+        task = self._saver.begin(keys, self._memory.geometry.slice_sizes[layers.start : layers.stop], layers.start)
         if not task.rows:
             task.copied.set()
             return task
@@ -167,11 +167,11 @@ class StagedTransfer(GroupTransfer):
                 self._saver.drop(task, left, device_failed(error))
             task.copied.set()
 
-        self._dumper.submit(lambda event: self._dump(task, event, left, block_ids, layers), ended)
+        self._gatherer.submit(lambda event: self._save(task, event, left, block_ids, layers), ended)
         return task
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make blocks visible; blocks with refused shards fail and are discarded."""
+        """Make blocks visible; blocks with refused layer slices fail and are discarded."""
         task = self._saver.begin_commit(keys)
 
         def ended(error: Exception | None) -> None:
@@ -179,31 +179,31 @@ class StagedTransfer(GroupTransfer):
                 task.failed.update({key: device_failed(error) for key in task.keys if key not in task.failed})
             task.copied.set()
 
-        self._dumper.submit(lambda _: self._saver.commit(task), ended)
+        self._gatherer.submit(lambda _: self._saver.commit(task), ended)
         return task
 
     def copied(self, task: Task) -> None:
-        """Wait until a dump no longer reads the device's memory."""
-        if isinstance(task, DumpTask):
+        """Wait until a save no longer reads the device's memory."""
+        if isinstance(task, SaveTask):
             task.copied.wait()
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that were dumped and are not written yet."""
+        """Bytes that were saved and are not written yet."""
         return self._saver.waiting_bytes
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Discard blocks, after all earlier dumps."""
+        """Discard blocks, after all earlier saves."""
         self._saver.forget(keys)
-        self._dumper.submit(lambda _: self._store.discard(keys), lambda _: None)
+        self._gatherer.submit(lambda _: self._store.discard(keys), lambda _: None)
 
     def check(self, task: Task) -> bool:
         """Return whether a task is finished."""
-        return self._saver.check(task) if isinstance(task, DumpTask) else _staged(task).finished.is_set()
+        return self._saver.check(task) if isinstance(task, SaveTask) else _staged(task).finished.is_set()
 
     def wait(self, task: Task) -> TaskResult:
         """Wait for a task and return its result."""
-        if isinstance(task, DumpTask):
+        if isinstance(task, SaveTask):
             return self._saver.wait(task)
         staged = _staged(task)
         staged.finished.wait()
@@ -212,7 +212,7 @@ class StagedTransfer(GroupTransfer):
     def close(self) -> None:
         """Finish queued transfers and close the store."""
         self._loader.close()
-        self._dumper.close()
+        self._gatherer.close()
         self._store.close()
 
     def _load(
@@ -262,11 +262,11 @@ class StagedTransfer(GroupTransfer):
     def _wait(self, task: Task) -> TaskResult:
         return (self._slab if isinstance(task, CopyTask) else self._store).wait(task)
 
-    def _dump(
-        self, task: DumpTask, event: Any, left: deque[tuple[int, Buffer]], block_ids: Sequence[int], layers: range
+    def _save(
+        self, task: SaveTask, event: Any, left: deque[tuple[int, Buffer]], block_ids: Sequence[int], layers: range
     ) -> None:
         """Copy blocks into their rows, chunk by chunk; remove copied blocks from ``left``."""
-        lane = self._dumper
+        lane = self._gatherer
         [staging] = lane.staging
         while left:
             some = [left[number] for number in range(min(self._chunk, len(left)))]
@@ -276,9 +276,9 @@ class StagedTransfer(GroupTransfer):
             for number, (_, row) in enumerate(some):
                 at = 0
                 for layer in layers:
-                    shard = staging[layer][number].numpy()
-                    row[at : at + shard.nbytes] = memoryview(shard)
-                    at += shard.nbytes
+                    layer_slice = staging[layer][number].numpy()
+                    row[at : at + layer_slice.nbytes] = memoryview(layer_slice)
+                    at += layer_slice.nbytes
             for _ in some:
                 left.popleft()
             self._saver.write(task, some)

@@ -127,7 +127,7 @@ class Stager:
             row_bytes = 0
             for group, of_group in geometries.items():
                 padded = [-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group]
-                self._sizes[group] = [geometry.shard_sizes for geometry in of_group]
+                self._sizes[group] = [geometry.slice_sizes for geometry in of_group]
                 self.shares[group] = tuple(accumulate(padded[:-1], initial=0))
                 row_bytes = max(row_bytes, sum(padded))
             self._slab.lay_out(row_bytes)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucm.integration.vllm.connector.saving import DumpTask, Saver
+from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.store.base import BlockTransfer
 from ucm.store.slab import CopyTask
 
@@ -34,7 +34,7 @@ class Staged:
 class GroupTransfer(ABC):
     """Moves blocks of one KV-cache group; a call starts a task, ``wait`` ends it.
 
-    A dump copies its blocks into rows of host memory, which the store then writes. So a step that will overwrite the
+    A save copies its blocks into rows of host memory, which the store then writes. So a step that will overwrite the
     blocks waits only for the copy and not for a medium; a slow or stuck medium only occupies rows. A block for which no
     row is free is not saved.
     """
@@ -51,29 +51,29 @@ class GroupTransfer(ABC):
         """Load some layers of blocks into the KV cache, from the slab if they are staged, else from the store."""
 
     @abstractmethod
-    def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
-        """Dump some layers of blocks from the KV cache; they become visible through ``commit``."""
+    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
+        """Save some layers of blocks from the KV cache; they become visible through ``commit``."""
 
     @abstractmethod
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        """Make blocks visible, after all earlier dumps."""
+        """Make blocks visible, after all earlier saves."""
 
     @abstractmethod
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Drop dumped blocks that will not be committed."""
+        """Drop saved blocks that will not be committed."""
 
-    def stand_back(self, *, active: bool) -> None:
-        """Note that a forward starts or stops using the processors that dumps need; see `KVStore.stand_back`."""
+    def throttle(self, *, active: bool) -> None:
+        """Note that a forward starts or stops using the processors that saves need; see `KVStore.throttle`."""
         del active
 
     @abstractmethod
     def copied(self, task: Task) -> None:
-        """Wait until a dump no longer reads the KV cache; this takes as long as the copy, whatever the medium does."""
+        """Wait until a save no longer reads the KV cache; this takes as long as the copy, whatever the medium does."""
 
     @property
     @abstractmethod
     def waiting_bytes(self) -> int:
-        """Bytes that were dumped and are not written yet."""
+        """Bytes that were saved and are not written yet."""
 
     @abstractmethod
     def check(self, task: Task) -> bool:
@@ -89,20 +89,20 @@ class GroupTransfer(ABC):
 
 
 class HostTransfer(GroupTransfer):
-    """Transfers blocks of a KV cache in host memory: loads fill it in place, dumps are copied by the calling thread.
+    """Transfers blocks of a KV cache in host memory: loads fill it in place, saves are copied by the calling thread.
 
     Args:
         memory: The blocks in host memory.
         store: The store of the blocks.
         slab: The slab where blocks are staged.
-        dump_queue_bytes: Bytes that may wait to be written.
+        save_queue_bytes: Bytes that may wait to be written.
     """
 
-    def __init__(self, memory: HostMemory, store: KVStore, slab: SlabReader, dump_queue_bytes: int) -> None:
+    def __init__(self, memory: HostMemory, store: KVStore, slab: SlabReader, save_queue_bytes: int) -> None:
         self._memory = memory
         self.store = store
         self._slab = slab
-        self._saver = Saver(store, dump_queue_bytes)
+        self._saver = Saver(store, save_queue_bytes)
         self.layer_names = [layout.name for layout in memory.layouts]
         self.block_bytes = memory.geometry.nbytes
         self.tokens_per_block = memory.group.block_size
@@ -111,16 +111,16 @@ class HostTransfer(GroupTransfer):
         """Load some layers of blocks into the KV cache."""
         return start_load(self.store, self._slab, self._blocks(keys, block_ids, layers), staged, self._memory.geometry)
 
-    def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
+    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
         """Copy some layers of blocks and start to write them."""
         memory = self._memory
-        first, end = memory.shard_count(layers.start), memory.shard_count(layers.stop)
-        task = self._saver.begin(keys, memory.geometry.shard_sizes[first:end], first)
+        first, end = memory.slice_count(layers.start), memory.slice_count(layers.stop)
+        task = self._saver.begin(keys, memory.geometry.slice_sizes[first:end], first)
         for place, row in task.rows:
             at = 0
-            for shard in memory.buffers(block_ids[place], layers):
-                row[at : at + shard.nbytes] = shard
-                at += shard.nbytes
+            for layer_slice in memory.buffers(block_ids[place], layers):
+                row[at : at + layer_slice.nbytes] = layer_slice
+                at += layer_slice.nbytes
         self._saver.write(task, task.rows)
         task.copied.set()
         return task
@@ -130,31 +130,31 @@ class HostTransfer(GroupTransfer):
         return self._saver.commit(self._saver.begin_commit(keys))
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Drop dumped blocks."""
+        """Drop saved blocks."""
         self._saver.forget(keys)
         self.store.discard(keys)
 
-    def stand_back(self, *, active: bool) -> None:
+    def throttle(self, *, active: bool) -> None:
         """Pass the hint to the store, because the forward runs on the host's processors."""
-        self.store.stand_back(active=active)
+        self.store.throttle(active=active)
 
     def copied(self, task: Task) -> None:
-        """Do nothing: ``dump`` returns after the copy."""
+        """Do nothing: ``save`` returns after the copy."""
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that were dumped and are not written yet."""
+        """Bytes that were saved and are not written yet."""
         return self._saver.waiting_bytes
 
     def check(self, task: Task) -> bool:
         """Return whether a task is finished."""
-        if isinstance(task, DumpTask):
+        if isinstance(task, SaveTask):
             return self._saver.check(task)
         return (self._slab if isinstance(task, CopyTask) else self.store).check(task)
 
     def wait(self, task: Task) -> TaskResult:
         """Wait for a task and return its result."""
-        if isinstance(task, DumpTask):
+        if isinstance(task, SaveTask):
             return self._saver.wait(task)
         return (self._slab if isinstance(task, CopyTask) else self.store).wait(task)
 
@@ -164,9 +164,9 @@ class HostTransfer(GroupTransfer):
 
     def _blocks(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> list[BlockTransfer]:
         memory = self._memory
-        first_shard = memory.shard_count(layers.start)
+        first_slice = memory.slice_count(layers.start)
         return [
-            BlockTransfer(key, memory.buffers(block_id, layers), first_shard)
+            BlockTransfer(key, memory.buffers(block_id, layers), first_slice)
             for key, block_id in zip(keys, block_ids, strict=True)
         ]
 
@@ -177,5 +177,5 @@ def start_load(
     """Start to load blocks, from the slab if they are staged, else from the store."""
     if staged is None:
         return store.load(blocks)
-    skipped = sum(geometry.shard_sizes[: blocks[0].first_shard]) if blocks else 0
+    skipped = sum(geometry.slice_sizes[: blocks[0].first_slice]) if blocks else 0
     return slab.load(blocks, [place + skipped for place in staged.places], staged.tiers)

@@ -31,11 +31,11 @@ class TransferCounters(Protocol):
     ) -> None:
         """Count loaded blocks."""
 
-    def dumped(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Count dumped blocks."""
+    def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
+        """Count saved blocks."""
 
     def failed(self, operation: str, cause: str, blocks: int) -> None:
-        """Count blocks that failed to load or to be dumped."""
+        """Count blocks that failed to load or to be saved."""
 
 
 #: How many seconds ``close`` waits for a medium without progress.
@@ -45,8 +45,8 @@ CLOSE_SECONDS = 20.0
 
 
 @dataclass(slots=True)
-class DumpUnderWay:
-    """A dump in progress; ``whole`` if it completes the blocks."""
+class SaveUnderWay:
+    """A save in progress; ``whole`` if it completes the blocks."""
 
     group: int
     transfer: GroupTransfer
@@ -64,7 +64,7 @@ class LoadUnderWay:
 
 
 class TransferWorker:
-    """Loads before the forward, and dumps in the background after it.
+    """Loads before the forward, and saves in the background after it.
 
     A step that may write a block waits until the block has been copied. No step waits for a medium that is written to.
 
@@ -72,7 +72,7 @@ class TransferWorker:
         groups: The transfer of each group.
         counters: Counts transfers.
         places: For each group, this rank's index among the ranks with different KV of it.
-        saves: The groups whose blocks this rank dumps; of ranks with the same KV only one dumps it.
+        saves: The groups whose blocks this rank saves; of ranks with the same KV only one saves it.
         between_steps: Whether requests wait for their loads between steps, so that no step uses their blocks before the
             loads were reported as finished, and vLLM recomputes the tokens of blocks that failed to load.
         background: Whether a step may end before such loads do. Loads of staged blocks always end with the step,
@@ -100,7 +100,7 @@ class TransferWorker:
         self._between_steps = between_steps
         self._background = background
         self._loading: list[LoadUnderWay] = []
-        self._under_way: list[DumpUnderWay] = []
+        self._under_way: list[SaveUnderWay] = []
         self._failed_blocks: set[int] = set()
         self._refused: set[str] = set()
         self._step, self._idle = 0, False
@@ -109,7 +109,7 @@ class TransferWorker:
         self.save_failures = FailureLog("[UCM.Save]", "the block is not stored")
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step before anything of it is written: free its blocks, and process earlier dumps.
+        """Begin a step before anything of it is written: free its blocks, and process earlier saves.
 
         vLLM calls this in two places, depending on the release; the second call of a step does nothing.
         """
@@ -118,12 +118,12 @@ class TransferWorker:
         self._step, self._idle = plan.step, plan.idle
         self._counted.clear()
         self._finish_loads(plan.fresh_block_ids)
-        self._finish_dumps(plan.fresh_block_ids)
+        self._finish_saves(plan.fresh_block_ids)
         self._unconfirmed.begin(plan)
-        for moves in self.own(plan.late_dumps):
-            self._dump(moves)
+        for moves in self.own(plan.late_saves):
+            self._save(moves)
         # vLLM may not report the end of a step without a forward.
-        self._stand_back(active=not plan.idle)
+        self._throttle(active=not plan.idle)
 
     def refuse(self, plan: StepPlan, adapters: Container[int] | None = None) -> None:
         """Move nothing of a step, because the weights were changed in place and its keys belong to the old ones.
@@ -144,8 +144,8 @@ class TransferWorker:
             self.groups[load.moves.group].wait(load.task)
         refused = [*(load.moves for load in ended), *(moves for moves in plan.loads if not stays(moves))]
         self._loading = [load for load in self._loading if stays(load.moves)]
-        plan.loads, plan.dumps, plan.late_dumps = (
-            [moves for moves in of_kind if stays(moves)] for of_kind in (plan.loads, plan.dumps, plan.late_dumps)
+        plan.loads, plan.saves, plan.late_saves = (
+            [moves for moves in of_kind if stays(moves)] for of_kind in (plan.loads, plan.saves, plan.late_saves)
         )
         for moves in refused:
             self.counters.failed("load", "other", len(moves.keys))
@@ -233,25 +233,25 @@ class TransferWorker:
         for error in new.values():
             self.counters.failed(operation, error.cause, 1)
 
-    def dump(self, plan: StepPlan) -> None:
-        """Dump the blocks that a step has filled, after its forward."""
-        self._stand_back(active=False)
-        for moves in self.own(plan.dumps):
-            self._dump(moves)
+    def save(self, plan: StepPlan) -> None:
+        """Save the blocks that a step has filled, after its forward."""
+        self._throttle(active=False)
+        for moves in self.own(plan.saves):
+            self._save(moves)
 
-    def _stand_back(self, *, active: bool) -> None:
+    def _throttle(self, *, active: bool) -> None:
         for transfer in self.groups.values():
-            transfer.stand_back(active=active)
+            transfer.throttle(active=active)
 
-    def own(self, dumps: list[BlockMoves]) -> list[BlockMoves]:
-        """Return the dumps that this rank performs."""
-        return [moves for moves in dumps if moves.group in self._saves]
+    def own(self, saves: list[BlockMoves]) -> list[BlockMoves]:
+        """Return the saves that this rank performs."""
+        return [moves for moves in saves if moves.group in self._saves]
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Do nothing: all layers are loaded before the forward."""
 
     def layer_computed(self, layer_name: str) -> None:
-        """Do nothing: all layers are dumped after the forward."""
+        """Do nothing: all layers are saved after the forward."""
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that failed to load since the last call."""
@@ -262,7 +262,7 @@ class TransferWorker:
         """Finish transfers as long as they make progress; abandon a medium without progress."""
         started = time.monotonic()
         self._unconfirmed.close()
-        self._stand_back(active=False)
+        self._throttle(active=False)
         left = wait_while_it_shrinks(self._left, STILL_SECONDS)
         if not call_within(self._close_transfers, "ucm-close", CLOSE_SECONDS) or left:
             get_logger(__name__).warning(
@@ -273,7 +273,7 @@ class TransferWorker:
 
     def _left(self) -> int:
         """Return the sum of the transfers in progress and the bytes not written yet."""
-        self._finish_dumps(set())
+        self._finish_saves(set())
         self._loading = [load for load in self._loading if not self.groups[load.moves.group].check(load.task)]
         waiting = sum(transfer.waiting_bytes for transfer in self.groups.values())
         return len(self._loading) + len(self._under_way) + waiting
@@ -282,11 +282,11 @@ class TransferWorker:
         for transfer in self.groups.values():
             transfer.close()
 
-    def start_dump(self, moves: BlockMoves, layers: range, *, whole: bool = True) -> None:
-        """Start to dump some layers of blocks; ``whole`` with the last ones."""
+    def start_save(self, moves: BlockMoves, layers: range, *, whole: bool = True) -> None:
+        """Start to save some layers of blocks; ``whole`` with the last ones."""
         transfer = self.groups[moves.group]
-        task = transfer.dump(moves.keys, moves.block_ids, layers)
-        self._under_way.append(DumpUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole))
+        task = transfer.save(moves.keys, moves.block_ids, layers)
+        self._under_way.append(SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole))
 
     def commit(self, moves: BlockMoves) -> None:
         """Make blocks visible once they are written and it is confirmed that no rank's weights had changed."""
@@ -295,14 +295,14 @@ class TransferWorker:
     def _commit(self, moves: BlockMoves) -> None:
         transfer = self.groups[moves.group]
         task = transfer.commit(moves.keys)
-        self._under_way.append(DumpUnderWay(moves.group, transfer, task, frozenset(), whole=False))
+        self._under_way.append(SaveUnderWay(moves.group, transfer, task, frozenset(), whole=False))
 
     def _discard(self, moves: BlockMoves) -> None:
         self.groups[moves.group].discard(moves.keys)
-        self.counters.failed("dump", "other", len(moves.keys))
+        self.counters.failed("save", "other", len(moves.keys))
 
-    def _dump(self, moves: BlockMoves) -> None:
-        self.start_dump(moves, self.all_layers(moves.group))
+    def _save(self, moves: BlockMoves) -> None:
+        self.start_save(moves, self.all_layers(moves.group))
         self.commit(moves)
 
     def _finish_loads(self, block_ids: set[int]) -> None:
@@ -311,19 +311,19 @@ class TransferWorker:
             if not block_ids.isdisjoint(load.moves.block_ids):
                 self.groups[load.moves.group].wait(load.task)
 
-    def _finish_dumps(self, block_ids: set[int]) -> None:
-        """Process finished dumps, and wait until none reads one of these blocks."""
-        still: list[DumpUnderWay] = []
-        for dump in self._under_way:
-            if not dump.block_ids.isdisjoint(block_ids):
-                dump.transfer.copied(dump.task)
-            if not dump.transfer.check(dump.task):
-                still.append(dump)
+    def _finish_saves(self, block_ids: set[int]) -> None:
+        """Process finished saves, and wait until none reads one of these blocks."""
+        still: list[SaveUnderWay] = []
+        for save in self._under_way:
+            if not save.block_ids.isdisjoint(block_ids):
+                save.transfer.copied(save.task)
+            if not save.transfer.check(save.task):
+                still.append(save)
                 continue
-            result = dump.transfer.wait(dump.task)
-            if dump.block_ids and result.done:
-                self.counters.dumped(len(result.done) if dump.whole else 0, result.nbytes, result.seconds)
-            # A commit after a failed dump fails as well; the failure was counted with the dump.
+            result = save.transfer.wait(save.task)
+            if save.block_ids and result.done:
+                self.counters.saved(len(result.done) if save.whole else 0, result.nbytes, result.seconds)
+            # A commit after a failed save fails as well; the failure was counted with the save.
             failed = {key: e for key, e in result.failed.items() if not isinstance(e, IncompleteBlockError)}
-            self._count_failures("dump", dump.group, failed, self.save_failures)
+            self._count_failures("save", save.group, failed, self.save_failures)
         self._under_way = still

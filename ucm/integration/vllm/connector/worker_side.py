@@ -169,7 +169,7 @@ class WorkerSide:
         )
 
     def _look_at_weights(self, plan: StepPlan) -> None:
-        looks = plan.verify or plan.looks or bool(plan.loads or plan.dumps or plan.late_dumps)
+        looks = plan.verify or plan.looks or bool(plan.loads or plan.saves or plan.late_saves)
         if looks and (plan.verify or plan.confirmed is not None):
             self.report.looked = plan.step
         if self._weights is None:
@@ -217,10 +217,10 @@ class WorkerSide:
         store = OpeningStore(make, config.stuck_seconds)
         self.counters.watch(store)
         # Every rank copies queued blocks of each group out of the KV cache, so they share the memory.
-        room = min(config.dump_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))
+        room = min(config.save_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))
         if isinstance(memory, HostMemory):
             return HostTransfer(memory, store, self._slab, room)
-        return StagedTransfer(memory, store, self._slab, dump_queue_bytes=room)
+        return StagedTransfer(memory, store, self._slab, save_queue_bytes=room)
 
     def _method_figures(self) -> Mapping[str, float]:
         """Return the figures of a sparse method in this worker."""

@@ -97,7 +97,7 @@ class Scene:
 
     def answer(self, rank: int = 0, *, refused: bool = False) -> None:
         """A rank says what its pieces look like."""
-        record = {"sizes": list(GEOMETRY.shard_sizes), "fingerprint": GEOMETRY.fingerprint.hex(), REFUSED: refused}
+        record = {"sizes": list(GEOMETRY.slice_sizes), "fingerprint": GEOMETRY.fingerprint.hex(), REFUSED: refused}
         writer = SlabReader()
         assert writer.attach(self.slab.address, rank, record)
         writer.close()
@@ -108,10 +108,10 @@ class Scene:
         for rank in ranks:
             store = self.stores[rank]
             transfers = [
-                BlockTransfer(key, [memoryview(bytearray([number + 1]) * size) for size in GEOMETRY.shard_sizes])
+                BlockTransfer(key, [memoryview(bytearray([number + 1]) * size) for size in GEOMETRY.slice_sizes])
                 for number, key in enumerate(keys)
             ]
-            assert not store.wait(store.dump(transfers)).failed
+            assert not store.wait(store.save(transfers)).failed
             assert not store.wait(store.commit(keys)).failed
         return keys
 

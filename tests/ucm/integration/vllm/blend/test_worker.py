@@ -127,7 +127,7 @@ def test_a_chunk_is_visible_once_no_rank_has_seen_a_change_of_the_weights(epoch:
         plan = BlendPlan(saves=[ChunkSave(keys, len(TOKENS), [0])] if step == 1 else [])
         worker.begin(StepPlan(step, confirmed=0), plan, store)
         worker.save(plan)
-    assert (store.dump.call_count, store.commit.call_count) == (1, 0)
+    assert (store.save.call_count, store.commit.call_count) == (1, 0)
     worker.begin(StepPlan(3, confirmed=1, epoch=epoch), BlendPlan(), store)
     told = {"commit": store.commit, "discard": store.discard}
     told.pop(outcome).assert_called_once_with(keys)

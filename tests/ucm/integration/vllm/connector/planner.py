@@ -58,14 +58,14 @@ class KeyStore(KVStore):
         for block in blocks:
             self.read.append(block.key)
             if block.key in self.keys - self.damaged:
-                for shard in block.shards:
-                    shard[:] = block.key[:1] * shard.nbytes
+                for layer_slice in block.slices:
+                    layer_slice[:] = block.key[:1] * layer_slice.nbytes
                 task.succeeded(block.key, "posix", BLOCK.nbytes)
             else:
                 task.failed(block.key, BlockCorruptError("damaged"))
         return task
 
-    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
+    def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         raise NotImplementedError
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:

@@ -38,11 +38,13 @@ def said() -> Iterator[list[str]]:
 
 def test_each_is_counted_and_the_first_of_a_cause_is_logged(said: list[str]) -> None:
     log = FailureLog("[UCM.Load]", "its tokens are recomputed")
-    log.record({key(1): BlockCorruptError("the checksum of shard 3 is wrong"), key(2): BlockMissingError("not there")})
+    log.record(
+        {key(1): BlockCorruptError("the checksum of layer slice 3 is wrong"), key(2): BlockMissingError("not there")}
+    )
     log.record({key(3): BlockCorruptError("cut short"), key(4): BlockCorruptError("no block"), key(5): StoreError("?")})
     assert log.counts == {"corrupt": 3, "missing": 1, "other": 1}
     assert len(said) == 3
-    assert said[0].startswith(f"[UCM.Load] block {key(1).hex()[:16]}: the checksum of shard 3 is wrong")
+    assert said[0].startswith(f"[UCM.Load] block {key(1).hex()[:16]}: the checksum of layer slice 3 is wrong")
     assert "cause corrupt; its tokens are recomputed" in said[0]
 
 

@@ -270,15 +270,15 @@ def test_buffers_are_the_memory_of_the_blocks(name: str) -> None:
     memory = HostMemory(group("a", "b", "c"), dict(zip("abc", views, strict=True)), BLOCKS, {})
     for block in range(BLOCKS):
         every = memory.buffers(block, range(3))
-        assert tuple(buffer.nbytes for buffer in every) == memory.geometry.shard_sizes
+        assert tuple(buffer.nbytes for buffer in every) == memory.geometry.slice_sizes
         for layer, view in enumerate(views):
             mine = memory.buffers(block, range(layer, layer + 1))
-            begin = memory.shard_count(layer)
+            begin = memory.slice_count(layer)
             assert mine == every[begin : begin + len(mine)]
             for buffer in mine:
                 buffer[:] = bytes([layer + 1]) * buffer.nbytes
             assert set(np.unique(view.view()[block].view(np.uint8))) == {layer + 1}
-    assert memory.shard_count(3) == len(memory.geometry.shard_sizes)
+    assert memory.slice_count(3) == len(memory.geometry.slice_sizes)
 
 
 @pytest.mark.usefixtures("_without_torch")

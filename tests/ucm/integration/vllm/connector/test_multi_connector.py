@@ -88,7 +88,7 @@ class Engine:
         while self.scheduler.has_requests():
             output = self.scheduler.schedule()
             plan = output.kv_connector_metadata.metadata[1].plan
-            count += sum(len(moves.keys) for moves in (*plan.dumps, *plan.late_dumps))
+            count += sum(len(moves.keys) for moves in (*plan.saves, *plan.late_saves))
             sampled = {request_id: [3] for request_id in output.num_scheduled_tokens}
             self.scheduler.update_from_output(output, runner_output(output, sampled))
         return count

@@ -1,4 +1,4 @@
-"""What the scheduler's side finds, and what it has loaded and dumped."""
+"""What the scheduler's side finds, and what it has loaded and saved."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_request_that_ends_before_its_inputs_are_hashed_saves_nothing() -> Non
     planner, new = Planner(), request(TOKENS, unread=True)
     assert planner.side.matched_tokens(new, 0) is None
     planner.side.finished(new)
-    assert not planner.step({}).late_dumps
+    assert not planner.step({}).late_saves
 
 
 def test_inputs_of_a_request_that_is_not_cached_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_roles() -> None:
     assert writes.matched(request(TOKENS, "writes"), 0) == 0
     new = request(TOKENS, "reads")
     assert reads.admit(new) == 8
-    assert reads.run(new, 10, reads.rows).dumps == []
+    assert reads.run(new, 10, reads.rows).saves == []
 
 
 def test_what_the_engine_itself_has_is_another_question() -> None:
@@ -274,7 +274,7 @@ def test_what_was_found_is_loaded_into_the_blocks_behind_the_computed_ones() -> 
     plan = planner.run(new, 6, planner.rows)
     blocks = planner.rows[0]
     assert moved(plan.loads) == [(chain[1], blocks[1]), (chain[2], blocks[2])]
-    assert moved(plan.dumps) == [(planner.keys.chain(TOKENS, SIZE)[3], blocks[3])]
+    assert moved(plan.saves) == [(planner.keys.chain(TOKENS, SIZE)[3], blocks[3])]
     assert plan.fresh_block_ids == set(blocks[1:])
     assert planner.run(new, 1).loads == []
 
@@ -389,18 +389,18 @@ def test_one_that_waits_alone_may_need_all_there_is() -> None:
     assert planner.matched(request(TOKENS), 0) == 16
 
 
-# Dumps
+# Saves
 
 
-def test_blocks_are_dumped_with_the_step_that_fills_them() -> None:
+def test_blocks_are_saved_with_the_step_that_fills_them() -> None:
     planner = Planner()
     new = request(TOKENS)
     planner.admit(new)
     chain, blocks = planner.keys.chain(TOKENS, SIZE), planner.rows[0]
-    assert moved(planner.run(new, 6, planner.rows).dumps) == [(chain[0], blocks[0])]
-    assert moved(planner.run(new, 1).dumps) == []
-    assert moved(planner.run(new, 9).dumps) == list(zip(chain[1:], blocks[1:], strict=False))
-    assert moved(planner.run(new, 2).dumps) == []
+    assert moved(planner.run(new, 6, planner.rows).saves) == [(chain[0], blocks[0])]
+    assert moved(planner.run(new, 1).saves) == []
+    assert moved(planner.run(new, 9).saves) == list(zip(chain[1:], blocks[1:], strict=False))
+    assert moved(planner.run(new, 2).saves) == []
 
 
 def test_a_token_that_is_not_known_yet_fills_no_block() -> None:
@@ -409,13 +409,13 @@ def test_a_token_that_is_not_known_yet_fills_no_block() -> None:
     new = request(TOKENS[:7])
     planner.admit(new)
     planner.run(new, 7, planner.rows)
-    assert planner.run(new, 1).dumps == []
+    assert planner.run(new, 1).saves == []
     new.output.append(7)
     key = planner.keys.chain(TOKENS[:8], SIZE)[1]
-    assert moved(planner.run(new, 1).dumps) == [(key, planner.rows[0][1])]
+    assert moved(planner.run(new, 1).saves) == [(key, planner.rows[0][1])]
 
 
-def test_a_request_that_ends_has_its_last_blocks_dumped_later() -> None:
+def test_a_request_that_ends_has_its_last_blocks_saved_later() -> None:
     planner = Planner(batches=2)
     new = request(TOKENS[:7])
     planner.admit(new)
@@ -424,8 +424,8 @@ def test_a_request_that_ends_has_its_last_blocks_dumped_later() -> None:
     new.output.append(7)
     planner.side.finished(new)
     key = planner.keys.chain(TOKENS[:8], SIZE)[1]
-    assert moved(planner.step({}).late_dumps) == [(key, planner.rows[0][1])]
-    assert planner.step({}).late_dumps == []
+    assert moved(planner.step({}).late_saves) == [(key, planner.rows[0][1])]
+    assert planner.step({}).late_saves == []
 
 
 def test_but_not_from_a_block_that_was_given_away() -> None:
@@ -437,8 +437,8 @@ def test_but_not_from_a_block_that_was_given_away() -> None:
     new.output.append(7)
     planner.side.finished(new)
     other = request([90, 91], "other")
-    assert planner.step({"other": 2}, [(other, [[planner.rows[0][1]]])]).late_dumps == []
-    assert planner.counted.failures == ["dump.other"]
+    assert planner.step({"other": 2}, [(other, [[planner.rows[0][1]]])]).late_saves == []
+    assert planner.counted.failures == ["save.other"]
 
 
 def test_a_block_that_was_given_away_costs_no_other_of_its_request() -> None:
@@ -450,28 +450,28 @@ def test_a_block_that_was_given_away_costs_no_other_of_its_request() -> None:
     planner.side.finished(new)
     rows, chain = planner.rows[0], planner.keys.chain(TOKENS[:12], SIZE)
     other = request([90, 91], "other")
-    late = planner.step({"other": 2}, [(other, [[rows[1]]])]).late_dumps
+    late = planner.step({"other": 2}, [(other, [[rows[1]]])]).late_saves
     assert moved(late) == [(chain[0], rows[0]), (chain[2], rows[2])]
-    assert planner.counted.failures == ["dump.other"]
+    assert planner.counted.failures == ["save.other"]
 
 
-def test_nothing_is_found_or_dumped_until_it_is_known_whose_blocks_these_are() -> None:
-    """What a request has computed by then is dumped then."""
+def test_nothing_is_found_or_saved_until_it_is_known_whose_blocks_these_are() -> None:
+    """What a request has computed by then is saved then."""
     planner = Planner(begins=False)
     planner.keep(TOKENS)
     new = request(TOKENS)
     assert planner.admit(new) == 0
     plan = planner.run(new, 10, planner.rows)
-    assert (plan.namespace, plan.dumps) == ("", [])
+    assert (plan.namespace, plan.saves) == ("", [])
     planner.begin()
     plan = planner.run(new, 8)
     assert plan.namespace == "model"
     chain = planner.keys.chain(TOKENS, SIZE)
-    assert moved(plan.dumps) == list(zip(chain, planner.rows[0], strict=False))
+    assert moved(plan.saves) == list(zip(chain, planner.rows[0], strict=False))
     assert planner.matched(request(TOKENS, "later"), 0) == 16
 
 
-def test_a_key_is_dumped_once_in_a_step() -> None:
+def test_a_key_is_saved_once_in_a_step() -> None:
     planner = Planner()
     first, second = request(TOKENS, "first"), request(TOKENS, "second")
     rows = {}
@@ -480,7 +480,7 @@ def test_a_key_is_dumped_once_in_a_step() -> None:
         rows[new.request_id] = planner.rows
     plan = planner.step({"first": 8, "second": 9}, [(first, rows["first"]), (second, rows["second"])])
     chain = planner.keys.chain(TOKENS, SIZE)
-    assert moved(plan.dumps) == list(zip(chain[:2], rows["first"][0][:2], strict=True))
+    assert moved(plan.saves) == list(zip(chain[:2], rows["first"][0][:2], strict=True))
 
 
 def test_generated_tokens_may_be_left_out() -> None:
@@ -489,7 +489,7 @@ def test_generated_tokens_may_be_left_out() -> None:
     new.output += TOKENS[7:]
     planner.admit(new)
     chain = planner.keys.chain(TOKENS, SIZE)
-    assert moved(planner.run(new, 18, planner.rows).dumps) == [(chain[0], planner.rows[0][0])]
+    assert moved(planner.run(new, 18, planner.rows).saves) == [(chain[0], planner.rows[0][0])]
 
 
 def test_tokens_whose_kv_is_their_requests_own_are_neither_stored_nor_looked_up() -> None:
@@ -502,9 +502,9 @@ def test_tokens_whose_kv_is_their_requests_own_are_neither_stored_nor_looked_up(
     planner.store.keys.clear()
     planner = Planner(lasting_tokens=lambda prompt: prompt)
     planner.admit(new)
-    assert moved(planner.run(new, 18, planner.rows).dumps) == [(chain[0], planner.rows[0][0])]
+    assert moved(planner.run(new, 18, planner.rows).saves) == [(chain[0], planner.rows[0][0])]
     planner.side.finished(new)
-    assert moved(planner.step({}).late_dumps) == []
+    assert moved(planner.step({}).late_saves) == []
 
 
 def test_a_request_without_a_lasting_block_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,46 +520,46 @@ def test_a_request_without_a_lasting_block_is_not_named(monkeypatch: pytest.Monk
     named.assert_not_called()
 
 
-def test_what_the_engine_had_is_dumped_if_the_store_has_it_not() -> None:
+def test_what_the_engine_had_is_saved_if_the_store_has_it_not() -> None:
     planner = Planner()
     chain = planner.keys.chain(TOKENS, SIZE)
     new = request(TOKENS)
     planner.admit(new, computed=8, had=[70, 71])
-    assert moved(planner.run(new, 4, planner.rows).dumps) == [(chain[2], planner.rows[0][2])]
+    assert moved(planner.run(new, 4, planner.rows).saves) == [(chain[2], planner.rows[0][2])]
     until = time.monotonic() + 60
-    while not (dumps := moved(planner.step({"r": 0}).dumps)):
+    while not (saves := moved(planner.step({"r": 0}).saves)):
         assert time.monotonic() < until
-    assert dumps == [(chain[0], 70), (chain[1], 71), (chain[2], planner.rows[0][2])]
+    assert saves == [(chain[0], 70), (chain[1], 71), (chain[2], planner.rows[0][2])]
 
 
-def test_what_the_engine_had_is_not_dumped_again() -> None:
+def test_what_the_engine_had_is_not_saved_again() -> None:
     planner = Planner()
     chain = planner.keep(TOKENS[:8])
     new = request(TOKENS)
     planner.admit(new, computed=8, had=[70, 71])
     expected = planner.keys.chain(TOKENS, SIZE)[2]
     assert expected not in chain
-    assert moved(planner.run(new, 4, planner.rows).dumps) == [(expected, planner.rows[0][2])]
+    assert moved(planner.run(new, 4, planner.rows).saves) == [(expected, planner.rows[0][2])]
 
 
-def test_what_is_computed_again_is_dumped_again() -> None:
+def test_what_is_computed_again_is_saved_again() -> None:
     planner = Planner()
     new = request(TOKENS)
     planner.admit(new)
     planner.run(new, 16, planner.rows)
     new.num_computed_tokens = 4  # vLLM takes it back after a failed load
     chain, blocks = planner.keys.chain(TOKENS, SIZE), planner.rows[0]
-    assert moved(planner.run(new, 8).dumps) == [(chain[1], blocks[1]), (chain[2], blocks[2])]
+    assert moved(planner.run(new, 8).saves) == [(chain[1], blocks[1]), (chain[2], blocks[2])]
 
 
-def test_a_window_dumps_what_has_not_slid_out_of_it() -> None:
+def test_a_window_saves_what_has_not_slid_out_of_it() -> None:
     planner = Planner(None, 6)
     new = request(TOKENS)
     planner.admit(new)
     planner.run(new, 3, planner.rows)
     new.num_computed_tokens = 14
     plan = planner.run(new, 2)
-    assert [(moves.group, len(moves.keys)) for moves in plan.dumps] == [(0, 4), (1, 2)]
+    assert [(moves.group, len(moves.keys)) for moves in plan.saves] == [(0, 4), (1, 2)]
 
 
 # Staging
@@ -614,7 +614,7 @@ def test_what_is_not_loaded_is_let_go() -> None:
 # Starting anew
 
 
-def test_what_was_computed_before_is_not_dumped_under_new_names() -> None:
+def test_what_was_computed_before_is_not_saved_under_new_names() -> None:
     planner = Planner(batches=2)
     running, ended, waiting = request(TOKENS, "running"), request(TOKENS[:8], "ended"), request(TOKENS, "waiting")
     planner.admit(running)
@@ -626,10 +626,10 @@ def test_what_was_computed_before_is_not_dumped_under_new_names() -> None:
     assert planner.matched(waiting, 0) == 0
     planner.side.start_anew()
     plan = planner.run(running, 12)
-    assert plan.dumps == []
-    assert plan.late_dumps == []
+    assert plan.saves == []
+    assert plan.late_saves == []
     planner.admit(waiting)
-    assert len(moved(planner.run(waiting, 18, planner.rows).dumps)) == 4
+    assert len(moved(planner.run(waiting, 18, planner.rows).saves)) == 4
 
 
 def test_what_was_found_before_is_not_loaded() -> None:
@@ -644,7 +644,7 @@ def test_what_was_found_before_is_not_loaded() -> None:
     planner.side.start_anew()
     assert planner.used == 0
     assert planner.matched(waiting, 0) == 0
-    assert planner.run(loading, 2, planner.rows).dumps == []
+    assert planner.run(loading, 2, planner.rows).saves == []
 
 
 # Adapters
@@ -655,30 +655,30 @@ def adapted(tokens: list[int], adapter: str) -> Any:
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_blocks_of_an_adapter_are_dumped_when_the_engine_has_surely_read_what_was_hashed(batches: int) -> None:
+def test_blocks_of_an_adapter_are_saved_when_the_engine_has_surely_read_what_was_hashed(batches: int) -> None:
     """The engine reads an adapter's files with the request's first step, after its keys were made."""
     planner = Planner(batches=batches)
     new = adapted(TOKENS, "same")
     planner.admit(new)
-    assert planner.run(new, 9, planner.rows).dumps == []
+    assert planner.run(new, 9, planner.rows).saves == []
     for _ in range(batches - 1):
-        assert planner.run(new, 1).dumps == []
+        assert planner.run(new, 1).saves == []
     chain = planner.keys.chain(TOKENS, SIZE)
-    dumped = moved(planner.run(new, 1).dumps)
-    assert dumped == list(zip(chain[:2], planner.rows[0], strict=False))
+    saved = moved(planner.run(new, 1).saves)
+    assert saved == list(zip(chain[:2], planner.rows[0], strict=False))
 
 
-def test_blocks_of_an_adapter_that_changed_before_the_engine_read_it_are_never_dumped() -> None:
+def test_blocks_of_an_adapter_that_changed_before_the_engine_read_it_are_never_saved() -> None:
     planner = Planner()
     new = adapted(TOKENS, "same")
     planner.admit(new)
-    assert planner.run(new, 9, planner.rows).dumps == []
+    assert planner.run(new, 9, planner.rows).saves == []
     new.adapter = "changed"
-    assert planner.run(new, 8).dumps == []
+    assert planner.run(new, 8).saves == []
     new.adapter = "same"
-    assert planner.run(new, 1).dumps == []
+    assert planner.run(new, 1).saves == []
     planner.side.finished(new)
-    assert planner.step({}).late_dumps == []
+    assert planner.step({}).late_saves == []
 
 
 @pytest.mark.parametrize(("adapter", "count"), [("same", 4), ("changed", 0)])
@@ -686,9 +686,9 @@ def test_blocks_of_an_adapters_request_that_ends_early(adapter: str, count: int)
     planner = Planner()
     new = adapted(TOKENS, adapter)
     planner.admit(new)
-    assert planner.run(new, 18, planner.rows).dumps == []
+    assert planner.run(new, 18, planner.rows).saves == []
     planner.side.finished(new)
-    assert len(moved(planner.step({}).late_dumps)) == count
+    assert len(moved(planner.step({}).late_saves)) == count
 
 
 def test_what_another_connector_has_loaded_is_not_saved_nor_found_again_in_vllms_cache() -> None:
@@ -696,16 +696,16 @@ def test_what_another_connector_has_loaded_is_not_saved_nor_found_again_in_vllms
     foreign, behind, resumed = (request(TOKENS, name) for name in ("foreign", "behind", "resumed"))
     planner.admit(foreign)
     foreign.num_computed_tokens = SIZE
-    assert planner.run(foreign, 14, planner.rows).dumps == []
+    assert planner.run(foreign, 14, planner.rows).saves == []
     for later in (behind, resumed):
         planner.admit(later, SIZE)
-        assert planner.run(later, 14, planner.rows).dumps == []
+        assert planner.run(later, 14, planner.rows).saves == []
     planner.side.finished(behind)
     planner.side.finished(resumed)
-    assert planner.step({}).late_dumps == []
+    assert planner.step({}).late_saves == []
     planner.side.forget_others()
     planner.admit(behind, SIZE)
-    assert len(moved(planner.run(behind, 14, planner.rows).dumps)) > 0
+    assert len(moved(planner.run(behind, 14, planner.rows).saves)) > 0
 
 
 def test_what_is_computed_is_saved_though_another_connector_has_loaded_it_elsewhere() -> None:
@@ -715,7 +715,7 @@ def test_what_is_computed_is_saved_though_another_connector_has_loaded_it_elsewh
     foreign.num_computed_tokens = SIZE
     planner.run(foreign, 14, planner.rows)
     planner.admit(computed)
-    assert len(moved(planner.run(computed, 18, planner.rows).dumps)) == 4
+    assert len(moved(planner.run(computed, 18, planner.rows).saves)) == 4
 
 
 def test_what_we_have_loaded_is_no_other_connectors() -> None:
@@ -723,7 +723,7 @@ def test_what_we_have_loaded_is_no_other_connectors() -> None:
     planner.keep(TOKENS[:SIZE])
     new = request(TOKENS)
     assert planner.admit(new) == SIZE
-    assert len(moved(planner.run(new, 14, planner.rows).dumps)) == 3
+    assert len(moved(planner.run(new, 14, planner.rows).saves)) == 3
 
 
 def test_after_new_names_nothing_in_vllms_cache_is_known_to_be_ours() -> None:
@@ -734,7 +734,7 @@ def test_after_new_names_nothing_in_vllms_cache_is_known_to_be_ours() -> None:
     planner.run(foreign, 14, planner.rows)
     planner.side.start_anew()
     planner.admit(other, SIZE)
-    assert planner.run(other, 16, planner.rows).dumps == []
+    assert planner.run(other, 16, planner.rows).saves == []
 
 
 def test_nothing_more_is_saved_or_found_for_an_adapter_that_was_replaced_in_place() -> None:
@@ -751,9 +751,9 @@ def test_nothing_more_is_saved_or_found_for_an_adapter_that_was_replaced_in_plac
     new.adapter = waiting.adapter = "replaced"
     assert planner.matched(waiting) == 0
     new.output += [1] * 8
-    assert planner.run(new, 8).dumps == []
+    assert planner.run(new, 8).saves == []
     planner.side.finished(new)
-    assert planner.step({}).late_dumps == []
+    assert planner.step({}).late_saves == []
 
 
 # Weights that were changed in place
@@ -799,15 +799,15 @@ def test_a_step_is_confirmed_when_all_ranks_have_looked_and_seen_nothing() -> No
 
 
 @pytest.mark.parametrize("others", [0, 3])
-def test_a_dump_says_which_step_was_the_last_to_compute_of_it(others: int) -> None:
+def test_a_save_says_which_step_was_the_last_to_compute_of_it(others: int) -> None:
     """What an ended request leaves is not kept back for later steps, in which others run."""
     planner = Planner(batches=2)
     new = request(TOKENS[:7])
     planner.admit(new)
-    assert [moves.step for moves in planner.run(new, 7, planner.rows).dumps] == [1]
+    assert [moves.step for moves in planner.run(new, 7, planner.rows).saves] == [1]
     planner.run(new, 1)
     new.output.append(7)
     for _ in range(others):
         planner.step({})
     planner.side.finished(new)
-    assert [moves.step for moves in planner.step({}).late_dumps] == [2]
+    assert [moves.step for moves in planner.step({}).late_saves] == [2]

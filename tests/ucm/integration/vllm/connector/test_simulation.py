@@ -2,7 +2,7 @@
 
 Every engine serves random requests that share prefixes, on a store that is slow, loses blocks and fails, and starts
 again on what was stored. No wrong token may be served, no wrong block be loaded or stored, no block be written while it
-is dumped, and the engine must get on.
+is saved, and the engine must get on.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ OTHER_SIZES = ((2, 3, 2), (4, None, 2))
 ENGINES: dict[str, tuple[Setting, set[str]]] = {
     "staged": (Setting(blocks=20), {"preempted"}),
     "little room to stage": (Setting(rows=2, ranks=2), set()),
-    "several ranks": (Setting(ranks=3, failing_dumps=0.05), {"injected"}),
+    "several ranks": (Setting(ranks=3, failing_saves=0.05), {"injected"}),
     "a slow store": (Setting(late=0.97, blocks=20), {"preempted"}),
     "blocks get lost": (Setting(losses=0.2), {"lost"}),
     "reads fail": (Setting(ranks=2, failing_loads=0.3, aborts=0.2), {"injected", "aborts"}),
@@ -87,7 +87,7 @@ ENGINES: dict[str, tuple[Setting, set[str]]] = {
     ),
     "aborts": (Setting(aborts=0.3), {"aborts"}),
     "aborts that free at once": (Setting(aborts=0.3, background=False), {"aborts"}),
-    "drafts": (Setting(drafts=3, failing_dumps=0.1), {"injected"}),
+    "drafts": (Setting(drafts=3, failing_saves=0.1), {"injected"}),
     "prompts alone are stored": (Setting(save_decode_blocks=False), set()),
     "direct": (Setting(loads="direct", blocks=20), {"preempted"}),
     "direct, blocks get lost": (Setting(loads="direct", losses=0.2), {"lost", "invalid", "recovered"}),
@@ -155,14 +155,14 @@ def test_any_engine(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loads", ["staged", "direct"])
 def test_two_engines_on_one_store(loads: Literal["staged", "direct"], tmp_path: Path) -> None:
-    setting = Setting(loads=loads, losses=0.1, failing_dumps=0.05, ranks=2)
+    setting = Setting(loads=loads, losses=0.1, failing_saves=0.05, ranks=2)
     assert run(setting, tmp_path, seed=2, engines=2)["loads"] > 0
 
 
 def test_an_engine_without_a_store_serves_the_same(tmp_path: Path) -> None:
     """What all the others are compared with is what this engine computes."""
     chance = random.Random(3)  # noqa: S311 - no secret
-    setting = Setting(failing_dumps=1.0)
+    setting = Setting(failing_saves=1.0)
     engine = Engine(setting, tmp_path, chance, setting.truth(), Keys())
     serve([engine], chance, prompts(chance))
     engine.close()

@@ -27,7 +27,7 @@ def test_any_engine(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting(staged=True, blocks=20, failing_loads=0.1, failing_dumps=0.1),
+        Setting(staged=True, blocks=20, failing_loads=0.1, failing_saves=0.1),
         Setting(staged=True, blocks=20, loads="within", layerwise=True, failing_loads=0.1),
         Setting(staged=True, blocks=20, loads="direct", failing_loads=0.1),
     ],

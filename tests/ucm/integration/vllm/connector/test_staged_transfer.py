@@ -45,9 +45,9 @@ class Watched:
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         return self._begun(self.inner.load(blocks))
 
-    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
+    def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         assert self.writes.wait(60)
-        return self._begun(self.inner.dump(blocks))
+        return self._begun(self.inner.save(blocks))
 
     def wait(self, task: Task) -> TaskResult:
         result = self.inner.wait(task)
@@ -92,7 +92,7 @@ class Setup:
         config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0)
         self.store = Watched(open_store(config, "model/rank0", self.device.geometry))
         block = self.device.geometry.nbytes
-        self.transfer = StagedTransfer(self.device, self.store, SlabReader(), 4 * block, dump_queue_bytes=room * block)  # type: ignore[arg-type]
+        self.transfer = StagedTransfer(self.device, self.store, SlabReader(), 4 * block, save_queue_bytes=room * block)  # type: ignore[arg-type]
 
     def content(self, block: int) -> list[bytes]:
         return [cache.view()[:, block].tobytes() for cache in self.caches.values()]
@@ -101,7 +101,7 @@ class Setup:
         return [self.content(block) for block in range(BLOCKS)]
 
     def save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> TaskResult:
-        self.transfer.wait(self.transfer.dump(keys, blocks, ALL))
+        self.transfer.wait(self.transfer.save(keys, blocks, ALL))
         return self.transfer.wait(self.transfer.commit(keys))
 
     def load(self, keys: Sequence[BlockKey], blocks: Sequence[int], layers: range = ALL) -> TaskResult:
@@ -120,7 +120,7 @@ def setup(tmp_path: Path) -> Iterator[Setup]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
-def test_what_was_dumped_is_loaded_into_other_blocks(setup: Setup, count: int) -> None:
+def test_what_was_saved_is_loaded_into_other_blocks(setup: Setup, count: int) -> None:
     were = setup.contents()
     saved = setup.save(KEYS[:count], range(count))
     assert set(saved.done) == set(KEYS[:count])
@@ -137,7 +137,7 @@ def test_what_was_dumped_is_loaded_into_other_blocks(setup: Setup, count: int) -
 def test_layers_are_moved_apart(setup: Setup) -> None:
     were = setup.contents()
     for layer in (2, 0, 1):
-        setup.transfer.dump(KEYS[:5], range(5), range(layer, layer + 1))
+        setup.transfer.save(KEYS[:5], range(5), range(layer, layer + 1))
     assert set(setup.transfer.wait(setup.transfer.commit(KEYS[:5])).done) == set(KEYS[:5])
     setup.wipe()
     empty = setup.contents()
@@ -147,7 +147,7 @@ def test_layers_are_moved_apart(setup: Setup) -> None:
 
 
 def test_nothing_is_visible_before_the_commit(setup: Setup) -> None:
-    setup.transfer.wait(setup.transfer.dump(KEYS[:3], range(3), ALL))
+    setup.transfer.wait(setup.transfer.save(KEYS[:3], range(3), ALL))
     assert setup.store.inner.lookup(KEYS[:3]) == [False] * 3
     setup.transfer.wait(setup.transfer.commit(KEYS[:3]))
     assert setup.store.inner.lookup(KEYS[:3]) == [True] * 3
@@ -165,7 +165,7 @@ def test_what_is_missing_is_told_and_the_rest_arrives(setup: Setup) -> None:
 
 
 def test_a_finished_task_is_told_as_such(setup: Setup) -> None:
-    task = setup.transfer.dump(KEYS[:3], range(3), ALL)
+    task = setup.transfer.save(KEYS[:3], range(3), ALL)
     first = setup.transfer.wait(task)
     assert setup.transfer.check(task)
     assert setup.transfer.wait(task).done == first.done
@@ -174,7 +174,7 @@ def test_a_finished_task_is_told_as_such(setup: Setup) -> None:
 
 def test_closing_finishes_what_was_committed(setup: Setup, tmp_path: Path) -> None:
     were = setup.contents()
-    setup.transfer.dump(KEYS[:7], range(7), ALL)
+    setup.transfer.save(KEYS[:7], range(7), ALL)
     setup.transfer.commit(KEYS[:7])
     setup.transfer.close()
     again = Setup(tmp_path)
@@ -204,9 +204,9 @@ def test_what_did_not_reach_the_device_is_not_told_as_loaded(setup: Setup, at: i
 @pytest.mark.parametrize("at", range(3))
 def test_what_did_not_leave_the_device_is_not_stored(setup: Setup, at: int) -> None:
     setup.device.at = frozenset({at})
-    dumped = setup.transfer.wait(setup.transfer.dump(KEYS[:6], range(6), ALL))
-    assert set(dumped.done) == set(KEYS[: 2 * at])
-    assert set(dumped.failed) == set(KEYS[2 * at : 6])
+    saved = setup.transfer.wait(setup.transfer.save(KEYS[:6], range(6), ALL))
+    assert set(saved.done) == set(KEYS[: 2 * at])
+    assert set(saved.failed) == set(KEYS[2 * at : 6])
     assert not setup.store.left, "the staging memory is still being read"
     committed = setup.transfer.wait(setup.transfer.commit(KEYS[:6]))
     assert set(committed.done) == set(KEYS[: 2 * at])
@@ -215,13 +215,13 @@ def test_what_did_not_leave_the_device_is_not_stored(setup: Setup, at: int) -> N
 
 def test_a_block_with_one_layer_less_is_not_stored(setup: Setup) -> None:
     setup.device.at = frozenset({1})
-    tasks = [setup.transfer.dump(KEYS[:2], range(2), range(layer, layer + 1)) for layer in ALL]
+    tasks = [setup.transfer.save(KEYS[:2], range(2), range(layer, layer + 1)) for layer in ALL]
     assert [bool(setup.transfer.wait(task).failed) for task in tasks] == [False, True, False]
     assert not setup.transfer.wait(setup.transfer.commit(KEYS[:2])).done
     assert setup.store.inner.lookup(KEYS[:2]) == [False, False]
 
 
-def test_loads_and_dumps_at_once(setup: Setup) -> None:
+def test_loads_and_saves_at_once(setup: Setup) -> None:
     """Each direction has staging memory of its own."""
     were = setup.contents()
     setup.save(KEYS[:4], range(4))
@@ -229,9 +229,9 @@ def test_loads_and_dumps_at_once(setup: Setup) -> None:
         cache.view()[:, :4] = 0
     for _ in range(20):
         loads = setup.transfer.load(KEYS[:4], range(4), ALL, None)
-        dumps = setup.transfer.dump(KEYS[6:], range(6, 12), ALL)
+        saves = setup.transfer.save(KEYS[6:], range(6, 12), ALL)
         assert not setup.transfer.wait(loads).failed
-        assert not setup.transfer.wait(dumps).failed
+        assert not setup.transfer.wait(saves).failed
         setup.store.inner.discard(KEYS[6:])
         assert setup.contents()[:4] == were[:4]
     setup.save(KEYS[6:], range(6, 12))
@@ -252,8 +252,8 @@ def narrow(tmp_path: Path) -> Iterator[Setup]:
 
 
 def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow: Setup) -> None:
-    partly = narrow.transfer.dump(KEYS[:6], range(6), ALL)
-    refused = narrow.transfer.dump(KEYS[6:8], range(6, 8), ALL)
+    partly = narrow.transfer.save(KEYS[:6], range(6), ALL)
+    refused = narrow.transfer.save(KEYS[6:8], range(6, 8), ALL)
     assert not narrow.transfer.check(partly)
     assert narrow.transfer.check(refused), "the next step waits for a medium that will not get these blocks"
     result = narrow.transfer.wait(refused)
@@ -263,10 +263,10 @@ def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow
     result = narrow.transfer.wait(partly)
     assert (set(result.done), set(result.failed)) == (set(KEYS[:4]), set(KEYS[4:6]))
     assert {error.cause for error in result.failed.values()} == {"full"}
-    assert "raise dump_queue," in str(result.failed[KEYS[4]])
+    assert "raise save_queue," in str(result.failed[KEYS[4]])
     result = narrow.transfer.wait(commit)
     assert set(result.done) == set(KEYS[:4])
-    assert {error.cause for error in result.failed.values()} == {"incomplete"}, "they are counted once, as dumps"
+    assert {error.cause for error in result.failed.values()} == {"incomplete"}, "they are counted once, as saves"
     assert narrow.store.inner.lookup(KEYS[:8]) == [True] * 4 + [False] * 4
     # There is room again.
     assert set(narrow.save(KEYS[6:10], range(6, 10)).done) == set(KEYS[6:10])
@@ -274,11 +274,11 @@ def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow
 
 def test_a_block_that_is_refused_one_layer_is_refused_the_others_and_not_stored(narrow: Setup) -> None:
     # Two thirds of the room for the first layer of eight blocks, a third for the second of four of them.
-    tasks = [narrow.transfer.dump(KEYS[:8], range(8), range(1))]
-    tasks.append(narrow.transfer.dump(KEYS[:8], range(8), range(1, 2)))
+    tasks = [narrow.transfer.save(KEYS[:8], range(8), range(1))]
+    tasks.append(narrow.transfer.save(KEYS[:8], range(8), range(1, 2)))
     narrow.store.writes.set()
     assert [len(narrow.transfer.wait(task).done) for task in tasks] == [8, 4]
-    tasks.append(narrow.transfer.dump(KEYS[:8], range(8), range(2, 3)))
+    tasks.append(narrow.transfer.save(KEYS[:8], range(8), range(2, 3)))
     result = narrow.transfer.wait(tasks[-1])
     assert (set(result.done), set(result.failed)) == (set(KEYS[:4]), set(KEYS[4:8]))
     assert set(narrow.transfer.wait(narrow.transfer.commit(KEYS[:8])).done) == set(KEYS[:4])
@@ -294,7 +294,7 @@ def test_a_block_that_is_refused_one_layer_is_refused_the_others_and_not_stored(
 def test_what_the_device_could_not_give_waits_no_longer(tmp_path: Path) -> None:
     setup = Setup(tmp_path, room=2)
     setup.device.at = frozenset({0})
-    assert set(setup.transfer.wait(setup.transfer.dump(KEYS[:2], range(2), ALL)).failed) == set(KEYS[:2])
+    assert set(setup.transfer.wait(setup.transfer.save(KEYS[:2], range(2), ALL)).failed) == set(KEYS[:2])
     setup.store.inner.discard(KEYS[:2])
     assert set(setup.save(KEYS[:2], range(2)).done) == set(KEYS[:2])
     setup.transfer.close()

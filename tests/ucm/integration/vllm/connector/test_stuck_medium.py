@@ -69,7 +69,7 @@ class Setup:
         self.others = set(threading.enumerate())  # threads of other tests
         self.caches = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in range(LAYERS)}
         group = CacheGroup(0, 4, None, {}, tuple(self.caches))
-        config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, dump_threads=2, dump_nice=0)
+        config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, save_threads=2, save_nice=0)
         self.counts = Counts()
         if on_device:
             from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch  # noqa: PLC0415 - needs torch
@@ -85,7 +85,7 @@ class Setup:
         self.geometry = geometry
         self.reopen = partial(open_store, config, "model/rank0", geometry)
         transfer = make(
-            store=open_store(config, "model/rank0", geometry), slab=SlabReader(), dump_queue_bytes=ROOM * nbytes
+            store=open_store(config, "model/rank0", geometry), slab=SlabReader(), save_queue_bytes=ROOM * nbytes
         )
         self.worker = kind({0: transfer}, self.counts, places={0: 0}, saves={0})
         self._step = 0
@@ -93,10 +93,10 @@ class Setup:
     def content(self, block: int) -> bytes:
         return b"".join(cache.view()[:, block].tobytes() for cache in self.caches.values())
 
-    def step(self, dumps: Iterable[int], overwritten: Iterable[int] = ()) -> None:
+    def step(self, saves: Iterable[int], overwritten: Iterable[int] = ()) -> None:
         """A step that writes over some blocks and fills others, in a thread, so that a stuck one is seen."""
         self._step += 1
-        plan = StepPlan(self._step, dumps=[self.moves(block) for block in dumps], fresh_block_ids=set(overwritten))
+        plan = StepPlan(self._step, saves=[self.moves(block) for block in saves], fresh_block_ids=set(overwritten))
 
         def run() -> None:
             self.worker.begin(plan)
@@ -105,7 +105,7 @@ class Setup:
                 self.worker.wait_for_layer(name)
                 cache.view()[:, list(overwritten)] = 0xEE
                 self.worker.layer_computed(name)
-            self.worker.dump(plan)
+            self.worker.save(plan)
 
         gets_on(run)
 
@@ -115,12 +115,12 @@ class Setup:
     def stored(self, key: BlockKey) -> bytes | None:
         """What a new engine finds under a name."""
         memory = bytearray(self.geometry.nbytes)
-        at, shards = 0, []
-        for size in self.geometry.shard_sizes:
-            shards.append(memoryview(memory)[at : at + size])
+        at, slices = 0, []
+        for size in self.geometry.slice_sizes:
+            slices.append(memoryview(memory)[at : at + size])
             at += size
         with self.reopen() as store:
-            result = store.wait(store.load([BlockTransfer(key, shards)]))
+            result = store.wait(store.load([BlockTransfer(key, slices)]))
         return bytes(memory) if result.done else None
 
 
@@ -171,7 +171,7 @@ def test_a_forward_reuses_blocks_that_a_stuck_write_was_given(setup: Setup, stuc
     assert setup.content(0) != were[0]
     stuck.over.set()
     setup.worker.close()
-    assert setup.counts.blocks == {"dumped": 4}
+    assert setup.counts.blocks == {"saved": 4}
     assert [setup.stored(key) for key in KEYS[:4]] == were[:4]
 
 
@@ -183,7 +183,7 @@ def test_what_has_no_row_is_not_saved_and_counted(setup: Setup, stuck: Stuck) ->
     setup.step([9], overwritten=[6, 7, 8])
     stuck.over.set()
     setup.worker.close()
-    assert setup.counts.blocks == {"dumped": ROOM, "dump.full": 4}
+    assert setup.counts.blocks == {"saved": ROOM, "save.full": 4}
     found = [setup.stored(key) for key in KEYS]
     assert found == [*were[:ROOM], *[None] * (BLOCKS - ROOM)]
 
@@ -203,7 +203,7 @@ def test_closing_leaves_a_stuck_write_behind_and_what_it_ends_with_is_right_or_a
         cache.raw[:] = 0xDD
     stuck.over.set()
     for thread in (before | set(threading.enumerate())) - setup.others:
-        if thread.name.startswith(("ucm-dump", "ucm-close")):
+        if thread.name.startswith(("ucm-save", "ucm-close")):
             thread.join(LONG)
             assert not thread.is_alive()
     found = [setup.stored(key) for key in KEYS[:3]]

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "staged": Setting(),
-    "staged, reads fail": Setting(ranks=2, failing_loads=0.3, failing_dumps=0.05, aborts=0.2),
+    "staged, reads fail": Setting(ranks=2, failing_loads=0.3, failing_saves=0.05, aborts=0.2),
     "staged, asynchronous": Setting(asynchronous=True, ranks=2, failing_loads=0.2, aborts=0.2),
     "direct": Setting(loads="direct", ranks=2),
-    "direct, loads fail": Setting(loads="direct", ranks=2, failing_loads=0.3, failing_dumps=0.05, aborts=0.2),
+    "direct, loads fail": Setting(loads="direct", ranks=2, failing_loads=0.3, failing_saves=0.05, aborts=0.2),
     "direct, all loads fail": Setting(loads="direct", failing_loads=1.0),
     "direct, asynchronous": Setting(loads="direct", asynchronous=True, ranks=2, failing_loads=0.2, aborts=0.2),
     "direct, no prefix cache": Setting(loads="direct", caching=False, failing_loads=0.1),
@@ -89,7 +89,7 @@ def visible(engine: VllmEngine) -> Counter[Path]:
     until = time.monotonic() + PATIENCE
     while any(worker._worker_side.mover._left() for worker in engine.workers):
         time.sleep(IDLE)
-        assert time.monotonic() < until, "a dump does not end"
+        assert time.monotonic() < until, "a save does not end"
     files = (path for path in engine.store_directory.rglob("*") if path.is_file())
     return Counter(path.parents[1] for path in files if re.fullmatch("[0-9a-f]{32,}", path.parent.name + path.name))
 

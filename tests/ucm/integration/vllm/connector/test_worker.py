@@ -46,15 +46,15 @@ class Scripted(GroupTransfer):
         self.staged: list[Staged | None] = []
         self.stands_back: list[bool] = []
 
-    def stand_back(self, *, active: bool) -> None:
+    def throttle(self, *, active: bool) -> None:
         self.stands_back.append(active)
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
         self.staged.append(staged)
         return self._call("load", keys, layers, f" into {list(block_ids)}")
 
-    def dump(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
-        return self._call("dump", keys, layers, f" from {list(block_ids)}")
+    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
+        return self._call("save", keys, layers, f" from {list(block_ids)}")
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
         return self._call("commit", keys, range(0))
@@ -122,10 +122,10 @@ class Counts:
         self.blocks["loaded"] += blocks
         self.blocks.update(tiers or ())
 
-    def dumped(self, blocks: int, nbytes: int, seconds: float) -> None:
+    def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
         assert nbytes >= 0
         assert seconds > 0
-        self.blocks["dumped"] += blocks
+        self.blocks["saved"] += blocks
 
     def failed(self, operation: str, cause: str, blocks: int) -> None:
         self.blocks[f"{operation}.{cause}"] += blocks
@@ -157,83 +157,83 @@ def moves(*blocks: int, request_id: str = "r", step: int = 0, adapter: int = 0) 
     return BlockMoves(request_id, 0, [KEYS[block] for block in blocks], list(blocks), step=step, adapter=adapter)
 
 
-# Dumps
+# Saves
 
 
-def test_dumps_are_started_after_the_forward_and_committed() -> None:
+def test_saves_are_started_after_the_forward_and_committed() -> None:
     setup = Setup()
-    plan = StepPlan(1, dumps=[moves(1, 2), moves(3)])
+    plan = StepPlan(1, saves=[moves(1, 2), moves(3)])
     setup.worker.begin(plan)
     setup.worker.load(plan)
     assert setup.transfer.said() == []
-    setup.worker.dump(plan)
-    assert setup.transfer.said() == ["dump 1 2 from [1, 2]", "commit 1 2", "dump 3 from [3]", "commit 3"]
+    setup.worker.save(plan)
+    assert setup.transfer.said() == ["save 1 2 from [1, 2]", "commit 1 2", "save 3 from [3]", "commit 3"]
 
 
 def test_a_step_waits_only_for_copies_of_what_it_writes_and_for_no_medium() -> None:
     setup = Setup()
-    first = StepPlan(1, dumps=[moves(1, 2), moves(3), moves(4)])
+    first = StepPlan(1, saves=[moves(1, 2), moves(3), moves(4)])
     setup.worker.begin(first)
-    setup.worker.dump(first)
+    setup.worker.save(first)
     setup.transfer.said()
-    setup.transfer.calls[4].finished = True  # the third dump
+    setup.transfer.calls[4].finished = True  # the third save
     setup.worker.begin(StepPlan(2, fresh_block_ids={2, 7}))
-    assert setup.transfer.said() == ["copied 1 2", "wait dump 4"]
+    assert setup.transfer.said() == ["copied 1 2", "wait save 4"]
     setup.transfer.finish()
     setup.worker.begin(StepPlan(3))
     assert setup.transfer.said() == [
-        *("wait dump 1 2", "wait commit 1 2", "wait dump 3", "wait commit 3", "wait commit 4")
+        *("wait save 1 2", "wait commit 1 2", "wait save 3", "wait commit 3", "wait commit 4")
     ]
-    assert setup.counts.blocks["dumped"] == 4
+    assert setup.counts.blocks["saved"] == 4
 
 
 @pytest.mark.parametrize("kind", [TransferWorker, LayerWiseWorker])
-def test_dumps_stand_back_during_a_forward(kind: type[TransferWorker]) -> None:
+def test_saves_are_throttled_during_a_forward(kind: type[TransferWorker]) -> None:
     setup = Setup(kind)
-    for plan in (StepPlan(1, dumps=[moves(1)]), StepPlan(2, idle=True), StepPlan(3)):
+    for plan in (StepPlan(1, saves=[moves(1)]), StepPlan(2, idle=True), StepPlan(3)):
         setup.worker.begin(plan)
         setup.worker.begin(plan)
         setup.worker.load(plan)
         if not plan.idle:  # vLLM has no forward then, and does not tell of the end
-            setup.worker.dump(plan)
+            setup.worker.save(plan)
     assert setup.transfer.stands_back == [True, False, False, True, False]
 
 
 def test_a_step_begins_once() -> None:
     setup = Setup()
-    plan = StepPlan(1, late_dumps=[moves(5)])
+    plan = StepPlan(1, late_saves=[moves(5)])
     setup.worker.begin(plan)
     setup.worker.begin(plan)
-    assert setup.transfer.said() == ["dump 5 from [5]", "commit 5"]
+    assert setup.transfer.said() == ["save 5 from [5]", "commit 5"]
 
 
-def test_a_rank_that_does_not_save_dumps_nothing() -> None:
+def test_a_rank_that_does_not_save_saves_nothing() -> None:
     setup = Setup(saves=False)
-    plan = StepPlan(1, dumps=[moves(1)], late_dumps=[moves(2)])
+    plan = StepPlan(1, saves=[moves(1)], late_saves=[moves(2)])
     setup.worker.begin(plan)
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     assert setup.transfer.said() == []
 
 
-def test_what_could_not_be_dumped_is_counted_once() -> None:
+def test_what_could_not_be_saved_is_counted_once() -> None:
     setup = Setup()
-    setup.transfer.failing["dump", KEYS[1]] = StoreFullError("full")
+    setup.transfer.failing["save", KEYS[1]] = StoreFullError("full")
     setup.transfer.failing["commit", KEYS[1]] = IncompleteBlockError("not all of it")
-    plan = StepPlan(1, dumps=[moves(1, 2)])
+    plan = StepPlan(1, saves=[moves(1, 2)])
     setup.worker.begin(plan)
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     setup.transfer.finish()
     setup.worker.close()
-    assert setup.counts.blocks == {"dumped": 1, "dump.full": 1}
+    assert setup.counts.blocks == {"saved": 1, "save.full": 1}
     assert setup.worker.save_failures.counts == {"full": 1}
 
 
 def test_closing_waits_for_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(between_steps=True, background=True)
-    plan = StepPlan(1, loads=[moves(4)], dumps=[moves(1)])
+    plan = StepPlan(1, loads=[moves(4)], saves=[moves(1)])
     setup.worker.begin(plan)
     setup.worker.load(plan)
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     setup.transfer.said()
     calls = list(setup.transfer.calls)
 
@@ -248,7 +248,7 @@ def test_closing_waits_for_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(worker, "wait_while_it_shrinks", one_more)
     setup.worker.close()
-    assert setup.transfer.said() == ["wait dump 1", "wait commit 1", "close"]
+    assert setup.transfer.said() == ["wait save 1", "wait commit 1", "close"]
 
 
 def test_closing_leaves_a_medium_that_does_nothing(
@@ -259,9 +259,9 @@ def test_closing_leaves_a_medium_that_does_nothing(
     setup = Setup()
     over = threading.Event()
     monkeypatch.setattr(setup.transfer, "close", lambda: over.wait(60))
-    plan = StepPlan(1, dumps=[moves(1, 2)])
+    plan = StepPlan(1, saves=[moves(1, 2)])
     setup.worker.begin(plan)
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     setup.worker.close()
     over.set()
     assert "does not answer: it is abandoned with 2 transfers in progress" in caplog.text
@@ -327,13 +327,13 @@ def test_a_step_waits_where_it_must_or_has_nothing_else_to_do(background: bool, 
     assert setup.worker.take_loaded() == {"r"}
 
 
-def test_a_failed_load_between_steps_is_told_and_leaves_the_step_s_dumps_alone() -> None:
+def test_a_failed_load_between_steps_is_told_and_leaves_the_step_s_saves_alone() -> None:
     setup = Setup(between_steps=True)
     setup.transfer.failing["load", KEYS[1]] = BlockMissingError("gone")
-    plan = StepPlan(1, loads=[moves(1)], dumps=[moves(3)])
+    plan = StepPlan(1, loads=[moves(1)], saves=[moves(3)])
     setup.worker.begin(plan)
     setup.worker.load(plan)
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     assert setup.worker.take_loaded() == {"r"}
     assert setup.worker.take_failed_blocks() == {1}
     assert setup.worker.take_failed_blocks() == set()
@@ -361,11 +361,11 @@ def test_a_refused_step_moves_nothing_and_has_its_tokens_computed() -> None:
     setup.worker.begin(first)
     setup.worker.load(first)
     setup.transfer.said()
-    plan = StepPlan(2, loads=[moves(2, 3, request_id="b")], dumps=[moves(4)], late_dumps=[moves(5)])
+    plan = StepPlan(2, loads=[moves(2, 3, request_id="b")], saves=[moves(4)], late_saves=[moves(5)])
     setup.worker.refuse(plan)
     setup.worker.begin(plan)
     setup.worker.load(plan)
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     assert setup.transfer.said() == ["wait load 1"]
     assert setup.worker.take_failed_blocks() == {1, 2, 3}
     assert setup.worker.take_loaded() == {"a", "b"}
@@ -381,11 +381,11 @@ def test_requests_of_a_replaced_adapter_alone_are_refused() -> None:
     plan = StepPlan(
         2,
         loads=[moves(3, request_id="c", adapter=7), *kept[0]],
-        dumps=[moves(5, adapter=7), *kept[1]],
-        late_dumps=[moves(7, adapter=7), *kept[2]],
+        saves=[moves(5, adapter=7), *kept[1]],
+        late_saves=[moves(7, adapter=7), *kept[2]],
     )
     setup.worker.refuse(plan, {7})
-    assert (plan.loads, plan.dumps, plan.late_dumps) == kept
+    assert (plan.loads, plan.saves, plan.late_saves) == kept
     assert setup.worker.take_failed_blocks() == {1, 3}
     setup.transfer.finish()
     assert setup.worker.take_loaded() == {"a", "b", "c"}
@@ -393,7 +393,7 @@ def test_requests_of_a_replaced_adapter_alone_are_refused() -> None:
 
 def test_promises_that_cannot_be_broken_stop_the_engine() -> None:
     setup = Setup()
-    setup.worker.refuse(StepPlan(1, dumps=[moves(4)]))
+    setup.worker.refuse(StepPlan(1, saves=[moves(4)]))
     with pytest.raises(PromisedBlockLostError, match="changed in place"):
         setup.worker.refuse(StepPlan(2, loads=[moves(1)]))
 
@@ -404,41 +404,41 @@ def test_promises_that_cannot_be_broken_stop_the_engine() -> None:
 def test_what_is_not_confirmed_is_not_visible() -> None:
     setup = Setup()
     for step, confirmed in ((1, 0), (2, 0), (3, 1), (4, 2)):
-        plan = StepPlan(step, dumps=[moves(step, step=step)] if step < 3 else [], confirmed=confirmed)
+        plan = StepPlan(step, saves=[moves(step, step=step)] if step < 3 else [], confirmed=confirmed)
         setup.worker.begin(plan)
-        setup.worker.dump(plan)
+        setup.worker.save(plan)
         setup.transfer.finish()
     said = [line for line in setup.transfer.said() if not line.startswith("wait")]
-    assert said == ["dump 1 from [1]", "dump 2 from [2]", "commit 1", "commit 2"]
+    assert said == ["save 1 from [1]", "save 2 from [2]", "commit 1", "commit 2"]
 
 
-def test_late_dumps_of_confirmed_steps_are_visible_at_once() -> None:
+def test_late_saves_of_confirmed_steps_are_visible_at_once() -> None:
     setup = Setup()
-    setup.worker.begin(StepPlan(5, late_dumps=[moves(1, step=3), moves(2, step=4)], confirmed=3))
-    assert setup.transfer.said() == ["dump 1 from [1]", "commit 1", "dump 2 from [2]"]
+    setup.worker.begin(StepPlan(5, late_saves=[moves(1, step=3), moves(2, step=4)], confirmed=3))
+    assert setup.transfer.said() == ["save 1 from [1]", "commit 1", "save 2 from [2]"]
 
 
 def test_what_an_earlier_epoch_left_unconfirmed_is_forgotten() -> None:
     """Even if a later report covers its step: that report came from the ranks that saw nothing."""
     setup = Setup()
-    plan = StepPlan(1, dumps=[moves(1, 2, step=1)], confirmed=0)
+    plan = StepPlan(1, saves=[moves(1, 2, step=1)], confirmed=0)
     setup.worker.begin(plan)
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     setup.transfer.said()
     setup.worker.begin(StepPlan(2, epoch=1, confirmed=1))
     assert setup.transfer.said() == ["discard 1 2"]
-    assert setup.counts.blocks["dump.other"] == 2
+    assert setup.counts.blocks["save.other"] == 2
 
 
 def test_nothing_confirms_what_the_end_finds() -> None:
     setup = Setup()
-    plan = StepPlan(1, dumps=[moves(1, step=1)], confirmed=0)
+    plan = StepPlan(1, saves=[moves(1, step=1)], confirmed=0)
     setup.worker.begin(plan)
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     setup.transfer.said()
     setup.transfer.finish()
     setup.worker.close()
-    assert setup.transfer.said() == ["discard 1", "wait dump 1", "close"]
+    assert setup.transfer.said() == ["discard 1", "wait save 1", "close"]
 
 
 # Layer by layer
@@ -453,43 +453,43 @@ def forward(setup: Setup, plan: StepPlan, names: Sequence[str] = LAYERS) -> None
         setup.worker.layer_computed(name)
 
 
-def test_a_layer_waits_for_its_portion_and_is_dumped_when_computed() -> None:
+def test_a_layer_waits_for_its_portion_and_is_saved_when_computed() -> None:
     setup = Setup(LayerWiseWorker)
-    plan = StepPlan(1, loads=[moves(1)], dumps=[moves(2)])
+    plan = StepPlan(1, loads=[moves(1)], saves=[moves(2)])
     forward(setup, plan)
     assert setup.transfer.said() == [
         *(f"load 1 layers {begin}-{end} into [1]" for begin, end in ((0, 1), (1, 3), (3, 4), (4, 6))),
-        *("wait load 1 layers 0-1", "layer.0", "dump 2 layers 0-1 from [2]"),
-        *("wait load 1 layers 1-3", "layer.1", "dump 2 layers 1-2 from [2]"),
-        *("layer.2", "dump 2 layers 2-3 from [2]"),
-        *("wait load 1 layers 3-4", "layer.3", "dump 2 layers 3-4 from [2]"),
-        *("wait load 1 layers 4-6", "layer.4", "dump 2 layers 4-5 from [2]"),
-        *("layer.5", "dump 2 layers 5-6 from [2]"),
+        *("wait load 1 layers 0-1", "layer.0", "save 2 layers 0-1 from [2]"),
+        *("wait load 1 layers 1-3", "layer.1", "save 2 layers 1-2 from [2]"),
+        *("layer.2", "save 2 layers 2-3 from [2]"),
+        *("wait load 1 layers 3-4", "layer.3", "save 2 layers 3-4 from [2]"),
+        *("wait load 1 layers 4-6", "layer.4", "save 2 layers 4-5 from [2]"),
+        *("layer.5", "save 2 layers 5-6 from [2]"),
     ]
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     assert setup.transfer.said() == ["commit 2"]
     setup.transfer.finish()
     setup.worker.close()
-    assert setup.counts.blocks == {"loaded": 1, "posix": 4, "dumped": 1}
+    assert setup.counts.blocks == {"loaded": 1, "posix": 4, "saved": 1}
 
 
 def test_layers_that_are_not_announced_are_not_forgotten() -> None:
     """A graph was replayed, or a draft model's layers ran elsewhere."""
     setup = Setup(LayerWiseWorker)
-    plan = StepPlan(1, loads=[moves(1)], dumps=[moves(2)])
+    plan = StepPlan(1, loads=[moves(1)], saves=[moves(2)])
     forward(setup, plan, [*LAYERS[:2], "shares another layer's cache"])
     setup.transfer.said()
-    setup.worker.dump(plan)
+    setup.worker.save(plan)
     said = setup.transfer.said()
     assert said[:2] == ["wait load 1 layers 3-4", "wait load 1 layers 4-6"]
-    assert said[2:] == [*(f"dump 2 layers {layer}-{layer + 1} from [2]" for layer in range(2, 6)), "commit 2"]
+    assert said[2:] == [*(f"save 2 layers {layer}-{layer + 1} from [2]" for layer in range(2, 6)), "commit 2"]
 
 
-def test_a_layer_is_dumped_once() -> None:
+def test_a_layer_is_saved_once() -> None:
     setup = Setup(LayerWiseWorker)
-    plan = StepPlan(1, dumps=[moves(2)])
+    plan = StepPlan(1, saves=[moves(2)])
     forward(setup, plan, ["layer.0", "layer.0"])
-    assert setup.transfer.said() == ["layer.0", "dump 2 layers 0-1 from [2]", "layer.0"]
+    assert setup.transfer.said() == ["layer.0", "save 2 layers 0-1 from [2]", "layer.0"]
 
 
 def test_where_nothing_runs_between_the_layers_the_forward_waits_for_all() -> None:

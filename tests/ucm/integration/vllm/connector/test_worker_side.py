@@ -76,7 +76,7 @@ def test_nothing_is_moved_until_it_is_known_whose_blocks_these_are(made: Side) -
 def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
     made.side.begin(StepPlan(1, "m"))
     made.weights.changed.assert_not_called()
-    for step, kind in enumerate(("loads", "dumps", "late_dumps"), 2):
+    for step, kind in enumerate(("loads", "saves", "late_saves"), 2):
         plan = StepPlan(step, "m", **{kind: MOVES})  # type: ignore[arg-type]
         made.side.begin(plan)
         made.side.begin(plan)  # vLLM calls in two places
@@ -99,7 +99,7 @@ def test_a_plan_of_changed_weights_is_refused_until_the_scheduler_starts_anew(ma
 def test_moves_of_a_replaced_adapter_are_refused_for_good_and_reported_once(made: Side) -> None:
     adapters = made.side._adapters = create_autospec(LiveAdapters, instance=True)
     adapters.replaced.side_effect = [frozenset(), frozenset({7}), frozenset({7})]
-    plans = [StepPlan(step, "m", dumps=MOVES) for step in (1, 2, 3)]
+    plans = [StepPlan(step, "m", saves=MOVES) for step in (1, 2, 3)]
     told = []
     for plan in plans:
         made.side.begin(plan)
@@ -124,10 +124,10 @@ def test_each_look_is_reported_where_ranks_wait_for_each_other(made: Side, *, wa
         made.side._weights = None
     told = []
     for plan in (
-        StepPlan(1, "m", dumps=MOVES, confirmed=0),
+        StepPlan(1, "m", saves=MOVES, confirmed=0),
         StepPlan(2, "m", confirmed=0),
         StepPlan(3, "m", looks=True, confirmed=1),
-        StepPlan(4, "m", dumps=MOVES),
+        StepPlan(4, "m", saves=MOVES),
     ):
         made.side.begin(plan)
         told.append(made.side.take_report())
@@ -207,7 +207,7 @@ class Begun:
     """A worker's part with blocks of its own, in a thread: a step that waits for the medium is seen to."""
 
     def __init__(self, directory: Path) -> None:
-        extra = {"store": {"directories": str(directory), "dump_nice": 0}, "metrics": False}
+        extra = {"store": {"directories": str(directory), "save_nice": 0}, "metrics": False}
         engine: Any = VllmConfig(ModelConfig("model"))
         engine.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
         self.settings = load_connector_config(extra)
@@ -224,12 +224,12 @@ class Begun:
         """One that saves some blocks."""
         self._step += 1
         keys = [BlockKey(block.to_bytes(16, "big")) for block in blocks]
-        plan = StepPlan(self._step, "model-1", dumps=[BlockMoves("r", 0, keys, list(blocks), step=self._step)])
+        plan = StepPlan(self._step, "model-1", saves=[BlockMoves("r", 0, keys, list(blocks), step=self._step)])
 
         def run() -> None:
             self.side.begin(plan)
             self.side.mover.load(plan)
-            self.side.mover.dump(plan)
+            self.side.mover.save(plan)
 
         gets_on(run)
 
@@ -262,13 +262,13 @@ def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
     assert worker.counts.blocks == {}
     clock.now += worker.settings.store.stuck_seconds
     worker.step()
-    assert worker.counts.blocks == {"dump.timeout": 2}
+    assert worker.counts.blocks == {"save.timeout": 2}
     frozen.thawed.set()
     [store] = worker.counts.stores
     while not store.stats():
         store.flush(LONG)
     worker.step(2, 3)
     gets_on(worker.side.close)
-    assert worker.counts.blocks == {"dump.timeout": 2, "dumped": 2}
+    assert worker.counts.blocks == {"save.timeout": 2, "saved": 2}
     stored = {path.name for path in root.glob("*/00/*")}
     assert stored == {block.to_bytes(16, "big").hex()[2:] for block in (2, 3)}

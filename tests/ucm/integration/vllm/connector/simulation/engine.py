@@ -35,7 +35,7 @@ IDLE, PATIENCE = 0.0002, 120.0
 
 def open_blocks(directory: Path, rank: int, group: int, geometry: BlockGeometry | None) -> KVStore:
     """A rank's store of one group."""
-    config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, dump_nice=0)
+    config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, save_nice=0)
     return open_store(config, f"model/rank{rank}-g{group}", geometry)
 
 
@@ -76,7 +76,7 @@ class Engine:
         geometries = {group.index: [rank.geometries[group.index] for rank in self.ranks] for group in groups.groups}
         row = max(sum(-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group) for of_group in geometries.values())
         slab = None if setting.loads == "direct" else Slab(setting.rows * row, setting.ranks)
-        # Opened as in the scheduler's process; there are other stores only to dump.
+        # Opened as in the scheduler's process; there are other stores only to save.
         self._looking: dict[int, list[FaultyStore]] = {
             group: [self._faulty(rank, group, geometry) for rank, geometry in enumerate(of_group)]
             for group, of_group in geometries.items()
@@ -252,7 +252,7 @@ class Engine:
             open_blocks(self.directory, rank, group, geometry),
             self.chance,
             setting.failing_loads,
-            setting.failing_dumps,
+            setting.failing_saves,
             setting.late,
         )
         self.stores.append(store)

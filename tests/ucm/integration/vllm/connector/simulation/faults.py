@@ -37,21 +37,21 @@ class FaultyStore(KVStore):
         inner: A real store.
         chance: Decides.
         failing_loads: The share of loads of single blocks that fail.
-        failing_dumps: The share of dumps and commits of single blocks that fail.
+        failing_saves: The share of saves and commits of single blocks that fail.
         late: The share of calls after which nothing waiting is carried out.
     """
 
     def __init__(
-        self, inner: KVStore, chance: random.Random, failing_loads: float, failing_dumps: float, late: float
+        self, inner: KVStore, chance: random.Random, failing_loads: float, failing_saves: float, late: float
     ) -> None:
         self.inner = inner
         self._chance = chance
         self._failing_loads = failing_loads
-        self._failing_dumps = failing_dumps
+        self._failing_saves = failing_saves
         self._late = late
         self._lock = threading.RLock()  # the scheduler's side asks from several threads
         self._loads: deque[Deferred] = deque()
-        self._dumps: deque[Deferred] = deque()
+        self._saves: deque[Deferred] = deque()
         self.failed = 0
         #: Told here as well, for the one that waits may take the error for the device's.
         self.overwritten = False
@@ -73,40 +73,40 @@ class FaultyStore(KVStore):
             result = self.inner.wait(self.inner.load(good))
             for block in blocks:
                 if block.key in failed or block.key in result.failed:
-                    for shard in block.shards:  # the memory of a block that failed holds anything
-                        shard[:] = self._chance.randbytes(shard.nbytes)
+                    for layer_slice in block.slices:  # the memory of a block that failed holds anything
+                        layer_slice[:] = self._chance.randbytes(layer_slice.nbytes)
             return _with(result, failed)
 
         return self._defer(self._loads, run)
 
-    def dump(self, blocks: Sequence[BlockTransfer]) -> Task:
+    def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         error = StoreFullError("injected")
-        good, failed = self._split(blocks, lambda block: block.key, error, self._failing_dumps)
-        seen = [[bytes(shard) for shard in block.shards] for block in good]
+        good, failed = self._split(blocks, lambda block: block.key, error, self._failing_saves)
+        seen = [[bytes(layer_slice) for layer_slice in block.slices] for block in good]
 
         def run() -> TaskResult:
-            if seen != [[bytes(shard) for shard in block.shards] for block in good]:
+            if seen != [[bytes(layer_slice) for layer_slice in block.slices] for block in good]:
                 self.overwritten = True
-                raise AssertionError("a block was written while it was being dumped")
-            return _with(self.inner.wait(self.inner.dump(good)), failed)
+                raise AssertionError("a block was written while it was being saved")
+            return _with(self.inner.wait(self.inner.save(good)), failed)
 
-        return self._defer(self._dumps, run)
+        return self._defer(self._saves, run)
 
     def commit(self, keys: Sequence[BlockKey]) -> Task:
-        good, failed = self._split(keys, lambda key: key, StoreUnavailableError("injected"), self._failing_dumps)
+        good, failed = self._split(keys, lambda key: key, StoreUnavailableError("injected"), self._failing_saves)
 
         def run() -> TaskResult:
             self.inner.discard(list(failed))
             return _with(self.inner.wait(self.inner.commit(good)), failed)
 
-        return self._defer(self._dumps, run)
+        return self._defer(self._saves, run)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         def run() -> TaskResult:
             self.inner.discard(keys)
             return TaskResult({}, {}, 0, 0.0)
 
-        self._defer(self._dumps, run)
+        self._defer(self._saves, run)
 
     def wait(self, task: Task) -> TaskResult:
         assert isinstance(task, Deferred)
@@ -125,8 +125,8 @@ class FaultyStore(KVStore):
         return self.inner.stats()
 
     def close(self) -> None:
-        while self._dumps:
-            _carry_out(self._dumps)
+        while self._saves:
+            _carry_out(self._saves)
         self.inner.close()
 
     def _defer(self, queue: deque[Deferred], run: Callable[[], TaskResult]) -> Deferred:

@@ -36,7 +36,7 @@ class Uncounted:
     def loaded(self, *_: object) -> None:
         pass
 
-    def dumped(self, *_: object) -> None:
+    def saved(self, *_: object) -> None:
         pass
 
     def failed(self, *_: object) -> None:
@@ -90,7 +90,7 @@ class Rank:
         """What it calls after one; returns the blocks that failed to load, and the requests whose loads have ended."""
         if self._loads_last:
             self.worker.load(self._plan)
-        self.worker.dump(self._plan)
+        self.worker.save(self._plan)
         loaded = self.worker.take_loaded()
         failed = self.worker.take_failed_blocks()
         for request_id in loaded if self._between_steps else list(self._loads):
@@ -108,7 +108,7 @@ class Rank:
             # Room for two blocks in each direction, so that there are several chunks.
             store = self._open_store(self.number, group.index, device.geometry)
             room = setting.rows * device.geometry.nbytes
-            return StagedTransfer(device, store, self.slab, 2 * device.geometry.nbytes, dump_queue_bytes=room)
+            return StagedTransfer(device, store, self.slab, 2 * device.geometry.nbytes, save_queue_bytes=room)
         with patch.object(host_memory, "_storage", lambda tensor: memoryview(tensor.raw)):
             host = HostMemory(group, caches, setting.blocks, {})
         self.geometries[group.index] = host.geometry

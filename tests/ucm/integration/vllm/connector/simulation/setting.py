@@ -29,7 +29,7 @@ class Setting(EngineSetting):
         background: Whether a step may end before loads between steps do.
         reserves: Whether the scheduler keeps room for requests that it has given some of their blocks (vLLM 0.23.0).
         failing_loads: The share of block loads that fail.
-        failing_dumps: The share of block dumps and commits that fail.
+        failing_saves: The share of block saves and commits that fail.
         late: How late the store carries out what it is asked.
         aborts: The share of steps at which a request is aborted.
         losses: The share of steps at which blocks vanish from the store.
@@ -47,7 +47,7 @@ class Setting(EngineSetting):
     background: bool = True
     reserves: bool = True
     failing_loads: float = 0.0
-    failing_dumps: float = 0.0
+    failing_saves: float = 0.0
     late: float = 0.7
     aborts: float = 0.0
     losses: float = 0.0
@@ -107,7 +107,7 @@ def any_setting(chance: random.Random) -> Setting:
         reserves=chance.random() < 0.7,
         rows=chance.choice((3, 64)),
         failing_loads=chance.choice((0, 0.05, 0.3)),
-        failing_dumps=chance.choice((0, 0.1, 0.3)),
+        failing_saves=chance.choice((0, 0.1, 0.3)),
         late=chance.choice((0, 0.5, 0.9)),
         aborts=chance.choice((0, 0.05, 0.3)),
         losses=chance.choice((0, 0.1)),

@@ -121,7 +121,7 @@ class Keys:
     def is_same(self, request: Any) -> bool:
         return bool(request.adapter == "same")
 
-    def is_void(self, request: Any) -> bool:
+    def is_invalidated(self, request: Any) -> bool:
         return bool(getattr(request, "adapter", "") == "replaced")
 
     def forget(self, request_id: str) -> None:

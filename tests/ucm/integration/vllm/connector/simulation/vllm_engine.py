@@ -155,7 +155,7 @@ class VllmEngine:
         setting = self.setting
         extra = {
             "connector": "layerwise" if setting.layerwise else "direct",
-            "store": {"pipeline": "Posix", "directories": [str(self.store_directory)], "dump_nice": 0},
+            "store": {"pipeline": "Posix", "directories": [str(self.store_directory)], "save_nice": 0},
             "staging_deadline": PATIENCE,
             "metrics_log_interval": 0,
         }
@@ -178,7 +178,7 @@ class VllmEngine:
     def _open(self, config: Any, namespace: str, geometry: Any) -> FaultyStore:
         inner = open_store(config, namespace, geometry)
         setting = self.setting
-        store = FaultyStore(inner, self.chance, setting.failing_loads, setting.failing_dumps, setting.late)
+        store = FaultyStore(inner, self.chance, setting.failing_loads, setting.failing_saves, setting.late)
         self.stores[namespace.rpartition("/")[2]] = store
         return store
 

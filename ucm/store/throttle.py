@@ -19,7 +19,7 @@ PATIENCE = 0.25
 GRACE = 0.03
 
 
-class Pace:
+class Throttle:
     """Delays jobs while their caller computes."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Pace:
         #: The monotonic time from which jobs may run if nothing is computed.
         self._free_from = 0.0
 
-    def stand_back(self, *, active: bool) -> None:
+    def switch(self, *, active: bool) -> None:
         """Start to delay jobs, or stop after ``GRACE``."""
         with self._changed:
             self._active = active

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store import pace
+from ucm.store import throttle
 from ucm.store.factory import open_store
-from ucm.store.pace import Pace
+from ucm.store.throttle import Throttle
 from ucm.testing.blocks import EVEN, filled, key, save
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ MOMENT, LONG, NEVER = 0.2, 60.0, 3600.0
 
 @pytest.fixture
 def store(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[KVStore]:
-    monkeypatch.setattr(pace, "PATIENCE", NEVER)
-    with open_store(replace(config, dump_threads=1), "n", EVEN) as opened:
+    monkeypatch.setattr(throttle, "PATIENCE", NEVER)
+    with open_store(replace(config, save_threads=1), "n", EVEN) as opened:
         yield opened
 
 
-def dumped_in_the_background(store: KVStore) -> Task:
-    store.stand_back(active=True)
-    return store.dump([memory.transfer() for memory in filled(KEYS, EVEN)])
+def saved_in_the_background(store: KVStore) -> Task:
+    store.throttle(active=True)
+    return store.save([memory.transfer() for memory in filled(KEYS, EVEN)])
 
 
 def is_finished_after(store: KVStore, task: Task, seconds: float) -> bool:
@@ -48,46 +48,46 @@ def is_finished_after(store: KVStore, task: Task, seconds: float) -> bool:
 
 
 def test_nothing_is_written_while_the_caller_computes(store: KVStore) -> None:
-    task = dumped_in_the_background(store)
+    task = saved_in_the_background(store)
     assert not is_finished_after(store, task, MOMENT)
-    store.stand_back(active=False)
+    store.throttle(active=False)
     assert is_finished_after(store, task, LONG)
 
 
 def test_nothing_is_written_right_after_it_computed(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "GRACE", NEVER)
-    task = dumped_in_the_background(store)
-    store.stand_back(active=False)
+    monkeypatch.setattr(throttle, "GRACE", NEVER)
+    task = saved_in_the_background(store)
+    store.throttle(active=False)
     assert not is_finished_after(store, task, MOMENT)
     assert set(store.wait(task).done) == set(KEYS), "who waits is served at once"
 
 
 def test_a_caller_that_waits_is_served(store: KVStore) -> None:
-    task = dumped_in_the_background(store)
+    task = saved_in_the_background(store)
     assert set(store.wait(task).done) == set(KEYS)
 
 
 def test_loads_are_not_held_back(store: KVStore) -> None:
     save(store, KEYS, EVEN)
-    store.stand_back(active=True)
+    store.throttle(active=True)
     task = store.load([memory.transfer() for memory in filled(KEYS, EVEN)])
     assert is_finished_after(store, task, LONG)
 
 
 def test_what_is_too_much_is_written_at_once(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "MOST_WAITING", 2 * EVEN.nbytes)
-    task = dumped_in_the_background(store)
+    monkeypatch.setattr(throttle, "MOST_WAITING", 2 * EVEN.nbytes)
+    task = saved_in_the_background(store)
     # All but the last: with that alone waiting, there is time.
     assert not is_finished_after(store, task, MOMENT)
-    store.stand_back(active=False)
+    store.throttle(active=False)
     assert is_finished_after(store, task, LONG)
 
 
 def test_the_more_waits_the_less_patient_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PATIENCE", NEVER)
-    monkeypatch.setattr(pace, "MOST_WAITING", 10_000)
-    held = Pace()
-    held.stand_back(active=True)
+    monkeypatch.setattr(throttle, "PATIENCE", NEVER)
+    monkeypatch.setattr(throttle, "MOST_WAITING", 10_000)
+    held = Throttle()
+    held.switch(active=True)
     turns = [threading.Thread(target=held.take_turn, args=(waiting,), daemon=True) for waiting in (9_999, 5_000)]
     for turn in turns:
         turn.start()
@@ -99,13 +99,13 @@ def test_the_more_waits_the_less_patient_it_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_store_can_be_closed_meanwhile(store: KVStore) -> None:
-    task = dumped_in_the_background(store)
+    task = saved_in_the_background(store)
     store.close()
     assert store.check(task)
 
 
 def test_a_long_computation_does_not_hold_it_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PATIENCE", 0.001)
-    held = Pace()
-    held.stand_back(active=True)
+    monkeypatch.setattr(throttle, "PATIENCE", 0.001)
+    held = Throttle()
+    held.switch(active=True)
     held.take_turn(0)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest.mock import create_autospec
 
-from ucm.integration.vllm.connector import dump_room
-from ucm.integration.vllm.connector.dump_room import EXTENT_BYTES, DumpRoom
+from ucm.integration.vllm.connector import saving
+from ucm.integration.vllm.connector.saving import EXTENT_BYTES, SaveRoom
 from ucm.store.base import BlockKey
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(6)]
 
 
-def let_in(room: DumpRoom, keys: list[BlockKey], nbytes: int) -> list[int]:
+def let_in(room: SaveRoom, keys: list[BlockKey], nbytes: int) -> list[int]:
     return [place for place, _ in room.take(keys, nbytes)]
 
 
 def test_blocks_are_let_in_up_to_the_limit() -> None:
-    room = DumpRoom(limit=100)
+    room = SaveRoom(limit=100)
     taken = room.take(KEYS[:4], 30)
     assert [place for place, _ in taken] == [0, 1, 2]
     assert room.taken_bytes == 90
@@ -32,7 +32,7 @@ def test_blocks_are_let_in_up_to_the_limit() -> None:
 
 
 def test_something_is_let_in_whenever_nothing_waits() -> None:
-    room = DumpRoom(limit=1)
+    room = SaveRoom(limit=1)
     for _ in range(2):
         [(place, row)] = room.take(KEYS[:2], 50)
         assert (place, row.nbytes) == (0, 50)
@@ -41,7 +41,7 @@ def test_something_is_let_in_whenever_nothing_waits() -> None:
 
 
 def test_a_block_that_was_refused_stays_out_until_it_is_forgotten() -> None:
-    room = DumpRoom(limit=100)
+    room = SaveRoom(limit=100)
     taken = room.take(KEYS[:3], 50)
     assert len(taken) == 2
     room.give_back([row for _, row in taken])
@@ -52,7 +52,7 @@ def test_a_block_that_was_refused_stays_out_until_it_is_forgotten() -> None:
 
 
 def test_rows_are_apart_and_used_again() -> None:
-    room = DumpRoom(limit=1 << 20)
+    room = SaveRoom(limit=1 << 20)
     first = [row for _, row in room.take(KEYS, 1000)]
     for number, row in enumerate(first):
         row[:] = bytes([number]) * 1000
@@ -64,10 +64,10 @@ def test_rows_are_apart_and_used_again() -> None:
 
 
 def test_where_the_system_has_no_memory_a_block_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = DumpRoom(limit=1 << 20)
+    room = SaveRoom(limit=1 << 20)
     refuses = create_autospec(mmap.mmap, side_effect=OSError("no memory"))
     with monkeypatch.context() as patched:
-        patched.setattr(dump_room, "mmap", create_autospec(mmap, mmap=refuses))
+        patched.setattr(saving, "mmap", create_autospec(mmap, mmap=refuses))
         assert room.take(KEYS[:1], 1000) == []
     assert room.forget(KEYS) == {KEYS[0]}
     assert let_in(room, KEYS[:1], 1000) == [0]
@@ -75,14 +75,14 @@ def test_where_the_system_has_no_memory_a_block_is_not_let_in(monkeypatch: pytes
 
 def test_memory_that_a_burst_took_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(dump_room, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    room = DumpRoom(limit=1 << 40)
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    room = SaveRoom(limit=1 << 40)
     block = EXTENT_BYTES // 2
     burst = [row for _, row in room.take(KEYS, block)]
     room.give_back(burst)
     assert room.held_bytes == 6 * block
     for _ in range(3):
-        now[0] += dump_room.KEEP_SECONDS
+        now[0] += saving.KEEP_SECONDS
         room.give_back([row for _, row in room.take(KEYS[:1], block)])
     assert room.held_bytes == 2 * block
     assert let_in(room, KEYS, block) == list(range(6))
