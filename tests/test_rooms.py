@@ -31,6 +31,7 @@ RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
 #: What needs an extra of pyproject.toml; only what an operator has configured is imported.
 OPTIONAL = {
     "ucm/store/redis_wire.py": {"redis"},
+    "ucm/store/s3_client.py": {"obstore"},
     **{f"ucm/testing/{name}.py": {"pytest"} for name in ("conformance", "conformance_saving")},
 }
 #: What vLLM itself imports, by the name in its settings; nothing of ours does.

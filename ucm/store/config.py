@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 #: The built-in back ends, by their names in a pipeline.
-OURS = ("Posix", "Dram", "Cache", "Redis", "Empty")
+OURS = ("Posix", "Dram", "Cache", "Redis", "S3", "Empty")
 #: The entry-point group of third-party back ends.
 ENTRY_POINT_GROUP = "ucm.stores"
 
@@ -34,9 +34,9 @@ class StoreConfig:
     """The options of a store.
 
     Args:
-        pipeline: The tiers, fastest first, joined by ``|``: ``Posix``, ``Dram`` (also called ``Cache``), ``Redis``, and
-            third-party tiers, by an entry point in the group ``ucm.stores`` or as ``package.module:Class``. Alone:
-            ``Empty``, or a third-party store.
+        pipeline: The tiers, fastest first, joined by ``|``: ``Posix``, ``Dram`` (also called ``Cache``), ``Redis``,
+            ``S3``, and third-party tiers, by an entry point in the group ``ucm.stores`` or as
+            ``package.module:Class``. Alone: ``Empty``, or a third-party store.
         tiers: The options of the tiers that have some, by their names in the pipeline.
         directories: The directories of the Posix tier. Blocks are spread over them by their keys and the directories'
             names, so that every engine must use the same names.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ from ucm.errors import ConfigError
 from ucm.store.base import BlockKey, KVStore
 from ucm.store.config import ENTRY_POINT_GROUP, OURS
 from ucm.store.empty import EmptyStore
-from ucm.store.errors import StoreUnavailableError
+from ucm.store.errors import BlockMissingError, StoreUnavailableError
 from ucm.store.format import MIN_KEY_BYTES, HeaderCodec
 from ucm.store.posix.layout import check_namespace
 from ucm.store.posix.tier import PosixTier
 from ucm.store.redis_tier import RedisTier
-from ucm.store.tier import Tier, TierPlace
+from ucm.store.s3_tier import S3Tier
+from ucm.store.tier import Tier, TierPlace, ValueTier
 from ucm.store.tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -28,7 +30,12 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.tier import TierOptions
 
-_CLASSES = {"Posix": PosixTier, "Dram": PosixTier, "Cache": PosixTier, "Redis": RedisTier, "Empty": EmptyStore}
+_CLASSES = {
+    **dict.fromkeys(("Posix", "Dram", "Cache"), PosixTier),
+    "Redis": RedisTier,
+    "S3": S3Tier,
+    "Empty": EmptyStore,
+}
 _WHERE = "store: pipeline"
 
 
@@ -73,7 +80,7 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
 
 
 def ask_tier(config: StoreConfig, name: str) -> str:
-    """Connect to a tier and look up a block that does not exist.
+    """Connect to a tier, and look up and read a block that does not exist; nothing is written.
 
     Args:
         config: The store's options.
@@ -93,7 +100,11 @@ def ask_tier(config: StoreConfig, name: str) -> str:
     tier: Tier = back_end.open(options, TierPlace(name, "doctor", None, None, config))
     try:
         began = time.monotonic()
-        tier.contains([BlockKey(bytes(MIN_KEY_BYTES))], began + tier.timeout)
+        nothing = BlockKey(bytes(MIN_KEY_BYTES))
+        if isinstance(tier, ValueTier):  # first, because a server may answer a lookup without saying why it fails
+            with suppress(BlockMissingError):
+                tier.fetch(nothing, began + tier.timeout)
+        tier.contains([nothing], time.monotonic() + tier.timeout)
         seconds = time.monotonic() - began
         failures = tier.stats().failures
         if failures:

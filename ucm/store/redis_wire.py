@@ -36,12 +36,14 @@ from ucm.store.errors import (
     StoreUnavailableError,
 )
 from ucm.store.health import Breaker
+from ucm.store.remote_tier import Client, missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucm.store.base import Buffer
     from ucm.store.redis_tier import RedisOptions
+    from ucm.store.remote_tier import Part
 
 SLOTS = 16384
 #: Values are sent and received in parts of at most this size; each must pass within the timeout of one answer.
@@ -360,8 +362,8 @@ def _expected(command: Command) -> int:
     return command.wanted.nbytes if command.wanted is not None else 1
 
 
-class Servers:
-    """All servers named by the options.
+class Servers(Client):
+    """All servers named by the options. Each has a breaker of its own.
 
     Args:
         options: The addresses and how to connect to them.
@@ -410,8 +412,14 @@ class Servers:
         """All known servers."""
         return list(self._nodes.values())
 
-    def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool | StoreError]:
-        """Return whether each key exists, in one round trip to each server."""
+    @property
+    def resting(self) -> float:
+        """The share of the servers that rest, 0 to 1."""
+        return sum(node.rests for node in self.nodes) / len(self.nodes)
+
+    def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
+        """Return whether each value exists, in one round trip to each server."""
+        keys = [name.encode() for name in names]
 
         def ask(node: Node, indexes: list[int], asking: bool) -> list[Any]:
             return node.ask([keys[index] for index in indexes], deadline, asking=asking)
@@ -429,6 +437,75 @@ class Servers:
             )
 
         return self._each(keys, ask, meaning)
+
+    def read(
+        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+    ) -> list[list[int] | StoreError]:
+        """Receive parts of values by pipelined commands, each directly into its memory."""
+        keys = [name.encode() for name in names]
+
+        def commands(index: int) -> list[Command]:
+            wanted, key = parts[index], keys[index]
+            if len(wanted) == 1 and wanted[0].nbytes == nbytes:
+                return [Command([pack(b"GET", key)], Into(wanted[0].memory, deadline))]
+            return [
+                Command(
+                    [pack(b"GETRANGE", key, b"%d" % part.begin, b"%d" % (part.begin + part.nbytes - 1))],
+                    Into(part.memory, deadline),
+                )
+                for part in wanted
+            ]
+
+        replies = self.run(keys, commands, deadline)
+        for index, reply in enumerate(replies):
+            # GETRANGE answers with nothing where GET says that there is nothing.
+            if not isinstance(reply, StoreError) and (reply[0] is None or (len(reply) > 1 and reply[0] == 0)):
+                replies[index] = missing(names[index])
+        return replies
+
+    def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
+        """Return a value; one of another length than ``nbytes`` as far as is needed to see that."""
+        key = name.encode()
+        content = memoryview(bytearray(nbytes or 0))
+        wanted = Into([content], deadline) if nbytes else None
+        (reply,) = self.run([key], lambda _: [Command([pack(b"GET", key)], wanted)], deadline)
+        if isinstance(reply, StoreError):
+            raise reply
+        if reply[0] is None:
+            raise missing(name)
+        if wanted is None:
+            return memoryview(reply[0])
+        return content if reply[0] == nbytes else content[: min(reply[0], content.nbytes - 1)]
+
+    def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Store a value by one SET."""
+        key = name.encode()
+        command = Command(pack_set(key, buffers, self._options.ttl_seconds))
+        (reply,) = self.run([key], lambda _: [command], deadline, writing=True)
+        if isinstance(reply, StoreError):
+            raise reply
+
+    def remove(self, name: str, deadline: float) -> None:
+        """Delete a value by one DEL."""
+        del deadline
+        self.plain(name.encode(), b"DEL", name.encode())
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield names and lengths by SCAN and STRLEN; a name can come twice."""
+        if self._options.mode == "cluster":
+            self._server_of(b"")
+        for node in dict.fromkeys(self._slots or self.nodes):
+            cursor = b"0"
+            while True:
+                cursor, found = node.plain(b"SCAN", cursor, b"MATCH", prefix.encode() + b"*", b"COUNT", b"1000")
+                deadline = time.monotonic() + self._options.transfer_timeout
+                lengths = self.run(found, lambda at, keys=found: [Command([pack(b"STRLEN", keys[at])])], deadline)  # type: ignore[misc] # mypy does not infer the default
+                for name, nbytes in zip(found, lengths, strict=True):
+                    if isinstance(nbytes, StoreError):
+                        raise nbytes
+                    yield name.decode(errors="replace"), nbytes[0]
+                if cursor == b"0":
+                    break
 
     def run(
         self,
@@ -586,3 +663,4 @@ class Servers:
 
 
 _ASKING = Command([pack(b"ASKING")])
+CLIENT = Servers

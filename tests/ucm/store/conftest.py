@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.servers import RedisServer, cluster, wait_until_whole
+from tests.ucm.store.servers import RedisServer, S3Server, cluster, wait_until_whole
 from ucm.logger import get_logger
 from ucm.store import health, pool, recent
 from ucm.store.config import StoreConfig
@@ -95,6 +95,23 @@ def redis_server(redis_of_session: RedisServer) -> RedisServer:
         client.config_set("maxmemory-policy", "allkeys-lru")
         client.config_set("maxmemory", "128mb")
     return redis_of_session
+
+
+@pytest.fixture(scope="session")
+def s3_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_server(s3_of_session: S3Server) -> S3Server:
+    """A server that runs and has an empty bucket."""
+    if s3_of_session.process is None:
+        s3_of_session.start()
+    s3_of_session.thaw()
+    s3_of_session.clear()
+    return s3_of_session
 
 
 @pytest.fixture(scope="session")

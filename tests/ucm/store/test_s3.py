@@ -1,0 +1,371 @@
+"""The S3 tier beside a real server: what it keeps there, and what becomes of a store when the server fails or lies."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import obstore
+import pytest
+
+from tests.ucm.store.servers import Proxy, S3Server, free_port
+from ucm.doctor.config_checks import check_config
+from ucm.doctor.findings import Status
+from ucm.errors import ConfigError
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.format import namespace_digest
+from ucm.store.health import Breaker
+from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ucm.doctor.findings import Finding
+    from ucm.store.base import KVStore
+    from ucm.store.errors import StoreError
+
+KEYS = [key(number) for number in range(12)]
+ALL = {block: content(block, EVEN) for block in KEYS}
+NAMESPACE = "model/rank-0"
+PREFIX = f"ucm1/{namespace_digest(NAMESPACE).hex()}/"
+#: Seconds of a deadline that is to pass; what a busy machine may take for what is done at once; what nobody waits for.
+SHORT, LONG, NEVER = 0.5, 60.0, 3600.0
+HURRIED = {"timeout": SHORT, "transfer_timeout": 2 * SHORT}
+
+
+@pytest.fixture
+def configure(s3_server: S3Server, tmp_path: Path) -> Callable[..., StoreConfig]:
+    """Makes configurations of the tier, with other options than those that reach the bucket."""
+
+    def found(rest: float = 0.5, **others: Any) -> StoreConfig:
+        options = s3_server.options(tmp_path / "secret", **{"timeout": LONG, "transfer_timeout": LONG, **others})
+        return StoreConfig(pipeline="S3", tiers={"S3": options}, rest_seconds=rest, lookup_cache_keys=0, load_threads=1)
+
+    return found
+
+
+@pytest.fixture
+def store(configure: Callable[..., StoreConfig]) -> Iterator[KVStore]:
+    with open_store(configure(), NAMESPACE, EVEN) as opened:
+        recover(opened)
+        yield opened
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    found = Proxy(s3_server.port)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def hurried(configure: Callable[..., StoreConfig], proxy: Proxy) -> Iterator[KVStore]:
+    """A store with all blocks and short deadlines, which reaches its server through the proxy."""
+    with open_store(configure(endpoint=f"http://{proxy.address}", **HURRIED), NAMESPACE, EVEN) as opened:
+        recover(opened)
+        yield opened
+
+
+def causes(store: KVStore) -> set[str]:
+    return {error.cause for error in fetch(store, KEYS, EVEN)[1].values()}
+
+
+def recover(store: KVStore) -> None:
+    """Save and load until both go well."""
+    deadline = time.monotonic() + LONG
+    while save(store, KEYS, EVEN).failed or fetch(store, KEYS, EVEN)[0] != ALL:
+        assert time.monotonic() < deadline, store.stats()
+        time.sleep(0.05)
+
+
+def objects(server: S3Server) -> dict[str, int]:
+    return {one["path"]: one["size"] for page in obstore.list(server.store()) for one in page}
+
+
+# What is there.
+
+
+def test_a_block_is_one_object_under_its_format_namespace_and_key(
+    configure: Callable[..., StoreConfig], s3_server: S3Server
+) -> None:
+    with open_store(configure(prefix="fleet/a"), NAMESPACE, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+        assert objects(s3_server).keys() == {f"fleet/a/{PREFIX}{block.hex()}" for block in KEYS}
+        value = bytes(obstore.get(s3_server.store(), f"fleet/a/{PREFIX}{KEYS[0].hex()}").bytes())
+        assert value.endswith(ALL[KEYS[0]])
+        assert store.stats()["s3"].saved_blocks == len(KEYS)
+    with open_store(configure(prefix="fleet/b"), NAMESPACE, EVEN) as store:
+        assert store.lookup(KEYS) == [False] * len(KEYS), "another prefix is another store"
+
+
+def test_below_memory_and_disk(
+    configure: Callable[..., StoreConfig], s3_server: S3Server, tmp_path: Path, memory: str
+) -> None:
+    """What one machine saves, another one with empty tiers of its own loads."""
+    tiers = configure().tiers
+
+    def on(machine: str) -> StoreConfig:
+        (tmp_path / machine).mkdir()
+        return StoreConfig(
+            pipeline="Cache|Posix|S3",
+            dram_directory=f"{memory}-{machine}",
+            dram_capacity_bytes=64 << 20,
+            directories=(str(tmp_path / machine),),
+            tiers=tiers,
+        )
+
+    with open_store(on("a"), NAMESPACE, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+        assert store.flush(LONG)
+    assert len(objects(s3_server)) == len(KEYS)
+    with open_store(on("b"), NAMESPACE, EVEN) as store:
+        assert store.lookup_on_prefix([*KEYS, key(99)]) == len(KEYS)
+        assert fetch(store, KEYS, EVEN)[0] == ALL
+        assert store.stats()["s3"].loaded_blocks == len(KEYS)
+
+
+def test_a_prefix_is_looked_up_in_growing_parts(store: KVStore) -> None:
+    others = [key(number) for number in range(100, 1100)]
+    before = store.stats()["s3"]
+    assert store.lookup_on_prefix([*KEYS, *others]) == len(KEYS)
+    assert store.lookup_on_prefix(others) == 0
+    assert store.lookup([*KEYS, *others[:100]]) == [True] * len(KEYS) + [False] * 100
+    assert store.stats()["s3"].lookup_calls - before.lookup_calls == 3
+    assert store.stats()["s3"].failures == {}
+
+
+def test_parts_of_blocks(store: KVStore) -> None:
+    memories = [Memory(block, EVEN) for block in [*KEYS, key(99)]]
+    result = store.wait(store.load([memory.transfer(2, 3) for memory in memories]))
+    assert {block: error.cause for block, error in result.failed.items()} == {key(99): "missing"}
+    begin, end = sum(EVEN.slice_sizes[:2]), sum(EVEN.slice_sizes[:5])
+    for memory in memories[:-1]:
+        assert memory.data[begin:end] == ALL[memory.key][begin:end]
+
+
+# Objects that are not what they should be.
+
+
+@pytest.mark.parametrize("damage", ["flip", "flip-header", "short", "empty", "long", "huge", "other", "version"])
+def test_a_damaged_object_is_a_miss_and_is_removed(store: KVStore, s3_server: S3Server, damage: str) -> None:
+    client, name = s3_server.store(), PREFIX + KEYS[0].hex()
+    value = bytearray(obstore.get(client, name).bytes())
+    changed = {
+        "flip": value[:-5] + bytes([value[-5] ^ 1]) + value[-4:],
+        "flip-header": value[:200] + bytes([value[200] ^ 1]) + value[201:],
+        "short": value[:-1],
+        "empty": b"",
+        "long": value + b"?",
+        "huge": bytes(1 << 22),
+        "other": bytes(obstore.get(client, PREFIX + KEYS[1].hex()).bytes()),
+        "version": value[:8] + bytes([value[8] ^ 8]) + value[9:],
+    }[damage]
+    obstore.put(client, name, bytes(changed), use_multipart=False)
+    loaded, failed = fetch(store, KEYS, EVEN)
+    assert {block: error.cause in {"corrupt", "foreign"} for block, error in failed.items()} == {KEYS[0]: True}
+    assert loaded == {block: ALL[block] for block in KEYS[1:]}
+    assert name not in objects(s3_server)
+    assert store.stats()["s3"].quarantined_blocks == 1
+
+
+def test_an_object_deleted_between_lookup_and_load_is_a_miss(store: KVStore, s3_server: S3Server) -> None:
+    assert store.lookup(KEYS) == [True] * len(KEYS)
+    s3_server.clear()
+    assert causes(store) == {"missing"}
+    assert store.stats()["s3"].quarantined_blocks == 0
+    recover(store)
+
+
+# Servers that fail.
+
+
+@pytest.mark.usefixtures("store")
+def test_a_frozen_server_costs_one_deadline_per_rest(
+    s3_server: S3Server, configure: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resting = configure(rest=NEVER, **HURRIED)
+    failed, failures = Breaker.failed, []
+
+    def counted(self: Breaker, error: StoreError) -> None:
+        failures.append(error.cause)
+        failed(self, error)
+
+    with open_store(resting, NAMESPACE, EVEN) as one, open_store(resting, "model/rank-1", EVEN) as two:
+        monkeypatch.setattr(Breaker, "failed", counted)
+        s3_server.freeze()
+        for _ in range(10):
+            for store in (one, two):
+                assert store.lookup_on_prefix([key(99)]) == 0
+                assert set(fetch(store, KEYS, EVEN)[1]) == set(KEYS)
+                assert set(save(store, [key(99)], EVEN).failed) == {key(99)}
+        assert failures == ["timeout"], "the server was asked once"
+        assert one.stats()["s3"].resting == two.stats()["s3"].resting == 1
+        s3_server.thaw()
+
+
+def test_a_server_that_thaws_is_used_again(hurried: KVStore, s3_server: S3Server) -> None:
+    s3_server.freeze()
+    assert "timeout" in causes(hurried)
+    s3_server.thaw()
+    recover(hurried)
+
+
+def test_a_server_that_is_killed_and_comes_back(store: KVStore, s3_server: S3Server) -> None:
+    s3_server.kill()
+    assert causes(store) == {"unavailable"}
+    assert store.lookup(KEYS) == [False] * len(KEYS)
+    s3_server.start()
+    recover(store)
+
+
+def test_nobody_there(configure: Callable[..., StoreConfig]) -> None:
+    with open_store(configure(endpoint=f"http://127.0.0.1:{free_port()}"), NAMESPACE, EVEN) as store:
+        assert set(save(store, KEYS, EVEN).failed) == set(KEYS)
+        (error, *_) = fetch(store, KEYS, EVEN)[1].values()
+        assert (error.cause, "Connection refused" in error.what) == ("unavailable", True), error
+
+
+def test_a_port_that_says_nothing(configure: Callable[..., StoreConfig]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with open_store(configure(endpoint=endpoint, **HURRIED), NAMESPACE, EVEN) as store:
+            assert store.lookup(KEYS) == [False] * len(KEYS)
+            assert causes(store) == {"timeout"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"access_key": "somebody"}, "403 Forbidden"),  # the answer to a HEAD does not say more
+        ({"secret_env": "UCM_TEST_SECRET", "secret_file": None}, "403 Forbidden"),
+        ({"bucket": "not-there"}, "NoSuchBucket"),
+    ],
+)
+def test_a_bucket_that_refuses(
+    configure: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setenv("UCM_TEST_SECRET", "hunter2")
+    with open_store(configure(**options), NAMESPACE, EVEN) as store:
+        assert store.lookup(KEYS) == [False] * len(KEYS)
+        for errors in (save(store, KEYS, EVEN).failed, fetch(store, KEYS, EVEN)[1]):
+            assert {error.cause for error in errors.values()} <= {"unavailable", "incomplete"}
+            assert set(errors) == set(KEYS)
+            assert says in str(errors[KEYS[0]])
+            assert "hunter2" not in str(errors)
+            assert S3Server.SECRET not in str(errors)
+
+
+def test_an_account_that_only_reads(store: KVStore, configure: Callable[..., StoreConfig]) -> None:
+    with open_store(configure(access_key=S3Server.READER), NAMESPACE, EVEN) as reader:
+        assert fetch(reader, KEYS, EVEN)[0] == ALL
+        failed = save(reader, [key(99)], EVEN).failed
+        assert "AccessDenied" in str(failed[key(99)])
+        assert fetch(reader, KEYS, EVEN)[0] == ALL
+
+
+@pytest.mark.parametrize("bit", [0, 4])
+def test_flipped_bytes_are_noticed(hurried: KVStore, proxy: Proxy, bit: int) -> None:
+    def flip(data: bytes, passed: int) -> bytes:
+        changed = bytearray(data)
+        changed[(passed * 7 + 13) % len(changed)] ^= 1 << bit
+        return bytes(changed)
+
+    proxy.spoil = flip
+    for _ in range(4):
+        loaded, failed = fetch(hurried, KEYS, EVEN)
+        assert all(ALL[block] == data for block, data in loaded.items())
+        assert failed
+        hurried.lookup(KEYS)
+    proxy.spoil = lambda data, _: data
+    recover(hurried)
+
+
+@pytest.mark.parametrize("after", [0, 3, 5000])
+def test_a_connection_that_is_cut(hurried: KVStore, proxy: Proxy, s3_server: S3Server, after: int) -> None:
+    proxy.spoil = lambda data, passed: data if passed + len(data) < after else None
+    for _ in range(3):
+        loaded, failed = fetch(hurried, KEYS, EVEN)
+        assert all(ALL[block] == data for block, data in loaded.items())
+        assert {error.cause for error in failed.values()} <= {"unavailable", "timeout"}
+        hurried.lookup(KEYS)
+    assert len(objects(s3_server)) == len(KEYS), "an answer that is cut costs no block"
+    proxy.spoil = lambda data, _: data
+    recover(hurried)
+
+
+def test_an_answer_that_trickles_is_given_up_in_time(hurried: KVStore, proxy: Proxy) -> None:
+    def trickle(data: bytes, passed: int) -> bytes:
+        time.sleep(1.2 * SHORT)
+        return data
+
+    proxy.spoil = trickle
+    assert "timeout" in causes(hurried)
+    proxy.spoil = lambda data, _: data
+    recover(hurried)
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"bucket": "A b"}, "bucket"),
+        ({"endpoint": "cache:8333"}, "https://host:port"),
+        ({"endpoint": "https://user:hunter2@cache"}, "an option of its own"),
+        ({"access_key": None}, "need access_key"),
+        ({"secret_file": None}, "needs secret_file"),
+        ({"secret_env": "UCM_NOT_SET"}, "not in both"),
+        ({"secret_file": None, "secret_env": "UCM_NOT_SET"}, "UCM_NOT_SET is not set"),
+        ({"secret_file": "/not/there"}, "cannot be read"),
+        ({"password": "hunter2"}, "password"),
+        ({"anonymous": True}, "no access_key"),
+        ({"tls_ca": "/not/there"}, "cannot be read"),
+        ({"tls_ca": str(Path(__file__))}, "No certificates found"),
+        ({"timeout": 0.0}, "timeout"),
+    ],
+)
+def test_options_that_cannot_be(configure: Callable[..., StoreConfig], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(configure(**options), NAMESPACE, EVEN)
+    found = f"{caught.value} {caught.value.where}"
+    assert says in found
+    assert "hunter2" not in found
+
+
+def test_a_missing_obstore_is_named_with_its_extra(
+    configure: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "ucm.store.s3_client", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match="obstore") as caught:
+        open_store(configure(), NAMESPACE, EVEN)
+    assert "ucm-runtime[s3]" in caught.value.fix
+
+
+def test_the_doctor_connects(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCM_TEST_SECRET", "hunter2")
+
+    def ask(**others: Any) -> Finding:
+        every = s3_server.options(tmp_path / "secret", timeout=LONG, **others)
+        options = {name: value for name, value in every.items() if value is not None}
+        file = tmp_path / "ucm_config.yaml"
+        file.write_text(f"store: {{pipeline: Posix|S3, directories: {tmp_path}/kv, tiers: {{S3: {options}}}}}\n")
+        (found,) = [one for one in check_config(file) if one.check == "tier S3"]
+        assert S3Server.SECRET not in repr(found)
+        return found
+
+    well = ask()
+    assert (well.status, well.what[:8]) == (Status.OK, "answers,"), well
+    for others, says in (
+        ({"bucket": "not-there"}, "NoSuchBucket"),
+        ({"access_key": "somebody"}, "InvalidAccessKeyId"),
+        ({"secret_file": None, "secret_env": "UCM_TEST_SECRET"}, "SignatureDoesNotMatch"),
+        ({"endpoint": f"http://127.0.0.1:{free_port()}"}, "Connection refused"),
+    ):
+        found = ask(**others)
+        assert (found.status, says in found.what) == (Status.ERROR, True), found

@@ -1,0 +1,329 @@
+"""Store blocks as values on servers: what the tiers on servers have in common. They differ in their client only."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from ucm.errors import ConfigError
+from ucm.store.base import BlockKey
+from ucm.store.errors import (
+    BlockCorruptError,
+    BlockMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
+from ucm.store.format import VERSION, namespace_digest
+from ucm.store.recent import RecentKeys
+from ucm.store.secrets import read_secret
+from ucm.store.tier import TierOptions, ValueTier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucm.store.base import BlockTransfer, Buffer
+    from ucm.store.format import HeaderCodec
+    from ucm.store.health import Breaker
+    from ucm.store.tier import Outcome, TierPlace
+
+
+class RemoteOptions(TierOptions):
+    """The options that all tiers on servers have."""
+
+    tls_ca: str | None = None
+    timeout: float = Field(default=0.5, gt=0)
+    transfer_timeout: float = Field(default=5.0, gt=0)
+
+    @property
+    def secret_at(self) -> tuple[str | None, str | None]:
+        """The file, or the environment variable, that contains the secret."""
+        return None, None
+
+    @property
+    def files(self) -> tuple[str | None, ...]:
+        """Further files that must be readable."""
+        return (self.tls_ca,)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive bytes of a value, to be received into memory.
+
+    Args:
+        begin: The offset of the first one.
+        memory: The destination buffers, in order.
+    """
+
+    begin: int
+    memory: Sequence[Buffer]
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return sum(view.nbytes for view in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A block on a server.
+
+    Args:
+        digest: The hexadecimal digest of its namespace.
+        key: Its key.
+        nbytes: The length of its value.
+    """
+
+    digest: str
+    key: BlockKey
+    nbytes: int
+
+
+class Client(ABC):
+    """Talks to the servers of some options; shared by all stores of a process. Any thread may call it.
+
+    A call returns by its deadline, as ``time.monotonic()``. Where it returns one answer for each name, an answer can be
+    a StoreError; other calls raise it.
+    """
+
+    #: What separates the parts of a name.
+    separator: ClassVar[str] = ":"
+    #: The breaker of the servers; None if each of them has one of its own.
+    breaker: Breaker | None = None
+
+    @property
+    def resting(self) -> float:
+        """The share of the servers that rest, 0 to 1; only asked where each has a breaker of its own."""
+        return 0.0
+
+    @abstractmethod
+    def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
+        """Return whether each value exists."""
+
+    @abstractmethod
+    def read(
+        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+    ) -> list[list[int] | StoreError]:
+        """Receive the parts of each value, whose length should be ``nbytes``.
+
+        Returns:
+            For each value the lengths of its parts. Where these differ from what was asked for, the value has another
+            length than it should, and the memory is undefined.
+        """
+
+    @abstractmethod
+    def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
+        """Return a value; one that is longer than ``nbytes`` in part, None: however long it is."""
+
+    @abstractmethod
+    def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Store a value, given in pieces, atomically."""
+
+    @abstractmethod
+    def remove(self, name: str, deadline: float) -> None:
+        """Delete a value, if it exists."""
+
+    @abstractmethod
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield the names that begin with a prefix, each with the length of its value."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all connections."""
+
+
+class RemoteTier(ValueTier):
+    """A tier that stores each block as one value on servers.
+
+    A value is the header and the layer slices of a block, stored by one request and checked when it is received. Its
+    name is ``ucm<format version>``, the digest of the namespace and the block's key, so that releases with other
+    formats do not share values.
+
+    Args:
+        options: The options of the servers.
+        place: The namespace and geometry to open.
+
+    Raises:
+        ConfigError: The client's package is not installed, or a file with a secret or a certificate cannot be read.
+    """
+
+    #: The tier's name in statistics, which is also that of its extra; the package that the extra installs; the module
+    #: of the client, imported only where the tier is configured; the longest value that servers accept, in bytes.
+    kind: ClassVar[str]
+    package: ClassVar[str]
+    module: ClassVar[str]
+    most_nbytes: ClassVar[int]
+
+    def __init__(self, options: RemoteOptions, place: TierPlace) -> None:
+        self._client = _share(type(self), options, place)
+        super().__init__(self.kind, place, options.timeout, options.transfer_timeout, self._client.breaker)
+        self._format = f"ucm{VERSION}{self._client.separator}"
+        self._prefix = f"{self._format}{namespace_digest(place.namespace).hex()}{self._client.separator}"
+        self._recent = RecentKeys(place.config.lookup_cache_keys, place.config.lookup_cache_seconds)
+        self._closed = False
+
+    @property
+    def resting(self) -> float:
+        """The share of the servers that rest, 0 to 1."""
+        return self._client.resting
+
+    def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
+        """Look up keys on the servers, except keys that were found recently."""
+        young, old = self._recent.generations()
+        unknown = [key for key in keys if key not in young and key not in old]
+        if not unknown:
+            return [True] * len(keys)
+        failure: StoreError | None = None
+        there = set()
+        for key, found in zip(unknown, self._client.exists(list(map(self._name, unknown)), deadline), strict=True):
+            if isinstance(found, StoreError):
+                failure = failure or found
+            elif found:
+                there.add(key)
+        young |= there
+        if failure is not None:
+            if not there and len(unknown) == len(keys):
+                raise failure
+            self.counters.failed("lookup", failure)  # something was found, so do not raise
+        lacking = set(unknown) - there
+        return [key not in lacking for key in keys]
+
+    def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
+        """Load the blocks' values, each received directly into its memory."""
+        codec = self._known_codec()
+        headers = [bytearray(codec.nbytes) for _ in blocks]
+        parts = [self._parts(block, header) for block, header in zip(blocks, headers, strict=True)]
+        replies = self._client.read([self._name(block.key) for block in blocks], parts, codec.file_nbytes, deadline)
+        outcomes: list[Outcome] = []
+        for block, header, wanted, reply in zip(blocks, headers, parts, replies, strict=True):
+            failure = self._judge(block, header, wanted, reply)
+            if failure is None:
+                outcomes.append(False)
+                continue
+            self._recent.drop(block.key)
+            if not isinstance(failure, BlockMissingError | StoreUnavailableError):
+                failure = self.damaged(block.key, failure, deadline)
+            outcomes.append(failure)
+        return outcomes
+
+    def fetch(self, key: BlockKey, deadline: float) -> Buffer:
+        """Return the value, whatever its length."""
+        try:
+            return self._client.fetch(self._name(key), self.codec.file_nbytes if self.codec else None, deadline)
+        except BlockMissingError:
+            self._recent.drop(key)
+            raise
+
+    def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Store the value by one request."""
+        self._client.put(self._name(key), buffers, deadline)
+        self._recent.generations()[0].add(key)
+
+    def remove(self, key: BlockKey, deadline: float) -> None:
+        """Delete the value by one request."""
+        self._recent.drop(key)
+        self._client.remove(self._name(key), deadline)
+
+    def stored(self) -> Iterator[StoredValue]:
+        """Yield the blocks of all namespaces in our format; for tools.
+
+        Raises:
+            StoreError: The servers cannot be asked.
+        """
+        for name, nbytes in self._client.names(self._format):
+            digest, _, key = name.removeprefix(self._format).partition(self._client.separator)
+            try:
+                yield StoredValue(digest, BlockKey(bytes.fromhex(key)), nbytes)
+            except ValueError:
+                continue  # not a block of ours
+
+    def close(self) -> None:
+        """Close the connections, unless another store of this process uses them."""
+        if not self._closed:
+            self._closed = True
+            _let_go(self._client)
+
+    def _name(self, key: BlockKey) -> str:
+        return self._prefix + key.hex()
+
+    def _parts(self, block: BlockTransfer, header: bytearray) -> list[Part]:
+        """Return what to receive to load some layer slices of a block: its header as well."""
+        codec, first = self._known_codec(), block.first_slice
+        if len(block.slices) == len(codec.geometry.slice_sizes):
+            return [Part(0, [memoryview(header), *block.slices])]
+        return [Part(0, [memoryview(header)]), Part(codec.offsets[first], block.slices)]
+
+    def _judge(
+        self, block: BlockTransfer, header: bytearray, wanted: list[Part], reply: list[int] | StoreError
+    ) -> StoreError | None:
+        """Return what is wrong with a received value, or None."""
+        codec = self._known_codec()
+        if isinstance(reply, StoreError):
+            return reply
+        lengths = [part.nbytes for part in wanted]
+        if reply != lengths:
+            return BlockCorruptError(f"the value has {reply} bytes, not {lengths}")
+        if codec.is_sound(header, block.key, block.first_slice, block.slices):
+            return None
+        return codec.refusal_of(header, block.key)
+
+    def _known_codec(self) -> HeaderCodec:
+        if self.codec is None:
+            raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
+        return self.codec
+
+
+def missing(name: str) -> BlockMissingError:
+    """Return the error for a value that does not exist."""
+    return BlockMissingError(f"the value {name} does not exist")
+
+
+_shared: dict[tuple[Any, ...], tuple[Client, int]] = {}
+_lock = threading.Lock()
+
+
+def _share(tier: type[RemoteTier], options: RemoteOptions, place: TierPlace) -> Client:
+    """Return the client of some servers, with its breakers, shared by all stores of this process."""
+    where = f"store: tiers: {place.name}"
+    if place.codec is not None and place.codec.file_nbytes > tier.most_nbytes:
+        raise ConfigError(
+            f"a block has {place.codec.file_nbytes} bytes, and a server takes {tier.most_nbytes}",
+            where=f"store: pipeline: {place.name}",
+            fix="lower vLLM's block size",
+        )
+    try:
+        client = import_module(tier.module).CLIENT
+    except ImportError as error:
+        raise ConfigError(
+            f"the tier {place.name} needs {tier.package}: {error}",
+            where="store: pipeline",
+            fix=f"install the extra: pip install 'ucm-runtime[{tier.kind}]'",
+        ) from error
+    for path in options.files:
+        if path is not None and not os.access(path, os.R_OK):
+            raise ConfigError("a file of the TLS options cannot be read", where=f"{where}: {path}")
+    secret = read_secret(*options.secret_at, where)
+    limits = place.config.failures_until_rest, place.config.rest_seconds
+    of = tier, os.getpid(), options.model_dump_json(), secret, *limits
+    with _lock:
+        found, users = _shared.get(of, (None, 0))
+        if found is None:
+            found = client(options, secret, *limits)
+        _shared[of] = found, users + 1
+        return found
+
+
+def _let_go(client: Client) -> None:
+    with _lock:
+        of = next(one for one, (found, _) in _shared.items() if found is client)
+        users = _shared[of][1] - 1
+        if users:
+            _shared[of] = client, users
+            return
+        del _shared[of]
+    client.close()

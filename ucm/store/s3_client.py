@@ -1,0 +1,262 @@
+"""Talk to S3 through obstore: requests in parallel, each batch with one deadline, and nothing is retried.
+
+obstore's own time-outs count from the beginning of one request. A batch of requests is therefore awaited on an event
+loop in a thread of its own, and what has not come by the deadline is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from ucm.errors import ConfigError
+from ucm.store.errors import (
+    BlockMissingError,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from ucm.store.health import Breaker
+from ucm.store.remote_tier import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from ucm.store.base import Buffer
+    from ucm.store.remote_tier import Part
+    from ucm.store.s3_tier import S3Options
+
+Answer = TypeVar("Answer")
+
+#: Codes with which servers say that there is no room.
+_FULL = frozenset({"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
+_CODE = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]{0,200}))?")
+_STATUS = re.compile(r"status code: (\d{3}[\w ]{0,40})")
+#: What obstore's errors end with, and what in it is worth saying.
+_DEBUG = "\n\nDebug source:"
+_INNERMOST = re.compile(r'message: "([^"]+)"|(invalid peer certificate: \w+)|(failed to lookup address)|(dns error)')
+_MOST_SAID = 300
+
+
+class S3Client(Client):
+    """One bucket, reached with one account.
+
+    Args:
+        options: The bucket and how to reach it.
+        secret: The secret access key; empty: obstore looks for an account in the environment.
+        failures: The number of consecutive failures after which the bucket rests.
+        rest: The length of a rest in seconds.
+    """
+
+    separator = "/"
+
+    def __init__(self, options: S3Options, secret: str, failures: int, rest: float) -> None:
+        self._where = f"{options.bucket} at {options.endpoint or 'AWS'}"
+        self.breaker = Breaker(f"the bucket {self._where}", failures, rest)
+        secure = options.endpoint is None or options.endpoint.startswith("https:")
+        config: dict[str, Any] = {
+            "region": options.region,
+            "virtual_hosted_style_request": options.virtual_hosted,
+            "disable_bulk_delete": True,  # not every server has it
+            "unsigned_payload": secure,  # TLS protects the bytes on their way, and blocks have checksums
+            "skip_signature": options.anonymous,
+        }
+        if options.endpoint is not None:
+            config["endpoint"] = options.endpoint
+        if options.access_key is not None:
+            config |= {"access_key_id": options.access_key, "secret_access_key": secret}
+        connection: dict[str, Any] = {
+            "allow_http": not secure,
+            "connect_timeout": timedelta(seconds=options.timeout),
+            "timeout": timedelta(seconds=max(options.timeout, options.transfer_timeout)),
+        }
+        if options.tls_ca is not None:
+            connection["root_certificate"] = Path(options.tls_ca).read_bytes()
+        try:
+            self._store: Any = S3Store(
+                options.bucket,
+                prefix=options.prefix or None,
+                client_options=connection,  # type: ignore[arg-type] # built above
+                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=options.transfer_timeout)},
+                **config,
+            )
+        except (BaseError, ValueError) as error:
+            raise ConfigError(str(error).partition("\n")[0], where="store: tiers: S3") from None
+        self._timeout = options.timeout
+        self._loop = asyncio.new_event_loop()
+        # Values must not keep lookups waiting.
+        self._lookups, self._transfers = (asyncio.Semaphore(options.parallel) for _ in range(2))
+        self._thread = threading.Thread(target=self._serve, name="ucm-s3", daemon=True)
+        self._thread.start()
+
+    def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
+        """Return whether each object exists, by one HEAD each."""
+
+        async def ask(name: str) -> bool:
+            await obstore.head_async(self._store, name)
+            return True
+
+        found = self._run([lambda name=name: ask(name) for name in names], deadline, self._lookups)  # type: ignore[misc] # mypy does not infer the default
+        return [False if isinstance(one, BlockMissingError) else one for one in found]
+
+    def read(
+        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+    ) -> list[list[int] | StoreError]:
+        """Receive parts of objects by one GET each, and copy them into place."""
+        wanted = [(index, part) for index, some in enumerate(parts) for part in some]
+        received = self._run(
+            [
+                lambda index=index, part=part: self._get(names[index], part.begin, part.nbytes, nbytes)  # type: ignore[misc] # see above
+                for index, part in wanted
+            ],
+            deadline,
+            self._transfers,
+        )
+        found: list[list[int] | StoreError] = [[] for _ in names]
+        for (index, part), content in zip(wanted, received, strict=True):
+            lengths = found[index]
+            if isinstance(lengths, StoreError):
+                continue
+            if isinstance(content, StoreError):
+                found[index] = content
+                continue
+            lengths.append(content.nbytes)
+            if content.nbytes == part.nbytes:
+                _scatter(content, part.memory)
+        return found
+
+    def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
+        """Return an object by one GET."""
+        return self._one(lambda: self._get(name, 0, None, nbytes), deadline)
+
+    def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Store an object by one PUT."""
+        content = buffers[0] if len(buffers) == 1 else b"".join(buffers)
+
+        async def send() -> None:
+            await obstore.put_async(self._store, name, content, use_multipart=False)
+
+        try:
+            self._one(send, deadline)
+        except BlockMissingError as error:  # of the bucket, as some servers say it
+            raise StoreUnavailableError(error.what, where=self._where) from error
+
+    def remove(self, name: str, deadline: float) -> None:
+        """Delete an object by one DELETE."""
+
+        async def delete() -> None:
+            await obstore.delete_async(self._store, name)
+
+        try:
+            self._one(delete, deadline)
+        except BlockMissingError:
+            return
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield names and lengths, by one request for a thousand."""
+        try:
+            for page in obstore.list(self._store, prefix.rstrip("/"), chunk_size=1000):
+                for meta in page:
+                    yield meta["path"], meta["size"]
+        except (BaseError, OSError, ValueError) as error:
+            raise failure_of(error, self._where) from error
+
+    def close(self) -> None:
+        """Cancel requests in progress and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(self._timeout)
+
+    async def _get(self, name: str, begin: int, length: int | None, nbytes: int | None) -> Buffer:
+        """Return bytes of an object, or too few if the object does not have ``nbytes``: a huge one is not received."""
+        ranged: Any = {"range": (begin, begin + length)} if length is not None and length != nbytes else {}
+        result = await obstore.get_async(self._store, name, options=ranged)
+        if nbytes is not None and result.meta["size"] != nbytes:
+            return memoryview(bytes(min(result.meta["size"], nbytes - 1)) if length is None else b"")
+        return memoryview(await result.bytes_async())
+
+    def _one(self, job: Callable[[], Awaitable[Answer]], deadline: float) -> Answer:
+        (found,) = self._run([job], deadline, self._transfers)
+        if isinstance(found, StoreError):
+            raise found
+        return found
+
+    def _run(
+        self, jobs: Sequence[Callable[[], Awaitable[Answer]]], deadline: float, limit: asyncio.Semaphore
+    ) -> list[Answer | StoreError]:
+        """Run requests in parallel and return an answer for each by the deadline."""
+        if not jobs:
+            return []
+        return asyncio.run_coroutine_threadsafe(self._all(jobs, deadline, limit), self._loop).result()
+
+    async def _all(
+        self, jobs: Sequence[Callable[[], Awaitable[Answer]]], deadline: float, limit: asyncio.Semaphore
+    ) -> list[Answer | StoreError]:
+        async def run(job: Callable[[], Awaitable[Answer]]) -> Answer | StoreError:
+            async with limit:
+                try:
+                    return await job()
+                except (BaseError, OSError, ValueError) as error:
+                    return failure_of(error, self._where)
+
+        tasks = [asyncio.ensure_future(run(job)) for job in jobs]
+        _, late = await asyncio.wait(tasks, timeout=max(0.0, deadline - time.monotonic()))
+        for task in late:
+            task.cancel()
+        silent = StoreTimeoutError("S3 does not answer in time", where=self._where)
+        return [silent if task in late else task.result() for task in tasks]
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(_cancel_all())
+        self._loop.close()
+
+
+async def _cancel_all() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+CLIENT = S3Client
+
+
+def _scatter(content: Buffer, memory: Sequence[Buffer]) -> None:
+    at = 0
+    for view in memory:
+        # numpy copies without the lock of the interpreter.
+        np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(content[at : at + view.nbytes], np.uint8))
+        at += view.nbytes
+
+
+def failure_of(error: Exception, where: str) -> StoreError:
+    """Return the StoreError for an error of obstore."""
+    said, _, debug = str(error).partition(_DEBUG)
+    code, status = _CODE.search(said), _STATUS.search(said)
+    if code is not None:
+        said = f"{code[1]}: {code[2] or ''}".rstrip(": ")
+    elif status is not None:
+        said = f"the server answers {status[1]}"  # without the path, so that each reason is logged once
+    else:
+        reason = _INNERMOST.search(debug)
+        said = next(filter(None, reason.groups())) if reason else " ".join(said.split())[:_MOST_SAID]
+    if isinstance(error, FileNotFoundError) and (code is None or code[1] != "NoSuchBucket"):
+        return BlockMissingError(said, where=where)
+    if "TimedOut" in debug or "kind: Timeout" in debug:
+        return StoreTimeoutError(f"S3 does not answer in time: {said}", where=where)
+    if (code is not None and code[1] in _FULL) or "status: 507" in debug:
+        return StoreFullError(f"S3 has no room left: {said}", where=where, fix="raise the bucket's quota")
+    return StoreUnavailableError(
+        f"S3: {said}", where=where, fix="ask `ucm doctor --config` with the same file: it makes the server say why"
+    )
