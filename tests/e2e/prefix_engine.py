@@ -60,7 +60,8 @@ def connector(store: Mapping[str, Any], name: str = "UCMDirectConnector", **sett
         settings: The rest of its configuration.
     """
     extra = {"store": dict(store), **settings}
-    transfer = {"kv_connector": name, "kv_connector_module_path": MODULE, "kv_connector_extra_config": extra}
+    module = MODULE.replace("ucm_connector", "blend_connector") if name == "BlendConnector" else MODULE
+    transfer = {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra}
     return {"kv_transfer_config": {**transfer, "kv_role": "kv_both"}}
 
 

@@ -31,6 +31,10 @@ ENGINE = {"max_model_len": LONGEST, "num_gpu_blocks_override": LONGEST // BLOCK 
 CROWD, ABORTED = "crowd", "aborted"
 #: Drawn by the runner's own generator: V2's is another than V1's.
 SEEDED = "seeded"
+#: Two chunks of a prompt, each alone; then both in a prompt in which no exact prefix is known.
+CHUNKS, ORDERED = "chunks", "ordered"
+#: Of its tokens, those up to the last whole block of its chunks.
+BLENDED = 160
 #: What an engine with a connector plays a second time.
 AGAIN = ("boundary", "chunked", "prefix", CROWD)
 
@@ -39,7 +43,11 @@ def phases() -> dict[str, list[list[Request]]]:
     """For each phase its batches; a batch is handed to the engine when the one before has ended."""
     shared = prompt(5 * BLOCK, "shared")
     cut = [{**request(prompt(60 + n, "cut"), 60), "abort_after": 2 + 4 * n} for n in range(3)]
+    texts = [prompt(length, CHUNKS) for length in (70, 90)]
+    apart = [request(text, 1, extra_args=_marked([0, len(text)])) for text in texts]
+    both = [*prompt(9, ORDERED), *texts[1], *texts[0], *prompt(30, ORDERED)]
     return {
+        CHUNKS: [[one] for one in apart],
         "short": [[request(prompt(n, "short"), 8) for n in (1, 2, 20)]],
         "boundary": [[request(prompt(n, "boundary"), BLOCK + 1) for n in (31, 32, 33)]],
         "chunked": [[request(prompt(n, "chunked"), 12) for n in (150, 180)], [request(prompt(300, "chunked"), 20)]],
@@ -47,7 +55,13 @@ def phases() -> dict[str, list[list[Request]]]:
         CROWD: [[request(prompt(66 + 9 * n, "crowd"), 40) for n in range(3)]],
         SEEDED: [[request(prompt(30, f"seeded {n}"), 10, temperature=0.8, seed=n) for n in range(3)]],
         ABORTED: [[*cut, request(prompt(90, "not aborted"), 30)]],
+        ORDERED: [[request(both, extra_args=_marked([9, 99], [99, 169]))]],
     }
+
+
+def _marked(*chunks: list[int]) -> dict[str, Any]:
+    """What only `BlendConnector` takes note of."""
+    return {"kv_transfer_params": {"ucm_chunks": list(chunks)}}
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,8 @@ FULL: dict[str, dict[str, dict[str, Any]]] = {
     "ESA": {"eager_esa:EagerESA": {"token_budget": LONGEST, "sink_tokens": 1, "window_tokens": 1, "store": _STORE}},
     "ReRoPE": {"ReRoPE": {"window": LONGEST}},
 }
+#: All of what is blended is computed, so no token changes.
+_ALL_RECOMPUTED = {"select": "edges", "edge_tokens": LONGEST, "min_tokens": BLOCK}
 CONNECTORS = {"direct": "UCMDirectConnector", "layer-wise": "UCMLayerWiseConnector", "mock": "UCMMockConnector"}
 #: With the V2 runner where nothing else is said.
 SCENARIOS = {
@@ -98,6 +114,7 @@ SCENARIOS = {
     **{name: Scenario(method=method) for name, method in METHODS.items()},
     **{name: Scenario(connector=found) for name, found in CONNECTORS.items() if name != "mock"},
     "mock": Scenario(connector=CONNECTORS["mock"], settings={"hit_ratio": 0.5}),
+    "blend": Scenario(connector="BlendConnector", settings={"blend": _ALL_RECOMPUTED}),
 }
 
 

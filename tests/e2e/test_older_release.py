@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.engine import variables
-from tests.e2e.runner_runs import AGAIN, CROWD, METHODS, V1_SCENARIOS, Runs
+from tests.e2e.runner_runs import AGAIN, BLENDED, CROWD, METHODS, ORDERED, V1_SCENARIOS, Runs
 from tests.e2e.test_v2_runner import CONNECTED, LOADED, PREEMPTIONS, STORED, WHOLE, finished
 from ucm.doctor.run import MODEL
 
@@ -53,7 +53,13 @@ def test_a_small_budget_leaves_something_out_where_it_must(older: Runs, name: st
     record, dense = finished(older, name), finished(older, "plain").tokens
     assert record.tokens["chunked"] != dense["chunked"]
     assert {phase: record.tokens[phase] for phase in WHOLE} == {phase: dense[phase] for phase in WHOLE}
-    assert re.search(r"\[UCM\.Sparse\] \w+ (restricted|left out) [1-9]", record.log)
+    assert re.search(r"\[UCM\.Sparse\] \w+ (restricted|left out|put the attention of) [1-9]", record.log)
+
+
+def test_chunks_are_found_and_blended(older: Runs) -> None:
+    """That this changes no token is seen above: no exact prefix of the prompt is known, and all is recomputed."""
+    (answer,) = finished(older, "blend").phases[ORDERED].answers
+    assert answer.cached == BLENDED
 
 
 def test_doctor_sees_the_hooks_fire(environments: Environments, tmp_path: Path) -> None:

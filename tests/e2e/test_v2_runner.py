@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.engine import IN_PROCESS, variables
 from tests.e2e.model import LAYERS
-from tests.e2e.runner_runs import ABORTED, AGAIN, CROWD, FULL, METHODS, SCENARIOS, SEEDED, V2, Runs
+from tests.e2e.runner_runs import ABORTED, AGAIN, BLENDED, CROWD, FULL, METHODS, ORDERED, SCENARIOS, SEEDED, V2, Runs
 from ucm.sparse.base import Role
 from ucm.sparse.probe import HOOKS, METADATA_RECEIVED, ProcessReport, read_reports
 
@@ -110,6 +110,12 @@ def test_loaded_kv_changes_no_token(v2: Runs, name: str) -> None:
         if rise and "failures_total" in counter
     }
     assert not failed
+
+
+def test_chunks_are_found_and_blended(v2: Runs) -> None:
+    """That this changes no token is seen above: no exact prefix of the prompt is known, and all is recomputed."""
+    (answer,) = finished(v2, "blend").phases[ORDERED].answers
+    assert answer.cached == BLENDED
 
 
 def test_direct_and_layer_wise_find_the_same(v2: Runs) -> None:

@@ -129,6 +129,16 @@ class SparseMethod:
         del options, num_prompt_tokens
         return sys.maxsize
 
+    @classmethod
+    def advice(cls, options: Mapping[str, Any]) -> list[str]:
+        """What an operator has to know of the engine that these options want, for `ucm doctor --config`; one line each.
+
+        Args:
+            options: Valid ones, as the operator wrote them.
+        """
+        del options
+        return []
+
     # The scheduler side: one call per event, in EngineCore.
 
     def scheduler_started(self, scheduler: Any) -> None:

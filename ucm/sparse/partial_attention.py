@@ -59,6 +59,10 @@ class PartsView(AttentionView, Protocol):
         """
         ...
 
+    def bound_cache(self, layer_name: str) -> Tensor | None:
+        """The layer's KV cache; None before vLLM has allocated it."""
+        ...
+
     def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
         """Where a cache on the CPU has its numbers; None for others, and of dtypes that have no kernel of ours."""
         ...

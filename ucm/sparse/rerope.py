@@ -15,6 +15,7 @@ or on the other requests of a step.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -97,8 +98,8 @@ class ReRoPE(SparseMethod):
         options: The method's own settings, as the operator wrote them.
 
     Attributes:
-        counts: ``steps`` with tokens beyond the window, these ``tokens`` and the ``rows`` that they were of, and
-            ``keys_turned`` in a layer.
+        counts: ``steps`` with tokens beyond the window, these ``tokens``, those of them that were ``compiled``, the
+            ``rows`` that they were of, and ``keys_turned`` in a layer.
 
     Raises:
         ConfigError: If an option is wrong.
@@ -128,14 +129,29 @@ class ReRoPE(SparseMethod):
         #: By layer; None where torch computes what lies beyond the window.
         self._kernels: dict[str, tuple[WindowKernel, HeadLayout] | None] = {}
 
+    @classmethod
+    def advice(cls, options: Mapping[str, Any]) -> list[str]:
+        """The table of angles, and how far the distances reach."""
+        found = parse_options(cls.options_type, cls.__name__, options)
+        leak = found.tokens_per_distance()
+        grows = "" if leak == math.inf else f", growing by one for every {leak:g} tokens before the window"
+        longest = "'{\"max_position_embeddings\": N}'"
+        return [
+            f"contexts of N tokens: vllm serve MODEL --max-model-len N --hf-overrides {longest}",
+            f"distances reach {found.window}{grows}: the model must have been trained with more",
+            "all requests are served alike: none can ask to be dense (ucm_sparse: false)",
+        ]
+
     def worker_started(self) -> None:
         """Refuse an engine that cannot be served."""
         self.attention.require_engine()
 
     def layer_seen(self, layer_name: str) -> None:
-        """Refuse a layer that cannot be served."""
+        """Refuse a layer that cannot be served; compile its kernel as soon as its cache is there, for no request."""
         self.attention.require_parts(layer_name)
         self.attention.rotary(layer_name)
+        if layer_name not in self._kernels and (kv_cache := self.attention.bound_cache(layer_name)) is not None:
+            self._kernel(layer_name, kv_cache)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Find the step's tokens that see keys before their window."""
@@ -170,7 +186,7 @@ class ReRoPE(SparseMethod):
         self._asked = True
         dense, _ = self._replaced[id(attn_metadata)]
         table, by_head = self.attention.block_table(dense), output.view(output.shape[0], *query.shape[1:])
-        compiled = self._kernel(layer_name, query, kv_cache)
+        compiled = self._kernel(layer_name, kv_cache)
         if compiled is not None:
             kernel, layout = compiled
             turning = self._turning_of(self._step, self.attention.rotary(layer_name), layout.block_size)
@@ -196,17 +212,29 @@ class ReRoPE(SparseMethod):
         self.counts["steps"] += 1
         self.counts["rows"] += len(step.pieces.rows)
         self.counts["tokens"] += len(step)
+        self.counts["compiled"] += len(step) if None not in self._kernels.values() else 0
         self.counts["keys_turned"] += int((step.pieces.ends - self._options.window).sum())
         if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
             get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
 
+    def figures(self) -> dict[str, float]:
+        """See `SparseMethod.figures`; all layers do the same."""
+        counts = self.counts
+        return {
+            "rerope_rows": counts["rows"],
+            "rerope_tokens.compiled": counts["compiled"],
+            "rerope_tokens.torch": counts["tokens"] - counts["compiled"],
+            "rerope_turned_keys": counts["keys_turned"],
+        }
+
     def summary(self) -> str:
         """What was done until now, in one line."""
         counts = self.counts
+        kernel = "a compiled kernel" if None not in self._kernels.values() else "torch"
         return (
             f"{self._name} put the attention of {counts['tokens']} tokens together, in {counts['rows']} rows of "
             f"{counts['steps']} steps, from a window of {self._options.window} tokens and {counts['keys_turned']} keys "
-            "turned in each layer"
+            f"turned in each layer, by {kernel}"
         )
 
     def _spared(self, step: BeyondWindow, layer_name: str, attn_metadata: Any) -> Any:
@@ -246,15 +274,18 @@ class ReRoPE(SparseMethod):
                 whole.add(part.tokens, *found)
         return whole.output
 
-    def _kernel(self, layer_name: str, query: Tensor, kv_cache: Tensor) -> tuple[WindowKernel, HeadLayout] | None:
+    def _kernel(self, layer_name: str, kv_cache: Tensor) -> tuple[WindowKernel, HeadLayout] | None:
         """What is compiled for a layer, where it is on a CPU."""
         if layer_name not in self._kernels:
             layout, rotary = self.attention.head_layout(layer_name, kv_cache), self.attention.rotary(layer_name)
             self._kernels[layer_name] = None
-            if layout is not None and query.dtype == kv_cache.dtype:
-                shape = Shape(layout, query.shape[1] // layout.num_kv_heads, rotary.frequencies.numel(), rotary.neox)
+            if layout is not None:
+                shape = Shape(layout, rotary.frequencies.numel(), rotary.neox)
+                began = time.monotonic()
                 kernel = for_engine(SLOWLY, lambda: window_kernel(shape))
                 self._kernels[layer_name] = None if kernel is None else (kernel, layout)
+                if (seconds := time.monotonic() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
+                    get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
         return self._kernels[layer_name]
 
     def _turning_of(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> Turning:

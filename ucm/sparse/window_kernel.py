@@ -52,6 +52,7 @@ class HeadLayout:
         block_size: Tokens in a block.
         num_kv_heads: Heads of keys and values.
         head_size: Numbers of each.
+        group: Heads of queries that share one of them.
         block: From a block to the next one.
         head: From a head to the next one.
         keys: ``[block_size * head_size]``: of a block's first head, the place of each number of its keys, by token.
@@ -63,6 +64,7 @@ class HeadLayout:
     block_size: int
     num_kv_heads: int
     head_size: int
+    group: int
     block: int
     head: int
     keys: tuple[int, ...]
@@ -76,13 +78,11 @@ class Shape:
 
     Attributes:
         layout: The cache's.
-        group: Heads that share keys.
         turned: Pairs of a head that are turned.
         neox: Whether a pair is a number of the first half with one of the second, or else two neighbours (GPT-J).
     """
 
     layout: HeadLayout
-    group: int
     turned: int
     neox: bool
 
@@ -334,7 +334,7 @@ class WindowKernel:
         """
         layout = self._shape.layout
         table = table.int()
-        row = layout.num_kv_heads * self._shape.group
+        row = layout.num_kv_heads * layout.group
         for batch in batches:
             queries = query.new_empty((2, batch.count, row, layout.head_size), dtype=turning.growth.dtype)
             sums = queries.new_empty((batch.kept, row, layout.head_size))
@@ -379,7 +379,8 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
     carray, thread, count, wait = numba.carray, threads.own, threads.count, threads.wait
     at, count_given = intrinsics(numba).at, len(Given._fields)
     to_fixed_tuple: Any = importlib.import_module("numba.np.unsafe.ndarray").to_fixed_tuple
-    size, head_size, group, pairs = shape.layout.block_size, shape.layout.head_size, shape.group, shape.turned
+    layout, pairs = shape.layout, shape.turned
+    size, head_size, group = layout.block_size, layout.head_size, layout.group
     neox, width, vectors = shape.neox, 2 if shape.layout.half else 4, tiles.vectors
     lowest, nothing, full, log2e = np.float32(LOWEST), np.float32(0), np.float32(1), np.float32(1 / math.log(2))
     tile, vector, row_bytes = LANES * vectors, 4 * LANES, 4 * head_size

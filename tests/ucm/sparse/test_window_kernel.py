@@ -78,7 +78,7 @@ class Kind:
         behind = BLOCKS * KV_HEADS * many if self.planes else many
         return HeadLayout(
             self.dtype == torch.bfloat16,
-            *(self.size, KV_HEADS, self.head, KV_HEADS * between, between),
+            *(self.size, KV_HEADS, self.head, self.group, KV_HEADS * between, between),
             tuple(self.keys(self.size, self.head).ravel().tolist()),
             tuple((self.values(self.size, self.head) + behind).ravel().tolist()),
             0.3,
@@ -86,7 +86,7 @@ class Kind:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.layout, self.group, self.pairs, self.neox)
+        return Shape(self.layout, self.pairs, self.neox)
 
 
 BLOCKS = 64

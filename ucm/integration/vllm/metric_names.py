@@ -186,6 +186,19 @@ SPARSE_FETCHED_BLOCKS = _counter(
     "sparse_fetched_blocks_total", "Blocks that were brought back from where they were offloaded to.", "blocks"
 )
 SPARSE_LOST_BLOCKS = _counter("sparse_lost_blocks_total", "Offloaded blocks that could not be brought back.", "blocks")
+SPARSE_REROPE_ROWS = _counter(
+    "sparse_rerope_rows_total", "Rows of steps with tokens beyond the window of ReRoPE.", "rows"
+)
+SPARSE_REROPE_TOKENS = _counter(
+    "sparse_rerope_tokens_total",
+    "Tokens beyond the window: each layer merged a near and a far part of their attention, by what computes it.",
+    "tokens",
+    ("kernel",),
+    (("compiled",), ("torch",)),
+)
+SPARSE_REROPE_KEYS = _counter(
+    "sparse_rerope_turned_keys_total", "Keys that were turned for them in each layer.", "keys"
+)
 
 #: All of them, by name, in the order of docs/metrics.md.
 METRICS = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)}

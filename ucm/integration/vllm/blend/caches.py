@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ucm.blend.planning import Run
 
 OTHER = "use UCMConnector, which loads exact prefixes, for this model"
-#: What writes KV to a cache, in a release in which that is an operation of its own.
-WRITE = "do_kv_cache_update"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +60,8 @@ class LayerCaches:
         model: vLLM's model.
 
     Raises:
-        UnsupportedModelError: If there is a layer whose keys cannot be turned, or a backend that does not write them
-            by an operation of its own.
+        UnsupportedModelError: If there is a layer whose keys cannot be turned, or a backend whose write is out of
+            reach.
     """
 
     def __init__(self, vllm_config: Any, kv_caches: Mapping[str, Any], model: Any) -> None:
@@ -83,15 +81,13 @@ class LayerCaches:
                 self._view.require(name, reads_keys=True)
             except SparseMethodError as error:
                 raise UnsupportedModelError(error.what, where=error.where, fix=OTHER) from error
+            try:
+                self._view.require_write(name)
+            except SparseMethodError as error:
+                raise UnsupportedModelError(error.what, where=error.where, fix=error.fix) from error
             if (layer.num_kv_heads, layer.head_size, kv_caches[name].dtype) != (self.heads, self.head_size, self.dtype):
                 raise UnsupportedModelError(
                     "blending does not serve layers of several shapes", where=f"layer {name}", fix=OTHER
-                )
-            if not hasattr(layer.impl, WRITE):
-                raise UnsupportedModelError(
-                    f"{type(layer.impl).__name__} writes KV within its attention in this release",
-                    where=f"layer {name}",
-                    fix="use vLLM 0.24.0 or later (0.16.0 with FlashAttention or Triton), or UCMConnector",
                 )
             self._rotations[name] = self._rotation(name, owners.get(id(layer)))
         self._kernel_block = self._view.block_size(self.names[0], self._caches[self.names[0]])
@@ -141,8 +137,7 @@ class LayerCaches:
         """
         name = self.names[layer]
         keys, values = self._rotations[name].done(free[0], positions), free[1].contiguous()
-        module = self._layers[name]
-        getattr(module.impl, WRITE)(module, keys, values, self._caches[name], slots)
+        self._view.write(name, self._caches[name], keys, values, slots)
         return keys, values
 
     def read(self, layer: int, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

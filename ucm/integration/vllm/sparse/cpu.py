@@ -93,17 +93,17 @@ class CpuBackend:
         """PyTorch's own kernel computes parts of any layer."""
 
     def head_layout(self, layer: Any, kv_cache: Tensor) -> HeadLayout | None:
-        """Where each number lies, of float32 and bfloat16."""
+        """Where each number lies, of float32 and bfloat16, if queries are the same."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        if kv_cache.dtype not in {torch.float32, torch.bfloat16}:
+        if kv_cache.dtype not in {torch.float32, torch.bfloat16} & {self._config.model_config.dtype}:
             return None
         keys, values = _halves(layer, kv_cache)
         behind = values.storage_offset() - keys.storage_offset()
         of_keys, of_values = self._order(layer, kv_cache)
         return HeadLayout(
             kv_cache.dtype == torch.bfloat16,
-            *(keys.shape[2], keys.shape[1], keys.shape[3]),
+            *(keys.shape[2], keys.shape[1], keys.shape[3], layer.num_heads // layer.num_kv_heads),
             *(keys.stride(0), keys.stride(1)),
             tuple(places_of(of_keys)),
             tuple(place + behind for place in places_of(of_values)),
@@ -161,6 +161,31 @@ class CpuBackend:
             found.append(attend(part, keys, values, layer.impl.scale, causal=True, window=window))
             begin += span.queries
         return _joined(found)
+
+    def require_write(self, layer: Any) -> None:
+        """Nothing to refuse: vLLM's function for it takes any tokens."""
+
+    def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """As the backend does within its attention, until 0.23.0, and by an operation of its own from then on."""
+        self._write(layer, kv_cache, keys, values, slots, self._isa(layer, self.block_size(layer, kv_cache)))
+
+    def _write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, isa: str) -> None:
+        from vllm import _custom_ops  # noqa: PLC0415
+
+        write = _custom_ops.cpu_attn_reshape_and_cache
+        key_cache, value_cache = _halves(layer, kv_cache)
+        known = {
+            "key": keys,
+            "value": values,
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "slot_mapping": slots,
+            "isa": isa,
+            "k_scale": 1.0,
+            "v_scale": 1.0,
+            "kv_cache_dtype": self._config.cache_config.cache_dtype,
+        }
+        write(**_arguments(write, known))
 
     def _order(self, layer: Any, kv_cache: Tensor) -> tuple[Order, Order]:
         """Where keys and values lie in a block of a head."""
@@ -229,12 +254,15 @@ class CpuBackend:
         _, heads, block_size, head_size = halves[0].shape
         number = torch.arange(block_size * head_size).view(block_size, 1, head_size).expand(-1, heads, -1)
         owner = torch.arange(heads).view(1, heads, 1).expand(block_size, -1, head_size)
+        slots = torch.arange(block_size)
         found = torch.zeros(2, heads, block_size * head_size, dtype=torch.int64)
         for digit in range(3):
-            _write(layer, (number // DIGIT**digit % DIGIT).to(kv_cache.dtype), scratch, isa, self._config)
+            of_digit = (number // DIGIT**digit % DIGIT).to(kv_cache.dtype).contiguous()
+            self._write(layer, scratch, of_digit, of_digit, slots, isa)
             for half, stored in enumerate(halves):
                 found[half] += stored[0].reshape(heads, -1).to(torch.int64) * DIGIT**digit
-        _write(layer, (owner % DIGIT).to(kv_cache.dtype), scratch, isa, self._config)
+        owners = (owner % DIGIT).to(kv_cache.dtype).contiguous()
+        self._write(layer, scratch, owners, owners, slots, isa)
         orders = [
             _order_of(numbers, stored[0].reshape(heads, -1).to(torch.int64))
             for numbers, stored in zip(found, halves, strict=True)
@@ -324,27 +352,6 @@ def _halves(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         where=f"CPU attention, {layer.num_kv_heads} KV heads of {layer.head_size}",
         fix="serve without ucm_sparse_config",
     )
-
-
-def _write(layer: Any, key: Tensor, scratch: Tensor, isa: str, vllm_config: Any) -> None:
-    """Write a block as the backend does; its values are the same as its keys."""
-    import torch  # noqa: PLC0415 - vLLM brings it
-    from vllm import _custom_ops  # noqa: PLC0415
-
-    write = _custom_ops.cpu_attn_reshape_and_cache
-    key_cache, value_cache = _halves(layer, scratch)
-    known = {
-        "key": key.contiguous(),
-        "value": key.contiguous(),
-        "key_cache": key_cache,
-        "value_cache": value_cache,
-        "slot_mapping": torch.arange(key.shape[0], dtype=torch.int64),
-        "isa": isa,
-        "k_scale": 1.0,
-        "v_scale": 1.0,
-        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
-    }
-    write(**_arguments(write, known))
 
 
 def _arguments(function: Any, known: dict[str, Any]) -> dict[str, Any]:

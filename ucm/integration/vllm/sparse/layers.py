@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ucm.sparse.window_kernel import HeadLayout
 
 
+#: What writes KV to a cache, in a release and backend in which that is an operation of its own.
+WRITE = "do_kv_cache_update"
+
+
 class Backend(Protocol):
     """What differs between attention backends; ``layer`` is vLLM's ``Attention``."""
 
@@ -63,6 +67,14 @@ class Backend(Protocol):
 
     def read(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """See `PartsView.read`."""
+        ...
+
+    def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """See `AttentionLayers.write`; asked only where the implementation has no operation of its own for it."""
+        ...
+
+    def require_write(self, layer: Any) -> None:
+        """Refuse a layer for which `write` is out of reach."""
         ...
 
     def attend(
@@ -172,6 +184,13 @@ class AttentionLayers:
             self._rotaries = Rotaries(self._runner, self._config.model_config)
         return self._rotaries.of(layer_name, layer)
 
+    def bound_cache(self, layer_name: str) -> Tensor | None:
+        """See `PartsView.bound_cache`."""
+        bound: Any = getattr(self._layer(layer_name)[0], "kv_cache", None)
+        if isinstance(bound, list | tuple):  # in older releases one for each of several virtual engines
+            bound = bound[0] if bound else None
+        return bound if getattr(bound, "ndim", 0) > 1 else None
+
     def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
         """See `PartsView.head_layout`."""
         layer, backend = self._layer(layer_name)
@@ -201,6 +220,32 @@ class AttentionLayers:
         """See `PartsView.attend_window`."""
         layer, backend = self._layer(layer_name)
         return backend.attend_window(layer, query, kv_cache, block_table, spans, window)
+
+    def require_write(self, layer_name: str) -> None:
+        """Check that tokens can be written to a layer's cache.
+
+        Raises:
+            SparseMethodError: If its backend writes them within its attention, out of reach.
+        """
+        layer, backend = self._layer(layer_name)
+        if not hasattr(layer.impl, WRITE):
+            backend.require_write(layer)
+
+    def write(self, layer_name: str, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write tokens to a layer's cache.
+
+        Args:
+            layer_name: The layer's prefix in the model.
+            kv_cache: Its cache.
+            keys: ``[n, num_kv_heads, head_size]``, rotated.
+            values: The same.
+            slots: ``[n]``, int64: where they go.
+        """
+        layer, backend = self._layer(layer_name)
+        if hasattr(layer.impl, WRITE):
+            getattr(layer.impl, WRITE)(layer, keys, values, kv_cache, slots)
+        else:
+            backend.write(layer, kv_cache, keys, values, slots)
 
     def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
         """See `CopyingView.block_copies`."""

@@ -106,6 +106,19 @@ class PagedBackend:
         keys, values = self._planes(layer, kv_cache)
         return keys[block_ids], values[block_ids]
 
+    def require_write(self, layer: Any) -> None:
+        """Out of reach: these backends have written by an operation of their own since 0.16.0."""
+        raise SparseMethodError(
+            f"{type(layer.impl).__name__} writes KV within its attention in this release",
+            where=type(layer.impl).__module__,
+            fix="use vLLM 0.16.0 or later with FlashAttention or Triton attention, or UCMConnector",
+        )
+
+    def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """See `require_write`."""
+        del kv_cache, keys, values, slots
+        self.require_write(layer)
+
     def attend(
         self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
     ) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,13 @@ def check(
     made = method(real, way, style)
     found = of_step.run(real, made, monkeypatch)
     with_kernel = [kernel is not None for kernel in made._kernels.values()]
-    assert with_kernel == [multiprocessing.parent_process() is not None] * len(with_kernel)
+    in_own_process = multiprocessing.parent_process() is not None
+    assert with_kernel == [in_own_process] * len(with_kernel)
+    beyond = sum(max(0, computed + new - max(computed, way.window)) for computed, new in rows)
+    figures = made.figures()
+    assert figures["rerope_tokens.compiled"] == (beyond if in_own_process else 0)
+    assert figures["rerope_tokens.torch"] == (0 if in_own_process else beyond)
+    assert figures["rerope_rows"] == sum(computed + new > way.window for computed, new in rows)
     dense = real.attend(of_step.query, of_step.dense)
     parts = zip(rows, of_step.kept, found.split(of_step.counts), dense.split(of_step.counts), strict=True)
     for (computed, _), kept, own, plain in parts:
@@ -165,3 +171,15 @@ def test_every_window(real: RealLayer, window: int, monkeypatch: pytest.MonkeyPa
 def test_however_many_keys_are_turned_at_once(real: RealLayer, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerope, "TURNED_AT_ONCE", at_once)
     check(real, [(0, 400), (300, 1), (130, 1), (120, 200)], Way(30), Style(), monkeypatch)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_kernel_is_compiled_before_the_first_request(
+    real: RealLayer, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """As soon as a cache is there, which older releases have in a list; the first request beyond a window waited."""
+    made = method(real, Way(WINDOW), Style())
+    assert not made._kernels
+    monkeypatch.setattr(real.layer, "kv_cache", [real.kv_cache] if several else real.kv_cache)
+    made.layer_seen(NAME)
+    assert (made._kernels[NAME] is not None) == (multiprocessing.parent_process() is not None)
