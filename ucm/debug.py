@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ from ucm.config.document import FILE_KEY
 from ucm.config.load import load_connector_config
 from ucm.errors import UcmError
 from ucm.integration.vllm.connector.groups import longest_hit
-from ucm.integration.vllm.weightless import EngineFacts, describe_engine
+from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.errors import StoreError
 from ucm.store.factory import back_end_class, open_store, tier_options
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.request_hasher import RequestHasher
+    from ucm.integration.vllm.connector.groups import CacheGroup
     from ucm.store.base import BlockGeometry, KVStore, TaskResult, TierStats
     from ucm.store.config import StoreConfig
 
@@ -74,6 +75,28 @@ class Found:
     def hit_rate(self) -> float:
         """The share of the prompt's tokens that was found, 0 to 1."""
         return self.found_tokens / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class FoundBlocks:
+    """Where the blocks of a prompt are stored, of one KV-cache group.
+
+    Args:
+        stored: The group.
+        keys: The whole blocks of the prompt, in order.
+        tiers: For each tier of the pipeline whether it has each block.
+        silent: The tiers that did not answer, with the causes; they have nothing.
+    """
+
+    stored: StoredGroup
+    keys: tuple[BlockKey, ...]
+    tiers: Mapping[str, Sequence[bool]]
+    silent: Mapping[str, str]
+
+    @property
+    def present(self) -> list[bool]:
+        """Whether each block is in any tier."""
+        return [any(there) for there in zip(*self.tiers.values(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -144,12 +167,72 @@ def open_connector(
         UcmError: There is no such model, or vLLM is not installed or refuses it.
     """
     began = time.perf_counter()
-    extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
-    settings = load_connector_config(extra)
-    facts = describe_engine(Path(model), extra, engine_args, device)
-    opened = DebugConnector(settings, facts)
+    opened = DebugConnector(*describe(config, model, engine_args, device))
     opened.timings.add("open", time.perf_counter() - began)
     return opened
+
+
+def describe(
+    config: str | Path | Mapping[str, Any],
+    model: str | Path,
+    engine_args: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> tuple[ConnectorConfig, EngineFacts]:
+    """Return the settings of an engine, and what it would name and store; see ``open_connector``."""
+    extra = {FILE_KEY: str(Path(config).absolute())} if isinstance(config, str | Path) else dict(config)
+    settings = load_connector_config(extra)
+    return settings, describe_engine(Path(model), extra, engine_args, device)
+
+
+def find_blocks(settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequence[int]) -> list[FoundBlocks]:
+    """Look up every block of a prompt in every tier; nothing is loaded.
+
+    Args:
+        settings: The engine's settings.
+        facts: What the engine would name and store.
+        token_ids: The prompt.
+
+    Returns:
+        One entry for each KV-cache group.
+
+    Raises:
+        ConfigError: A tier cannot be opened.
+        UcmError: The engine would not cache this prompt.
+    """
+    config, found = settings.store.as_store_config(), []
+    for stored in facts.stored:
+        keys = _keys(facts, token_ids, stored.group.block_size)
+        tiers, silent = {}, {}
+        for name in config.parts:
+            options = {name: config.tiers[name]} if name in config.tiers else {}
+            with open_store(replace(config, pipeline=name, tiers=options), stored.namespace, None) as store:
+                tiers[name] = store.lookup(keys)
+                failures = [cause for stats in store.stats().values() for cause in stats.failures]
+            if failures:
+                silent[name] = ", ".join(failures)
+        found.append(FoundBlocks(stored, tuple(keys), tiers, silent))
+    return found
+
+
+def hit_length(
+    settings: ConnectorConfig, groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]], count: int
+) -> int:
+    """Return how many of the first tokens an engine with an empty KV cache of its own would load.
+
+    Args:
+        settings: The engine's settings.
+        groups: The KV-cache groups.
+        present: For each group, whether each block of the prompt is stored.
+        count: The tokens of the prompt.
+    """
+    limit = min(count - 1, int(settings.hit_ratio * count))
+    step = int(np.lcm.reduce([group.block_size for group in groups]))
+    tokens = longest_hit(groups, present, limit, step) if count else 0
+    return tokens if tokens >= settings.min_hit_tokens else 0
+
+
+def _keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:
+    return [BlockKey(key) for key in facts.hasher.generate_block_hashes(list(token_ids), block_size)]
 
 
 class DebugConnector:
@@ -207,16 +290,13 @@ class DebugConnector:
         with self._span("ucm.lookup"):
             began = time.perf_counter()
             groups = [stored.group for stored in self.facts.stored]
-            keys = [self._keys(token_ids, group.block_size) for group in groups]
+            keys = [_keys(self.facts, token_ids, group.block_size) for group in groups]
             present = [store.lookup(of_group) for store, of_group in zip(self.stores, keys, strict=True)]
-            count = len(token_ids)
-            limit = min(count - 1, int(self.settings.hit_ratio * count))
-            step = int(np.lcm.reduce([group.block_size for group in groups]))
-            tokens = longest_hit(groups, present, limit, step) if count else 0
+            tokens = hit_length(self.settings, groups, present, len(token_ids))
             seconds = time.perf_counter() - began
         self.timings.add("lookup", seconds)
         missing = [key.hex() for key, there in zip(keys[0], present[0], strict=True) if not there]
-        return Found(count, tokens if tokens >= self.settings.min_hit_tokens else 0, next(iter(missing), ""), seconds)
+        return Found(len(token_ids), tokens, next(iter(missing), ""), seconds)
 
     def roundtrip(self, blocks: int = 8, loads: int = 1) -> list[RoundTrip]:
         """Save test blocks, load them into other memory, and compare every byte.
@@ -270,9 +350,6 @@ class DebugConnector:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _keys(self, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:
-        return [BlockKey(key) for key in self.request_hasher.generate_block_hashes(list(token_ids), block_size)]
 
     def _span(self, name: str) -> Any:
         """A name in the trace for what runs within."""

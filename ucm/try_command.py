@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,9 +9,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import UcmError
-from ucm.logger import LEVEL_VARIABLE
+from ucm.prompt_options import add_deployment, quieten, read_prompt
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Sequence
 
     from ucm.debug import DebugConnector, Found, RoundTrip
@@ -38,21 +36,8 @@ def add_parser(commands: Any) -> None:
         "the engine: show the namespace and the tiers, look up a prompt, and save, load and compare test blocks.",
         epilog="Exit code: 0 every byte was loaded unchanged, 1 a block was lost or changed, 2 wrong usage.",
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the connector's settings")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="look up this prompt, tokenized by the model's tokenizer")
-    prompt.add_argument(
-        "--tokens", type=Path, metavar="FILE", help="look up the prompt whose token ids this JSON file lists"
-    )
+    add_deployment(parser, prompt_required=False)
     parser.add_argument("--device", metavar="TYPE", help="fail unless vLLM runs on this type of device, such as cuda")
-    parser.add_argument(
-        "--engine-args",
-        type=_arguments,
-        default={},
-        metavar="JSON",
-        help='other engine arguments, for instance \'{"dtype": "float16"}\'; some of them change the namespace',
-    )
     parser.add_argument(
         "--blocks", type=int, default=BLOCKS, metavar="N", help=f"test blocks per KV-cache group (default: {BLOCKS})"
     )
@@ -73,9 +58,7 @@ def handle(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The settings, the model or the prompt cannot be used.
     """
-    # vLLM's start-up messages do not matter here; UCM's warnings about the weights and the store do.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
+    quieten()
     from ucm.debug import open_connector  # noqa: PLC0415 - every ``ucm`` command imports this module
 
     if options.blocks < 1:
@@ -96,47 +79,12 @@ def handle(options: argparse.Namespace) -> int:
     return int(any(trip.problems for trip in trips))
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError('write a JSON object, for instance {"dtype": "float16"}')
-    return found
-
-
 def _prompt(options: argparse.Namespace, connector: DebugConnector) -> list[int]:
-    if options.tokens is not None:
-        return _read_tokens(options.tokens)
-    if options.prompt is not None:
-        return _tokenize(options.model, options.prompt)
+    found = read_prompt(options)
+    if found is not None:
+        return found
     count = PROMPT_BLOCKS * max(stored.group.block_size for stored in connector.facts.stored)
     return [token % 100 for token in range(count + 1)]
-
-
-def _read_tokens(file: Path) -> list[int]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UcmError(f"cannot read the file with token ids: {error}", where=f"--tokens {file}") from error
-    if not isinstance(found, list) or not found or not all(type(one) is int and one >= 0 for one in found):
-        raise UcmError("the file is not a JSON list of token ids", where=f"--tokens {file}", fix="write [1, 2, 3]")
-    return found
-
-
-def _tokenize(model: Path, text: str) -> list[int]:
-    try:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - vLLM brings it; few commands need it
-
-        found: list[int] = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
-    except Exception as error:
-        raise UcmError(
-            f"cannot tokenize the prompt: {error}",
-            where=f"--model {model}",
-            fix="give the token ids with --tokens",
-        ) from error
-    return found
 
 
 def _about(connector: DebugConnector) -> list[str]:

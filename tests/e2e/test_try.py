@@ -48,6 +48,21 @@ def test_it_finds_what_an_engine_stored(prefix_runs: PrefixRuns, tmp_path: Path)
     assert f"{found} of {count} tokens of the prompt found: {found / count:.0%}" in done.stdout
     assert "8 blocks, 524,288 bytes: intact, from posix" in done.stdout
     assert not list(record.store.glob("ucm-try*"))
+    looked = subprocess.run(
+        [
+            *(record.environment.python, "-m", "ucm.cli", "store", "lookup", "--json", "--config", config),
+            *("--model", MODEL, "--tokens", tokens, "--engine-args", json.dumps(arguments)),
+        ],
+        env=variables(tmp_path, {"PYTHONPATH": ""}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert looked.returncode == 0, looked.stdout + looked.stderr
+    data = json.loads(looked.stdout)
+    assert (data["tokens"], data["found_tokens"]) == (count, found)
+    assert [block["tiers"] for block in data["groups"][0]["blocks"]] == [["Posix"]] * (count // BLOCK)
     names = {event.get("name") for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
     assert {"ucm.lookup", "ucm.save", "ucm.load"} <= names
 

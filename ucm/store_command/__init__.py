@@ -18,6 +18,9 @@ the file system does not tell), ``used``; ``matching`` and ``matching_bytes`` co
 ``quarantined``; ``unreadable``, directories with ``directory``, ``tier``, ``reason``; ``bare``, those without a store,
 and ``unmarked``, namespaces without their marker (paths).
 
+``lookup``: ``tokens``, ``found_tokens`` that an engine would load, and ``groups``, each with ``group``, ``namespace``,
+``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.
+
 ``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be), a list of ``directory``, ``tier``, ``namespace``,
 ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ucm.errors import UcmError
+from ucm.prompt_options import add_deployment
 
 _EXIT_CODES = "Exit code: 0 no problem, 1 a problem was found, 2 wrong usage."
 _STOPPED = 130
@@ -31,6 +32,7 @@ def add_parser(commands: Any) -> None:
     _add_stat(inner)
     _add_ls(inner)
     _add_verify(inner)
+    _add_lookup(inner)
     _add_gc(inner)
     _add_bench(inner)
 
@@ -103,6 +105,12 @@ class _FormerName(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
         print(f"{parser.prog}: {self.option_strings[0]} is deprecated, use --{self.dest}", file=sys.stderr)  # noqa: T201
         setattr(namespace, self.dest, True)
+
+
+def _add_lookup(commands: Any) -> None:
+    parser = _add(commands, "lookup", "show which blocks of a prompt are stored, and in which tiers")
+    parser.epilog = "It needs vLLM, whose model classes say what a block is. " + _EXIT_CODES
+    add_deployment(parser, prompt_required=True)
 
 
 def _add_gc(commands: Any) -> None:

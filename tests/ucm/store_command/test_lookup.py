@@ -1,0 +1,96 @@
+"""``ucm store lookup``: the blocks of a prompt, tier by tier."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ucm.store.servers import free_port
+from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.testing.blocks import save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.ucm.store_command.conftest import Answer
+
+pytestmark = pytest.mark.usefixtures("described")
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(TOKENS), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def config(tmp_path: Path, memory: str) -> Path:
+    """Two tiers: the disk has blocks 0, 1, 2 and 4, and the memory has the first."""
+    root = tmp_path / "kv"
+    root.mkdir()
+    file = tmp_path / "ucm_config.yaml"
+    file.write_text(
+        f"store: {{pipeline: Cache|Posix, directories: {root}, dram_directory: {memory}}}\n", encoding="utf-8"
+    )
+    disk, shared = StoreConfig(directories=(str(root),)), StoreConfig(pipeline="Cache", dram_directory=memory)
+    for stored, wanted in ((disk, [*keys(3), keys(5)[4]]), (shared, keys(1))):
+        with open_store(stored, f"{NAMESPACE}/g0", GEOMETRY) as store:
+            assert save(store, wanted, GEOMETRY).failed == {}
+    return file
+
+
+def test_each_block_with_its_tiers(ask: Callable[..., Answer], config: Path, prompt: Path) -> None:
+    answer = ask("lookup", "--config", config, "--model", "/m", "--tokens", prompt)
+    assert answer.code == 0, answer.err
+    lines = [line.split() for line in answer.out.splitlines()]
+    assert answer.out.startswith(f"An engine with an empty KV cache would load {3 * SIZE} of {len(TOKENS)} tokens.\n")
+    assert lines[2] == [f"{NAMESPACE}/g0:", "5", "blocks", "of", "16", "tokens"]
+    first = [key.hex() for key in keys(5)]
+    assert lines[4:] == [
+        ["0-0", "0-15", "Cache,", "Posix", first[0]],
+        ["1-2", "16-47", "Posix", first[1]],
+        ["3-3", "48-63", "-", first[3]],
+        ["4-4", "64-79", "Posix", first[4]],
+    ]
+
+
+def test_for_programs(ask: Callable[..., Answer], config: Path, prompt: Path) -> None:
+    data = ask("lookup", "--json", "--config", config, "--model", "/m", "--tokens", prompt).data
+    assert (data["tokens"], data["found_tokens"]) == (len(TOKENS), 3 * SIZE)
+    (group,) = data["groups"]
+    assert (group["namespace"], group["block_tokens"], group["silent"]) == (f"{NAMESPACE}/g0", SIZE, {})
+    expected: list[dict[str, Any]] = [
+        {"key": key.hex(), "tiers": tiers}
+        for key, tiers in zip(keys(5), [["Cache", "Posix"], ["Posix"], ["Posix"], [], ["Posix"]], strict=True)
+    ]
+    assert group["blocks"] == expected
+
+
+def test_a_prompt_without_a_whole_block(ask: Callable[..., Answer], config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "short.json"
+    file.write_text("[1]", encoding="utf-8")
+    answer = ask("lookup", "--config", config, "--model", "/m", "--tokens", file)
+    assert (answer.code, answer.out.splitlines()[0][-20:]) == (0, "load 0 of 1 token.")
+
+
+def test_a_tier_that_does_not_answer_is_named(
+    ask: Callable[..., Answer], tmp_path: Path, config: Path, prompt: Path
+) -> None:
+    tier = f"tiers: {{Redis: {{address: '127.0.0.1:{free_port()}'}}}}"
+    config.write_text(f"store: {{pipeline: Posix|Redis, directories: {tmp_path}/kv, {tier}}}\n", encoding="utf-8")
+    answer = ask("lookup", "--config", config, "--model", "/m", "--tokens", prompt)
+    assert answer.code == 1
+    assert "  Redis does not answer: lookup.unavailable\n" in answer.out
+    assert f"would load {3 * SIZE} of" in answer.out
+
+
+def test_a_prompt_must_be_given(ask: Callable[..., Answer], config: Path) -> None:
+    answer = ask("lookup", "--config", config, "--model", "/m")
+    assert answer.code == 2
+    assert "--prompt --tokens is required" in answer.err

@@ -1,0 +1,86 @@
+"""The options of commands about a deployment and a prompt: settings, model, engine arguments, and the prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ucm.errors import UcmError
+from ucm.logger import LEVEL_VARIABLE
+
+
+def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) -> None:
+    """Add the options.
+
+    Args:
+        parser: The command's parser.
+        prompt_required: Whether there must be a prompt.
+    """
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the connector's settings")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
+    prompt = parser.add_mutually_exclusive_group(required=prompt_required)
+    prompt.add_argument("--prompt", metavar="TEXT", help="look up this prompt, tokenized by the model's tokenizer")
+    prompt.add_argument(
+        "--tokens", type=Path, metavar="FILE", help="look up the prompt whose token ids this JSON file lists"
+    )
+    parser.add_argument(
+        "--engine-args",
+        type=_arguments,
+        default={},
+        metavar="JSON",
+        help='other engine arguments, for instance \'{"dtype": "float16"}\'; some of them change the namespace',
+    )
+
+
+def quieten() -> None:
+    """Hide vLLM's start-up messages; UCM's warnings about the weights and the store are shown."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
+
+
+def read_prompt(options: argparse.Namespace) -> list[int] | None:
+    """Return the token ids of the prompt; None if there is none.
+
+    Raises:
+        UcmError: The file cannot be read, or the prompt cannot be tokenized.
+    """
+    if options.tokens is not None:
+        return _read_tokens(options.tokens)
+    return None if options.prompt is None else _tokenize(options.model, options.prompt)
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError('write a JSON object, for instance {"dtype": "float16"}')
+    return found
+
+
+def _read_tokens(file: Path) -> list[int]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UcmError(f"cannot read the file with token ids: {error}", where=f"--tokens {file}") from error
+    if not isinstance(found, list) or not found or not all(type(one) is int and one >= 0 for one in found):
+        raise UcmError("the file is not a JSON list of token ids", where=f"--tokens {file}", fix="write [1, 2, 3]")
+    return found
+
+
+def _tokenize(model: Path, text: str) -> list[int]:
+    try:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - vLLM brings it; few commands need it
+
+        found: list[int] = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    except Exception as error:
+        raise UcmError(
+            f"cannot tokenize the prompt: {error}",
+            where=f"--model {model}",
+            fix="give the token ids with --tokens",
+        ) from error
+    return found

@@ -1,0 +1,71 @@
+"""``ucm store lookup``: which blocks of a prompt are stored, and in which tiers."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from ucm.debug import describe, find_blocks, hit_length
+from ucm.prompt_options import quieten, read_prompt
+from ucm.store_command.text import many, say, say_json, table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from ucm.debug import FoundBlocks
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look up, and print; 1 if a tier does not answer.
+
+    Raises:
+        UcmError: The settings, the model or the prompt cannot be used.
+    """
+    quieten()
+    token_ids = read_prompt(options) or []
+    settings, facts = describe(options.config, options.model, options.engine_args)
+    found = find_blocks(settings, facts, token_ids)
+    groups = [one.stored.group for one in found]
+    loaded = hit_length(settings, groups, [one.present for one in found], len(token_ids))
+    if options.json:
+        say_json({"tokens": len(token_ids), "found_tokens": loaded, "groups": [_data(one) for one in found]})
+    else:
+        say(_text(found, len(token_ids), loaded))
+    return int(any(one.silent for one in found))
+
+
+def _tiers_of(found: FoundBlocks) -> list[tuple[str, ...]]:
+    """Return the tiers that have each block."""
+    return [tuple(name for name, there in found.tiers.items() if there[at]) for at in range(len(found.keys))]
+
+
+def _data(found: FoundBlocks) -> dict[str, Any]:
+    return {
+        "group": found.stored.group.index,
+        "namespace": found.stored.namespace,
+        "block_tokens": found.stored.group.block_size,
+        "silent": dict(found.silent),
+        "blocks": [
+            {"key": key.hex(), "tiers": list(tiers)} for key, tiers in zip(found.keys, _tiers_of(found), strict=True)
+        ],
+    }
+
+
+def _text(found: Sequence[FoundBlocks], tokens: int, loaded: int) -> list[str]:
+    lines = [f"An engine with an empty KV cache would load {loaded:,} of {many(tokens, 'token', 'tokens')}."]
+    for one in found:
+        size = one.stored.group.block_size
+        lines += ["", f"{one.stored.namespace}: {many(len(one.keys), 'block', 'blocks')} of {size} tokens"]
+        rows = [("blocks", "tokens", "stored in", "first key")]
+        at = 0
+        for tiers, run_of in groupby(_tiers_of(one)):
+            end = at + len(list(run_of))
+            rows.append(
+                (f"{at}-{end - 1}", f"{at * size}-{end * size - 1}", ", ".join(tiers) or "-", one.keys[at].hex())
+            )
+            at = end
+        if at:
+            lines += [f"  {line}" for line in table(rows)]
+        lines += [f"  {name} does not answer: {causes}" for name, causes in one.silent.items()]
+    return lines
