@@ -61,9 +61,8 @@ def _text(found: Sequence[FoundBlocks], tokens: int, loaded: int) -> list[str]:
         at = 0
         for tiers, run_of in groupby(_tiers_of(one)):
             end = at + len(list(run_of))
-            rows.append(
-                (f"{at}-{end - 1}", f"{at * size}-{end * size - 1}", ", ".join(tiers) or "-", one.keys[at].hex())
-            )
+            where = ", ".join(tiers) or "-"
+            rows.append((f"{at}-{end - 1}", f"{at * size}-{end * size - 1}", where, one.keys[at].hex()))
             at = end
         if at:
             lines += [f"  {line}" for line in table(rows)]

@@ -35,9 +35,8 @@ def config(tmp_path: Path, memory: str) -> Path:
     root = tmp_path / "kv"
     root.mkdir()
     file = tmp_path / "ucm_config.yaml"
-    file.write_text(
-        f"store: {{pipeline: Cache|Posix, directories: {root}, dram_directory: {memory}}}\n", encoding="utf-8"
-    )
+    places = f"directories: {root}, dram_directory: {memory}"
+    file.write_text(f"store: {{pipeline: Cache|Posix, {places}}}\n", encoding="utf-8")
     disk, shared = StoreConfig(directories=(str(root),)), StoreConfig(pipeline="Cache", dram_directory=memory)
     for stored, wanted in ((disk, [*keys(3), keys(5)[4]]), (shared, keys(1))):
         with open_store(stored, f"{NAMESPACE}/g0", GEOMETRY) as store:
@@ -76,7 +75,7 @@ def test_a_prompt_without_a_whole_block(ask: Callable[..., Answer], config: Path
     file = tmp_path / "short.json"
     file.write_text("[1]", encoding="utf-8")
     answer = ask("lookup", "--config", config, "--model", "/m", "--tokens", file)
-    assert (answer.code, answer.out.splitlines()[0][-20:]) == (0, "load 0 of 1 token.")
+    assert (answer.code, answer.out.splitlines()[0].endswith("would load 0 of 1 token.")) == (0, True)
 
 
 def test_a_tier_that_does_not_answer_is_named(
