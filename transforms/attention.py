@@ -36,7 +36,7 @@ KV_BEGIN = "layer_slot_mapping = _ucm_hooks.kv_write_begin(layer_name, key, valu
 KV_FINISHED = "_ucm_hooks.kv_write_finished(layer_name, kv_cache, layer_slot_mapping)"
 KV_WRITE = "attn_layer.impl.do_kv_cache_update(...)"
 
-#: Code that the known UCM's patches for 0.9.2 and 0.11.0 insert: sources with it are not vLLM's.
+#: Code that the known UCM's patches for 0.9.2 and 0.11.0 insert; a source that contains it is already patched.
 PATCHED_ALREADY = ("maybe_execute_sparse_attention_begin(...)",)
 
 MLA_OUTPUT = Scope("unified_mla_attention_with_output")
@@ -89,7 +89,7 @@ def _own_attention(*places: str) -> Elsewhere:
     return Elsewhere(
         places,
         Consequence.REFUSED,
-        "the model's own attention, which bypasses vLLM's operators: its layer has a KV cache and never asks the "
+        "the model's own attention, which bypasses vLLM's operators: its layer has a KV cache but never calls the "
         "method, so the engine stops at its first step",
         refused_by=refusals.UNASKED,
     )
@@ -114,16 +114,16 @@ CENSUS = (
             Elsewhere(
                 ("vllm/attention/layer.py:*Attention.forward",),
                 Consequence.REFUSED,
-                "runs instead of the operator on platforms that are neither CUDA-like nor CPU: no layer asks the "
-                "method, so the engine stops at the first step",
+                "replaces the operator on platforms that are neither CUDA-like nor CPU: no layer calls the method, so "
+                "the engine stops at its first step",
                 refused_by=refusals.UNASKED,
                 releases=Releases(before="0.16.0"),
             ),
             Elsewhere(
                 ("vllm/v1/attention/backends/composite.py:create_composite_attention_backend.*",),
                 Consequence.REACHES,
-                "a backend that selects another one; the hooked operator calls it, and it passes on the metadata that "
-                "the method returned",
+                "a backend that delegates to another one; the hooked operator calls it, and it passes on the metadata "
+                "that the method returned",
             ),
             _own_attention("vllm/models/minimax_m3/*:*._run_attention"),
         ),
@@ -142,7 +142,7 @@ CENSUS = (
             Elsewhere(
                 ("vllm/distributed/kv_transfer/kv_connector/*:*",),
                 Consequence.HARMLESS,
-                "a KV connector finds a layer's cache, for itself and outside of attention",
+                "a KV connector looks up a layer's cache for its own use, outside of attention",
             ),
             Elsewhere(
                 (
@@ -184,7 +184,7 @@ CENSUS = (
             Elsewhere(
                 ("vllm/model_executor/layers/attention/static_sink_attention.py:maybe_populate_sink",),
                 Consequence.REFUSED,
-                "it writes learned sinks into blocks before a request's own, which methods do not account for",
+                "it writes learned sinks into blocks ahead of the request's own; methods do not account for them",
                 refused_by=refusals.LAYER,
             ),
             Elsewhere(
@@ -224,7 +224,7 @@ CENSUS = (
             Elsewhere(
                 ("vllm/v1/attention/backends/*.py:*Impl.do_kv_cache_update", "vllm/v1/attention/backend.py:*"),
                 Consequence.REACHES,
-                "a backend's own write, which the hooked operator calls; that of latent attention is refused with it",
+                "a backend's own write, called by the hooked operator; models with latent attention are refused",
             ),
             Elsewhere(
                 (
@@ -272,8 +272,8 @@ TRANSFORM = Transform(
         why="A sparse method must see each layer's query to choose KV blocks, and must hand the backend a smaller "
         "block table. No plugin interface of vLLM reaches the attention operators.",
         how="One call before and one after the only impl.forward of each operator, inside all decorators. The first "
-        "may return other tensors and other attention metadata. The separate KV-write operator gets the same pair, "
-        "because from 0.16.0 on it writes the cache before the attention operator runs.",
+        "may return other tensors and other attention metadata. The separate KV-write operator gets the same pair "
+        "because, from 0.16.0 on, it writes the cache before the attention operator runs.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,

@@ -1,4 +1,4 @@
-"""The V1 block table: clearing a row, which releases before 0.19.0 cannot do."""
+"""The V1 block table: a method that clears a row, for releases before 0.19.0, which lack one."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TRANSFORM = Transform(
     id="block_table",
     module=MODULE,
     governance=Governance(
-        why="When a method replaces a running request's blocks, attention must not read the stale tail of its row. "
-        "Before 0.19.0 the table can overwrite a row but not clear it.",
+        why="When a sparse method replaces a running request's blocks, attention must not read the stale tail of its "
+        "row. Before 0.19.0 the table can overwrite a row but not clear it.",
         how="One method on each of the two table classes, with one call as its body. Releases that have the method "
         "keep theirs, and the rule reports that.",
         processes=(Process.WORKER,),

@@ -44,7 +44,7 @@ CENSUS = (
                     "vllm/v1/worker/gpu/block_table.py:BlockTables.append_block_ids",
                 ),
                 Consequence.REFUSED,
-                "in these releases the V2 runner is experimental and has no hooks; a method refuses to serve with it",
+                "in these releases the V2 runner is experimental and has no hooks; a method refuses to run on it",
                 refused_by=refusals.RUNNER,
                 releases=Releases("0.12.0", "0.16.0"),
             ),
@@ -61,10 +61,10 @@ TRANSFORM = Transform(
     id="block_table_v2",
     module=MODULE,
     governance=Governance(
-        why="In the V2 runner a method replaces a running request's blocks by overwriting its row, not by appending. "
-        "The row is on the device, and only this method writes to it.",
-        how="One call at the start of append_block_ids that may return other block ids and set the method's own "
-        "overwrite flag; without a method it returns what it was given.",
+        why="In the V2 runner a sparse method replaces a running request's blocks by overwriting its row, not by "
+        "appending to it. The row is on the device, and only append_block_ids writes to it.",
+        how="One call at the start of append_block_ids that may return other block ids and set its overwrite flag; "
+        "without a sparse method it returns its arguments.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,

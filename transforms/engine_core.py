@@ -1,4 +1,4 @@
-"""EngineCore: before the first request, the scheduler's side asks every worker what it runs."""
+"""EngineCore: before the first request, the scheduler side asks every worker which method it runs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TRANSFORM = Transform(
     id="engine_core",
     module=MODULE,
     governance=Governance(
-        why="The scheduler's and the workers' sides of a sparse method rely on each other: a worker without the method "
-        "would read blocks that the scheduler frees. Only EngineCore can ask the workers of all nodes before the first "
-        "request.",
+        why="The scheduler side and the worker side of a sparse method rely on each other: a worker without the method "
+        "would read blocks that the scheduler has freed. Only EngineCore can ask the workers of all nodes before the "
+        "first request.",
         how="One call at the end of EngineCore's constructor, when the executor and its workers are running and the "
         "model is loaded. The runtime asks the workers through the executor's collective_rpc.",
         processes=(Process.ENGINE_CORE,),

@@ -48,10 +48,10 @@ TRANSFORM = Transform(
     id="kv_cache_manager",
     module=MODULE,
     governance=Governance(
-        why="A method frees blocks of a running request right before the request's next allocation, so that this and "
-        "every other allocation can use them. A request that has lost blocks has to be recomputed.",
-        how="One test at the start of allocate_slots, which every scheduler calls for every allocation. If the test "
-        "fails, allocate_slots returns None as if memory were short, and the scheduler preempts.",
+        why="A sparse method frees blocks of a running request right before the request's next allocation, so that "
+        "this and every other allocation can use them. A request that has lost blocks has to be recomputed.",
+        how="One check at the start of allocate_slots, which every scheduler calls for every allocation. If it fails, "
+        "allocate_slots returns None as if memory were short, and the scheduler preempts.",
         processes=(Process.ENGINE_CORE,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,

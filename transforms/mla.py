@@ -33,13 +33,13 @@ OP_FINISHED = "_ucm_hooks.attention_finished(layer_name, q, kv_cache, attn_metad
 OP_FORWARD = "layer.forward_impl(q, kv_c_normed, k_pe, kv_cache, attn_metadata, ...)"
 OP_ELSEWHERE = Absent(
     BEFORE_LAYER,
-    "the operator lies in vllm/attention/layer.py (from 0.11.1; before, MLA runs through "
+    "the operator is in vllm/attention/layer.py (from 0.11.1 on; before, MLA runs through "
     "unified_attention_with_output) and calls MLACommonImpl.forward, whose two halves are hooked here",
 )
 RETURNING_OP = Scope("unified_mla_attention")
 NO_RETURNING_OP = (
     OP_ELSEWHERE,
-    Absent(Releases(since="0.20.0"), "the operator that returns its output is gone: MLA writes into a buffer"),
+    Absent(Releases(since="0.20.0"), "the operator that returns its output was removed: MLA writes into a buffer"),
 )
 
 
@@ -119,8 +119,8 @@ CENSUS = (
                     "vllm/models/step5/*:*",
                 ),
                 Consequence.REFUSED,
-                "a model's own latent attention; a method refuses MLA before the model is loaded, and a layer with a "
-                "KV cache that never asks it",
+                "a model's own latent attention; a method refuses MLA before the model is loaded, and any layer that "
+                "has a KV cache but never calls it",
                 refused_by=refusals.MODEL,
             ),
         ),
@@ -132,9 +132,9 @@ TRANSFORM = Transform(
     module=MODULE,
     governance=Governance(
         why="MLA models keep one latent vector per token and split each step into a prefill half and a decode half "
-        "with different queries. A method has to see each half, and the whole operator.",
-        how="One call before and one after each half, and the usual pair of calls around the operator. The calls "
-        "before may return other attention metadata, which the rest of the function uses.",
+        "with different queries. A sparse method has to see each half, and the whole operator.",
+        how="One call before and one after each half, and the usual pair of calls around the operator. The first call "
+        "of each pair may return other attention metadata, which the rest of the function uses.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,

@@ -57,11 +57,11 @@ def _execute_case(name: str, head: str = "", tail: str = "") -> Case:
     return Case(f"model_runner.{name}", EXECUTE_GIVEN.format("", ""), EXECUTE_GIVEN.format(head, tail), "0.32.0")
 
 
-#: Two of the censuses find this runner.
+#: Used by two of the censuses.
 V2_WITHOUT_HOOKS = Elsewhere(
     ("vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.execute_model",),
     Consequence.REFUSED,
-    "in these releases the V2 runner is experimental and has no hooks; a method refuses to serve with it",
+    "in these releases the V2 runner is experimental and has no hooks; a method refuses to run on it",
     refused_by=refusals.RUNNER,
     releases=Releases("0.12.0", "0.16.0"),
 )
@@ -97,7 +97,7 @@ CENSUS = (
             Elsewhere(
                 ("vllm/worker/*:*.execute_model", "vllm/spec_decode/*:*.execute_model"),
                 Consequence.REFUSED,
-                "workers and runners of the V0 engine have no hooks; a method refuses to serve with them",
+                "workers and runners of the V0 engine have no hooks; a method refuses to run on them",
                 refused_by=refusals.RUNNER,
                 releases=Releases(before="0.11.0"),
             ),
@@ -162,10 +162,11 @@ TRANSFORM = Transform(
     id="model_runner",
     module=MODULE,
     governance=Governance(
-        why="A method builds its metadata from the batch that is about to run, replaces a request's blocks in the "
-        "worker's tables, and drops its state when a request ends. The connector interface has no calls for these.",
-        how="One call at the start of the state update, one with the finished requests, one each time a running "
-        "request's new blocks are in its row, and a pair around the forward call, inside the forward context.",
+        why="A sparse method builds its metadata from the batch that is about to run, replaces a request's blocks in "
+        "the worker's tables, and drops its state when a request ends. The connector interface has no calls for these.",
+        how="One call at the start of the state update, one with the finished requests, one whenever a running "
+        "request's new blocks have been written to its row, and a pair around the forward call, inside the forward "
+        "context.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,

@@ -91,11 +91,11 @@ TRANSFORM = Transform(
     id="model_runner_v2",
     module=MODULE,
     governance=Governance(
-        why="From 0.22.1 on, vLLM runs more and more models with the V2 runner by default. Hooks in the V1 runner "
-        "alone would still match, but never fire.",
-        how="One call in each of the three state updates, and a pair around the choice between graph replay and eager "
+        why="From 0.22.1 on, vLLM runs more and more models on the V2 runner by default. Hooks in the V1 runner alone "
+        "would still match, but never fire.",
+        how="One call in each of the three state updates, and a pair around the branch between graph replay and eager "
         "forward, so that it fires in both cases. V2 reports a preempted request as finished and a resumed one as new. "
-        "The calls pass the whole step, so that the runtime can tell them apart.",
+        "The calls pass the whole step, from which the runtime can tell these cases apart.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,

@@ -20,8 +20,8 @@ GOVERNANCE = Governance(
     why="Methods that act between layers (prefetch for the next layer, blend recomputed tokens, skip the feed-forward "
     "block for reused tokens) need the hidden states there. No interface of vLLM exposes them.",
     how="One call before and one after each decoder layer in the model's loop, and the same around the feed-forward "
-    "block inside the layer. Each returns the states for the next operation. Without a method the calls return their "
-    "arguments, so a compiled graph contains no trace of them.",
+    "block inside the layer. Each returns the states for the next operation. Without a sparse method the calls return "
+    "their arguments, so they leave no trace in a compiled graph.",
     processes=(Process.WORKER,),
     upstream=Upstream(
         UpstreamStatus.NOT_SUBMITTED,
@@ -32,8 +32,8 @@ GOVERNANCE = Governance(
 
 
 NOT_COUNTED = (
-    "Each of vLLM's models has a loop over layers of its own, hundreds in all; these four families are hooked, and a "
-    "method that needs the calls sees on its first step whether its model makes them."
+    "Each of vLLM's hundreds of models has its own loop over layers; four families are hooked. A method that needs the "
+    "calls finds out in its first step whether the model makes them."
 )
 
 
@@ -98,7 +98,7 @@ def _transform(name: str, layer: str, model: str | None) -> Transform:
     )
 
 
-#: Qwen3Model inherits its loop from Qwen2Model, so its own module has none to change.
+#: Qwen3Model inherits its loop from Qwen2Model, so its module contains none to change.
 TRANSFORMS = (
     _transform("llama", "LlamaDecoderLayer", "LlamaModel"),
     _transform("qwen2", "Qwen2DecoderLayer", "Qwen2Model"),

@@ -1,4 +1,4 @@
-"""The runtime's functions that refuse to serve where no hook would be called. The censuses refer to them."""
+"""The runtime's functions that refuse configurations in which no hook would be called. The censuses refer to them."""
 
 from __future__ import annotations
 

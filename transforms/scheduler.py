@@ -20,7 +20,7 @@ OUTPUT = "_ucm_hooks.scheduler_output_built(self, scheduler_output)"
 PREEMPTED = "_ucm_hooks.request_preempted(self, {})"
 FREED = "_ucm_hooks.request_freed(self, request)"
 NOTED = "self.requests[request.request_id] = request"
-#: Counts a running request's tokens, with the placeholders of asynchronous steps; `RUNNING_BEFORE`: without.
+#: Counts a running request's tokens, including the placeholders of asynchronous steps; `RUNNING_BEFORE` excludes them.
 RUNNING = (
     "num_new_tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens"
 )
@@ -30,7 +30,7 @@ WAITING = "num_new_tokens = request.num_tokens - num_computed_tokens"
 PREEMPT = "{}.status = RequestStatus.PREEMPTED"
 
 
-def told_after(id: str, place: str, anchor: str, code: str, release: str, absent: tuple[Absent, ...] = ()) -> Shown:  # noqa: A002 - a rule's fields
+def call_after(id: str, place: str, anchor: str, code: str, release: str, absent: tuple[Absent, ...] = ()) -> Shown:  # noqa: A002 - a rule's fields
     """Make a rule, with its case, that inserts a call after a statement of a scheduler's method.
 
     Args:
@@ -46,12 +46,12 @@ def told_after(id: str, place: str, anchor: str, code: str, release: str, absent
 
 
 def steps(transform: str, cls: str, output: str, release: str) -> tuple[Shown, ...]:
-    """Make the rules for a scheduler's step, in vLLM's class or a copy of it: its tokens and its output.
+    """Make the rules for the tokens and the output of a scheduler's step, in vLLM's class or a copy of it.
 
     Args:
         transform: The id of their transform.
         cls: The scheduler's class.
-        output: The class of its steps.
+        output: The class of its output.
         release: The release that the cases represent.
     """
     schedule = f"{cls}.schedule"
@@ -65,8 +65,8 @@ def steps(transform: str, cls: str, output: str, release: str) -> tuple[Shown, .
     )
     return (
         (running, method_case(running, release, "for request in self.running:", f"    {RUNNING}", f"    {HERE}")),
-        told_after(f"{transform}.waiting-tokens", schedule, WAITING, LIMITED.format("num_computed_tokens"), release),
-        told_after(f"{transform}.output", schedule, f"scheduler_output = {output}(...)", OUTPUT, release),
+        call_after(f"{transform}.waiting-tokens", schedule, WAITING, LIMITED.format("num_computed_tokens"), release),
+        call_after(f"{transform}.output", schedule, f"scheduler_output = {output}(...)", OUTPUT, release),
     )
 
 
@@ -74,7 +74,7 @@ SCHEDULER = "vllm/v1/core/sched/scheduler.py:Scheduler."
 V0 = Elsewhere(
     ("vllm/core/scheduler.py:Scheduler.schedule",),
     Consequence.REFUSED,
-    "part of the V0 engine, which has its own KV cache and workers; a method refuses to serve with it",
+    "part of the V0 engine, which has its own KV cache and workers; a method refuses to run on it",
     refused_by=refusals.RUNNER,
     releases=Releases(before="0.11.0"),
 )
@@ -159,13 +159,14 @@ CENSUS = (
                 (SCHEDULER + "reset_prefix_cache", SCHEDULER + "schedule"),
                 Consequence.REACHES,
                 "it preempts through _preempt_request; from 0.14.1 to 0.17.1 schedule also restores the status of a "
-                "preempted request after its load, which frees no blocks",
+                "preempted request once its KV is loaded, which frees no blocks",
                 releases=Releases(since="0.12.0"),
             ),
             Elsewhere(
                 (SCHEDULER + "_handle_blocked_waiting_request", SCHEDULER + "_try_promote_blocked_waiting_request"),
                 Consequence.HARMLESS,
-                "a request whose preemption was already reported gets its status back after its load",
+                "it restores the status of a preempted request once its KV is loaded; the preemption itself was "
+                "reported",
             ),
         ),
     ),
@@ -188,7 +189,7 @@ CENSUS = (
             Elsewhere(
                 (SCHEDULER + "_update_from_kv_xfer_finished",),
                 Consequence.HARMLESS,
-                "the request has ended and was reported then; its blocks were only kept for a transfer",
+                "the end of the request was already reported; its blocks were kept only for a transfer",
             ),
             Elsewhere(
                 (SCHEDULER + "_update_waiting_for_remote_kv",),
@@ -236,7 +237,7 @@ PREEMPTION = Rule(
 ENDED = rule("scheduler.freed", Scope("Scheduler._free_request"), AtStart(FREED))
 SHOWN = (
     (CREATED, method_case(CREATED, "0.32.0", "self.running = []", HERE)),
-    told_after("scheduler.request-added", "Scheduler.add_request", NOTED, ADDED, "0.32.0"),
+    call_after("scheduler.request-added", "Scheduler.add_request", NOTED, ADDED, "0.32.0"),
     *steps("scheduler", "Scheduler", "SchedulerOutput", "0.32.0"),
     (PREEMPTION, method_case(PREEMPTION, "0.32.0", PREEMPT.format("request"), HERE)),
     (ENDED, method_case(ENDED, "0.32.0", HERE, "assert request.is_finished()")),
@@ -246,10 +247,10 @@ TRANSFORM = Transform(
     id="scheduler",
     module=MODULE,
     governance=Governance(
-        why="A sparse method keeps fewer KV blocks than a request has tokens. It has to follow each request from "
+        why="A sparse method keeps fewer KV blocks than a request's tokens fill. It has to follow each request from "
         "arrival to end, and to send its decisions to the workers with each step.",
         how="One call at each event in a request's life, one where the scheduler decides how many of its tokens a step "
-        "computes, and one that fills the step's output.",
+        "computes, and one that adds the method's metadata to the step's output.",
         processes=(Process.ENGINE_CORE,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,

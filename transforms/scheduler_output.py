@@ -20,8 +20,9 @@ TRANSFORM = Transform(
     governance=Governance(
         why="A sparse method's decisions for a step, made in EngineCore, have to reach the workers with exactly that "
         "step, even if steps overlap. The KV connector's channel is for the connector only.",
-        how="One field with a default at the end of the dataclass, with the name that the known UCM gives it. Every "
-        "existing construction stays valid, pickle includes the field, and an unset one costs a few bytes per step.",
+        how="One field with a default at the end of the dataclass, with the name that the known UCM gives it. All "
+        "existing constructor calls stay valid, pickle includes the field, and an unset one costs a few bytes per "
+        "step.",
         processes=(Process.ENGINE_CORE, Process.WORKER),
         upstream=Upstream(
             UpstreamStatus.INAPPROPRIATE,

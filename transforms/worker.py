@@ -1,4 +1,4 @@
-"""The worker: a hook after its device is set up, the same in every release and on every platform."""
+"""The worker: a hook after its device set-up, the same in every release and on every platform."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ TRANSFORM = Transform(
     governance=Governance(
         why="Every worker has to create the sparse method before it loads and compiles its model, but after it knows "
         "its ranks and its model runner. A general plugin runs before either exists.",
-        how="One call after the worker has set up its device. It is in the wrapper that every executor puts around the "
-        "worker of every platform, in vLLM or outside. Up to 0.11.0 the V0 engine uses the wrapper, too; there the "
+        how="One call after the worker has set up its device. It is in the wrapper that every executor puts around a "
+        "worker, on every platform, in vLLM or outside. Up to 0.11.0 the V0 engine also uses the wrapper; there the "
         "runtime refuses runners without hooks.",
         processes=(Process.WORKER,),
         upstream=Upstream(

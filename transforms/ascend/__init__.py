@@ -1,1 +1,1 @@
-"""The rules that change vLLM Ascend, which has copies of vLLM's schedulers, runner and operators, or its own."""
+"""The rules that change vLLM Ascend, which copies or replaces vLLM's schedulers, runner and operators."""

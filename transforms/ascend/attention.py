@@ -93,7 +93,7 @@ CENSUS = (
             Elsewhere(
                 ("vllm_ascend/models/minimax_m3/*:*",),
                 Consequence.REFUSED,
-                "the model's own attention, which bypasses the operators: its layer has a KV cache and never asks the "
+                "the model's own attention, which bypasses the operators: its layer has a KV cache but never calls the "
                 "method, so the engine stops at its first step",
                 refused_by=refusals.UNASKED,
             ),
@@ -120,10 +120,10 @@ ATTENTION = Transform(
 )
 
 MLA_RECORD = Governance(
-    why="In every release, vLLM Ascend has its own operator and halves of latent attention, which bypass the hooks in "
-    "vLLM's.",
+    why="In every release, vLLM Ascend has its own latent-attention operator and its own prefill and decode halves, "
+    "which bypass the hooks in vLLM's.",
     how="The same calls as in vLLM's: a pair around the operator's impl.forward and a pair around each half. From "
-    "0.11.0 on the backend knows its layer by name, so the calls around the halves pass the name.",
+    "0.11.0 on the backend has the name of its layer, so the calls around the halves pass the name.",
     processes=(Process.WORKER,),
     upstream=Upstream(
         UpstreamStatus.NOT_SUBMITTED,

@@ -139,8 +139,8 @@ def _forward_rules() -> tuple[Rule, ...]:
 
 
 RECORD = Governance(
-    why="The runner has its own step and, up to 0.13.0, its own state update, so NPUs bypass the hooks in vLLM's V1 "
-    "runner.",
+    why="The runner has its own step and, up to 0.13.0, its own state update, both of which bypass the hooks in vLLM's "
+    "V1 runner.",
     how="The same calls as in vLLM's V1 runner, at the same statements, with a pair around each forward call, inside "
     "the forward context.",
     processes=(Process.WORKER,),
@@ -191,7 +191,7 @@ CENSUS = (
                     "vllm_ascend/worker/pooling_model_runner.py:*",
                 ),
                 Consequence.REFUSED,
-                "runners of the V0 engine have no hooks; a method refuses to serve with them",
+                "runners of the V0 engine have no hooks; a method refuses to run on them",
                 refused_by=refusals.RUNNER,
                 releases=Releases(before="0.11.0"),
             ),
@@ -291,7 +291,7 @@ UPDATE_STATES = Transform(
     governance=Governance(
         why="A patch in 0.13.0 replaces GPUModelRunner._update_states with a copy that lacks the hooks of vLLM's "
         "overlay.",
-        how="The same calls in the copy, so that the replacement has all hooks of the function that it replaces.",
+        how="The same calls in the copy, so that it has all hooks of the function that it replaces.",
         processes=(Process.WORKER,),
         upstream=RECORD.upstream,
         removal="0.13.0 is no longer supported; later releases do not replace the function.",
@@ -327,8 +327,8 @@ BLOCK_TABLE = Transform(
         (Absent(Releases(before="0.11.0"), "the runner uses vLLM's block tables"),),
     ),
     governance=Governance(
-        why="When a method replaces a running request's blocks, attention must not read the stale tail of its row. "
-        "Before 0.23.0 the table can overwrite a row but not clear it.",
+        why="When a sparse method replaces a running request's blocks, attention must not read the stale tail of its "
+        "row. Before 0.23.0 the table can overwrite a row but not clear it.",
         how="One method on each of the two table classes, with one call as its body. Releases that have the method "
         "keep theirs, and the rule reports that.",
         processes=(Process.WORKER,),

@@ -1,6 +1,6 @@
-"""The schedulers of vLLM Ascend with their own ``schedule``: the same hooks as in vLLM's, in each copy.
+"""The schedulers of vLLM Ascend with a ``schedule`` of their own: each copy gets the same hooks as vLLM's.
 
-Most derive from vLLM's `Scheduler` and inherit the other hooks. The one for recomputation in 0.11.0 is a complete copy.
+Most derive from vLLM's `Scheduler` and inherit the other hooks. In 0.11.0 the one for recomputation is a complete copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant, rule
 from transforms.engine.scope import Scope
 from transforms.engine.transform import HERE, Case, Shown, Transform, cases_of, method_case, rules_of
-from transforms.scheduler import ADDED, FREED, INIT, LIMITED, NOTED, PREEMPT, PREEMPTED, steps, told_after
+from transforms.scheduler import ADDED, FREED, INIT, LIMITED, NOTED, PREEMPT, PREEMPTED, call_after, steps
 
 RECOMPUTE = "self.kv_cache_manager.free(recomputed_req)"
 FIELD = "ucm_sparse_meta: object = None"
@@ -55,7 +55,7 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
         cls: The class.
         path: Its module.
         released: The releases without it.
-        output: The class of its steps.
+        output: The class of its output.
         inline: Whether it preempts within ``schedule``, rather than through vLLM's own method.
         whole: Whether it always computes the rest of a request in one step.
         census: Its censuses.
@@ -99,7 +99,7 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
 
 def _preempted(transform: str, cls: str, request: str, anchor: str, absent: tuple[Absent, ...] = ()) -> Shown:
     name = request.removesuffix("_req")
-    return told_after(f"{transform}.{name}", f"{cls}.schedule", anchor, PREEMPTED.format(request), "0.11.0", absent)
+    return call_after(f"{transform}.{name}", f"{cls}.schedule", anchor, PREEMPTED.format(request), "0.11.0", absent)
 
 
 def _recompute_rules() -> tuple[Shown, ...]:
@@ -120,7 +120,7 @@ def _recompute_rules() -> tuple[Shown, ...]:
     freed = rule(f"{t}.freed", Scope(f"{cls}._free_request"), AtStart(FREED), absent=(INHERITED,))
     meta = Rule(f"{t}.sparse-meta", (Variant(Scope(output), Field(FIELD)),), upstreamed=derived)
     return (
-        told_after(
+        call_after(
             f"{t}.waiting-tokens-of-drafts",
             f"{cls}.schedule",
             "num_new_tokens = request.num_tokens_with_spec - num_computed_tokens",
@@ -131,7 +131,7 @@ def _recompute_rules() -> tuple[Shown, ...]:
         _preempted(t, cls, "preempted_req", PREEMPT.format("preempted_req"), (INHERITED,)),
         _preempted(t, cls, "recomputed_req", RECOMPUTE, (RECOMPUTED_ABSENT,)),
         (init, method_case(init, "0.11.0", "self.running = []", HERE)),
-        told_after(f"{t}.request-added", f"{cls}.add_request", NOTED, ADDED, "0.11.0", (ADDED_ABSENT,)),
+        call_after(f"{t}.request-added", f"{cls}.add_request", NOTED, ADDED, "0.11.0", (ADDED_ABSENT,)),
         (freed, method_case(freed, "0.11.0", HERE, "go()")),
         (meta, Case(meta.id, given, f"{given}    {FIELD}  # ucm: {meta.id}\n", "0.11.0")),
     )
@@ -175,8 +175,8 @@ CENSUS = (
             Elsewhere(
                 (f"{CORE}scheduler.py:AscendScheduler.schedule",),
                 Consequence.REFUSED,
-                "it runs without chunked prefill alone, computes all of a request at once and asserts that; ESA, which "
-                "would have to compute a preempted request in parts, ends by name there",
+                "it runs only without chunked prefill, computes a request in one step and asserts that; ESA has to "
+                "recompute a preempted request in parts, so it stops the engine with an error there",
                 refused_by="ucm.sparse.esa_tables:reading",
             ),
         ),
@@ -208,8 +208,8 @@ CENSUS = (
                     f"{BALANCE}:BalanceScheduler.schedule",
                 ),
                 Consequence.REACHES,
-                "it preempts through vLLM's own _preempt_request; in 0.18.0 one also gives a preempted request whose "
-                "load has ended its status back, which takes no blocks from it",
+                "it preempts through vLLM's own _preempt_request; in 0.18.0 one also restores the status of a "
+                "preempted request once its KV is loaded, which frees no blocks",
             ),
             Elsewhere(
                 (f"{CORE}recompute_scheduler.py:RecomputeScheduler.schedule",),
@@ -237,7 +237,7 @@ CENSUS = (
                     f"{CORE}scheduler_dynamic_batch.py:SchedulerDynamicBatch.schedule",
                 ),
                 Consequence.REACHES,
-                "the blocks of a preempted request; the next statement reports the preemption",
+                "it frees the blocks of a preempted request; the next statement reports the preemption",
             ),
             Elsewhere(
                 (
@@ -261,7 +261,7 @@ CENSUS = (
                     f"{CORE}recompute_scheduler.py:RecomputeScheduler._update_from_kv_xfer_finished",
                 ),
                 Consequence.HARMLESS,
-                "the request has ended and was reported then; its blocks were only kept for a transfer",
+                "the end of the request was already reported; its blocks were kept only for a transfer",
             ),
             Elsewhere(
                 (f"{CORE}recompute_scheduler.py:RecomputeScheduler._update_waiting_for_remote_kv",),

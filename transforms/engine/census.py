@@ -1,8 +1,8 @@
-"""A census: all code in a package that is of a kind that rules hook, and what follows where no rule hooks it.
+"""A census: every place in a package of a kind that rules hook, and the consequence where no rule does.
 
-A rule can fit a release and still miss, because the release does the same thing in a second place. A census finds all
-such places. Each one is either hooked by a rule or classified by a person, with a reason. A place that is neither fails
-the build.
+A release can do in a second place what a rule hooks in the first; the rule still fits, but misses it. A census finds
+all such places. Each one is either hooked by a rule or classified by a person, with a reason; any other fails the
+build.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transforms.engine.sites import site_pattern
 
 
 class Consequence(Enum):
-    """What follows from a place that no rule hooks."""
+    """The consequence of a place that no rule hooks."""
 
     REACHES = "reaches a hook"  #: what runs there also passes a hooked place
     REFUSED = "refused"  #: the runtime refuses to serve with what runs there, and names it
@@ -32,10 +32,10 @@ class Elsewhere:
 
     Attributes:
         sites: Patterns ``path:qualified name``, with the wildcards of file names, ``*`` also for ``/``.
-        consequence: What follows.
-        reason: Why, so that a reviewer can check it.
+        consequence: The consequence.
+        reason: The reason, detailed enough for a reviewer to check.
         refused_by: For `Consequence.REFUSED`, the function that refuses: ``package.module:name``.
-        releases: Where this is known to hold.
+        releases: The releases in which this is known to hold.
     """
 
     sites: tuple[str, ...]
@@ -70,7 +70,7 @@ class Census:
         id: ``<transform>.<what>``.
         what: A description of the places.
         patterns: The patterns that match them, see `transforms.engine.sites`.
-        rules: The rules that hook such places; a function counts as hooked once per match.
+        rules: The rules that hook such places; each match covers one place in its function.
         elsewhere: The classification of the other places; the first entry that matches a place applies.
     """
 

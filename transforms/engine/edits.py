@@ -1,4 +1,4 @@
-"""The edits that insert statements. An edit only inserts; none removes code.
+"""The edits that insert statements. No edit removes code.
 
 An edit finds the nodes in a scope that it attaches to, and rebuilds the scope with its insertion at one of them.
 `transforms.engine.members` has the edits that insert arguments, parameters, fields and methods.
@@ -25,7 +25,7 @@ class Edit(Protocol):
 
     @property
     def anchor(self) -> str:
-        """The source text of what it attaches to; the search for candidates uses it."""
+        """The source text of the node to attach to; the search for candidates uses it."""
 
     @property
     def code(self) -> str:
@@ -52,8 +52,8 @@ class Beside:
         anchor: A pattern: a statement, or an expression in one.
         code: The statements to insert.
         side: ``before`` or ``after``.
-        level: ``inner`` attaches to the innermost statement around the match, ``outer`` to the statement of the
-            scope's own body around it (past the ``if`` that guards the match, say).
+        level: ``inner`` attaches to the innermost statement around the match, ``outer`` to the statement around it in
+            the scope's own body (for instance the ``if`` that guards the match).
     """
 
     anchor: str

@@ -1,4 +1,4 @@
-"""Control flow: code that is inserted where control never arrives would not run."""
+"""Control flow: find the points that control never reaches, because code inserted there would not run."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from enum import Enum
 
 from transforms.engine.errors import RuleDefinitionError
 
-#: A text with fewer words does not answer its field's question.
+#: The minimum number of words in a text field; fewer cannot answer its question.
 FEWEST_WORDS = 6
 
 
@@ -20,7 +20,7 @@ class Process(Enum):
 
 
 class UpstreamStatus(Enum):
-    """The status of a change with vLLM."""
+    """Whether a change was offered to vLLM, and the result."""
 
     NOT_SUBMITTED = "not submitted"
     SUBMITTED = "submitted"
@@ -32,10 +32,10 @@ class UpstreamStatus(Enum):
 
 @dataclass(frozen=True)
 class Upstream:
-    """The status of a change with vLLM, with its evidence.
+    """The upstream status of a change, with its evidence.
 
     Attributes:
-        status: The status.
+        status: Whether it was offered, and the result.
         link: The issue or pull request; if empty, ``reason`` says why there is none.
         reason: Why there is no link, or what the link shows.
     """
@@ -53,7 +53,7 @@ class Governance:
         why: What UCM cannot do without it.
         how: What it inserts and why that is enough.
         processes: Where the rewritten code runs.
-        upstream: Its status with vLLM.
+        upstream: Its upstream status.
         removal: The condition under which the transform is deleted.
     """
 

@@ -1,6 +1,6 @@
 """The mark on inserted code: a trailing ``# ucm: <rule id>`` where the layout allows one.
 
-The reader of a rewritten module can look up any line by it, and a second run recognises its own insertions.
+It leads a reader from any inserted line to its rule, and lets a second run recognise its own insertions.
 """
 
 from __future__ import annotations

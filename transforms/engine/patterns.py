@@ -1,7 +1,7 @@
 """Patterns that read like the code they match.
 
-A pattern is Python source. It matches by structure: layout, comments, quotes and parentheses do not count. Two words
-are special: ``_`` is any expression, ``...`` among arguments is any further arguments and as a body any statements.
+A pattern is Python source that matches by structure, whatever the layout, comments, quotes and parentheses. Two tokens
+are wildcards: ``_`` matches any expression, ``...`` matches any further arguments or, as a body, any statements.
 Keyword arguments match in any order.
 
     self.kv_cache_manager.allocate_slots(request, ...)

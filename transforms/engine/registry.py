@@ -25,9 +25,9 @@ class Package:
         name: The name under which it is imported; its paths start with it.
         project: Its name on a package index.
         title: Its name in prose.
-        authors: Who holds the copyright, for the NOTICE of a wheel.
-        rebinds: The folder whose modules replace functions of vLLM when they are imported; empty if there is none.
-        sdist_first: Whether to read the source distribution rather than a wheel if a release has both.
+        authors: The copyright holders, for the NOTICE of a wheel.
+        rebinds: The directory of the modules that replace functions of vLLM at import; empty if there is none.
+        sdist_first: Whether to prefer the source distribution if a release also has a wheel.
     """
 
     name: str
@@ -43,9 +43,9 @@ class Registry:
     """The transforms of one owner for one package.
 
     Attributes:
-        owner: Who maintains the rules: one lower-case word, with which the transforms' ids start.
+        owner: The maintainer of the rules: one lower-case word; the transforms' ids start with it.
         title: The owner's name in prose.
-        package: What is rewritten.
+        package: The package to rewrite.
         transforms: In the order in which the lock and the review list them.
         hooks: The source file of the seam; every inserted call is checked against it.
         overlays: The directory of the locks.

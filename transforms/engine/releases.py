@@ -13,7 +13,7 @@ class Releases:
 
     Attributes:
         since: The first release in it; empty for no lower end.
-        before: The first release after it; empty for no upper end.
+        before: The first release past its end; empty for no upper end.
     """
 
     since: str = ""
@@ -40,7 +40,7 @@ ALL_RELEASES = Releases()
 
 @dataclass(frozen=True)
 class Absent:
-    """Releases in which something does not exist, and why it is not needed there.
+    """Releases that lack something, and why it is not needed there.
 
     Attributes:
         releases: The range.

@@ -1,4 +1,4 @@
-"""The outcome of a rule: its status, with what a person needs to act on it."""
+"""The outcome of a rule: its status, and the details needed to act on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Status(Enum):
-    """The outcomes of trying a rule on a module."""
+    """The result of trying a rule on a module."""
 
     APPLIED = "applied"
     PRESENT = "present"

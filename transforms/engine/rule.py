@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModulePath:
-    """A module's path, and the releases in which it is known to be there."""
+    """A module's path, and the releases that are known to have it there."""
 
     path: str
     releases: Releases = ALL_RELEASES
@@ -52,7 +52,7 @@ class Variant:
     Attributes:
         scope: Where to look.
         edit: What to insert, and where.
-        releases: The releases in which this form is known to fit; it is tried in all.
+        releases: The releases in which this form is known to fit; every release tries it.
         name: Its name among the rule's variants; empty if there is one variant.
     """
 

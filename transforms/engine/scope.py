@@ -94,7 +94,7 @@ def _prefixes(path: Path) -> Iterator[Path]:
 
 
 def statements(node: cst.CSTNode) -> Iterator[tuple[Path, cst.CSTNode]]:
-    """All statements at or below a node, each with its path."""
+    """Yield all statements at or below a node, each with its path."""
     for path, found in walk(node):
         if isinstance(found, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             yield path, found

@@ -1,16 +1,16 @@
 """Find patterns in a source by qualified name, fast enough for a whole package.
 
-The patterns read as those of `transforms.engine.patterns`, with the same two words: ``_`` is any expression, ``...``
-among arguments is any further arguments. Two more forms match definitions, whatever their bodies contain:
+The patterns are written like those of `transforms.engine.patterns`, with the same wildcards: ``_`` for any expression,
+``...`` for any further arguments. Two more forms match definitions, whatever their bodies contain:
 
     _.kv_cache_manager.allocate_slots(...)
     _.status = RequestStatus.PREEMPTED
     def schedule
     class (Scheduler)
 
-``def name`` is a function or method of that name, ``class (Base)`` a class with a base of that name. Nothing is
-changed here, so the standard library's `ast` is enough. It parses ten times faster, and only sources that contain all
-words of a pattern are parsed.
+``def name`` matches a function or method of that name, ``class (Base)`` a class with a base of that name. The search
+changes nothing, so it uses the standard library's `ast`, which parses ten times faster than LibCST. It parses only
+sources that contain all words of a pattern.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class SitePattern:
         text: An expression, a statement, ``def name`` or ``class (Base)``.
 
     Attributes:
-        text: The same.
-        kinds: The kinds of node that it can match.
+        text: The source of the pattern.
+        kinds: The types of node that it can match.
 
     Raises:
-        RuleDefinitionError: If the text is none of these, or names nothing.
+        RuleDefinitionError: If the text is none of these, or contains no name.
     """
 
     def __init__(self, text: str) -> None:
@@ -93,16 +93,16 @@ def site_pattern(text: str) -> SitePattern:
 
 
 def find_sites(source: bytes, wanted: Mapping[str, Sequence[str]], path: str) -> dict[str, dict[str, int]]:
-    """Count where some things occur in a source.
+    """Count the matches of several groups of patterns in a source.
 
     Args:
         source: The source.
-        wanted: The patterns of each thing; a node that several of them match counts once.
-        path: The source's path, for an error.
+        wanted: The groups, by name; a node that matches several patterns of a group counts once.
+        path: The source's path, for error messages.
 
     Returns:
-        By thing, for those that occur: by the qualified name of the innermost class or function around the node, or of
-        the definition that is the node, how often.
+        The counts, by group and qualified name of the innermost class or function around the match (for a definition,
+        its own name). Groups without matches are left out.
 
     Raises:
         RuleDefinitionError: If the source does not parse.
@@ -180,12 +180,12 @@ def _same_arguments(wanted: ast.Call, found: ast.Call) -> bool:
 
 
 def _spaced(dotted: str) -> str:
-    """A dotted name as a regular expression; its parts may stand on different lines."""
+    """Return a regular expression for a dotted name; its parts may be on different lines."""
     return r"\s*\.\s*".join(dotted.split("."))
 
 
 def _last_name(node: ast.expr) -> str:
-    """``Base`` of ``Base``, ``module.Base`` and ``Base[T]``."""
+    """Return ``Base`` for ``Base``, ``module.Base`` and ``Base[T]``."""
     if isinstance(node, ast.Subscript):
         return _last_name(node.value)
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -42,7 +42,7 @@ class Seam:
         return f"from {package} import {name} as {self.alias}"
 
 
-#: The seam of transforms that name none.
+#: The default seam.
 DEFAULT_SEAM = Seam("ucm.integration.vllm.hooks")
 
 
@@ -113,11 +113,11 @@ class Transform:
         governance: Its governance record.
         rules: In order of application; `all_rules` adds the import of the hooks.
         cases: At least one per rule.
-        needs: Groups of modules that this one's calls need to be rewritten, too.
+        needs: Other groups of modules that must be rewritten for the inserted calls to work.
         opt_in: Ids of the rules that no shipped feature uses, or the transform's id for all of its rules. Only builds
             with ``--hooks all`` insert them.
         census: Searches for all code in the package of the kinds that the rules hook.
-        not_counted: Why some rules are in no census; empty if all are.
+        not_counted: Why some rules have no census; empty if all have one.
         seam: The module that the inserted calls call.
     """
 

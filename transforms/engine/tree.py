@@ -1,7 +1,7 @@
 """Walk a LibCST tree by path and replace one node without visiting the rest.
 
-A LibCST transformer visits the whole module for every rule; a vLLM model runner has 7,000 lines and takes six rules. A
-path names the fields that lead to one node, and only the nodes on it are rebuilt.
+A LibCST transformer visits the whole module for every rule; a vLLM model runner has 7,000 lines and six rules. A path
+lists the fields that lead to one node, and only the nodes on it are rebuilt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import libcst as cst
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-#: One field of a node, and the position in it where it is a sequence.
+#: A field of a node, and the index in it if the field is a sequence.
 Step: TypeAlias = tuple[str, int | None]
 #: The steps from a root to one of its descendants; the empty path is the root.
 Path: TypeAlias = tuple[Step, ...]
@@ -28,7 +28,7 @@ BLOCKS = frozenset({"body", "orelse", "handlers", "finalbody", "cases"})
 
 #: Nodes with a list of statements as their body.
 Block: TypeAlias = cst.Module | cst.IndentedBlock
-#: A node with the link to it: its parent's link and the step from there; None for the root.
+#: A node and its link, which is the parent's link and the step from the parent, or None for the root.
 _Linked: TypeAlias = tuple[tuple[Any, str, int | None] | None, cst.CSTNode]
 
 
@@ -84,7 +84,7 @@ def find(root: cst.CSTNode, kind: type[cst.CSTNode], fits: Callable[[cst.CSTNode
 
 
 def _walk_fields(root: cst.CSTNode, fields: Callable[[type[cst.CSTNode]], Iterable[str]]) -> Iterator[_Linked]:
-    """Like `walk`, but only into some fields, and with links instead of paths, which are built on demand."""
+    """Like `walk`, but visit only some fields and yield links; `_path` makes a path of a link where one is needed."""
     waiting: list[_Linked] = [(None, root)]
     while waiting:
         here = waiting.pop()
@@ -140,7 +140,7 @@ def insert_statements(root: cst.CSTNode, block: Path, index: int, new: Sequence[
 
 
 def enclosing_statement(root: cst.CSTNode, path: Path) -> tuple[Path, int] | None:
-    """Return the innermost block around the node at a path, and the index of its statement with the node."""
+    """Return the innermost block around the node at a path, and the index of the statement that contains the node."""
     for length in range(len(path), 0, -1):
         name, index = path[length - 1]
         if (

@@ -28,7 +28,7 @@ def make_overlay(release: str | None, origin: str | None = None, product: Produc
     Args:
         release: The release; may be None if ``origin`` states it.
         origin: None for the package index, ``installed``, or a path.
-        product: The rules to apply, and the package to apply them to.
+        product: The package and the rules to apply to it.
 
     Raises:
         OverlayError: If the sources cannot be read, or a rule or check fails.

@@ -1,8 +1,8 @@
-"""The census of a release: all code in its package of the kinds that rules hook, with its classification.
+"""The census of a release: every place in its package of a kind that rules hook, with its classification.
 
 ``overlays/vllm-X/census.json`` records the sites as module paths, qualified names and counts. It also records hashes of
-the package's Python files and of the patterns, and is valid as long as both are the same. The classification of the
-sites is in the transforms, and can change without another search.
+the package's Python files and of the patterns, and is valid as long as neither changes. The transforms classify the
+sites, so a new classification needs no new search.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Hooks = dict[tuple[str, str], dict[str, int]]
 
 @dataclass(frozen=True)
 class Site:
-    """A class or function with places that a census counts.
+    """A class or function that contains places counted by a census.
 
     Attributes:
         census: The census.
         path: The module.
         name: The qualified name.
-        count: The number of such places in it.
-        hooked: The number of those that rules hook.
-        said: The classification of the others; None if there is none, or all are hooked.
+        count: The number of places in it.
+        hooked: How many of them rules hook.
+        said: The classification of the rest; None if there is none, or all are hooked.
     """
 
     census: Census
@@ -61,7 +61,7 @@ class Site:
 
     @property
     def place(self) -> str:
-        """The site, in the form that classifications use: ``path:qualified name``."""
+        """The site as classifications write it: ``path:qualified name``."""
         return f"{self.path}:{self.name}"
 
     @property
@@ -94,7 +94,7 @@ def take(tree: SourceTree, product: Product = UCM) -> Found:
 
 
 def current(tree: SourceTree, product: Product = UCM) -> Found:
-    """Return the sites: from the record if files and patterns are the same, else from a search."""
+    """Return the sites: from the record if it is valid, else from a search."""
     record = read_record(tree.release, product)
     if record and (record["files"], record["patterns"]) == (_digest(tree.python_files()), _digest_of(product)):
         found: Found = record["sites"]
@@ -163,19 +163,19 @@ def census_text(
 
 
 def hooks_of_outcomes(outcomes: Iterable[Outcome], product: Product = UCM) -> Hooks:
-    """Return where rules that were tried on a release hook it."""
+    """Return the places that rules hook in a release, by the outcomes of trying them."""
     applied = (o for o in outcomes if o.status is Status.APPLIED)
     return _hooks(((o.rule, o.variant, o.path, o.hits) for o in applied), product)
 
 
 def hooks_of_lock(lock: Lock, product: Product = UCM) -> Hooks:
-    """Return where a reviewed overlay hooks its release."""
+    """Return the places that a reviewed overlay hooks."""
     rules = ((r["id"], r.get("variant", ""), m["path"], r["hits"]) for m in lock["modules"] for r in m["rules"])
     return _hooks(rules, product)
 
 
 def hooks_of_release(release: str, product: Product = UCM) -> Hooks:
-    """Return where the reviewed overlay of a release hooks it; empty if there is none."""
+    """Return the places that the reviewed overlay of a release hooks; empty if there is no overlay."""
     lock = read_lock(release, product)
     return hooks_of_lock(lock, product) if lock else {}
 

@@ -53,7 +53,7 @@ class ModuleChange:
     Attributes:
         path: Its path; empty if it is no longer rewritten.
         path_before: Its path then; empty if it was not rewritten.
-        upstream_changed: Whether vLLM's own file has other content; None where one of the two is not rewritten.
+        upstream_changed: Whether vLLM's own file changed; None unless both releases rewrite the module.
     """
 
     path: str
@@ -161,5 +161,5 @@ def _modules(before: Lock, now: Lock) -> dict[str, ModuleChange]:
 
 
 def _by_transform(lock: Lock) -> dict[str, dict[str, Any]]:
-    """Return the modules of a lock by the transforms that changed them, as their rules' ids say."""
+    """Return the modules of a lock by the transforms that changed them, which the rules' ids name."""
     return {module["rules"][0]["id"].rpartition(".")[0]: module for module in lock["modules"] if module["rules"]}

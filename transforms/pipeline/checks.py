@@ -43,7 +43,7 @@ class HookUse:
 
     Attributes:
         hook: The hook's name.
-        seam: What it belongs to.
+        seam: The seam that it belongs to.
         line: The line in the rewritten module.
         call: The call, or None if the hook is only mentioned.
     """
@@ -103,10 +103,10 @@ def hook_uses(source: bytes, seams: Collection[Seam] = (DEFAULT_SEAM,)) -> list[
     return sorted(found, key=lambda use: (use.line, use.hook))
 
 
-# The checks, the manifest and the package's notes ask about the same sources; a release has fewer than 40 of them.
+# The checks, the manifest and the package's notes parse the same sources; a release has fewer than 40 of them.
 @functools.lru_cache(maxsize=40)
 def _parsed(source: bytes) -> tuple[ast.Module, tuple[ast.AST, ...]]:
-    """Return the tree of a source and the nodes that the checks use: walking a tree takes longer than parsing it."""
+    """Return a source's tree and the nodes that the checks use; walking a tree takes longer than parsing it."""
     tree = ast.parse(source)
     return tree, tuple(node for node in ast.walk(tree) if isinstance(node, _LOOKED_AT))
 
@@ -130,7 +130,7 @@ def changed_definitions(source: bytes, seams: Collection[Seam] = (DEFAULT_SEAM,)
 
 
 def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    """The functions and classes of a module, and the functions of its classes, also under an ``if`` or ``try``."""
+    """Yield a module's functions and classes and the classes' functions, also those under an ``if`` or ``try``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function | ast.ClassDef):
             yield prefix + child.name, child
@@ -233,7 +233,7 @@ def _has_line(node: ast.AST, lines: Sequence[int]) -> bool:
 
 
 def _hook_statements(node: ast.AST, lines: Sequence[int], seams: Collection[str]) -> Iterator[ast.stmt]:
-    """The statements at or below a node that use a hook themselves."""
+    """Yield the statements at or below a node that use a hook in their own expressions."""
     if not _has_line(node, lines):
         return
     if isinstance(node, ast.stmt) and any(isinstance(n, ast.Name) and n.id in seams for n in _own_expressions(node)):
@@ -243,7 +243,7 @@ def _hook_statements(node: ast.AST, lines: Sequence[int], seams: Collection[str]
 
 
 def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of a statement without those of the statements inside it."""
+    """Yield the nodes of a statement, without those of the statements inside it."""
     for child in ast.iter_child_nodes(statement):
         if not isinstance(child, ast.stmt | ast.excepthandler):
             yield from (node for node in ast.walk(child))
@@ -256,7 +256,7 @@ def _stores(function: Function) -> Iterator[tuple[str, int]]:
 
 
 def _bound_names(source: bytes) -> set[str]:
-    """The names of a module: those that its own statements bind, and those of all imports in it."""
+    """Return the names that a module's top-level statements bind, and those that any import in it binds."""
     tree, nodes = _parsed(source)
     imports = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
     names = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}

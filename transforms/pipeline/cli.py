@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 #: For progress and errors; results go to standard output.
 console = Console(stderr=True, highlight=False)
-#: The width of results that do not go to a terminal.
+#: The width of results that are written to a file or pipe.
 FILE_WIDTH = 100
 
 
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_origin(command: argparse.ArgumentParser) -> None:
-    """Add the options that replace the package index as the place where sources come from."""
+    """Add the options that read sources from elsewhere than the package index."""
     command.add_argument(
         "--from",
         dest="origin",

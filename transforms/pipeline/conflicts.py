@@ -1,4 +1,4 @@
-"""Find where rules of several owners meet in one overlay. The lock records it, so a reviewer accepts it by name."""
+"""Find where rules of several owners meet in one overlay. The lock records each place, so a reviewer accepts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def conflicts(overlay: Overlay) -> list[str]:
 
 
 def shared_groups(overlay: Overlay) -> dict[str, set[str]]:
-    """Return, for each group, the groups that share a module with it: they are switched off together."""
+    """Return, for each group, the groups that share a module with it, and so are switched off together."""
     found: dict[str, set[str]] = defaultdict(set)
     for module in overlay.modules:
         groups = {transform.module.group for transform in module.transforms}

@@ -1,10 +1,10 @@
-"""The reviewed diff. It has no context, so it contains no lines of vLLM except those that change.
+"""The reviewed diff. It has no context, so its only lines of vLLM are those that change.
 
 The settings are pinned here and nowhere else: patience matching, no context, ``a/`` and ``b/`` prefixes, no dates.
 ``git apply --unidiff-zero`` and ``patch -p1`` apply the result to the published sources.
 
-Patience matching (Bram Cohen; ``git diff --patience``) aligns the lines that occur once on either side before all
-others. An inserted call is then one block, not spread over the blank lines and brackets around it.
+Patience matching (Bram Cohen; ``git diff --patience``) first aligns the lines that occur exactly once on each side. An
+inserted call is then one block, instead of being spread over the blank lines and brackets around it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PatienceMatcher(SequenceMatcher[str]):
         return [*blocks, Match(len(self.a), len(self.b), 0)]
 
     def _equal_lines(self) -> Iterator[tuple[int, int]]:
-        """The places of matched lines, in any order."""
+        """Yield the indices of matched lines in ``a`` and ``b``, in any order."""
         ranges = [(0, len(self.a), 0, len(self.b))]
         while ranges:
             i, i_end, j, j_end = ranges.pop()
@@ -67,11 +67,11 @@ class PatienceMatcher(SequenceMatcher[str]):
                 yield i_end, j_end
 
     def _unique_lines(self, rows: range, columns: range) -> list[tuple[int, int]]:
-        """The longest series of lines, in order on both sides, each of which occurs once on either."""
+        """Return the longest common subsequence of the lines that occur exactly once on each side."""
         counts = Counter(self.a[i] for i in rows), Counter(self.b[j] for j in columns)
         column_of = {self.b[j]: j for j in columns if counts[0][self.b[j]] == counts[1][self.b[j]] == 1}
         pairs = [(i, column_of[self.a[i]]) for i in rows if self.a[i] in column_of]
-        # Patience sorting: pile n ends the series of n + 1 lines whose last column is the smallest.
+        # Patience sorting: pile n holds the smallest last column of any increasing series of n + 1 lines.
         piles: list[int] = []
         last: list[int] = []
         before: list[int] = []
@@ -100,7 +100,7 @@ def overlay_diff(overlay: Overlay) -> str:
 
 
 def unified_lines(before: Sequence[str], after: Sequence[str], context: int) -> Iterator[str]:
-    """The lines of a unified diff of lines without their ends, without a file header."""
+    """Yield the lines of a unified diff without a file header; the input lines have no line ends."""
     for group in PatienceMatcher(before, after).get_grouped_opcodes(context):
         yield f"@@ -{_range(group[0][1], group[-1][2])} +{_range(group[0][3], group[-1][4])} @@"
         for tag, i1, i2, j1, j2 in group:

@@ -85,7 +85,7 @@ def generated() -> dict[Path, str]:
 
 
 def page_of(product: Product) -> str:
-    """The file name of a product's page of transforms."""
+    """Return the file name of a product's page of transforms."""
     return "transforms.md" if product.is_default else f"transforms_{'_'.join(product.owners)}.md"
 
 
@@ -95,9 +95,9 @@ def _shown(path: Path) -> Path:
 
 
 def fingerprints(product: Product = UCM) -> str:
-    """The upstream contents of every reviewed release of vLLM, so that `ucm doctor` can tell a release by its files.
+    """Return the hashes of the upstream modules per reviewed release, by which `ucm doctor` recognises a release.
 
-    One line per release: the path of each module that its overlay shadows, and the content that vLLM has there.
+    One line per release: the path of each shadowed module, and the hash of vLLM's file there.
     """
     lines = []
     for release in product.reviewed():

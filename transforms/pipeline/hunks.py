@@ -1,4 +1,4 @@
-"""Read a reviewed diff back: which lines each rule added to which module."""
+"""Parse a reviewed diff: which lines each rule added to which module."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Inserted:
 
 
 def parse_diff(diff: str) -> dict[str, list[Hunk]]:
-    """The hunks of each module in a zero-context diff."""
+    """Return the hunks of each module in a zero-context diff."""
     modules: dict[str, list[Hunk]] = {}
     for part in re.split(r"^--- a/", diff, flags=re.MULTILINE)[1:]:
         header, *lines = part.split("\n")

@@ -1,7 +1,7 @@
-"""The lock: the record of a reviewed overlay. Only what it records is built.
+"""The lock: the record of a reviewed overlay. Builds produce nothing else.
 
-For each module, ``overlays/vllm-X/lock.json`` has the hashes of the upstream and the rewritten content, and the rules;
-``changes.diff`` beside it has the change itself. Only `accept` writes them.
+For each module, ``overlays/vllm-X/lock.json`` lists the hashes of the upstream and the rewritten file, and the rules;
+``changes.diff`` beside it contains the change itself. Only `accept` writes them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class LockError(OverlayError):
 
 
 def make_lock(overlay: Overlay, serial: int) -> Lock:
-    """The lock of an overlay.
+    """Return the lock of an overlay.
 
     Args:
         overlay: The overlay.
-        serial: The number of the published overlay of this release; the wheel's post-release number.
+        serial: The number of this overlay among those published for the release; the wheel's post-release number.
     """
     meeting = {"owners": list(overlay.product.owners), "conflicts": conflicts(overlay)}
     unchanged = [o for o in overlay.outcomes if o.status in {Status.NOT_APPLICABLE, Status.UPSTREAMED}]
@@ -90,11 +90,11 @@ def _rule(outcome: Outcome, lines: dict[str, list[int]], opt_in: tuple[str, ...]
 
 
 def built_lock(lock: Lock, *, all_hooks: bool) -> Lock:
-    """Return the part of a lock that is in the wheel of one set of hooks.
+    """Return the part of a lock that a wheel contains.
 
     Args:
         lock: The overlay's lock.
-        all_hooks: Whether the opt-in rules are inserted, too.
+        all_hooks: Whether the wheel also contains the opt-in rules.
     """
     if all_hooks:
         return lock
@@ -107,7 +107,7 @@ def built_lock(lock: Lock, *, all_hooks: bool) -> Lock:
 
 
 def marked_lines(rewritten: bytes) -> dict[str, list[int]]:
-    """Return the lines of a rewritten module that have each rule's mark."""
+    """Return the line numbers of each rule's marks in a rewritten module."""
     found: dict[str, list[int]] = {}
     for number, line in enumerate(io.StringIO(rewritten.decode(), newline="\n"), 1):
         _, mark, rule = line.partition(MARK)
@@ -144,7 +144,7 @@ def read_lock(release: str, product: Product = UCM) -> Lock | None:
 
 
 def check_reviewed(overlay: Overlay, origin: str | None = None) -> Lock:
-    """Return the reviewed lock of exactly this overlay.
+    """Return the reviewed lock of an overlay, if it matches exactly.
 
     Args:
         overlay: The overlay that was made.
@@ -179,7 +179,7 @@ def _has_diff(overlay: Overlay) -> bool:
 
 
 def compare(reviewed: Lock, made: Lock) -> list[str]:
-    """Describe the differences between two locks, except where the sources were read from."""
+    """Describe the differences between two locks; the origin of the sources does not count."""
     was, now = ({m["path"]: m for m in lock["modules"]} for lock in (reviewed, made))
     found = [f"{path}: no longer rewritten" for path in was.keys() - now.keys()]
     found += [f"{path}: rewritten, and was not" for path in now.keys() - was.keys()]
@@ -202,7 +202,7 @@ def accept(overlay: Overlay) -> Path:
         The overlay's directory.
 
     Raises:
-        LockError: If it would replace the published vLLM's lock by a modified vLLM's.
+        LockError: If it would replace the lock of a published vLLM with that of a modified one.
     """
     for path, text in accepted_files(overlay).items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def accept(overlay: Overlay) -> Path:
 
 
 def accepted_files(overlay: Overlay) -> dict[Path, str]:
-    """What `accept` writes.
+    """Return the files that `accept` writes.
 
     If a module's rewritten content differs from the previous lock, the serial is increased, so that two different
     wheels never have the same version.
@@ -236,7 +236,7 @@ def _contents(lock: Lock, which: str) -> dict[str, str | None]:
 
 
 def _check_same_upstream(before: Lock, lock: Lock, overlay: Overlay) -> None:
-    """Refuse to replace a published archive's lock by that of local, modified sources."""
+    """Refuse to replace the lock of a published archive with that of modified local sources."""
     was, now = _contents(before, "upstream_sha256"), _contents(lock, "upstream_sha256")
     changed = [path for path in was.keys() & now.keys() if was[path] != now[path]]
     if changed and before["upstream"]["sha256"] and not lock["upstream"]["sha256"]:
@@ -250,6 +250,6 @@ def _check_same_upstream(before: Lock, lock: Lock, overlay: Overlay) -> None:
 
 
 def dump(data: Lock) -> str:
-    """Return JSON in our layout: one line per rule, readable in a diff, the same on every machine."""
+    """Serialise a lock as JSON with one line per rule: readable in a diff, identical on every machine."""
     text = json.dumps(data, indent=1, ensure_ascii=False)
     return INNERMOST.sub(lambda found: INDENT.sub(" ", found[0]), text) + "\n"

@@ -1,7 +1,7 @@
-"""From an overlay to its source package and its wheel.
+"""Build the source package and the wheel of an overlay.
 
-The package is rendered from the templates beside this file. It contains everything that is shipped, so anybody can read
-it and rebuild the wheel. Builds are reproducible: nothing depends on the machine, the directory or the time.
+The package is rendered from the templates beside this file. It contains everything that the wheel ships, so anybody can
+review it and rebuild the wheel. Builds are reproducible: nothing depends on the machine, the directory or the time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
 TEMPLATES = Path(__file__).parent / "templates"
 RUNTIME = "ucm-runtime"
-#: The time of every file in a wheel, in seconds since 1970: zip knows none before 1980.
+#: The modification time of every file in a wheel, in seconds since 1970; zip cannot represent times before 1980.
 DATE = "1580601600"
 #: The rendered files and their templates. The start-up files are .pth for every Python and .start (PEP
 #: 829) for those that prefer it; their stem must be the same.
@@ -74,7 +74,7 @@ class Built:
 def overlay_version(release: str, serial: int, *, all_hooks: bool = False, product: Product = UCM) -> str:
     """Return the overlay's version: the release's, with the serial as its post-release number.
 
-    An overlay with all hooks has a local version, 0.32.0.post2+all.hooks: users build it, and no index has it.
+    An overlay with all hooks has a local version, 0.32.0.post2+all.hooks: users build it themselves.
     An overlay with the hooks of other owners names them: 0.32.0.post2+with.ucm.
 
     Indexes accept no local versions, so the serial cannot follow a plus. A vLLM post-release counts in
@@ -97,8 +97,9 @@ def build_package(overlay: Overlay, lock: Lock, out: Path = BUILD, *, all_hooks:
     Args:
         overlay: The overlay, already compared with its lock.
         lock: Its reviewed lock.
-        out: Below it, ``packages/`` gets the source and ``wheels/`` the wheel; ``wheels/all-hooks/`` one with all.
-        all_hooks: Whether the opt-in rules are inserted, too.
+        out: The output directory: ``packages/`` for the source, ``wheels/`` for the wheel, ``wheels/all-hooks/`` for
+            one with all hooks.
+        all_hooks: Whether the wheel also contains the opt-in rules.
 
     Raises:
         PackageError: If hatchling fails.
@@ -121,7 +122,7 @@ def build_runtime(out: Path = BUILD) -> Path:
 
 
 def render(overlay: Overlay, lock: Lock, target: Path, *, all_hooks: bool = False) -> Path:
-    """Write the source package of an overlay, and replace an earlier one."""
+    """Write the source package of an overlay; replace an existing one."""
     lock = built_lock(lock, all_hooks=all_hooks)
     sources = {m.path: m.rewritten if all_hooks else m.default for m in overlay.modules}
     files = {path: source for path, source in sources.items() if source is not None}
@@ -173,7 +174,7 @@ def build_wheel(source: Path, out: Path) -> Path:
 
 
 def runtime_version() -> str:
-    """The version of the runtime in this checkout."""
+    """Return the version of the runtime in this checkout."""
     for line in (ROOT / "ucm" / "__init__.py").read_text(encoding="utf-8").splitlines():
         if line.startswith("__version__"):
             return line.partition("=")[2].strip().strip('"')
@@ -233,12 +234,12 @@ def _manifest(overlay: Overlay, lock: Lock, files: dict[str, bytes], context: di
 
 
 def _hooks(sources: Iterable[bytes], seam: Seam) -> set[str]:
-    """The hooks of a seam that rewritten modules call."""
+    """Return the hooks of a seam that rewritten modules call."""
     return {use.hook for source in sources for use in hook_uses(source, (seam,)) if use.call is not None}
 
 
 def group_needs(product: Product = UCM, groups: Collection[str] | None = None) -> dict[str, list[str]]:
-    """For each group, or each of some, the groups that its rewritten modules rely on."""
+    """Return the groups that each group's rewritten modules rely on; for all groups, or some."""
     needs: dict[str, set[str]] = {}
     for transform in product.transforms:
         needs.setdefault(transform.module.group, set()).update(transform.needs)

@@ -1,4 +1,4 @@
-"""Pages for the operator under `build/`, each a self-contained HTML file that needs no network."""
+"""HTML pages under `build/`, each self-contained and readable without a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_page(target: Path, template: str, **context: Any) -> Path:
     Args:
         target: The file to write.
         template: A template beside the shared style and script.
-        context: What the template names.
+        context: The template's variables.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

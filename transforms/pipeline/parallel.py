@@ -1,4 +1,4 @@
-"""Run a function for several releases on all processors, with results in order and progress."""
+"""Run a function for several releases on all CPUs; results come in order, and progress is shown."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def each_release(
 
 
 def _results(function: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[Result]:
-    # Syntax trees are hundreds of thousands of objects without cycles, so garbage collection costs time for nothing.
+    # Syntax trees are hundreds of thousands of objects without cycles, so garbage collection only costs time.
     if len(jobs) == 1:
         gc.disable()
         try:

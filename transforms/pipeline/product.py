@@ -1,10 +1,10 @@
 """Products: a package, and the registries whose rules change it, in a stated order.
 
-Two overlays cannot shadow one module. Therefore one build applies the registries of several owners, each to the result
-of the previous one, and its lock names the places where they meet.
+Two overlays cannot shadow the same module. One build therefore applies the registries of several owners, each to the
+result of the previous one, and the lock names the places where they meet.
 
-A command line names a product in front of a release, with a hyphen: ``ascend-0.23.0`` is Ascend's, ``ucm+acme-0.32.0``
-has UCM's rules and then Acme's, and ``0.32.0`` alone is UCM's.
+On a command line, a product is the prefix of a release: ``ascend-0.23.0`` is Ascend's, ``ucm+acme-0.32.0`` has UCM's
+rules and then Acme's, and ``0.32.0`` alone is UCM's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transforms.engine.registry import Package
     from transforms.engine.transform import Transform
 
-#: The entry points under which other projects name their registries.
+#: The entry-point group under which other projects publish their registries.
 GROUP = "ucm.transforms"
 JOIN = "+"
 OWN: tuple[Registry, ...] = (registry.REGISTRY, ASCEND)
@@ -43,7 +43,7 @@ class Product:
     """A package and the registries whose rules change it.
 
     Attributes:
-        registries: In the order in which their rules are applied. The last one's owner publishes the result.
+        registries: In the order in which their rules are applied. The owner of the last one publishes the overlay.
         overlays: The directory of its locks.
     """
 
@@ -57,7 +57,7 @@ class Product:
 
     @property
     def package(self) -> Package:
-        """What is rewritten."""
+        """The package to rewrite."""
         return self.publisher.package
 
     @property
@@ -87,7 +87,7 @@ class Product:
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the default of command lines."""
+        """Whether a command line selects it by default."""
         return self.owners == (registry.REGISTRY.owner,)
 
     def named(self, release: str) -> str:
@@ -106,10 +106,10 @@ class Product:
 
 
 def compose(*registries: Registry) -> Product:
-    """Make the product of some registries; its locks are separate from those of each registry alone.
+    """Make the product of some registries; its locks are separate from those of the registries alone.
 
     Raises:
-        ProductError: If they have different packages, or share an owner or the name of a group.
+        ProductError: If they are for different packages, or share an owner or the name of a group.
     """
     packages = {one.package for one in registries}
     if len(packages) != 1:
@@ -140,7 +140,7 @@ def registries() -> dict[str, Registry]:
     """Return the known registries by owner: this repository's, then those of installed projects.
 
     Raises:
-        ProductError: If an entry point names no registry, or two have the same owner.
+        ProductError: If an entry point is not a registry, or two have the same owner.
     """
     found = {one.owner: one for one in OWN}
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):

@@ -38,8 +38,8 @@ class Skeleton:
     """A project to create.
 
     Attributes:
-        owner: Who maintains its rules: one lower-case word.
-        release: A release of the package that is changed.
+        owner: The maintainer of its rules: one lower-case word.
+        release: A release of the package to change.
         place: The function that its first rule hooks: ``path:qualified name``.
         project: The name of the package on an index; default: its import name.
     """
@@ -66,7 +66,7 @@ class Skeleton:
                 )
 
     def write(self, directory: Path) -> list[Path]:
-        """Write the project; no existing file is replaced.
+        """Write the project; replace no existing file.
 
         Returns:
             The files.

@@ -1,8 +1,8 @@
-"""Find what one package replaces in another at run time, and what that means for the other's overlay.
+"""Find what a package replaces in vLLM at run time, and which hooks of vLLM's overlay that removes.
 
 Packages such as vLLM Ascend rebind attributes of vLLM at import. This module reads each such assignment from their
-sources: the attribute, its replacement, and whether the replacement calls the original. A comparison with the two
-reviewed overlays shows, for each attribute, whether hooks survive.
+sources: the attribute, its replacement, and whether the replacement calls the original. It then compares them with the
+two reviewed overlays to find out, for each attribute, whether the hooks survive.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Rebinding:
     """One attribute that is rebound.
 
     Attributes:
-        module: The module of the package whose attribute it is, dotted.
-        name: The qualified name in it.
+        module: The dotted name of the module that has the attribute.
+        name: The attribute's qualified name in it.
         kind: The kind of the replacement.
         by: The replacement's name in ``path``.
         path: The file with the assignment.
@@ -68,14 +68,14 @@ class Rebinding:
 
 @dataclass(frozen=True)
 class Fate:
-    """A rebinding, and its consequence for the overlay of the package whose attribute is rebound.
+    """A rebinding, and its consequence for the overlay of the rebound package.
 
     Attributes:
-        rebinding: What is rebound.
+        rebinding: The rebinding.
         rewritten: Whether the overlay rewrites the module.
         hooked: The rules whose insertions are in the function, or in methods of the class.
-        survives: Whether their calls are still made.
-        serves: What makes the calls instead if they are not; empty if nothing needs to.
+        survives: Whether their calls still happen.
+        serves: What makes the calls instead; empty if nothing has to.
     """
 
     rebinding: Rebinding
@@ -91,8 +91,8 @@ class OfRelease:
 
     Attributes:
         release: The release of the package that rebinds.
-        paired: The vLLM release whose overlay they are compared with.
-        fates: What follows from each.
+        paired: The vLLM release to whose overlay they are compared.
+        fates: The consequence of each.
     """
 
     release: str
@@ -101,32 +101,32 @@ class OfRelease:
 
     @property
     def anchor(self) -> str:
-        """The name of its heading in a link."""
+        """The fragment of links to its heading."""
         return self.release.replace(".", "")
 
     @property
     def rewritten(self) -> list[Fate]:
-        """Those in modules that the overlay rewrites."""
+        """The rebindings in modules that the overlay rewrites."""
         return [fate for fate in self.fates if fate.rewritten]
 
     @property
     def hooked(self) -> list[Fate]:
-        """Those of functions and classes with hooks."""
+        """The rebindings of functions and classes with hooks."""
         return [fate for fate in self.fates if fate.hooked]
 
     @property
     def served(self) -> list[Fate]:
-        """Those by which hooks are lost that another overlay has."""
+        """The rebindings that remove hooks which the package's own overlay has."""
         return [fate for fate in self.hooked if not fate.survives and not fate.serves.startswith(NOTHING)]
 
     @property
     def lost(self) -> list[Fate]:
-        """Those by which hooks are lost."""
+        """The rebindings that remove hooks without a substitute."""
         return [fate for fate in self.hooked if not fate.survives and fate.serves.startswith(NOTHING)]
 
     @property
     def others(self) -> list[tuple[str, list[Fate]]]:
-        """The others, by the file that rebinds."""
+        """The rebindings in other modules, by the file that makes them."""
         found: dict[str, list[Fate]] = {}
         for fate in self.fates:
             if not fate.rewritten:
@@ -135,7 +135,7 @@ class OfRelease:
 
 
 def rebindings_page(product: Product) -> str:
-    """The page of what a product's package rebinds of vLLM, as Markdown."""
+    """Return the page of what a product's package rebinds in vLLM, as Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
@@ -149,12 +149,12 @@ def rebindings_page(product: Product) -> str:
 
 
 def rebindings(tree: SourceTree, package: str, within: str) -> list[Rebinding]:
-    """Every attribute of a package that files of another one's rebind, in the order of the files.
+    """Return every attribute of a package that another one rebinds, in the order of the files.
 
     Args:
-        tree: The sources of the other package.
-        package: The package whose attributes are looked for.
-        within: The folder of the other whose files are read.
+        tree: The sources of the package that rebinds.
+        package: The package whose attributes are rebound.
+        within: The directory of ``tree`` to search.
     """
     found: list[Rebinding] = []
     for path in sorted(path for path in tree.python_files() if path.startswith(within)):
@@ -163,11 +163,11 @@ def rebindings(tree: SourceTree, package: str, within: str) -> list[Rebinding]:
 
 
 def fates(release: str, product: Product) -> list[Fate]:
-    """What becomes of the hooks in vLLM's overlay beside a release of another package, and of that one's own.
+    """Return the consequence of each rebinding in a release of another package for the hooks of vLLM's overlay.
 
     Args:
-        release: The release of the other package; the vLLM that it pairs with has its number.
-        product: The other package's.
+        release: The release of the other package, paired with vLLM's release of the same number.
+        product: The other package's product.
     """
     hooks, own = hooks_of_release(paired(release), UCM), hooks_of_release(release, product)
     rewritten = {path for path, _ in hooks}
@@ -176,7 +176,7 @@ def fates(release: str, product: Product) -> list[Fate]:
 
 
 def paired(release: str) -> str:
-    """The reviewed release of vLLM that is nearest to the one of the same number, and not older than its minor one."""
+    """Return the reviewed vLLM release of the same number, or else the newest with the same major and minor number."""
     wanted = Version(release).release[:2]
     same = [one for one in UCM.reviewed() if Version(one).release[:2] == wanted]
     number = ".".join(map(str, Version(release).release))
@@ -227,7 +227,7 @@ def _of_file(tree: ast.Module, path: str, package: str) -> Iterator[Rebinding]:
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The attributes that a statement assigns, also by ``setattr`` with a literal name, each with what."""
+    """Yield the attributes that a node assigns, also by ``setattr`` with a literal name, each with its value."""
     if isinstance(node, ast.Assign):
         yield from ((target, node.value) for target in node.targets if isinstance(target, ast.Attribute))
     elif isinstance(node, ast.Call) and _name(node.func) == "setattr" and len(node.args) == 3:  # noqa: PLR2004 - setattr
@@ -237,7 +237,7 @@ def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _imported(tree: ast.Module, package: str) -> dict[str, str]:
-    """What a file's names of the package stand for, dotted."""
+    """Return the dotted name that each of a file's names for things in the package refers to."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -246,7 +246,7 @@ def _imported(tree: ast.Module, package: str) -> dict[str, str]:
                     found[alias.asname or package] = alias.name if alias.asname else package
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == package:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in tree.body:  # a second name for the same thing
+    for node in tree.body:  # aliases
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             dotted = _resolved(node.value, found)
             if dotted:
@@ -255,7 +255,7 @@ def _imported(tree: ast.Module, package: str) -> dict[str, str]:
 
 
 def _originals(tree: ast.Module, names: dict[str, str]) -> dict[str, str]:
-    """The names under which a file keeps what stood in a place before."""
+    """Return the names under which a file keeps the originals, each with the original's dotted name."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Attribute):
@@ -266,7 +266,7 @@ def _originals(tree: ast.Module, names: dict[str, str]) -> dict[str, str]:
 
 
 def _resolved(node: ast.expr, names: dict[str, str]) -> str | None:
-    """The dotted name that an expression stands for, if it is one of the package's."""
+    """Return the dotted name that an expression refers to, or None if it is not in the package."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -276,7 +276,7 @@ def _resolved(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def _split(dotted: str) -> tuple[str, str]:
-    """A dotted name as module and qualified name: a class begins with a capital, and a module never does."""
+    """Split a dotted name into module and qualified name: class names start with a capital, module names never do."""
     parts = dotted.split(".")
     first = next((n for n, part in enumerate(parts) if part[:1].isupper() or part.startswith("_")), len(parts) - 1)
     return ".".join(parts[:first]), ".".join(parts[first:])
@@ -298,7 +298,7 @@ def _kind(value: ast.expr, defined: dict[str, Definition], kept: dict[str, str],
 
 
 def _name(node: ast.AST) -> str:
-    """The last part of a name."""
+    """Return the last part of a name."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Name):

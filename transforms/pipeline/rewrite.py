@@ -1,4 +1,4 @@
-"""A release's sources in, its rewritten modules out."""
+"""Rewrite a release: apply a product's transforms to its sources."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class RewrittenModule:
     """One module before and after.
 
     Attributes:
-        transforms: What changed it, in order; of several owners where their registries are applied in one build.
+        transforms: The transforms that changed it, in order; they may be of several owners.
         path: Its path in the release, ``vllm/…/x.py``.
         upstream: Its source as published.
         rewritten: Its source in the overlay with all hooks.
-        outcomes: What became of each of the transform's rules.
-        default: Its source in the overlay with the hooks that shipped features use; None if it has none of these.
-        opt_in: The rules that are in ``rewritten`` alone.
+        outcomes: The outcome of each of the transforms' rules.
+        default: Its source in the overlay with the hooks that shipped features use; None if it needs none of these.
+        opt_in: The rules that only ``rewritten`` has.
     """
 
     transforms: tuple[Transform, ...]
@@ -56,7 +56,7 @@ class RewrittenModule:
 
     @property
     def group(self) -> str:
-        """The unit that can be switched off in a process; those of further owners hang on it."""
+        """The unit that can be switched off in a process; groups of further owners go off with it."""
         return self.transforms[0].module.group
 
     @property
@@ -67,14 +67,14 @@ class RewrittenModule:
 
 @dataclass(frozen=True)
 class Overlay:
-    """All that the transforms make of one release.
+    """The result of applying a product's transforms to one release.
 
     Attributes:
         release: The release.
-        artefact: What its sources were read from.
+        artefact: The artefact that its sources were read from.
         modules: The modules that changed, in the order of the transforms.
-        outcomes: What became of every rule of every transform, also of those whose module did not change.
-        product: Whose rules were applied to which package.
+        outcomes: The outcome of every rule, also of those whose module did not change.
+        product: The package and the rules that were applied to it.
     """
 
     release: str
@@ -85,12 +85,12 @@ class Overlay:
 
     @property
     def named(self) -> str:
-        """It, as a command line names it."""
+        """Its name on a command line."""
         return self.product.named(self.release)
 
     @property
     def directory(self) -> Path:
-        """Where its lock lies."""
+        """The directory of its lock."""
         return self.product.directory(self.release)
 
     @property
@@ -100,7 +100,7 @@ class Overlay:
 
     @property
     def failures(self) -> list[Outcome]:
-        """The outcomes that stop a build: rules that failed, and rules that found their own work in the sources."""
+        """The outcomes that stop a build: rules that failed, and rules whose insertion the sources already contain."""
         return [outcome for outcome in self.outcomes if outcome.status.failed or outcome.status is Status.PRESENT]
 
 
@@ -127,7 +127,7 @@ def rewrite(tree: SourceTree, product: Product = UCM) -> Overlay:
 
 
 def module_path(transform: Transform, tree: SourceTree) -> str | None:
-    """Where the release keeps a transform's module; None if it has none, or one that is not for use."""
+    """Return the path of a transform's module in a release; None if the release has none, or one that is not used."""
     if _absence(transform, tree.release):
         return None
     return next((path for path in transform.module.candidates(tree.release) if tree.exists(path)), None)
@@ -136,7 +136,7 @@ def module_path(transform: Transform, tree: SourceTree) -> str | None:
 def _rewrite_module(
     transforms: Sequence[Transform], path: str, source: bytes, release: str, product: Product
 ) -> RewrittenModule:
-    """A module with the insertions of the transforms that are for it; with those of none if they insert nothing."""
+    """Return a module with the insertions of its transforms; ``transforms`` is empty if they insert nothing."""
     try:
         parsed = cst.parse_module(source)
     except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
@@ -157,7 +157,7 @@ def _rewrite_module(
 def _applied(
     transforms: Sequence[Transform], module: cst.Module, path: str, release: str
 ) -> tuple[cst.Module, list[Outcome], list[Transform]]:
-    """A module with the insertions of some transforms, each into the result of those before, and who inserted any."""
+    """Apply transforms in turn; return the module, all outcomes, and the transforms that inserted anything."""
     outcomes: list[Outcome] = []
     changing = []
     for transform in transforms:
@@ -172,7 +172,7 @@ def _applied(
 
 
 def _with_notice(source: bytes, release: str, product: Product) -> bytes:
-    """The source with a notice of changes after the comments that it starts with (its licence header)."""
+    """Insert the notice of changes after the source's leading comments (its licence header)."""
     lines = source.splitlines(keepends=True)
     header = next((i for i, line in enumerate(lines) if not line.startswith(b"#")), len(lines))
     notice = NOTICE.format(overlay=product.publisher.title, package=product.package.title, release=release)
@@ -180,12 +180,12 @@ def _with_notice(source: bytes, release: str, product: Product) -> bytes:
 
 
 def _is_change(outcome: Outcome, transform: Transform) -> bool:
-    """Whether an outcome is more than the import of hooks that nothing would call."""
+    """Return whether an outcome is more than an import of hooks that nothing would call."""
     return outcome.status not in {Status.UPSTREAMED, Status.NOT_APPLICABLE} and outcome.rule != f"{transform.id}.import"
 
 
 def _left_out(outcome: Outcome) -> Outcome:
-    """The outcome of a rule in a module that is not shadowed, because nothing but the import would be inserted."""
+    """Return the outcome of a rule in a module that is not shadowed because it would gain only the import."""
     if outcome.status is not Status.APPLIED:
         return outcome
     detail = "no other rule inserts anything into this module, so nothing would call a hook"

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def make_sbom(lock: Lock, version: str, hooks: str, product: Product = UCM) -> dict[str, Any]:
-    """The bill of materials of an overlay: the package as its origin, and each file with what it was made from.
+    """Return the bill of materials of an overlay: the package as its ancestor, and each file with its own ancestor.
 
     Args:
         lock: The part of the overlay's lock that is built.
         version: The overlay's version.
-        hooks: ``default`` or ``all``: which hooks it has.
-        product: What it is made of.
+        hooks: The set of hooks: ``default`` or ``all``.
+        product: The product of the overlay.
     """
     upstream, name = lock["upstream"], product.publisher.distribution
     namespace = uuid.uuid5(uuid.NAMESPACE_DNS, name)
@@ -63,7 +63,7 @@ def make_sbom(lock: Lock, version: str, hooks: str, product: Product = UCM) -> d
 
 
 def _file(module: dict[str, Any]) -> dict[str, Any]:
-    """One rewritten module with its ancestor: the package's file of the same path."""
+    """Return the entry of a rewritten module; its ancestor is the package's file of the same path."""
     return {
         "type": "file",
         "bom-ref": module["path"],

@@ -1,7 +1,7 @@
-"""What changed in the function around each insertion since the reviewed release before.
+"""Show what changed in the function around each insertion since the previous reviewed release.
 
-A rule's anchor can stay as it is while the code around it changes its meaning: another loop, an early return, a second
-path. What is compared here is vLLM's own text in the two releases.
+A rule's anchor can stay the same while the code around it changes its meaning: another loop, an early return, a second
+path. The comparison is of vLLM's own text in the two releases.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from transforms.pipeline.sources.tree import Opener
 
 CONTEXT = 3
-#: Lines that a terminal shows of one function's diff; a page shows all.
+#: The number of diff lines per function that a terminal shows; a page shows all.
 SHORT = 24
 
 
 @dataclass(frozen=True)
 class Surrounding:
-    """The function, or class, around a rule's insertion, and what changed in it.
+    """The function or class around a rule's insertion, and what changed in it.
 
     Attributes:
         name: Its qualified name.
-        name_before: The one that the rule had around it before; empty if the rule was not inserted.
-        diff: What changed, as the lines of a unified diff without its header; empty if nothing did.
+        name_before: The qualified name of the one before; empty if the rule was not inserted.
+        diff: The changes, as lines of a unified diff without its header; empty if there are none.
     """
 
     name: str
@@ -44,19 +44,19 @@ class Surrounding:
 
     @property
     def added(self) -> int:
-        """How many lines are new."""
+        """The number of added lines."""
         return sum(line.startswith("+") for line in self.diff)
 
     @property
     def removed(self) -> int:
-        """How many lines are gone."""
+        """The number of removed lines."""
         return sum(line.startswith("-") for line in self.diff)
 
     def summary(self, since: str) -> str:
-        """What changed, in a few words.
+        """Summarise the changes in a few words.
 
         Args:
-            since: The reviewed release before.
+            since: The previous reviewed release.
         """
         if not self.name_before:
             return f"{self.name}: no rule was here in {since}"
@@ -66,19 +66,19 @@ class Surrounding:
         return f"{self.name}{was}: +{self.added} -{self.removed} lines since {since}"
 
     def shortened(self) -> list[str]:
-        """The diff as far as a terminal shows it."""
+        """Return the part of the diff that a terminal shows."""
         rest = len(self.diff) - SHORT
         return [*self.diff[:SHORT], *([f"… {rest} more lines: the review page shows them"] if rest > 0 else [])]
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is around all insertions of an overlay.
+    """The functions and classes around all insertions of an overlay.
 
     Attributes:
-        since: The reviewed release that they are compared with; empty if there is none.
-        rules: By rule, for those that stand in a function or class.
-        problem: Why there is no comparison; empty if there is one, or nothing to compare with.
+        since: The reviewed release to which they are compared; empty if there is none.
+        rules: By rule, for those inserted in a function or class.
+        problem: Why the comparison failed; empty if it did not, or there is nothing to compare with.
     """
 
     since: str
@@ -86,7 +86,7 @@ class Surroundings:
     problem: str = ""
 
     def distinct(self, rules: Sequence[str]) -> list[Surrounding]:
-        """What is around some rules, each function once."""
+        """Return the functions and classes around some rules, each once."""
         return list(dict.fromkeys(self.rules[rule] for rule in rules if rule in self.rules))
 
 
@@ -95,12 +95,12 @@ def surroundings(
     since: str,
     opened: Opener = open_sources,
 ) -> Surroundings:
-    """Compare the functions around an overlay's insertions with those of the reviewed release before.
+    """Compare the functions around an overlay's insertions with those of the previous reviewed release.
 
     Args:
         overlay: The overlay.
-        since: The reviewed release before; empty for none.
-        opened: The sources of a release.
+        since: The previous reviewed release; empty for none.
+        opened: Opens the sources of a release.
     """
     lock = read_lock(since, overlay.product) if since else None
     if lock is None:
@@ -133,7 +133,7 @@ def surroundings(
 
 
 def definitions(source: bytes) -> dict[str, list[str]]:
-    """The lines of every class and function, decorators included, by qualified name; of several, the last."""
+    """Return the lines of every class and function, including decorators, by qualified name; the last one counts."""
     lines = source.decode().split("\n")
     found: dict[str, list[str]] = {}
     waiting: list[tuple[str, ast.AST]] = [("", ast.parse(source))]

@@ -24,7 +24,7 @@ TEMPLATE = "transforms.md.j2"
 
 
 def transforms_page(product: Product = UCM) -> str:
-    """The page, as Markdown."""
+    """Return the page, as Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
@@ -45,11 +45,11 @@ def transforms_page(product: Product = UCM) -> str:
 
 @dataclass(frozen=True)
 class CensusRow:
-    """Places of which the same is said.
+    """Places with the same classification.
 
     Attributes:
         places: Their modules and qualified names.
-        follows: What follows.
+        follows: The classification.
         releases: The reviewed releases that have any of them.
     """
 
@@ -59,7 +59,7 @@ class CensusRow:
 
 
 def _censuses(releases: list[str], product: Product) -> dict[str, list[CensusRow]]:
-    """The rows of each census: the hooked places, then the others in the order in which they are classified."""
+    """Return the rows of each census: the hooked places, then the others in the order of the classifications."""
     found: dict[str, dict[str, dict[str, set[str]]]] = {c.id: {} for t in product.transforms for c in t.census}
     for release, sites in judged(product).items():
         for site in sites:
@@ -76,7 +76,7 @@ def _censuses(releases: list[str], product: Product) -> dict[str, list[CensusRow
 
 
 def _follows(site: Site) -> list[str]:
-    """What is to be said of a place; a function of which only a part is hooked is told twice."""
+    """Return the classifications of a site; a site that is only partly hooked has two."""
     hooked = ["**hooked**"] if site.hooked else []
     if site.hooked >= site.count:
         return hooked
@@ -100,12 +100,12 @@ def _inserted(release: str, product: Product) -> Iterator[str]:
 
 
 def _ranges(rule: Rule, releases: list[str], inserted: dict[str, set[str]]) -> str:
-    """The reviewed releases with the rule."""
+    """Return the reviewed releases that have the rule, as ranges."""
     return _spans(releases, {release for release in releases if rule.id in inserted[release]})
 
 
 def _spans(releases: list[str], chosen: set[str]) -> str:
-    """Some of the reviewed releases, as ranges of consecutive ones."""
+    """Format some of the reviewed releases as ranges of consecutive ones."""
     spans: list[list[str]] = []
     previous_had_it = False
     for release in releases:
@@ -127,5 +127,5 @@ def _notes(rule: Rule, *, opt_in: bool) -> list[str]:
 
 
 def _code(rule: Rule) -> list[str]:
-    """What the rule inserts, each form once, all of its lines."""
+    """Return the code that the rule inserts, each form once, on one line."""
     return list(dict.fromkeys(" ⏎ ".join(variant.edit.code.strip().splitlines()) for variant in rule.variants))
