@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand.
 
     Args:
-        commands: What ``ArgumentParser.add_subparsers`` returned.
+        commands: The return value of ``ArgumentParser.add_subparsers``.
     """
     parser = commands.add_parser(
         "doctor",
@@ -59,7 +59,7 @@ def handle(options: argparse.Namespace) -> int:
     """Examine the environment and print the report.
 
     Raises:
-        UcmError: If the options contradict each other, or name no model.
+        UcmError: If the options contradict each other, or the model does not exist.
     """
     if not options.run and (options.model is not None or options.timeout is not None):
         raise UcmError("--model and --timeout need --run", fix="add --run, or leave them out")

@@ -1,6 +1,6 @@
-"""A file with settings, checked as an engine would check it, without one.
+"""Check a settings file as an engine does, without starting one.
 
-Nothing is made: a directory that is not there yet is left to the engine, and to the user who runs that.
+The check creates nothing: the engine creates missing directories, as the user who runs it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from ucm.doctor.vllm_install import Vllm
 
 CHECK, SPARSE = "configuration", "sparse settings"
-#: How the check of a tier is called, with the tier's name.
+#: The prefix of the name of a tier's check.
 TIER = "tier"
 _WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
 NEEDS_AN_ENGINE = "not checked, because that needs an engine: the model, its weights, vLLM's own settings"
 
 
 def check_config(file: Path) -> list[Finding]:
-    """Would an engine take the settings in a file, and the sparse method among them?
+    """Check whether an engine would accept the settings in a file, including the sparse method.
 
     Args:
-        file: What ``UCM_CONFIG_FILE`` will name.
+        file: The file that ``UCM_CONFIG_FILE`` will name.
     """
     file = file.absolute()
     try:
@@ -62,7 +62,7 @@ def check_config(file: Path) -> list[Finding]:
 
 
 def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
-    """Whether the tiers that are no directories can be reached from here."""
+    """Check whether the tiers on servers can be reached from this host."""
     asked = [name for name in config.store.as_store_config().parts if name not in _WITHOUT_SERVERS]
     if not asked:
         return []
@@ -82,19 +82,19 @@ def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
 
 
 def asks_for_sparse_attention(findings: list[Finding]) -> bool:
-    """Whether the settings that were checked name a sparse method, right or wrong."""
+    """Return whether the checked settings name a sparse method, valid or not."""
     return any(finding.check == SPARSE for finding in findings)
 
 
 def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
-    """Is there such a sparse method, and are its options right; nothing where none is configured.
+    """Check that the configured sparse method exists and its options are valid; return nothing if none is configured.
 
     Args:
         extra: vLLM's ``kv_connector_extra_config``.
-        file: The file that it names.
+        file: The settings file that it names.
     """
     try:
-        # What is read of vLLM's configuration here is the connector's setting alone.
+        # Only the connector's setting of vLLM's configuration is read here.
         transfer = SimpleNamespace(kv_connector_extra_config=extra)
         found = sparse_method_config(SimpleNamespace(kv_transfer_config=transfer))
         if found is None:
@@ -123,7 +123,7 @@ def _refused(check: str, error: ConfigError, file: Path) -> Finding:
 
 
 def _remarks(config: ConnectorConfig) -> list[str]:
-    """What is right, and worth a second look."""
+    """Return remarks on settings that are valid but worth a second look."""
     store = config.store
     said = [
         f"{directory} does not exist yet; the engine creates it (check that its file system is mounted)"
@@ -137,9 +137,9 @@ def _remarks(config: ConnectorConfig) -> list[str]:
 
 CONNECTOR = "prefix cache"
 API = "distributed/kv_transfer/kv_connector/v1/base.py"
-#: What the connectors and the stores import.
+#: The packages that the connectors and the stores import.
 NEEDS = ("numpy", "pydantic", "tqdm", "xxhash", "yaml")
-#: How it is switched on; the page about it lies in the repository, not beside the runtime.
+#: The setting that enables the connector. Its documentation is in the repository, not in the runtime's wheel.
 SETTING = {
     "kv_connector": "UCMConnector",
     "kv_role": "kv_both",
@@ -153,7 +153,7 @@ USE = (
 
 
 def check_connector(vllm: Vllm | None) -> list[Finding]:
-    """Can UCM's connectors run?"""
+    """Check whether UCM's connectors can run."""
     if vllm is None:
         return []
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
@@ -170,7 +170,7 @@ def check_connector(vllm: Vllm | None) -> list[Finding]:
 
 
 def _methods(vllm: Vllm) -> set[str]:
-    """The methods of vLLM's connector class, read from its file."""
+    """Return the methods of vLLM's connector class, read from its source file."""
     try:
         tree = ast.parse((vllm.directory / API).read_text(encoding="utf-8"))
     except (OSError, SyntaxError):

@@ -1,4 +1,4 @@
-"""Which installed distributions provide a package, from their own records."""
+"""Find the installed distributions that provide a package, by their own records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Provider:
     Attributes:
         name: Its normalised name.
         version: Its version.
-        site: The directory that it is installed in.
+        site: The directory in which it is installed.
     """
 
     name: str
@@ -25,14 +25,14 @@ class Provider:
 
 
 def normalised(name: str) -> str:
-    """A distribution's name as indexes compare it."""
+    """Return a distribution's normalised name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def providers(package: str) -> list[Provider]:
-    """The distributions that say they install a package, in the order of ``sys.path``, each place once.
+    """Return the distributions whose records list a package, in the order of ``sys.path``, each location once.
 
-    An editable installation records no files of the package: there a distribution of the package's own name counts.
+    An editable installation records no files of the package; a distribution of the package's own name counts instead.
     """
     found = []
     for distribution in metadata.distributions():
@@ -45,6 +45,6 @@ def providers(package: str) -> list[Provider]:
 
 
 def package_directories(package: str) -> list[Path]:
-    """Every directory of a package's name that ``sys.path`` leads to, the one that is imported first."""
+    """Return every directory of a package's name on ``sys.path``; the one that Python imports comes first."""
     entries = [Path(entry or ".").resolve() / package for entry in sys.path]
     return [entry for entry in dict.fromkeys(entries) if (entry / "__init__.py").is_file()]

@@ -1,8 +1,8 @@
-"""The child of ``ucm doctor --run``: a short run of a real vLLM engine, in an interpreter of its own.
+"""The child process of ``ucm doctor --run``: a short run of a real vLLM engine.
 
-``python -m ucm.doctor.engine_run PLAN RESULT`` reads the plan that `ucm.doctor.run` wrote, and writes what it saw. The
-requests are made so that every kind of step comes by: a prompt longer than a step's budget, the same prompt again, and
-more tokens than the tiny cache can hold.
+``python -m ucm.doctor.engine_run PLAN RESULT`` reads the plan that `ucm.doctor.run` wrote, and writes the result. The
+requests cause every kind of step: a prompt longer than a step's token budget, the same prompt again, and more tokens
+than the tiny KV cache can hold.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: Ten usable blocks: one request of full length fits even where a backend insists on blocks of 16 tokens, and the last
-#: round's requests do not fit together where it takes the 32.
+#: Ten usable blocks: one request of full length fits even if a backend insists on blocks of 16 tokens, and the requests
+#: of the last round do not all fit even with blocks of 32.
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
@@ -44,7 +44,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     """Start the engine, serve the rounds, ask the workers.
 
     Args:
-        plan: ``model``, ``load_format`` and ``report_dir``.
+        plan: A mapping with ``model``, ``load_format`` and ``report_dir``.
     """
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - the only module of the runtime's that starts an engine
 
@@ -72,12 +72,12 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt(place: int, length: int) -> list[int]:
-    """A prompt that shares no block with one of another place, and all with itself."""
+    """Return a prompt that shares all blocks with others of the same ``place``, and none with the rest."""
     return [3 + (place * 97 + token * 7) % 500 for token in range(length)]
 
 
 def counters_of(engine: Any) -> dict[str, int]:
-    """The engine's own counters by name; none in releases that do not hand them out."""
+    """Return the engine's own counters by name; empty in releases that do not expose them."""
     metrics = engine.get_metrics() if hasattr(engine, "get_metrics") else []
     return {metric.name: metric.value for metric in metrics if isinstance(getattr(metric, "value", None), int)}
 

@@ -1,4 +1,4 @@
-"""Which hooks must fire in a run: what the overlay's manifest holds, less what this run had no use for."""
+"""Which hooks must fire in a run: those in the overlay's manifest, except those for which this run had no occasion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ V2_PACKAGE = "vllm.v1.worker.gpu."
 MODELS = "vllm.model_executor.models."
 OUTPUT = "vllm.v1.core.sched.output"
 FIELDS = "scheduler_output fields"
-#: The hooks around a forward: a runner without one of them has no hooks that a sparse method could do with.
+#: The hooks around the forward call; a sparse method cannot work in a runner that has none of them.
 FORWARD = {"execute_begin", "v2_execute_begin"}
 
 
@@ -30,7 +30,7 @@ class Hook:
     Attributes:
         name: Its name in `ucm.integration.vllm.hooks`.
         role: The side of the engine that it fires on.
-        counters: What the probe counts for it; empty: that it serves the role at all.
+        counters: The probe's counters for it; if empty, the process only has to have the role.
     """
 
     name: str
@@ -76,16 +76,16 @@ HOOKS = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What ran.
+    """The facts of a run.
 
     Attributes:
         requests: How many requests were served.
-        preemptions: How many times the engine preempted one; None if it does not tell.
+        preemptions: How many preemptions the engine counted; None if it does not report them.
         runner: The modules of the workers' model runners.
         model: The modules of the model's classes.
         mla: Whether there are MLA layers.
         plain: Whether there are other attention layers.
-        separate_kv_write: Whether any of those writes keys and values by an operator of its own.
+        separate_kv_write: Whether any of these writes keys and values with a separate operator.
     """
 
     requests: int
@@ -98,7 +98,7 @@ class Facts:
 
     @classmethod
     def of(cls, saw: Mapping[str, Any]) -> Facts:
-        """From what the engine's child process wrote."""
+        """Return the facts from the result of the engine's child process."""
         kinds = [kind for worker in saw["workers"] for kind in worker["attention"]]
         return cls(
             saw["requests"],
@@ -116,9 +116,9 @@ class Expectation:
     """Whether a hook must fire.
 
     Attributes:
-        hook: Which.
-        at_least: How often it must fire in each process of its role; 0: it need not.
-        reason: Why it need not.
+        hook: The hook.
+        at_least: How often it must fire in each process of its role; 0 if it need not.
+        reason: Why it need not fire.
     """
 
     hook: Hook
@@ -127,20 +127,20 @@ class Expectation:
 
 
 def expectations(manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> list[Expectation]:
-    """For every hook of the seam, whether it must have fired.
+    """Return, for every hook of the seam, whether it must have fired.
 
     Args:
-        manifest: The overlay's: which modules call which hooks.
+        manifest: The overlay's manifest, which lists the hooks that each module calls.
         disabled: The groups that are off, with the reasons.
-        facts: What ran.
+        facts: The facts of the run.
     """
     return [_expectation(hook, manifest, disabled, facts) for hook in HOOKS]
 
 
 def unhooked_runners(manifest: Manifest, facts: Facts) -> list[str]:
-    """The model runners that ran, if the overlay of this release has hooks in none of them.
+    """Return the model runners that ran, if the overlay of this release has hooks in none of them.
 
-    Up to 0.15.1, for instance, it has none in the V2 runner: every hook of a runner would be one that need not fire.
+    Up to 0.15.1, for instance, it has none in the V2 runner; then no runner's hook would be expected to fire.
     """
     hooked = {m.name for m in manifest.modules.values() if FORWARD & set(m.hooks)}
     return [] if hooked & facts.runner else sorted(name for name in facts.runner if name.endswith("model_runner"))
@@ -162,7 +162,7 @@ def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], fa
 
 
 def _unused(module: str, facts: Facts) -> str:
-    """Why the run did not come through a module; empty if it did."""
+    """Return why the run did not execute a module; empty if it did."""
     v2 = V2_RUNNER in facts.runner
     if module == V1_RUNNER and v2:
         return "the V2 model runner ran"
@@ -178,7 +178,7 @@ def _unused(module: str, facts: Facts) -> str:
 
 
 def _no_occasion(hook: str, disabled: Mapping[str, str], facts: Facts) -> str:
-    """Why a hook that the run came by had nothing to say; empty if it had."""
+    """Return why a hook in an executed module had no occasion to fire; empty if it had one."""
     if hook == "clear_row":
         return "called only by a sparse method that replaces blocks"
     if hook == FIELDS and "model_runner" in disabled:
@@ -191,7 +191,7 @@ def _no_occasion(hook: str, disabled: Mapping[str, str], facts: Facts) -> str:
 
 
 def _at_least(hook: str, facts: Facts) -> int:
-    """The engine's own figure, where it has one."""
+    """Return how often a hook must fire: the engine's own count, if it has one."""
     if hook in ("request_added", "request_freed"):
         return facts.requests
     if hook == "request_preempted":

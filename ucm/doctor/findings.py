@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The findings of checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Status(enum.Enum):
-    """How good it is; the order is that of gravity."""
+    """The status of a finding, in ascending order of severity."""
 
     OK = "ok"
     WARNING = "warning"
@@ -20,14 +20,14 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of one check.
+    """The result of one check.
 
     Attributes:
-        check: What was looked at, in a word or two.
-        status: How good it is.
-        what: What was found, in one sentence.
-        details: Lines that show it.
-        todo: What to do next, a command where there is one.
+        check: The subject of the check, in a word or two.
+        status: The status.
+        what: The result, in one sentence.
+        details: Lines of evidence.
+        todo: The next steps, as commands where possible.
     """
 
     check: str
@@ -38,11 +38,11 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """The gravest status."""
+    """Return the most severe status."""
     order = list(Status)
     return max((finding.status for finding in findings), key=order.index, default=Status.OK)
 
 
 def has_error(findings: Iterable[Finding]) -> bool:
-    """Whether any finding is an error."""
+    """Return whether any finding is an error."""
     return worst(findings) is Status.ERROR

@@ -1,4 +1,4 @@
-"""The installed overlays, and what each module that they shadow would be loaded from."""
+"""Check the installed overlays, and from where each shadowed module would be loaded."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ FINE, CHANGED, MISSING = "ok", "changed", "missing"
 
 @dataclass(frozen=True)
 class Overlay:
-    """An overlay that ``sys.path`` leads to.
+    """An overlay on ``sys.path``.
 
     Attributes:
         directory: The overlay package's directory.
-        version: By its metadata, or else by its manifest; empty if neither can be read.
-        manifest: What it says of itself; None if that cannot be read.
-        fault: Why not.
+        version: The version in its metadata, or else in its manifest; empty if neither can be read.
+        manifest: Its manifest; None if it cannot be read.
+        fault: Why the manifest cannot be read.
     """
 
     directory: Path
@@ -57,11 +57,11 @@ class ModuleState:
     """One shadowed module.
 
     Attributes:
-        module: What the manifest says of it.
-        upstream: vLLM's file: `FINE`, `CHANGED` or `MISSING`.
-        rewritten: The overlay's file, likewise.
-        disabled: Why the group is off; None if it is not.
-        loads: The file that Python would load; None where the finder would raise or there is none.
+        module: Its entry in the manifest.
+        upstream: The state of vLLM's file: `FINE`, `CHANGED` or `MISSING`.
+        rewritten: The state of the overlay's file, likewise.
+        disabled: Why the group is off; None if it is on.
+        loads: The file that Python would load; None if the finder would raise or there is no file.
         origin: vLLM's own file; None if there is none.
     """
 
@@ -74,9 +74,9 @@ class ModuleState:
 
 
 def find_overlays(package: str = OVERLAY_PACKAGE) -> list[Overlay]:
-    """The overlays of one package's name, the one that Python imports first.
+    """Return the overlays of one package name; the one that Python imports comes first.
 
-    Those without metadata are found by their directory.
+    Overlays without metadata are found by their directory.
 
     Args:
         package: The name of the packages.
@@ -96,12 +96,12 @@ def find_overlays(package: str = OVERLAY_PACKAGE) -> list[Overlay]:
 
 
 def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -> Finding:
-    """Is there one overlay, and can it be read?
+    """Check that exactly one overlay is installed and its manifest can be read.
 
     Args:
-        overlays: Those that were found.
-        vllm: The vLLM that one would serve.
-        needed: Whether the settings name a sparse method, which cannot do without.
+        overlays: The installed overlays.
+        vllm: The installed vLLM.
+        needed: Whether the settings name a sparse method, which requires an overlay.
     """
     if not overlays:
         return _none_installed(vllm, needed=needed)
@@ -134,7 +134,7 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
 
 
 def distribution_of(overlay: Overlay) -> str:
-    """What installs an overlay."""
+    """Return the name of the distribution that installs an overlay."""
     return overlay.directory.name.replace("_", "-")
 
 
@@ -148,7 +148,7 @@ def _none_installed(vllm: Vllm | None, *, needed: bool) -> Finding:
 
 
 def how_to_install(vllm: Vllm | None) -> tuple[str, str]:
-    """How an overlay for a vLLM is built, and how it is installed."""
+    """Return how to build an overlay for a vLLM, and how to install it."""
     release = (vllm.nearest if vllm else "") or "RELEASE"
     return (
         f"in a checkout of the UCM overlay: nox -s build-overlay -- {release}",
@@ -159,11 +159,11 @@ def how_to_install(vllm: Vllm | None) -> tuple[str, str]:
 def states_of(
     manifest: Manifest, package: Path | None, disabled: Mapping[str, str], *, active: bool
 ) -> list[ModuleState]:
-    """Each shadowed module's state.
+    """Return each shadowed module's state.
 
     Args:
-        manifest: The overlay's.
-        package: The directory of the package that it shadows; None if it is not there.
+        manifest: The overlay's manifest.
+        package: The directory of the shadowed package; None if it is not installed.
         disabled: The groups that are off, with the reasons.
         active: Whether the finder is in place.
     """
@@ -182,7 +182,7 @@ def states_of(
 
 
 def claimed_modules(manifest: Manifest | None, disabled: Mapping[str, str], vllm: Vllm | None) -> list[tuple[str, str]]:
-    """The shadowed modules that a finder in front of the overlay's would load from elsewhere, each with how."""
+    """Return the shadowed modules that an earlier finder would load from elsewhere, each with a description."""
     boot = next((boot for boot in boots() if manifest and Path(boot.DIRECTORY) == manifest.directory), None)
     if boot is None or manifest is None or vllm is None:
         return []
@@ -190,7 +190,7 @@ def claimed_modules(manifest: Manifest | None, disabled: Mapping[str, str], vllm
 
 
 def _origin(module: ShadowedModule, package: Path | None) -> Path | None:
-    """The package's own file, as Python's own finder sees it; the packages above it are not imported."""
+    """Return the package's own file, as Python's own finder finds it, without importing the parent packages."""
     if package is None:
         return None
     place = package.joinpath(*module.name.split(".")[1:-1])
@@ -205,7 +205,7 @@ def _compared(path: Path | None, wanted: str) -> str:
 
 
 def check_modules(states: list[ModuleState], manifest: Manifest, vllm: Vllm) -> list[Finding]:
-    """Do vLLM's files and the overlay's have the contents that were reviewed?"""
+    """Check that vLLM's files and the overlay's have the reviewed contents."""
     on = [state for state in states if state.disabled is None]
     findings = []
     broken = [state for state in on if state.rewritten != FINE]
@@ -263,7 +263,7 @@ def _reinstall() -> str:
 
 
 def check_further_overlays() -> list[Finding]:
-    """Do the overlays of other packages, and of other projects, act as they were built; does any share a module?"""
+    """Check that the overlays of other packages and projects are active and complete, and share no module."""
     manifests = [o.manifest for package in overlay_packages() for o in find_overlays(package)[:1] if o.manifest]
     findings = [_check_further(manifest) for manifest in manifests if manifest.directory.name != OVERLAY_PACKAGE]
     shadowed: dict[str, list[Manifest]] = {}
@@ -307,14 +307,14 @@ def _check_further(manifest: Manifest) -> Finding:
 
 
 CHECK = "replaced functions"
-#: vLLM's entry points for other packages: it loads them in each of its processes.
+#: vLLM's entry-point groups for plugins, which it loads in each of its processes.
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
-#: Seconds for the import of vLLM and of what the plug-ins bring.
+#: The time limit for importing vLLM and its plugins, in seconds.
 PATIENCE = 300.0
 
 
 def other_plugins(vllm: Vllm) -> list[str]:
-    """The plug-ins of vLLM that are neither ours nor its own, each with the distribution that brings it."""
+    """Return the vLLM plugins that are neither ours nor vLLM's own, each with its distribution."""
     found = []
     for distribution in metadata.distributions():
         name = normalised(distribution.metadata["Name"] or "")
@@ -327,7 +327,7 @@ def other_plugins(vllm: Vllm) -> list[str]:
 
 
 def check_replaced(vllm: Vllm) -> Finding:
-    """Are the functions that the overlay rewrites its own after all plug-ins of vLLM have been loaded?"""
+    """Check that the overlay's functions are still in place after all vLLM plugins have been loaded."""
     plugins = other_plugins(vllm)
     if not plugins:
         return Finding(CHECK, Status.OK, "no other package provides vLLM plugins")

@@ -1,7 +1,7 @@
-"""The child of ``ucm doctor`` that loads vLLM's plug-ins: ``python -m ucm.doctor.plugin_run RESULT``.
+"""The child process of ``ucm doctor`` that loads vLLM's plugins: ``python -m ucm.doctor.plugin_run RESULT``.
 
-It does what a process of vLLM does before it has an engine, imports what the overlay shadows, and writes which of the
-overlay's functions are another's by then.
+It does what a vLLM process does before it creates an engine, imports the shadowed modules, and reports which of the
+overlay's functions have been replaced by then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ucm.overlay.finder import state
 
 
 def main() -> None:
-    """Load, look, write."""
+    """Load the plugins, check the functions, write the result."""
     from vllm.platforms import current_platform  # noqa: PLC0415 - in a process made for it
     from vllm.plugins import load_general_plugins  # noqa: PLC0415
 
@@ -25,7 +25,7 @@ def main() -> None:
     load_general_plugins()
     manifests = [state(boot.DIRECTORY).manifest for boot in boots()]
     for name in [name for manifest in manifests for name in manifest.modules]:
-        with suppress(ImportError):  # not every module is for every platform
+        with suppress(ImportError):  # some modules need another platform
             importlib.import_module(name)
     groups = {group for manifest in manifests for group in manifest.needs}
     found = [str(replacement) for replacement in check_feature(groups)]

@@ -1,4 +1,4 @@
-"""The report as text for a terminal: aligned, and coloured only there."""
+"""Render the report as aligned text, with colours only in a terminal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COLOURS = {Status.OK: "32", Status.WARNING: "33", Status.ERROR: "31"}
 
 
 def wants_colour() -> bool:
-    """Whether standard output is a terminal whose user has not set ``NO_COLOR``."""
+    """Return whether standard output is a terminal and ``NO_COLOR`` is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def render(report: Report, *, colour: bool) -> str:
-    """The whole report."""
+    """Return the whole report as text."""
     blocks = [[_paint(report.verdict, worst(report.findings), colour=colour)], _findings(report.findings, colour)]
     if report.modules:
         blocks.append(_modules(report.modules))

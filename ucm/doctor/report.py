@@ -1,4 +1,4 @@
-"""All static checks together, and the report as plain data; its keys are described in `ucm.doctor`."""
+"""Run all static checks, and convert the report to plain data; `ucm.doctor` describes its keys."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """The result of all checks.
 
     Attributes:
-        runtimes: What else is called ``ucm``.
+        runtimes: Other distributions and copies of the package ``ucm``.
         vllm: The installed vLLM, if any.
         overlays: The installed overlays.
         hooks: The import hooks of this process.
-        files: The start-up files with code.
-        switches: The variables that turn something off.
-        modules: The shadowed modules of the overlay that acts.
-        findings: What the checks say.
-        run: What a run of the engine showed, if there was one.
+        files: The start-up files that run code.
+        switches: The kill switches that are set.
+        modules: The shadowed modules of the active overlay.
+        findings: The findings of the checks.
+        run: The engine run, if there was one.
     """
 
     runtimes: list[str]
@@ -80,12 +80,12 @@ class Report:
     run: Run | None = None
 
     def with_findings(self, findings: list[Finding], run: Run | None = None) -> Report:
-        """The same, with what a run showed."""
+        """Return the report with further findings, and the run that they come from."""
         return replace(self, run=run, findings=self.findings + findings)
 
     @property
     def verdict(self) -> str:
-        """Everything in one sentence; another, if settings that were checked are wrong."""
+        """The result in one sentence; a second one follows if the checked settings are invalid."""
         of_settings = [finding for finding in self.findings if finding.check in {CONFIG, SPARSE}]
         wrong = " The settings are not valid." if has_error(of_settings) else ""
         return self._of_the_overlay([finding for finding in self.findings if finding not in of_settings]) + wrong
@@ -105,16 +105,16 @@ class Report:
 
     @property
     def todo(self) -> list[str]:
-        """What to do, the gravest first, each once."""
+        """The next steps, each once, most severe first."""
         graded = [f for status in reversed(Status) for f in self.findings if f.status is status]
         return list(dict.fromkeys(line for finding in graded for line in finding.todo))
 
 
 def examine(config: Path | None = None) -> Report:
-    """Make all static checks; neither vLLM nor torch is imported into this process.
+    """Run all static checks, without importing vLLM or torch into this process.
 
     Args:
-        config: A file with settings to check as well.
+        config: A settings file to check too.
     """
     early = own_modules_of_vllm()
     runtimes, files, hooks, on = other_runtimes(), start_up_files(), import_hooks(), switches()
@@ -148,7 +148,7 @@ def examine(config: Path | None = None) -> Report:
 
 
 def as_data(report: Report) -> dict[str, Any]:
-    """The report as what ``--json`` prints."""
+    """Return the report as the object that ``--json`` prints."""
     return {
         "schema": SCHEMA,
         "status": worst(report.findings).value,

@@ -1,4 +1,4 @@
-"""``ucm doctor --run``: start a short real engine in a child process, and read what its probe counted."""
+"""``ucm doctor --run``: run a short real engine in a child process, and read its probe's counters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 CHECK = "run"
 FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
 TAIL_LINES = 30
-#: What nanobind, Triton's binding, prints behind an error as the process ends.
+#: Lines that nanobind, used by Triton, prints after an error when the process exits.
 _LEAK = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
-#: A Llama small enough for any machine: its weights are random.
+#: The configuration of a tiny Llama with random weights.
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -51,7 +51,7 @@ MODEL = {
     "eos_token_id": 2,
 }
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-#: What the child gets where the operator has not decided otherwise.
+#: The child's environment variables, unless the operator has set them.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -66,7 +66,7 @@ class HookResult:
 
     Attributes:
         expectation: Whether it had to fire.
-        fired: How often it did, by process id; only the processes of its role.
+        fired: How often it fired, by process id, in the processes of its role.
     """
 
     expectation: Expectation
@@ -74,7 +74,7 @@ class HookResult:
 
     @property
     def missing(self) -> list[int]:
-        """The processes in which it should have fired oftener."""
+        """The processes in which it fired too seldom."""
         return [pid for pid, count in self.fired.items() if count < self.expectation.at_least]
 
     @property
@@ -91,13 +91,13 @@ class Run:
 
     Attributes:
         outcome: `FINISHED`, `FAILED` or `TIMED_OUT`.
-        seconds: How long it took in all.
-        pid: The child's process id: vLLM's main process.
-        output: Its kept log; None if all went well.
-        tail: The end of that, unless the run finished.
-        saw: What the engine told; empty unless it finished.
-        processes: What the probe counted.
-        hooks: The hooks of the seam; empty unless it finished.
+        seconds: Its duration.
+        pid: The child's process id, which is vLLM's main process.
+        output: The kept log; None after a run without problems.
+        tail: The end of the log; empty if the run finished.
+        saw: The facts that the engine reported; empty unless it finished.
+        processes: The probe's counters.
+        hooks: The hooks of the seam; empty unless the run finished.
         unhooked: The model runners that ran, if the overlay has hooks in none of them.
     """
 
@@ -112,11 +112,11 @@ class Run:
     unhooked: list[str] = field(default_factory=list)
 
     def name_of(self, pid: int) -> str:
-        """A process as an operator knows it."""
+        """Return a process's name for the operator."""
         return next((report.process for report in self.processes if report.pid == pid), "MainProcess")
 
     def as_data(self) -> dict[str, Any]:
-        """As plain data; the keys are described in `ucm.doctor`."""
+        """Return the run as plain data; `ucm.doctor` describes the keys."""
         return {
             "outcome": self.outcome,
             "seconds": self.seconds,
@@ -145,13 +145,13 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     """Run the engine once.
 
     Args:
-        model: A model's directory; a tiny random one is made if None.
-        timeout: Seconds after which the whole run is ended.
-        manifest: The overlay's.
+        model: A model's directory; None creates a tiny random model.
+        timeout: Seconds after which the whole run is stopped.
+        manifest: The overlay's manifest.
         disabled: The groups that are off, with the reasons.
 
     Raises:
-        UcmError: If the directory holds no model.
+        UcmError: If the directory contains no model.
     """
     if model is not None and not (model / "config.json").is_file():
         raise UcmError("there is no config.json", where=str(model), fix="give a model's directory, or no --model")
@@ -190,7 +190,7 @@ def _model(model: Path | None, directory: Path) -> dict[str, str]:
 
 
 def _child(directory: Path, timeout: float) -> tuple[str, int]:
-    """A fresh interpreter, so that the overlay is activated as it is for the operator's vLLM, or is not."""
+    """Run a fresh interpreter, in which the overlay is activated, or not, exactly as for the operator's vLLM."""
     command = [sys.executable, "-m", "ucm.doctor.engine_run", "plan.json", "result.json"]
     with (directory / "output.log").open("wb") as output:
         child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
@@ -211,7 +211,7 @@ def _child(directory: Path, timeout: float) -> tuple[str, int]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the child and whatever it has left behind: all of it is in the session that was made for it."""
+    """Kill the child and its remaining descendants, which all run in the child's own session."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -231,7 +231,7 @@ def _result(expectation: Expectation, processes: list[ProcessReport]) -> HookRes
 
 
 def check_run(run: Run) -> list[Finding]:
-    """Did every hook fire that had to, in every process that had to?"""
+    """Check that every expected hook fired in every process of its role."""
     if run.outcome != FINISHED:
         return [_broken(run)]
     findings = [_missing(run, result) for result in run.hooks if result.status == "missing"]

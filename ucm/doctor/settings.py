@@ -1,4 +1,4 @@
-"""The process's own side: Python, the runtime, and the variables that turn things off."""
+"""Check the process itself: Python, the runtime, and the kill switches."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ PLUGINS, PLUGIN = "VLLM_PLUGINS", "ucm_overlay"
 
 
 def python_version() -> str:
-    """The interpreter's version, as three numbers."""
+    """Return the interpreter's version, as three numbers."""
     return ".".join(map(str, sys.version_info[:3]))
 
 
 def check_python() -> Finding:
-    """Which interpreter answers."""
+    """Report which interpreter runs."""
     return Finding("python", Status.OK, python_version(), (sys.executable,))
 
 
 def runtime_directory() -> Path:
-    """Where the package ``ucm`` of this process lies."""
+    """Return the directory of this process's package ``ucm``."""
     return Path(ucm.__file__).resolve().parent
 
 
 def other_runtimes() -> list[str]:
-    """What else on ``sys.path`` is called ``ucm``: distributions by name, copies by directory."""
+    """Return other packages ``ucm`` on ``sys.path``: distributions by name, copies by directory."""
     own = runtime_directory()
     others = [p for p in providers("ucm") if p.name != RUNTIME]
     named = [f"{p.name} {p.version} in {p.site}" for p in others]
@@ -44,7 +44,7 @@ def other_runtimes() -> list[str]:
 
 
 def check_runtime(others: list[str]) -> Finding:
-    """Is there one package ``ucm``, and is it ours?"""
+    """Check that the only package ``ucm`` is ours."""
     what = f"{RUNTIME} {ucm.__version__}"
     place = str(runtime_directory())
     if not others:
@@ -62,16 +62,16 @@ def check_runtime(others: list[str]) -> Finding:
 
 
 def switches(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The UCM_DISABLE_* variables that are on."""
+    """Return the UCM_DISABLE_* variables that are set."""
     environ = os.environ if environ is None else environ
     return sorted(name for name in environ if name.startswith("UCM_DISABLE_") and is_set(name, environ))
 
 
 def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disabled: Mapping[str, str]) -> Finding:
-    """What is turned off, and what goes with it.
+    """Report what is switched off, and what goes off with it.
 
     Args:
-        on: The variables that are on.
+        on: The variables that are set.
         groups: The overlay's groups, each with those that it relies on.
         disabled: The groups that are off, with the reasons.
     """
@@ -89,7 +89,7 @@ def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disable
 
 
 def check_plugins() -> Finding:
-    """May vLLM call the entry point that stops a process in which the overlay is inactive?"""
+    """Check that vLLM may call the entry point that stops a process in which the overlay is inactive."""
     check, allowed = "plugins", os.environ.get(PLUGINS)
     if allowed is None or PLUGIN in allowed.split(","):
         return Finding(check, Status.OK, "vLLM checks in each of its processes that the overlay is active")

@@ -1,4 +1,4 @@
-"""What happens at interpreter start: the .pth files that this Python reads, and the import hooks in this process."""
+"""Check the interpreter's start: the .pth files that this Python reads, and the import hooks in this process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 OVERLAY_PACKAGE = "ucm_vllm_overlay"
 PTH = f"{OVERLAY_PACKAGE}.pth"
 CUSTOMISATIONS = ("sitecustomize", "usercustomize")
-#: Words by which a start-up file or an import hook shows that vLLM is its business.
+#: Words that show that a start-up file or an import hook affects vLLM.
 TOUCHES_VLLM = re.compile(r"(?<![A-Za-z0-9_])(vllm|ucm|uc[-_]manager|unified[-_]cache)", re.IGNORECASE)
 #: The distribution of another ``ucm``, which patches vLLM when Python starts.
 UC_MANAGER = "uc-manager"
-#: Packages whose import hooks only answer for names of their own.
+#: Packages whose import hooks only handle their own modules.
 HARMLESS = ("_distutils_hack", "_virtualenv", "__editable___", "six")
 
 
@@ -33,9 +33,9 @@ class StartUpFile:
     """A file that runs code when the interpreter starts.
 
     Attributes:
-        path: Where it lies.
+        path: Its path.
         touches_vllm: Whether it names vLLM or UCM.
-        ours: Whether it is an overlay's own.
+        ours: Whether it belongs to an overlay.
     """
 
     path: Path
@@ -48,10 +48,10 @@ class ImportHooks:
     """The import hooks of this process.
 
     Attributes:
-        position: Where the overlay's finder stands on ``sys.meta_path``; None if it does not.
-        directory: The overlay that it serves.
-        ahead: The hooks before it that are not Python's own.
-        others: All that are not Python's own, without ours.
+        position: The index of the overlay's finder on ``sys.meta_path``; None if it is not there.
+        directory: The directory of its overlay.
+        ahead: The earlier hooks that are not Python's own.
+        others: All hooks that are neither Python's own nor ours.
     """
 
     position: int | None
@@ -61,7 +61,7 @@ class ImportHooks:
 
 
 def site_directories() -> list[Path]:
-    """The directories whose .pth files this interpreter reads."""
+    """Return the directories whose .pth files this interpreter reads."""
     if sys.flags.no_site:
         return []
     directories = site.getsitepackages()
@@ -71,7 +71,7 @@ def site_directories() -> list[Path]:
 
 
 def start_up_files() -> list[StartUpFile]:
-    """The .pth files with code in them, then sitecustomize and usercustomize."""
+    """Return the .pth files that run code, then sitecustomize and usercustomize."""
     found, ours = [], {OVERLAY_PACKAGE, *overlay_packages()}
     for directory in site_directories():
         for path in sorted(directory.glob("*.pth")):
@@ -90,10 +90,10 @@ def start_up_files() -> list[StartUpFile]:
 
 
 def touches_vllm(code: str) -> bool:
-    """Whether code that runs at interpreter start names vLLM or UCM; a path or a comment that does is no matter.
+    """Return whether code that runs at interpreter start names vLLM or UCM, other than in a path or a comment.
 
     Args:
-        code: A line of a .pth file, or a whole file; what is no Python is searched as it stands.
+        code: A line of a .pth file, or a whole file; text that is not valid Python is searched as it is.
     """
     try:
         tree = ast.parse(code)
@@ -103,7 +103,7 @@ def touches_vllm(code: str) -> bool:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """What a node of a syntax tree names: modules, variables, attributes, and texts that are no paths."""
+    """Return the names in a node of a syntax tree: modules, variables, attributes, and strings that are not paths."""
     match node:
         case ast.Import() | ast.ImportFrom():
             module = node.module if isinstance(node, ast.ImportFrom) and node.module else ""
@@ -118,7 +118,7 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def import_hooks() -> ImportHooks:
-    """What stands on ``sys.meta_path``, in this process."""
+    """Return the import hooks on this process's ``sys.meta_path``."""
     names = [_name(finder) for finder in sys.meta_path]
     ours = [place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")]
     overlays = tuple(f"{package}." for package in (OVERLAY_PACKAGE, *overlay_packages()))
@@ -131,7 +131,7 @@ def import_hooks() -> ImportHooks:
 
 
 def check_start_up_file(overlay: Path) -> Finding:
-    """Does the overlay's .pth lie where this Python reads it?
+    """Check that the overlay's .pth file is in a directory that this Python reads.
 
     Args:
         overlay: The overlay package's directory.
@@ -169,13 +169,13 @@ def check_start_up_file(overlay: Path) -> Finding:
 def check_import_hook(
     hooks: ImportHooks, overlay: Path, loaded: Iterable[str], claimed: Iterable[tuple[str, str]] = ()
 ) -> Finding:
-    """Is the overlay's finder in place in this process, in time and not forestalled?
+    """Check that the overlay's finder was installed in this process in time, and no earlier finder takes its modules.
 
     Args:
-        hooks: What stands on ``sys.meta_path``.
+        hooks: The import hooks of this process.
         overlay: The overlay package's directory.
-        loaded: The modules of vLLM that were loaded before us.
-        claimed: The shadowed modules that a finder before ours would load from elsewhere, each with how.
+        loaded: The modules of vLLM that were loaded before UCM's.
+        claimed: The shadowed modules that an earlier finder would load from elsewhere, each with a description.
     """
     check = "import hook"
     if hooks.position is None:
@@ -205,7 +205,7 @@ def check_import_hook(
 
 
 def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
-    """Does anything else reach for vLLM at start?"""
+    """Check whether another package touches vLLM at interpreter start."""
     check = "other hooks"
     named = [f"start-up file: {file.path}" for file in files if file.touches_vllm and not file.ours]
     named += [f"import hook: {name}" for name in hooks.others if TOUCHES_VLLM.search(name)]
@@ -222,7 +222,7 @@ def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
 
 
 def own_modules_of_vllm() -> list[str]:
-    """The modules of vLLM that this process has loaded; none, unless something at interpreter start did."""
+    """Return the modules of vLLM that were loaded at interpreter start."""
     return [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
 
 

@@ -1,4 +1,4 @@
-"""The vLLM of this environment: where it lies, and which release it is by its files. Nothing of it is imported."""
+"""Find the vLLM of this environment, and identify its release by its files, without importing it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Vllm:
     Attributes:
         directory: The package's directory.
         distribution: The distribution that provides it; empty if there is no metadata.
-        version: What that says; empty as well.
-        stated: What ``VLLM_VERSION`` says; empty if unset.
-        nearest: The known release whose files fit best; empty if none fits.
+        version: The version in the metadata; empty if there is none.
+        stated: The value of ``VLLM_VERSION``; empty if unset.
+        nearest: The known release whose files match best; empty if none matches.
         files: How many files were compared.
         differing: The paths that differ from the nearest release.
     """
@@ -42,12 +42,12 @@ class Vllm:
 
     @property
     def release(self) -> str | None:
-        """The release that it is by content."""
+        """The release that its content identifies; None if it is no known one."""
         return self.nearest if self.nearest and not self.differing else None
 
     @property
     def agree(self) -> bool | None:
-        """Whether metadata (or ``VLLM_VERSION``) and content name the same release; None if either is silent."""
+        """Whether metadata (or ``VLLM_VERSION``) and content give the same release; None if either gives none."""
         said = self.stated or self.version
         if not said or self.release is None:
             return None
@@ -55,7 +55,7 @@ class Vllm:
 
 
 def find_vllm() -> Vllm | None:
-    """The vLLM that this interpreter would import, or None."""
+    """Return the vLLM that this interpreter would import, or None."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.origin:
         return None
@@ -67,7 +67,7 @@ def find_vllm() -> Vllm | None:
 
 
 def identify(directory: Path) -> tuple[str, int, tuple[str, ...]]:
-    """The known release whose files fit best, how many were compared, and those that differ."""
+    """Return the known release whose files match best, how many were compared, and which differ."""
     known: dict[str, dict[str, str]] = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
     hash_of = cache(lambda path: sha256_of(directory.parent / path))
     differing = {
@@ -81,11 +81,11 @@ def identify(directory: Path) -> tuple[str, int, tuple[str, ...]]:
 
 
 def check_vllm(vllm: Vllm | None, wanted: str | None) -> Finding:
-    """Is vLLM there, and which.
+    """Report whether vLLM is installed, and which release.
 
     Args:
-        vllm: What was found.
-        wanted: The release that the installed overlay is for, if there is one.
+        vllm: The installed vLLM, if any.
+        wanted: The release of the installed overlay, if there is one.
     """
     if vllm is None:
         return _not_installed(wanted)

@@ -1,7 +1,7 @@
-"""What a worker of the run knows of itself: which model runner, which attention, which model classes.
+"""Report the facts of a worker: its model runner, attention layers and model classes.
 
-vLLM mixes `WorkerFacts` into its worker class (``worker_extension_cls``), and calls it by name in each worker. It tells
-which hooks could fire; that they did is the probe's to say.
+vLLM mixes `WorkerFacts` into its worker class (``worker_extension_cls``), and calls it by name in each worker. The
+facts determine which hooks could fire; the probe counts which did.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ class WorkerFacts:
     """A mix-in for vLLM's worker."""
 
     def ucm_facts(self) -> dict[str, Any]:
-        """The facts, as plain data.
+        """Return the facts as plain data.
 
         Returns:
-            ``pid``; ``runner`` and ``model``, the modules that define the runner's and the model's classes, bases
-            included; ``attention``, for each kind of attention layer whether it is MLA (``mla``), its ``backend`` and
-            whether the write of keys and values is an operator of its own (``separate_kv_write``).
+            ``pid``; ``runner`` and ``model``, the modules that define the runner's and the model's classes, including
+            bases; ``attention``, for each kind of attention layer whether it is MLA (``mla``), its ``backend``, and
+            whether a separate operator writes keys and values (``separate_kv_write``).
         """
         worker: Any = self
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
@@ -45,7 +45,7 @@ def _attention(layer: Any) -> dict[str, Any]:
 
 
 def _backend(layer: Any) -> Any:
-    """The backend's class; up to 0.9.x a layer only has its name."""
+    """Return the backend's class; up to 0.9.x a layer only has its name."""
     return getattr(layer, "attn_backend", None) or getattr(layer, "backend", None)
 
 

@@ -1,8 +1,8 @@
-"""Is the overlay that is installed also the one that acts, in this very process?
+"""Check that the installed overlay is active in this process.
 
-vLLM calls `check_active` through its ``vllm.general_plugins`` entry points in every process that it starts. It is the
-net under the ``.pth`` file, which an interpreter skips without a word where it does not look for one. Other plug-ins
-may run later, so a feature asks again, with `check_feature`, when it starts.
+vLLM calls `check_active` through its ``vllm.general_plugins`` entry points in every process that it starts. This
+catches the case that the interpreter silently skipped the ``.pth`` file. Other plugins may run later, so each feature
+checks again, with `check_feature`, when it starts.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
     from ucm.overlay.manifest import Manifest, ShadowedModule
 
-#: The group of entry points that names the packages of installed overlays.
+#: The entry-point group that lists the packages of installed overlays.
 GROUP = "ucm.overlays"
 DISABLE = f"run upstream's vLLM, without UCM: set {ALL}=1, or uninstall the overlay"
 
 
 def check_active(finder: Any, directory: str) -> None:
-    """Raise unless the overlay is active in this process; log the functions that other packages replaced.
+    """Raise unless the overlay is active in this process; log which of its functions other packages have replaced.
 
-    What is replaced is refused where a feature needs it, and which features are asked for is not known as yet.
+    A replaced function is only refused when a feature that needs it starts; the features are not known here.
 
     Args:
         finder: The overlay's finder.
         directory: The installed overlay package.
 
     Raises:
-        InactiveOverlayError: If the finder is not in place, came too late or is not asked first, or the overlay is
-            installed twice.
+        InactiveOverlayError: If the finder is missing, was installed too late or is preceded by one that takes its
+            modules, or the overlay is installed twice.
         SharedModuleError: If another overlay shadows one of its modules.
     """
     if is_set(ALL):
@@ -55,7 +55,7 @@ def check_active(finder: Any, directory: str) -> None:
 
 
 def boots() -> list[ModuleType]:
-    """The boot modules of the overlays in this process; each has a finder, and the directory of its overlay."""
+    """Return the boot modules of the overlays in this process; each has a finder and its overlay's directory."""
     return [
         module
         for name, module in list(sys.modules.items())
@@ -64,11 +64,11 @@ def boots() -> list[ModuleType]:
 
 
 def check_feature(groups: Iterable[str], kind: type | None = None) -> list[Replacement]:
-    """Find the functions that a feature needs and that other packages have replaced, when the feature starts.
+    """Find the functions that a starting feature needs and other packages have replaced.
 
     Args:
         groups: The groups of modules that the feature needs.
-        kind: The class of the object that starts it, for instance the scheduler's.
+        kind: The class of the object that starts the feature, for instance the scheduler's.
 
     Returns:
         The replacements; none in a process without an overlay.
@@ -122,7 +122,7 @@ def _check_in_place(finder: Any, directory: str) -> None:
 
 
 def foreign_modules(directory: str) -> Iterator[tuple[str, str]]:
-    """The shadowed modules that are loaded in this process from elsewhere, with where they came from."""
+    """Yield the shadowed modules that this process has loaded from elsewhere, each with its origin."""
     known = state(directory)
     for name, module in known.manifest.modules.items():
         loaded = sys.modules.get(name)
@@ -137,21 +137,21 @@ def foreign_modules(directory: str) -> Iterator[tuple[str, str]]:
 
 
 def in_front(finder: Any) -> list[Any]:
-    """The finders that Python asks before the overlay's."""
+    """Return the finders that Python asks before the overlay's."""
     return sys.meta_path[: sys.meta_path.index(finder)] if finder in sys.meta_path else []
 
 
 def claims(
     finder: Any, manifest: Manifest, disabled: Iterable[str], root: Path | None = None
 ) -> Iterator[tuple[str, str]]:
-    """The shadowed modules, not loaded as yet, that a finder in front of the overlay's would load from elsewhere.
+    """Yield the shadowed modules that are not loaded yet and that an earlier finder would load from elsewhere.
 
     Args:
         finder: The overlay's finder.
-        manifest: What it shadows.
+        manifest: The overlay's manifest.
         disabled: The groups that are off.
-        root: The directory that holds the package vllm. Without it, only modules whose package is loaded are asked
-            for: a finder may import the packages above a module to find it.
+        root: The directory that contains the package vllm. Without it, only modules whose package is loaded are
+            checked, because a finder may import a module's parent packages to find it.
     """
     for name, module in manifest.modules.items():
         path = _package_path(module, root)
@@ -166,14 +166,14 @@ def claims(
 
 
 def _package_path(module: ShadowedModule, root: Path | None) -> Any:
-    """The search path of a module's package; None if that is not loaded, and its place not given."""
+    """Return the search path of a module's package; None if it is not loaded and ``root`` is not given."""
     if root is not None:
         return [str((root / module.path).parent)]
     return getattr(sys.modules.get(module.name.rpartition(".")[0]), "__path__", None)
 
 
 def _claim(finder: Any, name: str, path: Any) -> str | None:
-    """Where a finder would load a module from; None if it leaves that to others."""
+    """Return the origin from which a finder would load a module; None if it does not handle the module."""
     find_spec = getattr(finder, "find_spec", None)
     if find_spec is None:
         return None
@@ -185,13 +185,13 @@ def _claim(finder: Any, name: str, path: Any) -> str | None:
 
 
 def name_of(finder: object) -> str:
-    """A finder or loader as an operator knows it: module and class."""
+    """Return the name of a finder or loader for messages: module and class."""
     kind = finder if isinstance(finder, type) else type(finder)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def overlay_packages() -> list[str]:
-    """The packages of the overlays that installed distributions name."""
+    """Return the packages of installed overlays, by their distributions' entry points."""
     return sorted({point.name for point in metadata.entry_points(group=GROUP)})
 
 
@@ -206,9 +206,9 @@ def _check_single(distribution: str) -> None:
 
 
 def installed_overlays(distribution: str) -> dict[str, str]:
-    """The installed overlays of one distribution's name: where each lies, and its version.
+    """Return the version of each installed overlay of one distribution name, by directory.
 
-    A directory that sys.path names twice (in an environment whose ``lib64`` is a link to ``lib``) counts once.
+    A directory that sys.path contains twice counts once (``lib64`` may be a link to ``lib``).
     """
     found = metadata.distributions(name=distribution)
     return {str(Path(str(d.locate_file(""))).resolve()): d.version for d in found}

@@ -1,4 +1,4 @@
-"""Why a rewritten module is not loaded: each an ImportError, so that no vLLM runs half rewritten by mistake."""
+"""Errors that prevent a rewritten module from loading: ImportErrors, so that vLLM never runs half rewritten."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class OverlayImportError(ImportError):
 
     Args:
         what: What went wrong.
-        details: Lines that show it: the module, paths, hashes.
-        ways_out: What the operator can do.
+        details: Lines of evidence: the module, paths, hashes.
+        ways_out: The operator's options.
     """
 
     def __init__(self, what: str, details: list[str], ways_out: list[str], *, name: str | None = None) -> None:
@@ -22,16 +22,16 @@ class OverlayImportError(ImportError):
         self._parts = (what, details, ways_out)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Support pickling, so that a child process can send the whole error to its parent."""
+        """Support pickling: a child process sends the whole error to its parent."""
         return functools.partial(type(self), name=self.name), self._parts
 
 
 class UpstreamMismatchError(OverlayImportError):
-    """The installed vLLM module is not the one that the overlay was made from."""
+    """The installed vLLM module is not the one from which the overlay was made."""
 
 
 class SharedModuleError(OverlayImportError):
-    """Two overlays shadow one module."""
+    """Two overlays shadow the same module."""
 
 
 class TamperedOverlayError(OverlayImportError):
@@ -39,4 +39,4 @@ class TamperedOverlayError(OverlayImportError):
 
 
 class InactiveOverlayError(OverlayImportError):
-    """An overlay is installed and does not act in this process."""
+    """An overlay is installed but inactive in this process."""

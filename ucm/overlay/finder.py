@@ -1,7 +1,7 @@
-"""The library half of the import-time finder: the checks, and the spec of a rewritten module.
+"""The library half of the import-time finder: check a shadowed module, and make the spec of the rewritten one.
 
-The other half is the boot module inside the overlay wheel. It imports nothing but `sys` at interpreter start and comes
-here at the first import of a module that the overlay shadows.
+The other half is the boot module inside the overlay wheel. It imports only `sys` at interpreter start, and this module
+at the first import of a shadowed module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
-#: The searches for vLLM's own files that are under way: thread and module.
+#: The running searches for vLLM's own files: thread and module.
 _searches: set[tuple[int, str]] = set()
 
 
@@ -45,32 +45,32 @@ class State:
 
 @functools.cache
 def state(directory: str) -> State:
-    """The process's state for the overlay in a directory."""
+    """Return this process's state for the overlay in a directory."""
     return State(Path(directory))
 
 
 def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """The spec of a rewritten module, after the package's own file was checked; its loader checks the rewritten one.
+    """Check the package's own file and return the spec of the rewritten module; its loader checks the rewritten file.
 
     Args:
-        finder: The overlay's finder, which is left out of the search for vLLM's own file.
+        finder: The overlay's finder, excluded from the search for vLLM's own file.
         directory: The installed overlay package.
         name: The dotted name of a module that the overlay shadows.
         path: The search path of its package.
 
     Returns:
-        The spec; None where the group is switched off or vLLM has no such module, so that vLLM behaves as without us.
+        The spec; None if the group is switched off or vLLM has no such module, so that vLLM behaves as without UCM.
 
     Raises:
-        SharedModuleError: If another overlay shadows the module as well.
-        UpstreamMismatchError: If the installed module is not the one that the overlay was made from.
-        TamperedOverlayError: If the manifest is not that of the finder; the file's content is the loader's to check.
+        SharedModuleError: If another overlay also shadows the module.
+        UpstreamMismatchError: If the installed module is not the one from which the overlay was made.
+        TamperedOverlayError: If the manifest does not match the finder; the loader checks the file's content.
     """
     known = state(directory)
     module = known.manifest.module(name)
     search = (threading.get_ident(), name)
     if module.group in known.disabled or search in _searches:
-        return None  # in a search, another finder asks us in turn: it wants vLLM's own as well
+        return None  # another finder asks us during our own search: it must find vLLM's own file, too
     check_unshared(finder, name)
     _searches.add(search)
     try:
@@ -88,10 +88,10 @@ def find_overlay_spec(finder: Any, directory: str, name: str, path: Sequence[str
 
 
 def check_unshared(finder: Any, name: str) -> None:
-    """Refuse a module that two overlays shadow: the hooks of one of them would be missing without a word.
+    """Refuse a module that two overlays shadow: the hooks of one would silently be missing.
 
     Raises:
-        SharedModuleError: Naming both, and how they are built as one.
+        SharedModuleError: Naming both overlays, and how to build them as one.
     """
     finders: list[Any] = list(sys.meta_path)
     sharing = [other for other in finders if _is_ours(other) and name in other.modules and _shadows(other, name)]
@@ -116,19 +116,19 @@ def check_unshared(finder: Any, name: str) -> None:
 
 
 def _is_ours(finder: Any) -> bool:
-    """Whether a finder is an overlay's; others may have attributes of the same names."""
+    """Return whether a finder is an overlay's; others may have attributes of the same names."""
     fields = {"modules": frozenset, "directory": str, "distribution": str}
     return all(isinstance(getattr(finder, field, None), kind) for field, kind in fields.items())
 
 
 def _shadows(finder: Any, name: str) -> bool:
-    """Whether an overlay's finder would load a module that it knows."""
+    """Return whether an overlay's finder would load a module: its group is on."""
     known = state(finder.directory)
     return known.manifest.module(name).group not in known.disabled
 
 
 def _upstream_spec(finder: Any, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """The spec that Python would have found without the overlay."""
+    """Return the spec that Python would find without the overlay."""
     for other in sys.meta_path:
         find_spec = getattr(other, "find_spec", None)
         if other is finder or find_spec is None:
@@ -140,7 +140,7 @@ def _upstream_spec(finder: Any, name: str, path: Sequence[str] | None) -> Module
 
 
 def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> None:
-    """Refuse a vLLM file that the overlay was not made from."""
+    """Refuse a vLLM file other than the one from which the overlay was made."""
     found = sha256_of(origin)
     if found == module.upstream_sha256:
         return
@@ -170,7 +170,7 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
 
 
 def sha256_of(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file; a word that is no hash where it cannot be read."""
+    """Return the hexadecimal SHA-256 of a file; if it cannot be read, a text that says why."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -178,7 +178,7 @@ def sha256_of(path: Path) -> str:
 
 
 def installed_release(package: str = "vllm") -> str:
-    """The version that the installed vLLM's metadata states; ``VLLM_VERSION`` overrides it, as in vLLM's own builds."""
+    """Return the installed vLLM's version by its metadata; ``VLLM_VERSION`` overrides it, as in vLLM's own builds."""
     import os  # noqa: PLC0415 - only for a message
     from importlib import metadata  # noqa: PLC0415
 
@@ -195,14 +195,14 @@ def installed_release(package: str = "vllm") -> str:
 
 
 class OverlayLoader(SourceFileLoader):
-    """Loads one rewritten module, and notes what its rules changed.
+    """Loads one rewritten module, and records what its rules changed.
 
-    It is a source file loader in all else, so that tracebacks, debuggers and `inspect` see the rewritten file.
+    Otherwise it is a source file loader, so that tracebacks, debuggers and `inspect` see the rewritten file.
 
     Args:
-        module: What the manifest says of it.
+        module: Its entry in the manifest.
         path: Its rewritten file.
-        original: The package's own file; a module that reads files beside it is given this path.
+        original: The package's own file, whose path a module that reads files next to itself gets as ``__file__``.
     """
 
     def __init__(self, module: ShadowedModule, path: Path, original: Path) -> None:
@@ -212,10 +212,10 @@ class OverlayLoader(SourceFileLoader):
         self._code: CodeType | None = None
 
     def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002 - of the one module that it loads
-        """The module's code, compiled from the reviewed bytes; bytecode is neither read nor written.
+        """Return the module's code, compiled from the reviewed bytes; bytecode is neither read nor written.
 
         Raises:
-            TamperedOverlayError: If the file holds other bytes.
+            TamperedOverlayError: If the file contains other bytes.
         """
         code: CodeType = self.source_to_code(reviewed_bytes(self._module, Path(self.path)), self.path)
         self._code = code
@@ -232,7 +232,7 @@ class OverlayLoader(SourceFileLoader):
 
 
 def reviewed_bytes(module: ShadowedModule, path: Path) -> bytes:
-    """The content of a rewritten file.
+    """Return the content of a rewritten file.
 
     Raises:
         TamperedOverlayError: If it is not the reviewed one.
@@ -253,5 +253,5 @@ def reviewed_bytes(module: ShadowedModule, path: Path) -> bytes:
 
 
 def unreadable(error: OSError) -> str:
-    """Text that is shown in place of a hash."""
+    """Return the text shown in place of the hash of an unreadable file."""
     return f"unreadable ({error.strerror})"

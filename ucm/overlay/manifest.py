@@ -1,4 +1,4 @@
-"""The manifest of an installed overlay: the shadowed modules, and the files that they were made from."""
+"""The manifest of an installed overlay: the shadowed modules, and the hashes of their originals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "manifest.json"
-#: The seam whose hooks go by their names alone.
+#: The seam whose hooks are listed by bare name.
 DEFAULT_SEAM = "ucm.integration.vllm.hooks"
 REINSTALL = "reinstall the overlay wheel: `pip install --force-reinstall --no-deps <wheel>`"
 
@@ -26,13 +26,13 @@ class ShadowedModule:
         name: Its dotted name.
         path: Its path in vLLM, and below ``modules/`` in the overlay.
         group: The unit that can be switched off.
-        upstream_sha256: The content of vLLM's file that it was made from.
-        rewritten_sha256: Its own content.
+        upstream_sha256: The hash of vLLM's file from which it was made.
+        rewritten_sha256: The hash of its own content.
         hooks: The hooks that it calls.
-        processes: Where it runs.
+        processes: The processes in which it runs.
         changed: The functions, and classes with new fields, that rules changed, by qualified name; each with the hooks
             that it calls.
-        reads_beside: Whether it reads files beside the original, and so is given the original's path.
+        reads_beside: Whether it reads files next to the original, and therefore gets the original's path.
     """
 
     name: str
@@ -52,18 +52,18 @@ class Manifest:
 
     Attributes:
         directory: The installed package's directory.
-        release: The release that it was made for.
+        release: The release for which it was made.
         version: The overlay's own version.
         modules: By dotted name.
         needs: For each group, the groups whose rewritten modules its own rely on.
-        hooks: ``default``: those that UCM's features use; ``all``: also those that are there for methods of others.
-        left_out: The hooks that this one was built without.
-        distribution: What installed it.
-        owners: Whose rules made it, in the order in which they were applied.
+        hooks: ``default``: those that UCM's features use; ``all``: also those for third-party methods.
+        left_out: The hooks that this build omits.
+        distribution: The distribution that installed it.
+        owners: The owners of its rules, in the order of application.
         upstream_package: The package whose modules it shadows.
         title: That package's name in prose.
-        seams: The modules whose functions its own call, each with those functions.
-        named: What `nox -s build-overlay` calls it.
+        seams: The seam modules that its modules call, each with the called functions.
+        named: Its name for `nox -s build-overlay`.
     """
 
     directory: Path
@@ -81,10 +81,10 @@ class Manifest:
     named: str = ""
 
     def module(self, name: str) -> ShadowedModule:
-        """The entry of a module.
+        """Return the entry of a module.
 
         Raises:
-            TamperedOverlayError: If the manifest is not that of the finder beside it.
+            TamperedOverlayError: If the manifest lacks it, so does not match the finder beside it.
         """
         if name not in self.modules:
             raise TamperedOverlayError(
@@ -96,7 +96,7 @@ class Manifest:
         return self.modules[name]
 
     def file(self, module: ShadowedModule) -> Path:
-        """Where a module's rewritten source lies."""
+        """Return the path of a module's rewritten source."""
         return self.directory / "modules" / module.path
 
 
@@ -104,7 +104,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of an installed overlay package.
 
     Raises:
-        TamperedOverlayError: If it is missing, cut short or not what the build wrote.
+        TamperedOverlayError: If it is missing, truncated or not what the build wrote.
     """
     path = directory / MANIFEST
     try:
@@ -131,7 +131,7 @@ def read_manifest(directory: Path) -> Manifest:
             data["version"],
             {m.name: m for m in modules},
             needs,
-            data.get("hooks", "all"),  # as an overlay was that does not say
+            data.get("hooks", "all"),  # older overlays lack the key and have all hooks
             tuple(data.get("left_out", ())),
             data.get("distribution", "ucm-vllm-overlay"),
             tuple(data.get("owners", ("ucm",))),

@@ -1,7 +1,7 @@
-"""Whether the functions that rules changed are still the overlay's, and who replaced them if not.
+"""Find the rewritten functions that other packages have replaced, and which package replaced them.
 
-Other packages rebind vLLM's functions and classes at run time. A replacement that calls ours is a wrapper, and ours
-runs inside it; any other means that a hook is missed.
+Other packages rebind vLLM's functions and classes at run time. A replacement that calls ours is a wrapper, so our hooks
+still fire; any other replacement loses them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
     from ucm.overlay.manifest import Manifest, ShadowedModule
 
-#: What wrappers hold what they wrap as: decorated functions, class and static methods, partial objects, properties.
+#: Attributes in which wrappers keep their target: decorators, class and static methods, partial objects, properties.
 HOLDS = ("__wrapped__", "__func__", "func", "fget")
-#: How many names are followed from a replacement to ours: more would lead from anywhere to anywhere.
+#: How many names to follow from a replacement to ours; with more, almost any function would reach any other.
 STEPS = 2
-#: An attribute that only an object has which answers to every name, as a mock or a proxy.
+#: An attribute that only mocks and proxies have, because they answer to every name.
 NO_ATTRIBUTE = "ucm_asks_for_what_nothing_has"
 Codes = tuple[CodeType, ...]
 
 
 @dataclass(frozen=True)
 class Definition:
-    """A function or class that rules changed, as it was when its module had been loaded.
+    """A function or class that rules changed, as it was right after its module was loaded.
 
     Attributes:
-        thing: What the module, or the class in it, held under the name: decorated, if it was.
-        codes: The code objects of the functions of that name; none for a class, and for a function that its decorator
-            hides, which only `thing` tells.
-        hooks: What it calls.
+        thing: The object under that name in the module or class, including its decorators.
+        codes: The code objects of the functions of that name; empty for a class, and for a function that its decorator
+            hides, which is recognised by `thing` alone.
+        hooks: The hooks that it calls.
     """
 
     thing: Any
@@ -43,7 +43,7 @@ class Definition:
     hooks: tuple[str, ...] = ()
 
 
-#: By module, what its rules changed; of the modules that the overlay's loader has loaded into this process.
+#: The changed definitions of each module that the overlay's loader has loaded into this process.
 LOADED: dict[str, dict[str, Definition]] = {}
 
 
@@ -55,8 +55,8 @@ class Replacement:
         module: The rewritten module.
         name: The qualified name in it.
         by: The qualified name of the replacement.
-        file: Its file; empty if that cannot be told.
-        distribution: What installed that; empty if that cannot be told.
+        file: Its file; empty if unknown.
+        distribution: The distribution that installed the file; empty if unknown.
     """
 
     module: ShadowedModule
@@ -71,12 +71,12 @@ class Replacement:
 
 
 def note(module: ShadowedModule, namespace: dict[str, Any], code: CodeType) -> None:
-    """Note what rules changed in a module that has just been loaded.
+    """Record what rules changed in a module that has just been loaded.
 
     Args:
-        module: What the manifest says of it.
-        namespace: The module's.
-        code: What ran in it.
+        module: Its entry in the manifest.
+        namespace: The module's namespace.
+        code: The module's code.
     """
     LOADED[module.name] = found = {}
     for qualified, hooks in module.changed.items():
@@ -86,11 +86,11 @@ def note(module: ShadowedModule, namespace: dict[str, Any], code: CodeType) -> N
 
 
 def replacements(manifest: Manifest, groups: Iterable[str]) -> list[Replacement]:
-    """The overlay's functions and classes that other packages have replaced in this process.
+    """Return the overlay's functions and classes that other packages have replaced in this process.
 
     Args:
-        manifest: The overlay's.
-        groups: The groups of modules to look at.
+        manifest: The overlay's manifest.
+        groups: The groups of modules to check.
     """
     found = []
     for module in _of_groups(manifest, groups):
@@ -104,12 +104,12 @@ def replacements(manifest: Manifest, groups: Iterable[str]) -> list[Replacement]
 
 
 def overrides(manifest: Manifest, groups: Iterable[str], kind: type) -> list[Replacement]:
-    """The methods of a rewritten class that a class derived from it replaces, and does not call.
+    """Return the methods of rewritten classes that a derived class overrides without calling them.
 
     Args:
-        manifest: The overlay's.
-        groups: The groups of modules to look at.
-        kind: The class that runs, for instance a scheduler's.
+        manifest: The overlay's manifest.
+        groups: The groups of modules to check.
+        kind: The class in use, for instance the scheduler's.
     """
     found = []
     for module in _of_groups(manifest, groups):
@@ -137,7 +137,7 @@ def _is_ours(thing: Any, definition: Definition, holder: Any, qualified: str) ->
 
 
 def _is_covered(thing: Any, definition: Definition) -> bool:
-    """Whether the replacement is a rewritten function of any overlay that calls all of the same hooks."""
+    """Return whether a replacement is itself a rewritten function, of any overlay, that calls all of the same hooks."""
     known = (other for of_module in LOADED.values() for other in of_module.values())
     return any(
         other.codes and set(other.hooks) >= set(definition.hooks) and _leads_to(thing, other.codes)
@@ -147,16 +147,16 @@ def _is_covered(thing: Any, definition: Definition) -> bool:
 
 
 def _leads_to(thing: Any, codes: Codes, holder: Any = None, name: str = "") -> bool:
-    """Whether something is a function with one of these codes, wraps one, or names one.
+    """Return whether an object is a function with one of these codes, wraps one, or names one.
 
     Args:
-        thing: What stands in the place of the function.
-        codes: The function's.
-        holder: The class that it is in.
-        name: Its name there.
+        thing: The object in the function's place.
+        codes: The function's code objects.
+        holder: The class that contains the function.
+        name: The function's name there.
     """
     waiting: list[tuple[Any, int]] = [(thing, STEPS)]
-    seen: dict[int, Any] = {}  # with the objects, so that none of them leaves its identity to another
+    seen: dict[int, Any] = {}  # holds the objects, so that no id is reused meanwhile
     while waiting:
         current, steps = waiting.pop()
         if id(current) in seen:
@@ -175,7 +175,7 @@ def _leads_to(thing: Any, codes: Codes, holder: Any = None, name: str = "") -> b
 
 
 def _held(wrapper: Any) -> list[Any]:
-    """The objects that a wrapper holds; none if it answers to every attribute, which would never end."""
+    """Return the objects that a wrapper holds; none if it answers to every attribute, which would never end."""
     try:
         if hasattr(wrapper, NO_ATTRIBUTE):
             return []
@@ -185,19 +185,19 @@ def _held(wrapper: Any) -> list[Any]:
 
 
 def _enclosed(function: FunctionType) -> Iterator[Any]:
-    """The closure cells and the defaults of a function, without classes, which would lead to unrelated code."""
+    """Yield a function's closure cells and defaults, except classes, which would lead to unrelated code."""
     cells = []
     for cell in function.__closure__ or ():
         try:
             cells.append(cell.cell_contents)
-        except ValueError:  # it is empty as yet
+        except ValueError:  # the cell is still empty
             continue
     held = (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return (one for one in held if callable(one) and not isinstance(one, type))
 
 
 def _named(function: FunctionType, holder: Any, name: str) -> Iterator[Any]:
-    """The functions that a function names: globals, and other members of its class."""
+    """Yield the functions that a function names: globals, and other members of its class."""
     for used in function.__code__.co_names:
         if isinstance(function.__globals__.get(used), FunctionType):
             yield function.__globals__[used]
@@ -206,7 +206,7 @@ def _named(function: FunctionType, holder: Any, name: str) -> Iterator[Any]:
 
 
 def _of_bases(function: FunctionType, holder: Any, name: str) -> Iterator[Any]:
-    """The base-class methods of the same name that a method calls, by ``super()`` or by the class's name."""
+    """Yield the base-class methods of the same name that a method calls, by ``super()`` or by the class's name."""
     names = function.__code__.co_names
     if not isinstance(holder, type) or name not in names:
         return
@@ -224,7 +224,7 @@ def _values(base: type, name: str) -> tuple[Any, ...]:
 
 
 def _member(namespace: Any, qualified: str) -> Any:
-    """The object of a qualified name in a namespace, without binding class members; None if there is none."""
+    """Return the object of a qualified name in a namespace, without binding class members; None if there is none."""
     first, *others = qualified.split(".")
     found = namespace.get(first)
     for name in others:
@@ -237,7 +237,7 @@ def _inherited(kind: type, name: str) -> Any:
 
 
 def _codes(module: CodeType, qualified: str) -> Codes:
-    """The code objects of a qualified name; several where a module defines it for several cases."""
+    """Return the code objects of a qualified name; a module may define it several times, under conditions."""
     found: Codes = (module,)
     for name in qualified.split("."):
         found = tuple(
@@ -247,7 +247,7 @@ def _codes(module: CodeType, qualified: str) -> Codes:
 
 
 def _replacement(module: ShadowedModule, qualified: str, thing: Any) -> Replacement:
-    """The replacement, with the package that it comes from if that can be told."""
+    """Describe a replacement, with the package that it comes from, if known."""
     function = thing
     while not isinstance(function, FunctionType | type):
         inner = next(iter(_held(function)), None)
@@ -255,11 +255,11 @@ def _replacement(module: ShadowedModule, qualified: str, thing: Any) -> Replacem
             break
         function = inner
     place = function if isinstance(function, FunctionType | type) else type(function)
-    home = place.__module__ or "unknown"  # as for code that ran in a namespace without a name
+    home = place.__module__ or "unknown"  # for instance code that ran in a namespace without a name
     by = f"{home}.{place.__qualname__}" if thing is not None else "nothing"
     origin = getattr(sys.modules.get(home), "__file__", None) or ""
     if isinstance(function, FunctionType):
-        function = inspect.unwrap(function)  # the file of a decorator tells nothing
+        function = inspect.unwrap(function)  # the decorator's file is irrelevant
     file = function.__code__.co_filename if isinstance(function, FunctionType) else origin
     return Replacement(module, qualified, by, file, _distribution(home))
 

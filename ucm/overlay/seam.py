@@ -1,4 +1,4 @@
-"""Checks that every hook exists that the rewritten modules call."""
+"""Check that every hook exists that the rewritten modules call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SeamMismatchError(OverlayImportError):
 
 
 def missing_hooks(manifest: Manifest) -> list[str]:
-    """The hooks that the overlay's modules call and the installed runtime lacks."""
+    """Return the hooks that the overlay's modules call and the installed runtime lacks."""
     missing = []
     for seam, called in manifest.seams.items():
         known = _names(seam)
@@ -32,7 +32,7 @@ def missing_hooks(manifest: Manifest) -> list[str]:
 
 
 def _names(seam: str) -> set[str]:
-    """The names in a seam's module; none if it cannot be imported."""
+    """Return the names in a seam's module; none if it cannot be imported."""
     try:
         module = importlib.import_module(seam)
     except ImportError:
@@ -41,10 +41,10 @@ def _names(seam: str) -> set[str]:
 
 
 def check_seam(manifest: Manifest) -> None:
-    """Refuse an overlay that is newer than the runtime.
+    """Refuse an overlay that needs a newer runtime.
 
     Raises:
-        SeamMismatchError: Naming the hooks; without it they would be missed in the middle of a step.
+        SeamMismatchError: Naming the missing hooks, which otherwise fail in the middle of a step.
     """
     missing = missing_hooks(manifest)
     if missing:

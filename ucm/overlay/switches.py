@@ -1,4 +1,4 @@
-"""The kill switches: which groups of rewritten modules an operator has turned off.
+"""The kill switches, with which an operator turns off groups of rewritten modules.
 
 ``UCM_DISABLE_PATCHES=1`` turns everything off. ``UCM_DISABLE_<GROUP>_PATCH=1`` turns off one group, for instance
 ``UCM_DISABLE_ATTENTION_PATCH=1``, and with it every group whose rewritten modules rely on that one.
@@ -19,21 +19,21 @@ OFF = frozenset({"", "0", "false", "no", "off"})
 
 
 def is_set(variable: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a switch is on: set to anything but an empty string, 0, false, no or off."""
+    """Return whether a switch is on: set to anything but an empty string, 0, false, no or off."""
     value = (os.environ if environ is None else environ).get(variable, "")
     return value.strip().lower() not in OFF
 
 
 def variable_of(group: str) -> str:
-    """The variable that turns a group off."""
+    """Return the variable that turns a group off."""
     return f"UCM_DISABLE_{group.upper()}_PATCH"
 
 
 def disabled_groups(needs: Mapping[str, tuple[str, ...]], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The groups that are off, each with the reason.
+    """Return the groups that are off, each with the reason.
 
     Args:
-        needs: For each group, the groups that it relies on; those may be of another package's overlay.
+        needs: For each group, the groups that it relies on, possibly of another package's overlay.
         environ: The environment; the process's own by default.
     """
     if is_set(ALL, environ):
