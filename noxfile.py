@@ -19,10 +19,10 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests"]
 
 GROUPS = nox.project.load_toml("pyproject.toml")
-#: Releases for the end-to-end tests: the newest with a CPU build, and the oldest that runs with the same torch.
+#: Releases for the end-to-end tests: the newest with a CPU build, and the oldest that works with the same torch.
 E2E_RELEASES = ("0.32.0", "0.27.1")
 INSTALL_VLLM = ("python", "-m", "tests.e2e.install_vllm")
-#: Engines are single-threaded, so two run at a time; tests of one file share what they build.
+#: Engines are single-threaded, so two run at a time. Tests of one file run in one process and share fixtures.
 TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
@@ -54,14 +54,14 @@ def drift(session: nox.Session) -> None:
 
 @nox.session
 def census(session: nox.Session) -> None:
-    """Search whole releases for code like the code that rules hook, and compare with the record: `-- all`."""
+    """Search whole releases for code of the kinds that rules hook, and compare with the record: `-- all`."""
     install(session, "build")
     session.run("python", "-m", "transforms", "census", *session.posargs)
 
 
 @nox.session
 def regenerate(session: nox.Session) -> None:
-    """Write every lock, diff and generated page again; fail if one of them was out of date."""
+    """Regenerate every lock, diff and generated page; fail if any was out of date."""
     install(session, "build")
     session.run("python", "-m", "transforms", "regenerate", *session.posargs)
 
@@ -73,15 +73,15 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
-    session.run("pytest", "-q", "tests/ucm/test_api.py")  # what a type checker sees of the wheel
+    session.run("pytest", "-q", "tests/ucm/test_api.py")  # type-checks against the built wheel
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation site into build/docs: strictly, offline, every link checked."""
+    """Build the documentation site into build/docs: strictly, offline, with all links checked."""
     install(session, "docs")
     session.run("mkdocs", "build", "--quiet", env={"NO_MKDOCS_2_WARNING": "true", "PYTHONPATH": "."})
-    # This session's packages are checked here. pytest's usual settings need packages that it does not install.
+    # Checks the licences of this session's packages. pytest's usual settings need packages that are not installed here.
     session.run(
         "pytest", "-q", "--config-file=/dev/null", "--noconftest", "-p", "no:cacheprovider", "tests/test_licences.py"
     )
@@ -89,7 +89,7 @@ def docs(session: nox.Session) -> None:
 
 @contextlib.contextmanager
 def beside(session: nox.Session, *command: str) -> Iterator[None]:
-    """Run a command of the session's environment in the background; wait for it at the end."""
+    """Run a command in the background of a ``with`` statement, in the session's environment; wait for it at the end."""
     process = subprocess.Popen([f"{session.bin}/{command[0]}", *command[1:]], start_new_session=True)
     try:
         yield
@@ -106,7 +106,7 @@ def beside(session: nox.Session, *command: str) -> Iterator[None]:
 def tests(session: nox.Session) -> None:
     """Run the unit tests, compare all locks, and run the core of the end-to-end tests on a real vLLM.
 
-    With arguments, only pytest runs, with those: `-- tests/ucm -k finder`.
+    With arguments, run only pytest, with these arguments: `-- tests/ucm -k finder`.
     """
     install(session, "test")
     if session.posargs:
@@ -122,8 +122,8 @@ def tests(session: nox.Session) -> None:
 def e2e(session: nox.Session) -> None:
     """Run the end-to-end tests on real vLLM engines on the CPU: `-- RELEASE …`.
 
-    By default 0.32.0, with all of them, and 0.27.1, without those marked `newest_only`. Any other release, for instance
-    0.16.0 or 0.12.0, gets those marked `older`: tokens with each connector and method, and `ucm doctor --run`.
+    The default is 0.32.0 with all tests, and 0.27.1 without those marked `newest_only`. Any other release, for instance
+    0.16.0 or 0.12.0, runs those marked `older`: tokens with each connector and method, and `ucm doctor --run`.
     """
     install(session, "test")
     releases = session.posargs or E2E_RELEASES
@@ -139,7 +139,7 @@ def e2e(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Run the property tests with new seeds, and save what fails as examples: `-- --minutes 10 --seed 1 [PATH …]`."""
+    """Run the property tests with new seeds, and save failures as examples: `-- --minutes 10 --seed 1 [PATH …]`."""
     install(session, "test")
     session.run("python", "-m", "tests.fuzz", *session.posargs)
 
@@ -160,14 +160,14 @@ def parity(session: nox.Session) -> None:
 
 @nox.session
 def campaign(session: nox.Session) -> None:
-    """Kill, damage, fill and remove stores at random, and count what they serve: `-- --count 500 --seed 1`."""
+    """Kill, damage, fill and remove stores at random, and check the blocks they serve: `-- --count 500 --seed 1`."""
     install(session, "test")
     session.run("python", "-m", "tests.campaign", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure what the overlay and the prefix cache cost and save, compared with plain vLLM and with peers.
+    """Measure the costs and savings of the overlay and the prefix cache, compared with plain vLLM and with peers.
 
     Arguments select sections: `-- ttft`, `-- scheduler start build`. The table shows the goal of each figure.
     """

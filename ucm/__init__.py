@@ -1,6 +1,6 @@
 """UCM (Unified Cache Management): the runtime that an overlay of vLLM calls.
 
-Importing this package imports nothing else: it happens in every process of every vLLM that has the overlay installed.
+This package imports nothing else, because every process of a vLLM with an overlay imports it.
 """
 
 __version__ = "0.1.0"

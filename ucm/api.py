@@ -1,9 +1,9 @@
 """The public names of the runtime: import them from here to write a sparse method, a store or a tool.
 
-Everything else below ``ucm`` is private and may change in any release. What vLLM and the overlay load by name
-(``ucm.integration.vllm.ucm_connector``, ``ucm.integration.vllm.hooks``) is configuration, not an interface for code.
+Everything else below ``ucm`` is private and may change in any release. The modules that vLLM and the overlay load by
+name (``ucm.integration.vllm.ucm_connector``, ``ucm.integration.vllm.hooks``) are configuration, not an interface.
 
-Importing this module needs numpy and pydantic, and neither vLLM nor torch.
+This module imports numpy and pydantic, but neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -94,6 +94,6 @@ __all__ = [
 API_VERSION: Final[tuple[int, int]] = (1, 0)
 """The version of this interface, ``(major, minor)``.
 
-The minor number rises when a name or an optional argument is added. The major number rises when a name goes away or
-changes its meaning; the changelog announces that.
+The minor number rises when a name or an optional argument is added. The major number rises when a name is removed or
+changes its meaning, which the changelog announces.
 """

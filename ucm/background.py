@@ -1,4 +1,4 @@
-"""How a thread that works in the background takes its place beside the threads that compute."""
+"""Background threads that do not slow down the threads that compute."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How often something that others do is looked at.
+#: The polling interval for the progress of other threads.
 _LOOK_SECONDS = 0.01
 
 
 def enter_background(nice: int = 0) -> None:
-    """Let the calling thread run on any processor of its process, and with a lower priority.
+    """Let the calling thread run on any CPU of its process, with a lower priority.
 
-    A thread inherits the processors of the one that starts it. vLLM binds a CPU worker's main thread to a single one,
-    and the threads that are started from there would all share it with the forward, whatever else the machine has.
+    A thread inherits the CPU affinity of the thread that starts it. vLLM binds a CPU worker's main thread to a single
+    CPU, which all threads started there would share with the forward pass, even if others are idle.
 
     Args:
-        nice: How much it gives way to others, 0 (not at all) to 19.
+        nice: The thread's nice value, 0 (normal priority) to 19 (lowest).
     """
     cores = process_cores()
     if cores:
@@ -37,14 +37,14 @@ def enter_background(nice: int = 0) -> None:
 
 
 def wait_while_it_shrinks(left: Callable[[], int], seconds: float) -> int:
-    """Wait for what others do, as long as they get on.
+    """Wait for the work of other threads, as long as it makes progress.
 
     Args:
-        left: What is left to be done.
-        seconds: How long that may stay the same.
+        left: Returns the amount of remaining work.
+        seconds: How long it may stay the same.
 
     Returns:
-        What is left at the end.
+        The remaining work at the end.
     """
     least, until = left(), time.monotonic() + seconds
     while (now := least) > 0 and time.monotonic() < until:
@@ -56,15 +56,15 @@ def wait_while_it_shrinks(left: Callable[[], int], seconds: float) -> int:
 
 
 def call_within(call: Callable[[], None], name: str, seconds: float) -> bool:
-    """Call something in a thread, and leave it there if it takes too long.
+    """Call a function in a thread, and stop waiting for it after a time limit.
 
     Args:
-        call: What to call.
+        call: The function.
         name: The thread's name.
-        seconds: How long to wait for it.
+        seconds: How long to wait.
 
     Returns:
-        Whether it has ended.
+        Whether it has returned.
     """
     thread = threading.Thread(target=call, name=name, daemon=True)
     thread.start()
@@ -73,14 +73,14 @@ def call_within(call: Callable[[], None], name: str, seconds: float) -> bool:
 
 
 def call_later(call: Callable[[], T], name: str) -> Future[T]:
-    """Call something in a thread that keeps nobody: the process may end before it does.
+    """Call a function in a daemon thread, which does not keep the process from exiting.
 
     Args:
-        call: What to call.
+        call: The function.
         name: The thread's name.
 
     Returns:
-        What it returns or raises, once it has.
+        A future of the function's result.
     """
     found: Future[T] = Future()
 
@@ -95,7 +95,7 @@ def call_later(call: Callable[[], T], name: str) -> Future[T]:
 
 
 def process_cores() -> set[int]:
-    """The processors that any thread of this process may use; empty where the system does not tell (not Linux)."""
+    """Return the CPUs that any thread of this process may use; empty if the system does not report them (not Linux)."""
     found: set[int] = set()
     with suppress(OSError, AttributeError):
         for thread in os.listdir("/proc/self/task"):  # noqa: PTH208 - Paths are of no use here

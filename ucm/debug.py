@@ -5,13 +5,13 @@
     from ucm.debug import open_connector
 
     with open_connector("ucm_config.yaml", model="/models/llama") as connector:
-        connector.namespace               # as an engine would name it
+        connector.namespace               # the engine's namespace
         connector.lookup(token_ids)       # tokens that an engine would load
         connector.roundtrip()             # save, load and compare test blocks
         connector.timings                 # seconds of each operation so far
 
-No engine is started and no weight is loaded, but vLLM has to be installed: its model classes say what the KV of the
-model is. ``ucm try`` does the same in a terminal.
+No engine is started and no weights are loaded, but vLLM has to be installed: its model classes determine the layout of
+the model's KV. ``ucm try`` does the same in a terminal.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockGeometry, KVStore, TaskResult, TierStats
     from ucm.store.config import StoreConfig
 
-#: Seconds in which a test block must have reached every tier.
+#: The time limit for a test block to reach every tier, in seconds.
 FLUSH_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the store has of a prompt.
+    """The part of a prompt that the store has.
 
     Args:
-        tokens: Tokens of the prompt.
-        found_tokens: How many of the first ones an engine would load.
-        missing_key: The first block of the first KV-cache group that is not there, in hexadecimal digits; empty if all
-            whole blocks are there.
-        seconds: How long it took to name the blocks and to look them up.
+        tokens: The number of tokens in the prompt.
+        found_tokens: How many of the first tokens an engine would load.
+        missing_key: The key of the first missing block of the first KV-cache group, in hexadecimal digits; empty if
+            all full blocks are there.
+        seconds: The time to hash the blocks and look them up.
     """
 
     tokens: int
@@ -73,7 +73,7 @@ class Found:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the prompt's tokens that was found, 0 to 1."""
+        """The share of the prompt's tokens that were found, 0 to 1."""
         return self.found_tokens / self.tokens if self.tokens else 0.0
 
 
@@ -101,16 +101,16 @@ class FoundBlocks:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """How test blocks of one KV-cache group went to the store and back.
+    """The result of saving and loading test blocks of one KV-cache group.
 
     Args:
         group: The group's index.
-        blocks: How many blocks.
-        block_bytes: Bytes of one.
-        save_seconds: From the first byte to visible blocks.
-        load_seconds: Of each load of all blocks.
+        blocks: The number of blocks.
+        block_bytes: The size of one block.
+        save_seconds: The time from the first byte written until the blocks are visible.
+        load_seconds: The time of each load of all blocks.
         tiers: The tiers that served the last load.
-        problems: What went wrong; empty if every byte came back.
+        problems: Descriptions of failures; empty if every byte was loaded unchanged.
     """
 
     group: int
@@ -123,25 +123,25 @@ class RoundTrip:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """The size of all blocks in bytes."""
         return self.blocks * self.block_bytes
 
 
 @dataclass
 class Timings:
-    """Seconds of every operation so far, by name: ``open``, ``lookup``, ``save`` and ``load``."""
+    """The seconds of every operation so far, by name: ``open``, ``lookup``, ``save`` and ``load``."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, operation: str, seconds: float) -> None:
-        """Note one operation."""
+        """Record one operation."""
         self.seconds.setdefault(operation, []).append(seconds)
 
     def median(self, operation: str) -> float:
-        """The median of an operation.
+        """Return the median of an operation.
 
         Raises:
-            KeyError: It was never run.
+            KeyError: The operation was never run.
         """
         return median(self.seconds[operation])
 
@@ -158,9 +158,9 @@ def open_connector(
     Args:
         config: A file with the connector's settings, or vLLM's ``kv_connector_extra_config``.
         model: The model's directory.
-        engine_args: The engine's further arguments, as vLLM's ``EngineArgs`` names them. Give those that the engine is
-            started with: ``dtype``, ``block_size``, ``kv_cache_dtype`` and others are a part of the namespace.
-        device: The type of device that is expected, for instance ``cuda``; None for whatever vLLM finds.
+        engine_args: The engine's other arguments, as vLLM's ``EngineArgs`` names them. Pass the same as for the engine:
+            ``dtype``, ``block_size``, ``kv_cache_dtype`` and others are part of the namespace.
+        device: The expected type of device, for instance ``cuda``; None for whatever vLLM finds.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -236,11 +236,11 @@ def _keys(facts: EngineFacts, token_ids: Sequence[int], block_size: int) -> list
 
 
 class DebugConnector:
-    """The stores of an engine; made by ``open_connector``.
+    """The stores of an engine, opened by ``open_connector``.
 
     Args:
         settings: The connector's settings.
-        facts: What the engine would name and store.
+        facts: The namespace and geometry that the engine would use.
     """
 
     def __init__(self, settings: ConnectorConfig, facts: EngineFacts) -> None:
@@ -257,29 +257,29 @@ class DebugConnector:
 
     @property
     def namespace(self) -> str:
-        """Where the engine keeps its blocks; its ranks and KV-cache groups have parts of their own below it."""
+        """The engine's namespace, below which each rank and KV-cache group has its own."""
         return self.facts.namespace
 
     @property
     def store(self) -> KVStore:
-        """The store of the first KV-cache group; a model with one kind of attention has no other."""
+        """The store of the first KV-cache group, which is the only one if the model has one kind of attention."""
         return self.stores[0]
 
     @property
     def request_hasher(self) -> RequestHasher:
-        """Names the blocks of a prompt as the engine does."""
+        """The hasher that names a prompt's blocks as the engine does."""
         return self.facts.hasher
 
     @property
     def tiers(self) -> dict[str, TierStats]:
-        """The tiers, fastest first, with what they counted."""
+        """The tiers, fastest first, with their counters."""
         return dict(self.store.stats())
 
     def lookup(self, token_ids: Sequence[int]) -> Found:
-        """Find the stored beginning of a prompt; nothing is loaded.
+        """Find the stored prefix of a prompt without loading it.
 
-        The answer is that of an engine whose own KV cache is empty: at least one token is left to compute, and
-        ``hit_ratio`` and ``min_hit_tokens`` are obeyed.
+        The result is that of an engine whose own KV cache is empty: at least one token is left to compute, and
+        ``hit_ratio`` and ``min_hit_tokens`` apply.
 
         Args:
             token_ids: The prompt.
@@ -301,16 +301,16 @@ class DebugConnector:
     def roundtrip(self, blocks: int = 8, loads: int = 1) -> list[RoundTrip]:
         """Save test blocks, load them into other memory, and compare every byte.
 
-        The blocks have the geometry of the model's blocks and a namespace of their own. They are deleted afterwards;
-        only a tier or a store of others that cannot delete keeps them. On an accelerator they start on the device and
-        cross pinned host memory both ways.
+        The blocks have the geometry of the model's blocks and a separate namespace. They are deleted afterwards, unless
+        a third-party tier or store cannot delete. On an accelerator they start on the device and pass through pinned
+        host memory both ways.
 
         Args:
-            blocks: How many of each KV-cache group.
-            loads: How often they are loaded.
+            blocks: The number of blocks per KV-cache group.
+            loads: How often to load them.
 
         Returns:
-            What came of each KV-cache group.
+            The result of each KV-cache group.
         """
         if blocks < 1 or loads < 1:
             raise ValueError("a round trip needs at least one block and one load")
@@ -318,10 +318,10 @@ class DebugConnector:
 
     @contextmanager
     def profile(self, file: str | Path) -> Iterator[None]:
-        """Record what runs meanwhile with torch's profiler.
+        """Record the body of the ``with`` statement with torch's profiler.
 
         Args:
-            file: Where the trace is written, for Perfetto or ``chrome://tracing``.
+            file: The trace to write, for Perfetto or ``chrome://tracing``.
 
         Raises:
             UcmError: torch is not installed.
@@ -352,7 +352,7 @@ class DebugConnector:
         self.close()
 
     def _span(self, name: str) -> Any:
-        """A name in the trace for what runs within."""
+        """Return a context manager that names its body in the trace."""
         if not self._profiling:
             return nullcontext()
         from torch.profiler import record_function  # noqa: PLC0415 - the profiler has imported it
@@ -433,29 +433,29 @@ class _Memory:
         }
 
     def leave_device(self) -> None:
-        """Copy the blocks to host memory; returns when they are there."""
+        """Copy the blocks to host memory, and wait for the copy."""
         if self._on_device is not None:
             self._pinned["out"].copy_(self._on_device["out"])
 
     def enter_device(self) -> None:
-        """Copy what was loaded to the device; returns when it is there."""
+        """Copy the loaded blocks to the device, and wait for the copy."""
         if self._on_device is not None:
             self._on_device["back"].copy_(self._pinned["back"])
 
     def clear(self) -> None:
-        """Forget what was loaded before."""
+        """Overwrite the previously loaded blocks."""
         self._host["back"].fill(0)
         if self._on_device is not None:
             self._on_device["back"].zero_()
 
     def is_intact(self) -> bool:
-        """Whether the same bytes are back."""
+        """Return whether the loaded bytes equal the saved ones."""
         if self._on_device is None:
             return bool(np.array_equal(self._host["out"], self._host["back"]))
         return bool((self._on_device["out"] == self._on_device["back"]).all().item())
 
     def transfers(self, keys: Sequence[BlockKey], name: str) -> list[BlockTransfer]:
-        """The memory of all blocks, for the store."""
+        """Return the memory of all blocks, as transfers for the store."""
         whole, found, start = self._host[name].data, [], 0
         for key in keys:
             slices = []

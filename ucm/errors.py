@@ -1,10 +1,10 @@
-"""The errors that an operator of a running vLLM meets: each says what, where and what to do."""
+"""The errors that are shown to an operator of vLLM: each says what went wrong, where, and what to do."""
 
 from __future__ import annotations
 
 
 class UcmError(Exception):
-    """A condition that its reader can act on.
+    """An error that the user can act on.
 
     Args:
         what: What went wrong, in one sentence.
@@ -28,8 +28,8 @@ class UcmError(Exception):
 
 
 class ConfigError(UcmError):
-    """A setting is unknown, of the wrong type, or names something that is not there."""
+    """A setting is unknown, has the wrong type, or names something that does not exist."""
 
 
 class SparseMethodError(UcmError):
-    """A sparse method was asked for what it cannot do."""
+    """A sparse method does not support the configuration or the request."""

@@ -1,4 +1,4 @@
-"""The loggers of UCM, one for each module, below ``ucm``.
+"""The loggers of UCM, one per module, below ``ucm``.
 
 They follow vLLM's logging configuration:
 
@@ -6,10 +6,10 @@ They follow vLLM's logging configuration:
 - If vLLM's handlers have a formatter that is not vLLM's own (``VLLM_LOGGING_CONFIG_PATH``, JSON), UCM's records go to
   these handlers.
 - With ``VLLM_CONFIGURE_LOGGING=0`` they go to the root logger's handlers, as vLLM's do.
-- Else they go to vLLM's stream, in a format with process and pid, which vLLM's own format lacks in older releases.
+- Otherwise they go to vLLM's stream, in a format with process name and pid, which older releases' own format lacks.
 
-A logging configuration that names the logger ``ucm`` is left alone. Each message starts with its area in brackets, for
-instance ``[UCM.Patch]``.
+A logging configuration that names the logger ``ucm`` takes precedence. Each message starts with its area in brackets,
+for instance ``[UCM.Patch]``.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class VllmHandler(logging.Handler):
-    """Hands records to where vLLM's go; vLLM may be configured after the first record.
+    """Passes records to vLLM's handlers, found anew for each record: vLLM may be configured after the first one.
 
     Attributes:
-        chosen: The level that UCM's loggers were given last; another one is somebody else's choice.
+        chosen: The level that UCM last set for its loggers; any other level was set by someone else.
     """
 
     chosen = logging.NOTSET
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record once to each place."""
+        """Write a record once to each handler."""
         handlers = logging.getLogger("vllm").handlers
         if os.environ.get(VLLM_CONFIGURES) == "0":
             places = logging.getLogger().handlers
         else:
             places = [handler for handler in handlers if not _is_vllms(handler)]
-        # Not through the places' own levels: UCM's level may be lower than vLLM's.
+        # The handlers' own levels are bypassed: UCM's level may be lower than vLLM's.
         for place in places or [_own(handlers)]:
             place.handle(record)
 
 
 def get_logger(name: str = ROOT) -> logging.Logger:
-    """A logger of UCM; the first call in a process sets them up.
+    """Return a logger of UCM; the first call in a process sets them up.
 
     Args:
         name: The calling module's ``__name__``.
@@ -68,12 +68,12 @@ def get_logger(name: str = ROOT) -> logging.Logger:
         ours.chosen = _level()
         root.setLevel(ours.chosen)
     logger = logging.getLogger(name)
-    logger.disabled = False  # by a logging configuration that disables the loggers which it does not name
+    logger.disabled = False  # a logging configuration may disable the loggers that it does not name
     return logger
 
 
 def _level() -> int:
-    """UCM's own level, or vLLM's, which may change after the first record."""
+    """Return UCM's own level, or vLLM's, which may change after the first record."""
     wanted = os.environ.get(LEVEL_VARIABLE, "").upper()
     if wanted in LEVELS:
         return int(getattr(logging, wanted))
@@ -83,13 +83,13 @@ def _level() -> int:
 
 
 def _is_vllms(handler: logging.Handler) -> bool:
-    """Whether a handler writes vLLM's usual lines, or none at all."""
+    """Return whether a handler writes vLLM's default format, or nothing."""
     formatter = type(handler.formatter)
     return isinstance(handler, logging.NullHandler) or formatter.__module__.startswith(VLLM_FORMATTERS)
 
 
 def _own(handlers: list[logging.Handler]) -> logging.Handler:
-    """UCM's lines on vLLM's stream."""
+    """Return a handler for UCM's format on vLLM's stream."""
     streams = [handler.stream for handler in handlers if isinstance(handler, logging.StreamHandler)]
     stream: Any = streams[0] if streams else sys.stderr
     found = logging.StreamHandler(stream)

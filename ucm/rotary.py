@@ -1,4 +1,4 @@
-"""Turning the pairs of a head's numbers, as vLLM's rotary embedding does; for all who put keys elsewhere."""
+"""Rotate keys as vLLM's rotary embedding does, for features that move keys to other positions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ if TYPE_CHECKING:
 
 
 def turned(values: Tensor, factors: tuple[Tensor, Tensor], *, neox: bool) -> Tensor:
-    """Numbers times factors, pair by pair; what lies behind the rotated part of a head stays as it is.
+    """Multiply pairs of elements by complex factors; elements past the rotated part of a head are unchanged.
 
     Args:
         values: ``[n, heads, head_size]``.
         factors: Real and imaginary parts, each ``[n, rotary_dim / 2]``, float32.
-        neox: Whether a pair is a number of the first half with one of the second, or else two neighbours (GPT-J).
+        neox: Whether a pair has one element of each half (NeoX), or else two neighbours (GPT-J).
 
     Returns:
-        The same shape and dtype, from products in float32.
+        A tensor of the same shape and dtype, computed in float32.
     """
     import torch  # noqa: PLC0415 - vLLM brings it
 

@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand.
 
     Args:
-        commands: What ``ArgumentParser.add_subparsers`` returned.
+        commands: The return value of ``ArgumentParser.add_subparsers``.
     """
     parser = commands.add_parser(
         "sparse",
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Measure, and print what was measured.
+    """Measure, and print the result.
 
     Raises:
         UcmError: An argument is wrong, the engine does not start, or the overlay is not active.
@@ -103,10 +103,10 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def read_prompts(file: Path) -> list[dict[str, Any]]:
-    """The prompts of a file, as vLLM takes them.
+    """Return the prompts in a file, in the form that vLLM takes.
 
     Raises:
-        UcmError: The file cannot be read, is empty, or a line of it is no prompt.
+        UcmError: The file cannot be read, is empty, or has a line that is not a prompt.
     """
     fix = 'write one {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]} per line'
     try:
@@ -130,7 +130,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The layers of all workers of an engine; those that share the heads of a layer report the same of it.
+    """Merge the reports of all workers of an engine; workers that share the heads of a layer are averaged.
 
     Args:
         reports: `MassProbe.report` of each worker.
@@ -151,7 +151,7 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:
-    """What is printed: a line per budget, what the context's attention needs, and a line per layer."""
+    """Return the printed lines: one per budget, the needed shares of the context, and one per layer."""
     layers: Mapping[str, Any] = found["layers"]
     if not layers:
         return ["Nothing was measured: generate more tokens with --max-tokens, or measure oftener with --every 1."]
@@ -188,7 +188,7 @@ class MassReport:
     """A mix-in for vLLM's worker (``worker_extension_cls``), through which the engine asks for the report."""
 
     def ucm_masses(self) -> dict[str, Any] | None:
-        """`MassProbe.report` of this worker; None if no probe runs in it."""
+        """Return this worker's `MassProbe.report`; None if no probe runs in it."""
         from ucm.integration.vllm.hooks import worker_method  # noqa: PLC0415 - called in vLLM's worker
         from ucm.sparse.mass_probe import MassProbe  # noqa: PLC0415 - as above
 
@@ -200,7 +200,7 @@ class MassReport:
 def _measure(
     options: argparse.Namespace, arguments: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Run the engine, and ask its workers."""
+    """Run the engine, and return its workers' reports."""
     try:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - most commands need no vLLM
     except ImportError as error:
@@ -257,7 +257,7 @@ def _is_prompt(prompt: object) -> bool:
 
 
 def _mean(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The means over workers that report the same layer."""
+    """Return the means over the workers that report the same layer."""
 
     def over(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return {key: sum(of[key] for of in values) / len(values) for key in values[0]}

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand.
 
     Args:
-        commands: What ``ArgumentParser.add_subparsers`` returned.
+        commands: The return value of ``ArgumentParser.add_subparsers``.
     """
     parser = commands.add_parser(
         "try",

@@ -1,7 +1,7 @@
-"""What UCM reads of vLLM's objects, as protocols: vLLM is not installed where types are checked.
+"""Protocols of the vLLM objects that UCM reads: vLLM is not installed where types are checked.
 
-Only attributes that all supported releases have are declared. What differs between releases is read in
-`ucm.integration.vllm`.
+They declare only attributes that all supported releases have. `ucm.integration.vllm` reads those that differ between
+releases.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ class Request(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The name that the engine knows it by."""
+        """The engine's id of the request."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """The number of prompt tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and generated ones."""
+        """The number of prompt and generated tokens."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV exists."""
+        """The number of tokens whose KV has been computed."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Token ids of the prompt and generated ones."""
+        """The ids of the prompt and generated tokens."""
 
 
 class SchedulerOutput(Protocol):
-    """``vllm.v1.core.sched.output.SchedulerOutput``: what one step computes."""
+    """``vllm.v1.core.sched.output.SchedulerOutput``: the work of one step."""
 
     @property
     def scheduled_new_reqs(self) -> Sequence[Any]:
@@ -49,15 +49,15 @@ class SchedulerOutput(Protocol):
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:
-        """Tokens of the step, by request id."""
+        """The number of tokens that the step computes, by request id."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
-        """Tokens of the step."""
+        """The number of tokens that the step computes."""
 
     @property
     def finished_req_ids(self) -> set[str]:
-        """Requests that ended since the previous step."""
+        """The requests that ended since the previous step."""
 
 
 class VllmConfig(Protocol):
@@ -73,11 +73,11 @@ class VllmConfig(Protocol):
 
     @property
     def parallel_config(self) -> Any:
-        """Ranks."""
+        """The parallel ranks."""
 
     @property
     def scheduler_config(self) -> Any:
-        """Limits of a step."""
+        """The limits of a step."""
 
     @property
     def load_config(self) -> Any:
@@ -85,7 +85,7 @@ class VllmConfig(Protocol):
 
     @property
     def kv_transfer_config(self) -> Any:
-        """The KV connector; None without one."""
+        """The KV connector's configuration; None without one."""
 
     @property
     def compilation_config(self) -> Any:
@@ -97,7 +97,7 @@ class KVCacheConfig(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each group."""
+        """The number of blocks of each group."""
 
     @property
     def kv_cache_groups(self) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Where settings come from: ``kv_connector_extra_config``, the file that it names, or both."""
+"""Read settings from ``kv_connector_extra_config``, the file that it names, or both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: The key that names a file with the settings.
 FILE_KEY = "UCM_CONFIG_FILE"
-#: What the settings on vLLM's command line are called in messages.
+#: The name of the settings on vLLM's command line, for messages.
 INLINE = "kv_connector_extra_config"
 
 _LEFT_OVER = re.compile(r"\$(\w+|\{[^}]*\})")
@@ -24,13 +24,13 @@ _LEFT_OVER = re.compile(r"\$(\w+|\{[^}]*\})")
 
 @dataclass(frozen=True)
 class Document:
-    """Settings as they were written.
+    """Settings as written by the user.
 
     Args:
-        settings: All of them, by their top-level keys.
+        settings: All settings, by top-level key.
         file: The file that was read, if any.
-        inline: The top-level keys that stand in ``kv_connector_extra_config`` itself.
-        overridden: Those of them that the file has as well.
+        inline: The top-level keys in ``kv_connector_extra_config`` itself.
+        overridden: The inline keys that the file has, too.
     """
 
     settings: Mapping[str, Any]
@@ -39,13 +39,13 @@ class Document:
     overridden: frozenset[str] = frozenset()
 
     def place(self, key: str) -> Place:
-        """Where a top-level key stands."""
+        """Return the place of a top-level key."""
         source = INLINE if self.file is None or key in self.inline else str(self.file)
         return Place(source, key)
 
 
 def read_document(extra_config: Mapping[str, Any]) -> Document:
-    """The settings of a connector; those that stand inline win over the file's, one top-level key at a time.
+    """Read the settings of a connector; inline settings override the file's, one top-level key at a time.
 
     Args:
         extra_config: vLLM's ``kv_connector_extra_config``.
@@ -76,7 +76,7 @@ def _file(value: object) -> Path:
 
 
 def expand(text: str | bytes, place: Place) -> Path:
-    """A path with ``~`` and environment variables put in.
+    """Expand ``~`` and environment variables in a path.
 
     Raises:
         ConfigError: If a variable is not set, or there is no such home directory.

@@ -1,4 +1,4 @@
-"""Reads, checks and completes the connectors' settings."""
+"""Read, check and complete the connectors' settings."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=BaseModel)
 
-#: Our back ends that have no options of their own.
+#: Our back ends without options of their own.
 _WITHOUT_OPTIONS = frozenset({"Posix", "Dram", "Cache", "Empty"})
-#: What this process has said already; each is said once, however many connectors read the configuration.
+#: The notices that this process has logged; each is logged once, even if several connectors read the configuration.
 _said: set[str] = set()
-#: The looks at directories that had not answered when this was last asked; nobody waits for one of them again.
+#: The directory checks that were still running when last polled; later checks do not wait for them.
 _unanswered: dict[Path, Future[ConfigError | None]] = {}
 
 
 def wait_for_looks(directories: Iterable[str]) -> None:
-    """Wait, without a limit, until every look at these directories has ended: it may be about to make them.
+    """Wait, without a time limit, until every check of these directories has ended: it may be creating them.
 
-    For threads that open a store and may be kept by a directory that does not answer.
+    Call this only in threads that may block: a directory that does not answer keeps them waiting.
     """
     wait([look for path in directories if (look := _unanswered.get(Path(path))) is not None])
 
 
 def load_connector_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
-    """The settings of a connector, with every directory absolute, made, and writable.
+    """Return a connector's settings, with every directory absolute, created and writable.
 
-    A directory that does not answer within the store's ``stuck_seconds`` is warned of and left to those who open the
-    store, which does not hold up an engine.
+    A directory that does not answer within the store's ``stuck_seconds`` causes a warning. The engine starts; the
+    threads that open the store wait for the directory.
 
     Args:
         extra_config: vLLM's ``kv_connector_extra_config``: settings in our format or UCM's, or ``UCM_CONFIG_FILE``
-            with the path of a YAML file that holds them, or both, where those that stand here win.
+            with the path of a YAML file that contains them, or both; the inline ones take precedence.
 
     Raises:
         ConfigError: With everything that is wrong, each with its place and what to do.
@@ -73,12 +73,12 @@ def load_connector_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
 def check_connector_config(
     extra_config: Mapping[str, Any], *, make: bool = True
 ) -> tuple[ConnectorConfig, tuple[str, ...]]:
-    """Like ``load_connector_config``, but returns the notices instead of logging them.
+    """Do the same as ``load_connector_config``, but return the notices instead of logging them.
 
     Args:
         extra_config: As above.
-        make: Whether directories that are not there are made; if not, it is seen whether they could be, and one that
-            does not answer is an error.
+        make: Whether to create missing directories. If not, the check is whether they could be created, and a
+            directory that does not answer is an error.
 
     Raises:
         ConfigError: With everything that is wrong.
@@ -88,7 +88,7 @@ def check_connector_config(
     top = Place(str(document.file or INLINE))
     _read_metrics_file(out)
     store = _store(out, top, make=make)
-    # Settings beside a store that is wrong are checked beside one that is not, so that all is told at once.
+    # If the store is invalid, an empty one takes its place, so that the problems of the other settings are found, too.
     settings = {**out.settings, "store": store or StoreSettings(pipeline="Empty")}
     config = _validated(ConnectorConfig, settings, (), out, top)
     raise_for(out.problems)
@@ -100,7 +100,7 @@ def check_connector_config(
 def _validated(
     model: type[Model], settings: Mapping[str, Any], path: tuple[str, ...], out: Translation, top: Place
 ) -> Model | None:
-    """Settings as a model; None if they are wrong, which is noted."""
+    """Return settings as a model; if they are invalid, note the problems and return None."""
     try:
         return model.model_validate(settings)
     except ValidationError as error:
@@ -109,7 +109,7 @@ def _validated(
 
 
 def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
-    """The store's settings, its directories looked at; None if they are wrong, which is noted."""
+    """Return the store's settings and check its directories; if anything is wrong, note it and return None."""
     if "store" not in out.settings:
         if not out.problems:
             out.problems.append(_no_store(top))
@@ -146,10 +146,10 @@ def _renamed(written: Any, out: Translation, top: Place) -> Any:
 
 
 def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> None:
-    """Check the options of the tiers that have some; what is wrong with them is noted."""
+    """Check the options of the tiers that have options; note the problems."""
     for name in pipeline_parts(store.pipeline):
         if name not in store.tiers and (name in _WITHOUT_OPTIONS or name not in OURS):
-            continue  # and is not imported for nothing
+            continue  # saves its import
         from ucm.store.factory import back_end_class, is_tier  # noqa: PLC0415 - most configurations need none of it
 
         place, _ = out.origin(("store", "tiers", name), top, NO_VALUE)
@@ -163,7 +163,7 @@ def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> No
 
 
 def _no_store(top: Place) -> ConfigError:
-    """No store is configured, in a file or inline, where the name of a file would do as well."""
+    """Return the error for a missing store; its remedy depends on whether the settings are in a file."""
     if top.source != INLINE:
         return wrong(top, "no store is configured", "add store: {directories: /path}")
     fix = f'name a file with the settings, {{"{FILE_KEY}": "./ucm_config.yaml"}}, or write {{"store": {{"directories": '
@@ -171,7 +171,7 @@ def _no_store(top: Place) -> ConfigError:
 
 
 def _as_far_as_right(written: object) -> StoreSettings | None:
-    """Settings without those that are wrong, so that the directories among them are looked at all the same."""
+    """Return settings without the invalid ones, so that the directories are checked regardless."""
     try:
         return StoreSettings.model_validate(written)
     except ValidationError as error:
@@ -185,7 +185,7 @@ def _as_far_as_right(written: object) -> StoreSettings | None:
 def _look_at_media(
     store: StoreSettings, written: dict[str, Any], out: Translation, top: Place, *, make: bool
 ) -> dict[str, Any]:
-    """What becomes of the settings that name directories; what is wrong with those is noted."""
+    """Check the directories; return the settings that name them, with absolute paths, and note the problems."""
     posix: list[_Look] = []
     dram: list[_Look] = []
     if store.parts & POSIX:
@@ -194,7 +194,7 @@ def _look_at_media(
             _Look(directory, place if isinstance(value, str) else place.inside(index), store, make=make)
             for index, directory in enumerate(store.directories)
         ]
-    # The usual one is made, and its owner checked, by the store.
+    # The store creates the default directory and checks its owner.
     if store.parts & DRAM and "dram_directory" in store.model_fields_set:
         place, _ = out.origin(("store", "dram_directory"), top)
         dram = [_Look(store.dram_directory, place, store, make=make)]
@@ -214,17 +214,17 @@ def _look_at_media(
 
 
 class _Look:
-    """A look at one directory, by a thread: one whose server is gone keeps whoever looks, maybe for ever.
+    """A check of one directory in a thread, which may block for ever if the directory's server is gone.
 
     Args:
-        written: The directory, as the settings name it.
-        place: Where.
+        written: The directory, as written in the settings.
+        place: Its place in the settings.
         store: The settings.
         make: See ``directory_problem``.
 
     Attributes:
-        found: What is wrong with the directory, None for nothing; once it has answered.
-        is_old: Whether it is known already that it does not.
+        found: The future of the directory's problem; its result is None if there is no problem.
+        is_old: Whether an earlier check of the directory is still running.
     """
 
     def __init__(self, written: str, place: Place, store: StoreSettings, *, make: bool) -> None:
@@ -247,11 +247,11 @@ class _Look:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it has answered, and can be used."""
+        """Whether the directory has answered and can be used."""
         return self.found.done() and self.found.result() is None
 
     def end(self, out: Translation) -> str:
-        """The directory's absolute path; nothing if something is wrong with it, which is noted."""
+        """Return the directory's absolute path; if there is a problem, note it and return an empty string."""
         if self.found.done():
             _unanswered.pop(self._path, None)
             problem = self.found.result()
@@ -264,7 +264,7 @@ class _Look:
         return ""
 
     def _no_answer(self) -> ConfigError | None:
-        """It has not answered: an error, or where an engine starts a warning."""
+        """Return the error for a directory that has not answered; if an engine starts, log a warning instead."""
         if not self._make:
             what = f"{self._path} has not answered for {self._seconds:.1f} s"
             fix = "see that its server runs and can be reached, or name another"
@@ -284,7 +284,7 @@ class _Look:
 def _check_capacity(
     out: Translation, top: Place, name: str, directories: tuple[str, ...], store: StoreSettings
 ) -> None:
-    """See that a capacity is not beyond the media; of those that stop answering meanwhile, it is not seen."""
+    """Check that a capacity fits the media, unless they stop answering meanwhile."""
     capacity = getattr(store, name)
     if capacity is None:
         return
@@ -298,7 +298,7 @@ def _check_capacity(
 
 
 def _read_metrics_file(out: Translation) -> None:
-    """Read the one setting of UCM's metrics file that is used here."""
+    """Read the only setting of UCM's metrics file that applies here."""
     path = out.settings.get("metrics_config_path")
     if not isinstance(path, str):
         return
@@ -313,7 +313,7 @@ def _read_metrics_file(out: Translation) -> None:
 
 
 def _whence(document: Document) -> list[str]:
-    """What there is to say about where the settings come from."""
+    """Return notices about the origin of the settings."""
     if document.file is None:
         return []
     said = [f"settings come from {document.file} ({FILE_KEY})"]
@@ -325,15 +325,15 @@ def _whence(document: Document) -> list[str]:
 def directory_problem(
     directory: Path, place: Place, written: object, trusted_group: str | int | None = None, *, make: bool = True
 ) -> ConfigError | None:
-    """What keeps us from using a directory. Makes it, and a file in it for a moment: permissions alone do not tell.
+    """Return why a directory cannot be used, or None. Create it and a temporary file in it: permissions do not suffice.
 
     Args:
-        directory: The directory, made if it is not there, for its owner alone.
-        place: Where it is named.
-        written: How it is named there.
+        directory: The directory; if created, only its owner has access.
+        place: Its place in the settings.
+        written: The directory as written there.
         trusted_group: As in ``StoreConfig``.
-        make: Whether it is; if not, a directory is made beside it, or beside the first that is missing above it, and
-            deleted at once.
+        make: Whether to create it. If not, a directory next to it, or next to its first missing parent, is created
+            and deleted at once.
     """
     try:
         if make or directory.exists():
@@ -362,7 +362,7 @@ def directory_problem(
 
 
 def capacity_problem(capacity: int, directories: Sequence[Path], place: Place, written: object) -> ConfigError | None:
-    """Whether directories, or where they will be made, can hold their equal shares of so many bytes."""
+    """Return the problem if the file systems of directories, existing or not, cannot hold their equal shares."""
     wanted: Counter[int] = Counter()
     total: dict[int, int] = {}
     for directory in directories:
@@ -379,7 +379,7 @@ def capacity_problem(capacity: int, directories: Sequence[Path], place: Place, w
 
 
 def _nearest(directory: Path) -> Path:
-    """The directory, or the first above it that is there."""
+    """Return the directory, or its nearest existing parent."""
     return next(one for one in (directory, *directory.parents) if one.exists())
 
 
@@ -396,11 +396,11 @@ WITHOUT_EFFECT = {
 
 
 def read_log_interval(path: Path, out: Translation) -> float | None:
-    """The seconds between log lines that a metrics file asks for; None if it says nothing.
+    """Return the seconds between log lines that a metrics file sets; None if it sets none.
 
     Args:
         path: The file.
-        out: Takes what has no effect, and what is wrong.
+        out: Collects settings without effect, and problems.
 
     Raises:
         ConfigError: If the file cannot be read.

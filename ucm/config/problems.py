@@ -1,4 +1,4 @@
-"""Problems of a configuration, collected and then raised as one error, each with its place and its remedy."""
+"""Configuration problems, each with its place and remedy, collected and raised as one error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ucm.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-#: Stands for a value that is not there, where None would be one.
+#: Marks a missing value where None would be valid.
 NO_VALUE: Any = object()
 
-#: Fewer letters in common than this, and a suggestion would puzzle more than it helps.
+#: The minimum similarity of a suggestion to the unknown key.
 SIMILARITY = 0.6
 
-#: What a setting is called whose value is not to be shown.
+#: The names of settings whose values must not be shown.
 SECRET = re.compile(r"(?i)password|passwd|secret|token|credential")
 
 _short = reprlib.Repr()
@@ -29,10 +29,10 @@ _short.maxlist = _short.maxdict = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Where a setting stands.
+    """The place of a setting.
 
     Args:
-        source: The file, or the name of the option of vLLM that holds it.
+        source: The file, or the name of the vLLM option that contains it.
         path: The field within it, for instance ``ucm_connectors[0].ucm_connector_config``.
     """
 
@@ -40,7 +40,7 @@ class Place:
     path: str = ""
 
     def inside(self, *steps: str | int) -> Place:
-        """The place of a field or an element below this one."""
+        """Return the place of a field or an element below this one."""
         path = self.path
         for step in steps:
             if isinstance(step, int):
@@ -54,20 +54,20 @@ class Place:
 
 
 def wrong(place: Place, what: str, fix: str, value: object = NO_VALUE) -> ConfigError:
-    """The error that tells of one problem.
+    """Return the error for one problem.
 
     Args:
-        place: Where it stands.
-        what: What is wrong, in one sentence.
-        fix: What to do about it.
-        value: The value that stands there; NO_VALUE where the point is that there is none.
+        place: Its place.
+        what: The problem, in one sentence.
+        fix: The remedy.
+        value: The wrong value; NO_VALUE if the problem is that there is none.
     """
     shown = "" if value is NO_VALUE else f" = {_short.repr(value)}"
     return ConfigError(what, where=f"{place}{shown}", fix=fix)
 
 
 def raise_for(errors: Sequence[ConfigError]) -> None:
-    """Raise one error that tells of all problems; none if there are none.
+    """Raise one error that lists all problems, if there are any.
 
     Raises:
         ConfigError: If there is a problem.
@@ -81,12 +81,12 @@ def raise_for(errors: Sequence[ConfigError]) -> None:
 
 
 def unknown(place: Place, value: object, known: Iterable[str]) -> ConfigError:
-    """The error for an unknown key.
+    """Return the error for an unknown key.
 
     Args:
-        place: Where it stands; the last step is the key.
-        value: What it was set to.
-        known: The keys that could stand there.
+        place: Its place; the last step is the key.
+        value: Its value.
+        known: The keys that are valid there.
     """
     key = place.path.rpartition(".")[2]
     names = sorted(known)

@@ -1,4 +1,4 @@
-"""The settings of the connectors: every name, type, bound and default."""
+"""The settings of the connectors: their names, types, bounds and defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ucm.config.validation import RefusedValueError
 
 
 def _numbers(value: object) -> object:
-    """One number may stand for a list of one."""
+    """Accept a single number as a list of one."""
     return (value,) if type(value) is int else tuple(value) if isinstance(value, list) else value
 
 
@@ -19,11 +19,12 @@ class BlendSettings(BaseModel):
     """The settings of blending; docs/blend.md explains each of them.
 
     Attributes:
-        select: What of a reused chunk is computed: its ``edges``, the tokens of largest ``deviation``, or ``none``.
-        edge_tokens: With ``edges``, the first tokens of each chunk.
-        ratio: With ``deviation``, the share of the reused tokens, 0 to 1.
-        check_layer: With ``deviation``, the layer whose KV tells it.
-        min_tokens: Shorter chunks are neither stored nor looked up, and less than this is not worth a blend.
+        select: Which tokens of a reused chunk are recomputed: its ``edges``, those of largest ``deviation``, or
+            ``none``.
+        edge_tokens: With ``edges``, the number of tokens at the start of each chunk.
+        ratio: With ``deviation``, the share of the reused tokens to recompute, 0 to 1.
+        check_layer: With ``deviation``, the layer whose KV is compared.
+        min_tokens: The minimum size of a chunk to store or look up, and of a blended hit.
         chunk_end_token_ids: Tokens that end a chunk, for requests that do not mark their chunks.
     """
 
@@ -41,22 +42,22 @@ class ConnectorConfig(BaseModel):
     """The checked settings of the connectors; docs/configuration.md explains each of them.
 
     Attributes:
-        connector: How blocks are moved: ``direct`` before the forward pass, ``layerwise`` layer by layer, ``mock`` as
-            direct with hits capped.
-        store: Where blocks are kept; ``store.as_store_config()`` is what ``ucm.store`` takes.
-        save_decode_blocks: Whether blocks that are filled by generated tokens are saved as well.
-        min_hit_tokens: Smaller hits are computed instead of loaded.
-        hit_ratio: At most this share of a prompt's tokens is loaded, 0 to 1.
+        connector: How blocks are loaded: ``direct`` before the forward pass, ``layerwise`` layer by layer, ``mock`` as
+            direct with capped hits.
+        store: The store of the blocks; ``store.as_store_config()`` converts it for ``ucm.store``.
+        save_decode_blocks: Whether blocks filled with generated tokens are saved, too.
+        min_hit_tokens: The minimum size of a hit; smaller ones are recomputed instead of loaded.
+        hit_ratio: The maximum share of a prompt's tokens to load, 0 to 1.
         staging: Bytes of host memory in which blocks are staged; None for a share of the host's.
-        staging_deadline: Seconds after which a lookup ends with what is verified by then.
-        load_failure: What becomes of a request whose blocks could not be loaded.
-        metrics: Whether counts are handed to vLLM's metrics.
-        metrics_log_interval: Seconds between two log lines of hits; 0 for none.
-        metrics_config_path: A metrics file of UCM, whose log_interval is used.
-        weights_id: The operator's own name for the weights, believed in place of their files.
-        trust_media_names: Whether a multimodal input's name is believed in place of its data.
-        ucm_sparse_config: A sparse method with its options, as it stands.
-        blend: How chunks are blended; for BlendConnector alone.
+        staging_deadline: Seconds after which a lookup returns what has been verified by then.
+        load_failure: Whether a request whose blocks fail to load is recomputed or fails.
+        metrics: Whether counters are exported through vLLM's metrics.
+        metrics_log_interval: Seconds between log lines about hits; 0 for none.
+        metrics_config_path: A metrics file of UCM, of which log_interval is used.
+        weights_id: The operator's name for the weights, used as their identity in place of their files' contents.
+        trust_media_names: Whether a multimodal input's name identifies it in place of its data.
+        ucm_sparse_config: The sparse method with its options, unchanged.
+        blend: The settings of blending, for BlendConnector only.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

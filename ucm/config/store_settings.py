@@ -1,4 +1,4 @@
-"""The ``store`` section: where blocks are kept, and how."""
+"""The ``store`` section of the settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ucm.store.config import ENTRY_POINT_GROUP, OURS, StoreConfig, default_dram_
 
 #: The names of the Posix tier and of the Dram tier in a pipeline.
 POSIX, DRAM = frozenset({"Posix"}), frozenset({"Dram", "Cache"})
-#: Settings that mean something to some tiers only.
+#: Settings that apply only to some tiers.
 ONLY_WITH = {
     "directories": POSIX,
     "posix_capacity": POSIX,
@@ -36,7 +36,7 @@ def _size(value: object) -> int:
 
 
 def _paths(value: object) -> object:
-    """One path may stand for a list of one."""
+    """Accept a single path as a list of one."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
@@ -107,7 +107,7 @@ class StoreSettings(BaseModel):
                     f"remove tiers: {name}, or add {name} to the pipeline",
                 )
         if self.parts - set(OURS):
-            return self  # a back end of others gets all of the settings
+            return self  # a third-party back end gets all settings
         for name, tiers in ONLY_WITH.items():
             if name in self.model_fields_set and not self.parts & tiers:
                 raise RefusedValueError(f"{name} does not apply to the store {self.pipeline!r}", f"remove {name}")
@@ -116,7 +116,7 @@ class StoreSettings(BaseModel):
         return self
 
     def as_store_config(self) -> StoreConfig:
-        """The same for ``ucm.store.factory.open_store``."""
+        """Return the settings in the form that ``ucm.store.factory.open_store`` takes."""
         return StoreConfig(**{_STORE_NAMES.get(name, name): getattr(self, name) for name in type(self).model_fields})
 
 

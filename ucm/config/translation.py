@@ -1,4 +1,4 @@
-"""Settings on their way from how they were written to how we call them."""
+"""The intermediate result of translating settings into our names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ucm.config.problems import NO_VALUE, Place, wrong
 if TYPE_CHECKING:
     from ucm.errors import ConfigError
 
-#: The path of one of our fields, and what was written for it.
+#: The place and the original value of each of our fields, by path.
 Origins: TypeAlias = "dict[tuple[str, ...], tuple[Place, object]]"
 
 
@@ -19,10 +19,10 @@ class Translation:
     """Settings in our names.
 
     Attributes:
-        settings: What is left to be checked field by field.
-        origins: Where each came from that stood under another name, or in another place.
-        notices: What was understood and changes nothing, one sentence each.
-        problems: What could not be understood.
+        settings: The settings, not yet validated field by field.
+        origins: The origin of each setting that had another name or place.
+        notices: Settings that are recognised but have no effect, one sentence each.
+        problems: Settings that are not recognised.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Translation:
     problems: list[ConfigError] = field(default_factory=list)
 
     def put(self, path: tuple[str, ...], value: object, place: Place, written: object) -> None:
-        """Set one of our fields, and remember where it was written."""
+        """Set one of our fields, and record where it was written."""
         target = self.settings
         for step in path[:-1]:
             target = target.setdefault(step, {})
@@ -39,12 +39,12 @@ class Translation:
         self.origins[path] = (place, written)
 
     def origin(self, path: tuple[str | int, ...], top: Place, found: object = NO_VALUE) -> tuple[Place, object]:
-        """Where one of our fields was written, and what was written for it.
+        """Return where one of our fields was written, and its original value.
 
         Args:
             path: The field, or an element of it.
-            top: Where a field is expected that was not written.
-            found: What stands there, as far as is known.
+            top: The place reported for a field that was not written.
+            found: Its current value, if known.
         """
         for length in range(len(path), 0, -1):
             place, written = self.origins.get(tuple(map(str, path[:length])), (None, None))
@@ -58,5 +58,5 @@ class Translation:
         self.problems.append(wrong(place, what, fix, value))
 
     def without_effect(self, place: Place, reason: str) -> None:
-        """Note a key that is understood and changes nothing."""
+        """Note a key that is recognised but has no effect."""
         self.notices.append(f"{place} has no effect here: {reason}")

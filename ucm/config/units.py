@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Parse and format sizes in bytes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SIZE_HELP = "write bytes as a whole number, or a text with a unit such as '512Mi
 
 
 def parse_size(value: object) -> int:
-    """The bytes that a number or a text such as ``200GiB`` stands for.
+    """Return the bytes of a size: a number, or a text such as ``200GiB``.
 
-    Units of 1024 have an ``i`` (KiB, MiB, GiB, TiB, PiB), those of 1000 have none (kB, MB, GB, TB, PB), in any case. A
-    number is bytes. A bare ``G`` means 1000 to some and 1024 to others and is refused.
+    Units of 1024 have an ``i`` (KiB, MiB, GiB, TiB, PiB), units of 1000 have none (kB, MB, GB, TB, PB); case does not
+    matter. A number is bytes. A bare ``G`` is ambiguous and is refused.
 
     Raises:
-        ValueError: If it is no such size, or less than one byte.
+        ValueError: If it is not a size, or less than one byte.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -38,7 +38,7 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size: float) -> str:
-    """A size for people: three digits and a unit of 1024."""
+    """Format a size with three digits and a unit of 1024."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while size >= 1024 and len(units) > 1:  # noqa: PLR2004 - the step between the units
         size /= 1024

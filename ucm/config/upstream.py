@@ -1,4 +1,4 @@
-"""Translates the original UCM's configuration into our names, and keeps the place of each setting."""
+"""Translate the original UCM's configuration into our names, and keep the place of each setting."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 CONNECTORS, NAME, CONFIG = "ucm_connectors", "ucm_connector_name", "ucm_connector_config"
 MODULE = "ucm_connector_module_path"
-#: Where a sparse method stands, and what UCM calls blending there.
+#: The key of the sparse method, and UCM's name for blending in it.
 SPARSE, BLEND = "ucm_sparse_config", "Blend"
-#: UCM's older files: the keys of the one connector stand at the top.
+#: In UCM's older files, the keys of the only connector are at the top level.
 _ONE_CONNECTOR = (NAME, CONFIG, MODULE)
 
 
 def translate(document: Document, own: Iterable[str]) -> Translation:
-    """A document's settings in our names.
+    """Translate a document's settings into our names.
 
     Args:
-        document: What was written, in our format, UCM's, or a mixture.
+        document: The settings in our format, UCM's, or a mixture.
         own: The names of our top-level settings.
     """
     ours = frozenset(own)
@@ -70,7 +70,7 @@ def _enable_metrics(out: Translation, place: Place, value: object) -> None:
 
 
 def _load_tokens_threshold(out: Translation, place: Place, value: object) -> None:
-    # UCM loads hits of more than this many tokens, we load hits of this many and more.
+    # UCM loads hits of more than this many tokens; we load hits of at least this many.
     at_least = value + 1 if isinstance(value, int) and not isinstance(value, bool) and value > 0 else value
     out.put(("min_hit_tokens",), at_least, place, value)
 
@@ -80,7 +80,7 @@ def _sparse_method(out: Translation, place: Place, value: object) -> None:
 
 
 def _blend(out: Translation, place: Place, value: dict[str, object]) -> None:
-    """UCM's blending: by deviation, told in one layer."""
+    """Translate UCM's blending, which selects tokens by their deviation in one layer."""
     place, options = place.inside(BLEND), value[BLEND]
     if len(value) > 1 or not isinstance(options, dict):
         out.refuse(place, "not a mapping, or beside a sparse method", f"write {{{BLEND}: {{…}}}} alone", value)
@@ -140,7 +140,7 @@ _READERS: dict[str, Callable[[Translation, Place, object], None]] = {
     "use_layerwise": _use_layerwise,
 }
 
-#: Keys of UCM that must not stand beside another that says the same thing.
+#: Keys of UCM that must not be combined with another of the same meaning.
 _SAME_THING = {
     CONNECTORS: ("store",),
     NAME: ("store", CONNECTORS),

@@ -1,8 +1,8 @@
-"""What UCM's own configuration files may hold, and what becomes of each key here.
+"""The keys of UCM's own configuration files, and the treatment of each.
 
 UCM is https://github.com/ModelEngine-Group/unified-cache-management; the keys are those of its examples, its
-documents and its stores from 0.1 to 0.8. A key is mapped (see ``ucm.config.upstream``), or stands here with the reason
-why it changes nothing, which is said once when it is met.
+documents and its stores from 0.1 to 0.8. A key is either mapped (see ``ucm.config.upstream``), or listed here with the
+reason why it has no effect, which is logged once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HEALTH = (
 _NO_TIMEOUT = "a transfer ends when the medium answers; requests are recomputed meanwhile, not failed"
 _SAFE_SAVE = "a save always waits for the step that computes its blocks"
 
-#: Keys at the top of a file.
+#: Top-level keys.
 TOP_LEVEL_WITHOUT_EFFECT = {
     "enable_event_sync": _SAFE_SAVE,
     "enable_record_traces": "requests are not traced; ucm:queried_tokens_total and ucm:hit_tokens_total count them",
@@ -30,7 +30,7 @@ TOP_LEVEL_WITHOUT_EFFECT = {
     "wa_dump_block_wise": "every whole block is saved",
 }
 
-#: Keys at the top of a file that ask for something else than prefix caching, if they are true.
+#: Top-level keys that, if true, enable something other than prefix caching.
 MODES_NOT_IN_THIS_VERSION = {
     "use_lite": "to measure the share of hits alone, use `connector: mock` with `hit_ratio: 0`",
     "use_inference_duration_monitor": "vLLM's own request metrics show these durations",
@@ -93,10 +93,10 @@ STORE_WITHOUT_EFFECT = {
 
 #: Keys of ``ucm_connector_config.store_health``, a circuit breaker around a store.
 HEALTH_WITHOUT_EFFECT = dict.fromkeys(("enabled", "health_check_timeout_s", "health_window_size"), _HEALTH)
-#: Those of them that are called otherwise here.
+#: The keys of ``store_health`` that have another name here.
 HEALTH_RENAMED = {"failure_threshold": "failures_until_rest", "health_check_interval_s": "rest_seconds"}
 
-#: Keys of ``ucm_connector_config`` that belong to stores that we do not have.
+#: Keys of ``ucm_connector_config`` for stores that we do not have.
 OTHER_STORES = {
     "compress": ("compress_ratio", "data_type", "decompress_thread_num"),
     "mooncake": (
@@ -125,10 +125,10 @@ OTHER_STORES = {
     ),
     "ASU": ("kv_ns_ids",),
 }
-#: The same, for those that begin alike.
+#: The same, by prefix.
 OTHER_STORES_PREFIXES = {"asu_": "ASU", "delegator_": "Delegator", "yuanrong_": "YuanRong"}
 
-#: ``ucm_connector_name`` of a store that is one tier, and what it is here.
+#: Each ``ucm_connector_name`` of a single-tier store, and our name for it.
 STORE_NAMES = {
     "UcmDram": "Dram",
     "UcmDramStore": "Dram",
@@ -138,9 +138,9 @@ STORE_NAMES = {
 }
 PIPELINE_NAME = "UcmPipelineStore"
 
-#: ``store_pipeline`` of UCM that is called otherwise here.
+#: Each ``store_pipeline`` of UCM that has another name here.
 PIPELINES = {"Cache|Ds3fs": "Cache|Posix", "Cache|Empty": "Dram", "Ds3fs": "Posix"}
-#: ``store_pipeline`` and ``ucm_connector_name`` of UCM that we do not have, and what to use.
+#: Each ``store_pipeline`` and ``ucm_connector_name`` of UCM that we do not have, and the alternative.
 PIPELINES_NOT_IN_THIS_VERSION = {
     "Cache|Compress|Posix": "use 'Cache|Posix': blocks are stored as they are",
     "Cache|Fake": "use 'Dram', or 'Empty' to measure without a store",
@@ -149,7 +149,7 @@ PIPELINES_NOT_IN_THIS_VERSION = {
 
 
 def other_store(key: str) -> str | None:
-    """The store that we do not have which a key of ``ucm_connector_config`` belongs to."""
+    """Return the unsupported store to which a key of ``ucm_connector_config`` belongs, or None."""
     for name, keys in OTHER_STORES.items():
         if key in keys:
             return name

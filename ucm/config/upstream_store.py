@@ -1,4 +1,4 @@
-"""Reads the store of UCM's configuration files: ``ucm_connector_name`` and ``ucm_connector_config``."""
+"""Translate the store of UCM's configuration files: ``ucm_connector_name`` and ``ucm_connector_config``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GIB = 1 << 30
 
 
 def translate_store(out: Translation, place: Place, connector: Mapping[str, Any]) -> None:
-    """Put one connector of UCM into our ``store``.
+    """Translate one connector of UCM into our ``store``.
 
     Args:
-        out: Takes what is found.
-        place: Where the connector stands.
+        out: Collects the result.
+        place: The connector's place.
         connector: Its ``ucm_connector_name``, ``ucm_connector_config`` and ``ucm_connector_module_path``.
     """
     within = place.inside("ucm_connector_config")
@@ -43,7 +43,7 @@ def translate_store(out: Translation, place: Place, connector: Mapping[str, Any]
 
 
 def _custom(out: Translation, place: Place, connector: Mapping[str, Any]) -> None:
-    """A store of the user's own, with settings of its own."""
+    """Translate a store of the user's own, which has its own settings."""
     module = connector["ucm_connector_module_path"]
     where = place.inside("ucm_connector_module_path")
     out.put(("store", "pipeline"), f"{module}:{connector.get('ucm_connector_name', '')}", where, module)
@@ -52,7 +52,7 @@ def _custom(out: Translation, place: Place, connector: Mapping[str, Any]) -> Non
 
 
 def _pipeline(out: Translation, place: Place, connector: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Which store it is; False if that is not clear, or it is none of ours."""
+    """Set the pipeline; return False if the store is unclear or not ours."""
     name_place = place.inside("ucm_connector_name")
     name = connector.get("ucm_connector_name", NO_VALUE)
     if name in keys.STORE_NAMES:
@@ -120,7 +120,7 @@ def _as_it_is(_out: Translation, _place: Place, value: object) -> object:
 
 
 def _directories(out: Translation, place: Place, value: object) -> object:
-    """UCM separates directories by colons; a list is what one would write first."""
+    """Accept directories separated by colons, as in UCM, and a list."""
     parts = value.split(":") if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         out.refuse(place, "neither a path nor paths", "write '/a', '/a:/b' or a list of paths", value)
@@ -133,7 +133,7 @@ def _directories(out: Translation, place: Place, value: object) -> object:
 
 
 def _size(unit: int) -> Callable[[Translation, Place, object], object]:
-    """A capacity in a unit; 0 stands for what holds without one."""
+    """Return a reader of a capacity in a unit; 0 means the default."""
 
     def read(out: Translation, place: Place, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

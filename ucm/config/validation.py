@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into errors that name the place in the operator's file."""
+"""Turn pydantic's errors into errors that name the place in the operator's file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ucm.config.translation import Translation
     from ucm.errors import ConfigError
 
-#: What to say of each kind of error, and what to do; filled with the error's own figures.
+#: The problem and the remedy for each kind of error, with placeholders for the error's values.
 _WORDS = {
     "bool_type": ("neither true nor false", "write true or false"),
     "dict_type": ("not a mapping", "write {{name: value, …}}"),
@@ -37,8 +37,8 @@ class RefusedValueError(ValueError):
     """Raised by validators of the settings.
 
     Args:
-        what: What is wrong.
-        fix: What to do about it.
+        what: The problem.
+        fix: The remedy.
     """
 
     def __init__(self, what: str, fix: str) -> None:
@@ -53,11 +53,11 @@ def problems_of(
     """List the problems that pydantic found.
 
     Args:
-        error: What pydantic found.
-        model: What it checked them against.
-        path: Where the model stands among our settings.
-        out: Knows where each setting was written.
-        top: Where the settings stand that were written nowhere.
+        error: Pydantic's error.
+        model: The validated model.
+        path: The model's path among our settings.
+        out: The translation, which has the place of each setting.
+        top: The place reported for settings that were not written.
     """
     return [_problem(details, model, path, out, top) for details in error.errors()]
 
@@ -68,7 +68,7 @@ def _problem(
     kind, context = details["type"], details.get("ctx", {})
     place, value = out.origin((*path, *details["loc"]), top, details["input"])
     if (*path, *details["loc"])[:2] == ("store", "tiers"):
-        value = NO_VALUE  # a server's password may stand there by mistake
+        value = NO_VALUE  # it may be a server's password, put there by mistake
     elif isinstance(value, dict) and "tiers" in value:
         value = {**value, "tiers": "…"}
     if kind == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""Reads a YAML file as a mapping, and refuses duplicate keys, which YAML accepts silently."""
+"""Read a YAML file as a mapping, and reject duplicate keys, which YAML silently accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Loader(yaml.SafeLoader):
-    """Build plain values only, and reject duplicate keys, of which YAML would keep the last."""
+    """Loads plain values only, and rejects duplicate keys, of which YAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -28,10 +28,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping.
+    """Return the mapping in a YAML file; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: If the file cannot be read, is no YAML, or is not a mapping with names for keys.
+        ConfigError: If the file cannot be read, is not YAML, or is not a mapping whose keys are names.
     """
     where = str(Place(str(path)))
     try:

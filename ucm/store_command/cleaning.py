@@ -1,6 +1,6 @@
-"""What ``ucm store gc`` deletes: found first, so that it can be shown and asked about, and deleted then.
+"""The deletions of ``ucm store gc``: first planned, so that they can be shown and confirmed, then carried out.
 
-A block is deleted only if it is still as old as it was when it was chosen, and promised to nobody.
+A block is deleted only if it has not been used since it was chosen, and is not promised to any request.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ LEFT_BEHIND, DAMAGED, BLOCK = "left behind", "damaged", "block"
 
 @dataclass(slots=True)
 class Tally:
-    """How much that is."""
+    """A number of files and their size."""
 
     count: int = 0
     nbytes: int = 0
 
     def add(self, nbytes: int) -> None:
-        """One more."""
+        """Count one more."""
         self.count += 1
         self.nbytes += nbytes
 
 
 @dataclass
 class Plan:
-    """A list of what ``gc`` will delete.
+    """The deletions that ``gc`` plans.
 
     Args:
         chosen: The namespaces, each in its directory.
-        until: Blocks last used before this moment go, in seconds since the epoch.
-        drop: Whether the namespaces go altogether.
+        until: Blocks last used before this time are deleted, in seconds since the epoch.
+        drop: Whether the namespaces are deleted completely.
     """
 
     chosen: Sequence[tuple[Directory, Layout]]
@@ -62,7 +62,7 @@ class Plan:
     tallies: dict[tuple[Directory, str, str], Tally] = field(default_factory=dict)
 
     def tally(self, directory: Directory, layout: Layout, kind: str) -> Tally:
-        """How much of a kind is deleted in a namespace of a directory."""
+        """Return the tally of one kind of file in a namespace of a directory."""
         return self.tallies.setdefault((directory, layout.namespace, kind), Tally())
 
 
@@ -71,15 +71,15 @@ class Outcome:
     """The result of deleting."""
 
     tallies: dict[tuple[Directory, str, str], Tally]
-    spared: int = 0  #: blocks of a running engine's requests, or used meanwhile
+    spared: int = 0  #: blocks promised to a running engine's requests, or used since
     failed: list[tuple[str, str]] = field(default_factory=list)  #: paths and reasons
 
 
 def plan(places: Places, options: argparse.Namespace, step: Callable[[], object] = int) -> Plan:
-    """Look for what a command line asks to delete.
+    """Find the files that a command line asks to delete.
 
     Args:
-        places: Where.
+        places: The directories and namespaces.
         options: ``older_than``, ``to`` and ``all``.
         step: Called after each block.
 
@@ -103,10 +103,10 @@ def plan(places: Places, options: argparse.Namespace, step: Callable[[], object]
 
 
 def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = int) -> Outcome:
-    """Delete.
+    """Carry out a plan.
 
     Args:
-        found: What.
+        found: The plan.
         stale_seconds: See ``StoreConfig``.
         step: Called after each block.
     """
@@ -126,7 +126,7 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
 
 
 def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None, to: int | None) -> float:
-    """The moment before which blocks were last used that are to go; 0: none are."""
+    """Return the time before which blocks to delete were last used; 0 if none are deleted."""
     until = 0.0 if older_than is None else time.time() - older_than
     if to is None:
         return until
@@ -136,7 +136,7 @@ def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None,
             uses.append(block.used)
             sizes.append(block.nbytes)
     order = np.argsort(np.frombuffer(uses))
-    # What is kept, at each block, if all that were used before it go.
+    # The bytes kept if all blocks used before a block are deleted, for each block.
     kept = np.cumsum(np.frombuffer(sizes, dtype=np.int64)[order][::-1])[::-1]
     too_many = int(np.count_nonzero(kept > to))
     if not too_many:
@@ -146,7 +146,7 @@ def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None,
 
 
 def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, list[tuple[str, int]]]:
-    """What goes of a namespace beside its blocks, as paths and bytes, by kind."""
+    """Return the deletions in a namespace other than blocks, as paths and bytes, by kind."""
     abandoned = left_behind(layout, stale_seconds)
     if drop:
         abandoned = side_files(layout.temporary)
@@ -157,7 +157,7 @@ def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, li
 
 
 def _delete(path: str, outcome: Outcome) -> bool:
-    """Delete a file, or an empty directory that was in a block's place."""
+    """Delete a file, or an empty directory in a block's place."""
     try:
         if stat.S_ISDIR(status_of(path).st_mode):
             remove_directory(path)
@@ -172,7 +172,7 @@ def _delete(path: str, outcome: Outcome) -> bool:
 
 
 def _deleted(layout: Layout, until: float, outcome: Outcome, step: Callable[[], object]) -> Iterator[StoredBlock]:
-    """Delete old blocks, and tell the engines that remember them."""
+    """Delete old blocks, and notify the engines that have them in their index."""
     gone: list[BlockKey] = []
     in_use = layout.is_private
     try:
@@ -201,7 +201,7 @@ def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
 
 
 def _remove_directories(layout: Layout) -> None:
-    """Remove what is empty of a namespace; where something is left, an engine uses it, and its marker stays."""
+    """Remove a namespace's empty directories; any remaining file means that an engine uses it, so its marker stays."""
     with suppress(OSError):
         for path in (*buckets(layout), layout.temporary, layout.quarantine):
             remove_directory(path)

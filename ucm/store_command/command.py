@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand.
 
     Args:
-        commands: What ``ArgumentParser.add_subparsers`` returned.
+        commands: The return value of ``ArgumentParser.add_subparsers``.
     """
     description = "Inspect, verify and clean the directories of a store. Engines may use them meanwhile."
     parser = commands.add_parser(
@@ -144,13 +144,13 @@ def _add_bench(commands: Any) -> None:
 
 
 def _handle(name: str, options: argparse.Namespace) -> int:
-    """Run a subcommand; import its module only now, because most need none of the others."""
+    """Run a subcommand; import only its own module."""
     run = import_module(f"ucm.store_command.{name}").run
     try:
         code: int = run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe, for instance `head`: nothing may be written at exit.
+        # The reader, for instance `head`, has closed the pipe, so nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -170,7 +170,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d|w)")
 
 
 def duration(text: str) -> float:
-    """The seconds that a text such as ``30d`` stands for.
+    """Return the seconds of a duration such as ``30d``.
 
     Raises:
         argparse.ArgumentTypeError: It stands for none.
@@ -182,7 +182,7 @@ def duration(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """The bytes that a text such as ``100GiB`` stands for; 0 is one.
+    """Return the bytes of a size such as ``100GiB``; 0 is valid.
 
     Raises:
         argparse.ArgumentTypeError: It stands for none.
@@ -196,7 +196,7 @@ def size(text: str) -> int:
 
 
 def key_prefix(text: str) -> str:
-    """The beginning of a key, in hexadecimal digits.
+    """Check the start of a key, in hexadecimal digits.
 
     Raises:
         argparse.ArgumentTypeError: It is none.
@@ -207,7 +207,7 @@ def key_prefix(text: str) -> str:
 
 
 def count(text: str) -> int:
-    """A whole number from 0 on.
+    """Return a whole number of at least 0.
 
     Raises:
         argparse.ArgumentTypeError: It is none.

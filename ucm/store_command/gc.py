@@ -1,4 +1,4 @@
-"""``ucm store gc``: delete what dead processes left, damaged blocks, and on demand old ones."""
+"""``ucm store gc``: delete leftovers of dead processes, damaged blocks, and on request old blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Delete, and print; 1 if something could not be deleted, or a directory not be read.
+    """Delete, and print the result; return 1 if something could not be deleted, or a directory could not be read.
 
     Raises:
-        UcmError: The options name nothing that is there, or contradict each other.
+        UcmError: The options match nothing, or contradict each other.
     """
     places = find_places(options)
     _check(options, places)
@@ -55,7 +55,7 @@ def _check(options: argparse.Namespace, places: Places) -> None:
 
 
 def _may(found: Plan, options: argparse.Namespace) -> bool:
-    """Ask, where somebody is there to answer."""
+    """Ask for confirmation, if the input is a terminal."""
     if options.yes or options.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return True
     say(_text(Outcome(found.tallies), "to be deleted"))

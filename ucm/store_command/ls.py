@@ -1,4 +1,4 @@
-"""``ucm store ls``: the blocks of a store."""
+"""``ucm store ls``: list the blocks of a store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Listed(NamedTuple):
-    """A block, and where it is."""
+    """A block and its directory."""
 
     directory: Directory
     block: StoredBlock
@@ -37,10 +37,10 @@ _ORDERS: dict[str, Callable[[Listed], Any]] = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """List; 1 if a directory cannot be read.
+    """List the blocks; return 1 if a directory cannot be read.
 
     Raises:
-        UcmError: The options name nothing that is there, or contradict each other.
+        UcmError: The options match nothing, or contradict each other.
     """
     older, newer = options.older_than, options.newer_than
     if older is not None and newer is not None and older >= newer:
@@ -90,7 +90,7 @@ def _matches(listed: Listed, options: argparse.Namespace) -> bool:
 
 
 def _text(shown: list[Listed]) -> list[str]:
-    """One table for each namespace of each directory, in the order of their first blocks."""
+    """Return one table per namespace and directory, in the order of their first blocks."""
     groups: dict[tuple[str, str], list[StoredBlock]] = {}
     for directory, block in shown:
         groups.setdefault((directory.path, block.layout.namespace), []).append(block)
@@ -133,7 +133,7 @@ def _statx() -> Any:
 
 
 def made(path: str) -> float | None:
-    """The time in seconds since the epoch; None if the system or the file system does not know."""
+    """Return a file's creation time, in seconds since the epoch; None if the system does not record it."""
     statx = _statx()
     if statx is None:
         return None

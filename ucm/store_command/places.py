@@ -1,4 +1,4 @@
-"""Which directories a command is about. None of them is made, nor anything in them."""
+"""Find the directories that a command works on, without creating anything."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Directory:
 
     Args:
         tier: ``posix`` or ``dram``.
-        path: As it was named.
+        path: The path as given.
         problem: Why it cannot be read; empty if it can.
-        missing: Whether it is not there, and engines make it when they start.
+        missing: Whether it does not exist yet, because engines create it when they start.
     """
 
     tier: str
@@ -50,12 +50,12 @@ class Directory:
 
     @property
     def optional(self) -> bool:
-        """Whether it is in order that it is not there: shared memory is empty after a boot."""
+        """Whether it may be missing: shared memory is empty after a boot."""
         return self.missing and self.tier == "dram"
 
     @property
     def complaint(self) -> str:
-        """What is said where it cannot be read."""
+        """The message if it cannot be read."""
         said = f"{self.path} ({self.tier}) cannot be read: {self.problem}"
         if not self.missing:
             return said
@@ -68,10 +68,10 @@ class Places:
     """The directories and namespaces that a command works on.
 
     Args:
-        directories: All of them.
-        patterns: The namespaces that are meant; none: all.
-        capacities: What each tier may use, where that is limited.
-        config: The store's options, or the usual ones.
+        directories: All directories.
+        patterns: Patterns of the selected namespaces; empty for all.
+        capacities: The bytes that each tier may use, if limited.
+        config: The store's options, or the defaults.
     """
 
     directories: tuple[Directory, ...]
@@ -86,19 +86,19 @@ class Places:
 
     @property
     def broken(self) -> list[Directory]:
-        """Those that should be there and cannot be read."""
+        """The directories that should exist but cannot be read."""
         return [directory for directory in self.directories if directory.problem and not directory.optional]
 
     def complaints(self) -> list[str]:
-        """What is said of the broken ones."""
+        """The messages about the broken directories."""
         return [directory.complaint for directory in self.broken]
 
     def unmarked(self) -> list[str]:
-        """The paths of what looks like a namespace and lacks its marker."""
+        """The paths of directories that look like a namespace but lack its marker."""
         return [path for directory in self.readable for path in unmarked(directory.path)]
 
     def bare(self) -> list[Directory]:
-        """The directories in which there is nothing of a store: it is new, elsewhere, or its disk is not mounted."""
+        """The directories without any part of a store: it is new, elsewhere, or its disk is not mounted."""
         return [
             directory
             for directory in self.readable
@@ -106,10 +106,10 @@ class Places:
         ]
 
     def chosen(self) -> list[tuple[Directory, Layout]]:
-        """Every namespace that is meant, in every directory.
+        """Return every selected namespace in every directory.
 
         Raises:
-            UcmError: Namespaces were named, and there are none like that; or others may write to a namespace.
+            UcmError: No namespace matches the patterns, or other users may write to a namespace.
         """
         found = [(directory, layout) for directory in self.readable for layout in namespaces(directory.path)]
         for directory in self.readable:
@@ -133,11 +133,11 @@ class Places:
 
 
 def find_places(options: argparse.Namespace) -> Places:
-    """The directories that a command line means.
+    """Return the directories and namespaces that a command line selects.
 
     Raises:
-        ConfigError: The configuration cannot be used, or others may write to a directory.
-        UcmError: A directory was named that is none.
+        ConfigError: The configuration is invalid, or other users may write to a directory.
+        UcmError: A given path is not a readable directory.
     """
     patterns = tuple(options.namespace or ())
     if options.config is not None:
@@ -164,7 +164,7 @@ def find_places(options: argparse.Namespace) -> Places:
 
 
 def read_store_settings(file: Path) -> StoreSettings:
-    """The store's settings in a connector's configuration file, with absolute paths; nothing is looked at or made.
+    """Return the store's settings in a connector's configuration file, with absolute paths, without touching them.
 
     Raises:
         ConfigError: With everything that is wrong in the file.
@@ -215,7 +215,7 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...]) -> Places:
 
 
 def _engines_directory(tier: str, path: str) -> Directory:
-    """One that engines make when they start."""
+    """Return a directory that engines create when they start."""
     problem = _problem(path)
     return Directory(tier, path, problem, missing=problem == os.strerror(errno.ENOENT))
 

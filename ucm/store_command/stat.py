@@ -1,4 +1,4 @@
-"""``ucm store stat``: how much a store holds, and whose blocks they are."""
+"""``ucm store stat``: show how much a store holds, by namespace."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ if TYPE_CHECKING:
 
 @dataclass
 class DirectoryStock:
-    """What a directory holds."""
+    """The contents of a directory."""
 
     directory: Directory
     namespaces: list[NamespaceStock] = field(default_factory=list)
     unmarked: list[str] = field(default_factory=list)
-    bare: bool = False  #: whether nothing of a store is in it
-    free: int = 0  #: bytes of its file system that this user may still fill
+    bare: bool = False  #: whether it contains no part of a store
+    free: int = 0  #: free bytes of its file system for this user
     total: int = 0
 
     @property
     def blocks(self) -> int:
-        """Of all namespaces."""
+        """The number of blocks in all namespaces."""
         return sum(stock.blocks for stock in self.namespaces)
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks."""
+        """The size of all blocks in bytes."""
         return sum(stock.nbytes for stock in self.namespaces)
 
     @property
     def side_nbytes(self) -> int:
-        """Of everything else."""
+        """The size of all other files in bytes."""
         return sum(stock.side_nbytes for stock in self.namespaces)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Count, and print; 1 if a directory cannot be read, or is not looked after.
+    """Count, and print; return 1 if a directory cannot be read, or a namespace lacks its marker.
 
     Raises:
-        UcmError: The options name nothing that is there.
+        UcmError: The options match nothing.
     """
     places = find_places(options)
     stocks = _count(places)
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask_servers(places: Places) -> list[dict[str, Any]]:
-    """Whether the tiers that are no directories answer; only they know what they hold."""
+    """Return whether the tiers on servers answer; their contents are not counted."""
     found = []
     for name in places.config.parts:
         if name in DIRECTORY_TIERS:
@@ -160,7 +160,7 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
 
 
 def _summary(identity: dict[str, Any]) -> str:
-    """Some of what the blocks of a namespace depend on."""
+    """Summarise the identity of a namespace."""
     cache = identity.get("cache")
     said = [
         ("model", identity.get("name")),

@@ -1,4 +1,4 @@
-"""Words, tables and progress bars for people, times for programs."""
+"""Format the commands' output: text, tables, progress bars, JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ucm.config.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-#: What an empty directory is.
+#: The description of an empty directory.
 NO_STORE = "no store here: none was written yet, this is another directory, or its file system is not mounted"
 _STEPS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -32,11 +32,11 @@ def say_json(data: Any) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Aligned lines.
+    """Return the rows as aligned lines.
 
     Args:
-        rows: The first one has the headings.
-        right: The columns that are aligned to the right.
+        rows: The rows; the first one is the header.
+        right: The right-aligned columns.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -49,10 +49,10 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 
 def ago(moment: float | None) -> str:
-    """How long ago a moment was.
+    """Return how long ago a moment was.
 
     Args:
-        moment: In seconds since the epoch; None: there was none.
+        moment: The moment, in seconds since the epoch, or None.
     """
     if moment is None:
         return "never"
@@ -66,7 +66,7 @@ def ago(moment: float | None) -> str:
 
 
 def iso(moment: float | None) -> str | None:
-    """A moment for programs; None where there is none, or no calendar has it."""
+    """Return a moment in ISO 8601; None if there is none, or it is out of range."""
     if moment is None:
         return None
     try:
@@ -76,17 +76,17 @@ def iso(moment: float | None) -> str | None:
 
 
 def many(number: int, one: str, more: str) -> str:
-    """A number and its noun."""
+    """Return a number with its noun."""
     return f"{number:,} {one if number == 1 else more}"
 
 
 def blocks_and_bytes(blocks: int, nbytes: int) -> str:
-    """How much that is."""
+    """Return a number of blocks and their size."""
     return f"{many(blocks, 'block', 'blocks')}, {format_size(nbytes)}"
 
 
 def about_unmarked(path: str) -> list[str]:
-    """What to say of a namespace without its marker."""
+    """Return the message about a namespace without a marker."""
     return [
         f"{path} looks like a namespace and lacks its marker, so nobody looks after it.",
         "  An engine that uses it makes the marker again within minutes; if none does, delete the directory.",
@@ -94,12 +94,12 @@ def about_unmarked(path: str) -> list[str]:
 
 
 def progress(what: str, total: int | None, unit: str) -> tqdm.tqdm[Any]:
-    """A bar on standard error, if that is a terminal.
+    """Return a progress bar on standard error, shown only in a terminal.
 
     Args:
-        what: Is under way.
-        total: How much there is to do, if that is known.
-        unit: ``B`` for bytes, which are shown with units of 1024, or a noun.
+        what: The activity.
+        total: The total amount, if known.
+        unit: ``B`` for bytes, shown with units of 1024, or a noun.
     """
     nbytes = unit == "B"
     return tqdm.tqdm(

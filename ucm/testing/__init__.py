@@ -1,6 +1,6 @@
-"""The conformance suite of the store, for those who write a back end of their own; it needs pytest.
+"""The conformance suite for store back ends; it needs pytest.
 
-A back end's own tests have one class::
+Derive one class in the tests of your back end::
 
     from ucm.api import StoreConfig
     from ucm.testing import StoreConformance

@@ -1,7 +1,7 @@
-"""What every back end of the store must do, as a suite to derive from; see ``ucm.testing``.
+"""The conformance suite of the store's back ends; see ``ucm.testing`` for how to use it.
 
 All instances that a test opens with its ``config``, in any process, must share one medium that is empty when the test
-begins and keeps at least 8 MiB. Nothing here looks inside a back end.
+begins and holds at least 8 MiB. The tests use only the public interface.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def save_and_fetch(
     config: StoreConfig, namespace: str, geometry: BlockGeometry, keys: list[BlockKey], seed: int
 ) -> int:
-    """Save and load blocks in an order of our own: how many could be loaded in the end, none of them wrong."""
+    """Save and load blocks in random order; check their contents, and return how many were loaded in the end."""
     chance = np.random.default_rng(seed)
     with open_store(config, namespace, geometry) as store:
         for block in pick(chance, keys):
@@ -38,7 +38,7 @@ def save_and_fetch(
 
 
 class StoreConformance(SavingConformance):
-    # Finding.
+    # Lookups.
 
     def test_lookups(self, store: KVStore, geometry: BlockGeometry) -> None:
         there = [True, True, False, True, False, False, True, True]
@@ -101,7 +101,7 @@ class StoreConformance(SavingConformance):
         assert set(loaded) == set(KEYS[1:])
         assert isinstance(failed[KEYS[0]], BlockMissingError)
 
-    # Use and misuse.
+    # Valid and invalid use.
 
     def test_misuse_is_refused(self, store: KVStore, geometry: BlockGeometry) -> None:
         sizes = geometry.slice_sizes
@@ -197,7 +197,7 @@ class StoreConformance(SavingConformance):
         first.hits += 1
         assert next(iter(store.stats().values())).hits == 3
 
-    # Many at once.
+    # Concurrency.
 
     def test_threads(self, store: KVStore, geometry: BlockGeometry) -> None:
         keys = [key(number) for number in range(24)]
