@@ -1,4 +1,4 @@
-"""What all tests share: fixed draws, and stand-ins that take what they stand for takes."""
+"""Shared by all tests: fixed seeds, and a check that stand-ins accept the calls of what they replace."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import settings
 
 from tests.stand_in import disagreement
 
-# Syntax trees are millions of objects and no garbage; to look through them again and again takes minutes.
+# Syntax trees are millions of objects without garbage; scanning them again and again takes minutes.
 gc.set_threshold(100_000, 20, 20)
 
-# Random draws do not decide whether a change lands; `nox -s fuzz` searches with new seeds.
+# Random seeds must not decide whether a change lands; `nox -s fuzz` searches with new ones.
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("fuzz", max_examples=500)
 settings.load_profile("fixed")
@@ -26,7 +26,7 @@ _set = pytest.MonkeyPatch.setattr
 def _set_checked(
     patch: pytest.MonkeyPatch, target: Any, name: Any, value: Any = _NOTHING, raising: bool = True
 ) -> None:
-    """``monkeypatch.setattr``, which refuses a stand-in that cannot be called as what it replaces."""
+    """``monkeypatch.setattr`` that refuses a stand-in whose signature does not accept the original's calls."""
     owner, attribute, stand_in = target, name, value
     if value is _NOTHING:
         path, _, attribute = target.rpartition(".")

@@ -1,4 +1,4 @@
-"""The projects in `examples/`, as another project's checkout is found: from outside."""
+"""Access to the projects in `examples/`, imported like any third-party project."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ EXAMPLES = ROOT / "examples"
 
 
 def registry_of(project: str) -> Registry:
-    """The registry of an example that changes a package."""
+    """Return the registry of an example that changes a package."""
     found: Registry = runpy.run_path(str(EXAMPLES / project / project / "rules.py"))["REGISTRY"]
     return found

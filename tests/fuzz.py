@@ -1,6 +1,6 @@
-"""Search with new seeds for what the fixed draws of the tests miss: `python -m tests.fuzz --minutes 10 --seed 1`.
+"""Search with new seeds for what the tests' fixed seeds miss: `python -m tests.fuzz --minutes 10 --seed 1`.
 
-What makes a test fail is written into it as an ``@example``, so that it is tried in every run from then on.
+An input that makes a test fail is written into the test as an ``@example``, so that every later run tries it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: Where Hypothesis keeps what failed, for the next search, and its patches.
+#: Where Hypothesis keeps failing inputs, for the next search, and its patches.
 STORAGE = ROOT / "build" / "fuzz"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis"]
 IMPORT = re.compile(r"^from hypothesis import (?=.*\bgiven\b)(?!.*\bexample\b)", re.MULTILINE)
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def property_tests(paths: list[str]) -> list[str]:
-    """The files that have tests of Hypothesis."""
+    """Return the files with property tests."""
     command = [*PYTEST, "--collect-only", *paths]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -55,7 +55,7 @@ def property_tests(paths: list[str]) -> list[str]:
 
 
 def passes(file: str, seed: int) -> bool:
-    """Run a file's property tests with one seed; what makes one fail is printed, and kept in the file."""
+    """Run a file's property tests with one seed; print failing inputs, and add them to the file."""
     command = [*PYTEST, "--timeout=0", "--hypothesis-profile=fuzz", f"--hypothesis-seed={seed}", file]
     storage = {"HYPOTHESIS_STORAGE_DIRECTORY": str(STORAGE)}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **storage}, capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
-"""The releases that this repository promises: each has a reviewed overlay, and the tests go through all of them."""
+"""The supported releases: each has a reviewed overlay, and the tests cover all of them."""
 
 from __future__ import annotations
 
-#: Of vLLM Ascend; the last is a release candidate, the newest that the index has.
+#: The releases of vLLM Ascend; the last one is a release candidate, the newest on the index.
 ASCEND: tuple[str, ...] = ("0.9.1", "0.11.0", "0.13.0", "0.18.0", "0.23.0", "0.23.0.post1", "0.30.0rc2")
 
 REVIEWED: tuple[str, ...] = (

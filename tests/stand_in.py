@@ -1,4 +1,4 @@
-"""Whether a function can stand for another one: it takes every call that the other one takes."""
+"""Check whether a function can replace another one: it accepts every call that the other one accepts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 def disagreement(real: Any, stand_in: Any) -> str | None:
-    """Why a stand-in cannot be called as the real function; None if it can, or if one of them is not a function.
+    """Return why a stand-in does not accept the real function's calls; None if it does, or one is not a function.
 
     Args:
-        real: What is replaced.
-        stand_in: What it is replaced with.
+        real: The replaced object.
+        stand_in: Its replacement.
     """
     if not (inspect.isroutine(real) and callable(stand_in)):
         return None
     try:
         wanted, taken = inspect.signature(real), inspect.signature(stand_in)
-    except ValueError:  # some builtins do not tell
+    except ValueError:  # some builtins have no signature
         return None
     for positional, named in _calls(wanted):
         try:
@@ -32,7 +32,7 @@ def disagreement(real: Any, stand_in: Any) -> str | None:
 
 
 def _calls(signature: inspect.Signature) -> Iterator[tuple[list[None], dict[str, None]]]:
-    """The calls of a signature that differ most: all by position, all by name, and the required ones alone."""
+    """Yield the extreme calls of a signature: all arguments by position, all by name, only the required ones."""
     parameters = signature.parameters.values()
     by_position = [p for p in parameters if p.kind in {Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD}]
     only_position = [p for p in by_position if p.kind is Parameter.POSITIONAL_ONLY]

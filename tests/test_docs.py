@@ -1,4 +1,4 @@
-"""What the documents name exists."""
+"""Sessions, files and switches that the documents name exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transforms.pipeline.package import group_needs
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
-#: The README says what there is, and links to the pages that explain it.
+#: The README is an overview; it links to the pages with the details.
 README_LINES = 150
 
 

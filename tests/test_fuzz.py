@@ -1,4 +1,4 @@
-"""What the search finds is kept."""
+"""Failing inputs that the search finds are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that the build, the runtime and the tests install has a permissive licence.
+"""All packages that the build, the runtime and the tests install have permissive licences.
 
 The Mozilla Public License is among them: it binds changes to the licensed files themselves, and we change none.
 """
@@ -23,7 +23,7 @@ COPYLEFT = re.compile(r"\b[AL]?GPL|General Public Licen[cs]e|SSPL|EUPL|\bBUSL", 
 
 
 def needed() -> dict[str, Distribution]:
-    """Every installed distribution that our groups of dependencies need, directly or through others, by name."""
+    """Return the installed distributions that our dependency groups need, directly or indirectly, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     waiting = [entry for group in project["dependency-groups"].values() for entry in group if isinstance(entry, str)]
     found: dict[str, Distribution] = {}
@@ -32,14 +32,14 @@ def needed() -> dict[str, Distribution]:
         if name not in found:
             try:
                 found[name] = distribution(name)
-            except PackageNotFoundError:  # of another group, or for another system
+            except PackageNotFoundError:  # it is in another group, or for another system
                 continue
             waiting += found[name].requires or ()
     return found
 
 
 def said(found: Distribution) -> str:
-    """What a distribution says of its licence: an expression, else its classifiers, else the first line of its text."""
+    """Return a distribution's licence: its expression, else its classifiers, else the first line of the text."""
     metadata = found.metadata
     if "License-Expression" in metadata:
         return metadata["License-Expression"]
@@ -50,7 +50,7 @@ def said(found: Distribution) -> str:
 
 
 def problem(licence: str) -> str | None:
-    """What is wrong with a licence; None if nothing is."""
+    """Return the problem with a licence, or None."""
     if COPYLEFT.search(licence):
         return f"{licence} is not permissive"
     return None if PERMISSIVE.search(licence) else f"the licence is not known: {licence!r}"

@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms of the house, checked on the imports themselves."""
+"""Packages import only what the architecture allows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: For each room: the top-level names, or dotted prefixes, that its files must not import, and the subfolders that are
-#: rooms of their own.
+#: For each package: the top-level names or dotted prefixes that its files must not import, and the subfolders with
+#: rules of their own.
 ROOMS = {
     "transforms/engine": (("transforms.pipeline", "transforms.registry", "ucm", "vllm", "torch"), ()),
     "transforms/pipeline": (("ucm", "vllm", "torch"), ()),
@@ -25,18 +25,18 @@ ROOMS = {
     "ucm/blend": (("ucm.integration", "ucm.overlay", "ucm.sparse", "vllm"), ()),
     "ucm/hashing": (("ucm.integration", "ucm.overlay", "ucm.sparse", "ucm.store"), ()),
 }
-#: Third-party packages that parts of the runtime may need at import, all declared in pyproject.toml. What every Python
-#: start and every vLLM process imports (the finder's library, the hooks) needs none.
+#: Third-party packages that parts of the runtime may import, all declared in pyproject.toml. The modules that every
+#: Python start and every vLLM process imports (the finder's library, the hooks) need none.
 RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
-#: What needs an extra of pyproject.toml; only what an operator has configured is imported.
+#: Modules that need an extra of pyproject.toml; they are imported only if configured.
 OPTIONAL = {
     "ucm/store/redis_wire.py": {"redis"},
     "ucm/store/s3_client.py": {"obstore"},
     **{f"ucm/testing/{name}.py": {"pytest"} for name in ("conformance", "conformance_saving")},
 }
-#: What vLLM itself imports, by the name in its settings; nothing of ours does.
+#: Modules that only vLLM imports, by the name in its settings.
 LOADED_BY_VLLM = {f"ucm/integration/vllm/{name}_connector.py" for name in ("blend", "ucm")}
-#: Of the sparse room, what the hooks and ``ucm doctor`` import; a method is only imported where it is configured.
+#: Modules of ucm.sparse that the hooks and ``ucm doctor`` import; a method is imported only if configured.
 LEAN = (
     *("ucm/overlay", "ucm/doctor"),
     *(f"ucm/sparse/{name}.py" for name in ("__init__", "base", "counters", "factory", "probe")),
@@ -49,7 +49,7 @@ def files(room: str, apart: tuple[str, ...]) -> list[Path]:
 
 
 def imports(path: Path, *, at_import_time: bool) -> set[str]:
-    """The modules that a file imports: all of them, or those that importing the file runs."""
+    """Return the modules that a file imports: all of them, or only those imported at import time."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = list(_run_at_import(tree)) if at_import_time else list(ast.walk(tree))
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -57,7 +57,7 @@ def imports(path: Path, *, at_import_time: bool) -> set[str]:
 
 
 def _run_at_import(tree: ast.AST) -> list[ast.AST]:
-    """The statements outside functions and outside `if TYPE_CHECKING`."""
+    """Return the statements outside functions and outside `if TYPE_CHECKING`."""
     found: list[ast.AST] = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -94,7 +94,7 @@ def test_the_runtime_needs_only_its_declared_packages_at_import() -> None:
 
 
 def test_transforms_know_no_engine_internals_of_each_other() -> None:
-    """A transform may use another's module record, and nothing of the pipeline."""
+    """A transform may use another one's module record, but nothing of the pipeline."""
     for path in files("transforms", ("engine", "pipeline")):
         if path.name == "__main__.py":
             continue

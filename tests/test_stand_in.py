@@ -1,4 +1,4 @@
-"""A stand-in that lacks what its model takes is refused where it is put in place."""
+"""A stand-in that does not accept the original's calls is refused when it is installed."""
 
 from __future__ import annotations
 

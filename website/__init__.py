@@ -1,1 +1,1 @@
-"""What the documentation site has beside the pages in docs/: generated reference pages and a check of all links."""
+"""The documentation site's additions to the pages in docs/: generated reference pages and a check of all links."""

@@ -1,4 +1,4 @@
-"""What mkdocs calls: adds the generated pages, and checks all links of the result."""
+"""The hooks of mkdocs: add the generated pages, and check all links of the site."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = {"settings.md": settings_page, "commands.md": commands_page}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made from the code.
+    """Add the pages generated from the code.
 
     Raises:
         PluginError: If the code lacks a description.

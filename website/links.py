@@ -1,4 +1,4 @@
-"""Every link of the built site leads somewhere, and no page fetches anything from elsewhere."""
+"""Check that every link of the built site has a target, and no page fetches anything from another site."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from urllib.parse import unquote, urlsplit
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Attributes that make a browser fetch what they name.
+#: Attributes whose target a browser fetches.
 FETCHED = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src")}
-#: Links of these relations are never followed by a browser on its own.
+#: The relations of links that a browser never fetches by itself.
 PASSIVE = {"canonical", "prev", "next", "edit"}
 
 
@@ -35,10 +35,10 @@ class Page(HTMLParser):
 
 
 def broken_links(site: Path) -> list[str]:
-    """What is wrong with the links of a built site, one line for each.
+    """Return the problems with the links of a built site, one line each.
 
     Args:
-        site: The directory that it was built into.
+        site: The output directory of the build.
     """
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     found = []

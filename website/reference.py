@@ -1,4 +1,4 @@
-"""Reference pages made from the code: settings from their models, commands from their parsers."""
+"""Reference pages generated from the code: settings from their models, commands from their parsers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UndocumentedError(Exception):
 
 
 def settings_page() -> str:
-    """Every setting with its type, default, bounds and meaning, as Markdown."""
+    """Return every setting with its type, default, bounds and meaning, as Markdown."""
     methods = sorted({import_of(target) for target in METHODS.values()}, key=lambda method: str(method.__name__))
     options = {method.options_type: method.__name__ for method in methods if method.options_type is not None}
     parts = [
@@ -63,13 +63,13 @@ def settings_page() -> str:
 
 
 def import_of(target: str) -> Any:
-    """The class that ``module:Class`` names."""
+    """Return the class that ``module:Class`` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
 def section(title: str, about: str, model: type[BaseModel], *explained_by: type[Any], level: int = 2) -> str:
-    """One model's settings as a table.
+    """Return one model's settings as a table.
 
     Raises:
         UndocumentedError: If a setting has no description.
@@ -91,14 +91,14 @@ def section(title: str, about: str, model: type[BaseModel], *explained_by: type[
 
 @cache
 def documented(docstring: str) -> dict[str, str]:
-    """From the names in a docstring's ``Args`` and ``Attributes`` to what it says of them."""
+    """Return the descriptions in a docstring's ``Args`` and ``Attributes``, by name."""
     sections = griffe.Docstring(docstring, lineno=1).parse("google", warnings=False)
     kinds = (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes)
     return {item.name: item.description for part in sections if part.kind in kinds for item in part.value}
 
 
 def kind(name: str, field: FieldInfo) -> str:
-    """What a setting may be, in words."""
+    """Return a setting's type and bounds, in words."""
     if name in SIZES:
         return "size"
     bounds = [
@@ -108,7 +108,7 @@ def kind(name: str, field: FieldInfo) -> str:
 
 
 def kind_of(annotation: Any) -> str:
-    """What values of an annotation are, in words."""
+    """Return the type of an annotation, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
@@ -124,7 +124,7 @@ def kind_of(annotation: Any) -> str:
 
 
 def default(name: str, field: FieldInfo) -> str:
-    """A setting's default as it is written in YAML."""
+    """Return a setting's default as written in YAML."""
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
@@ -139,7 +139,7 @@ def default(name: str, field: FieldInfo) -> str:
 
 
 def commands_page() -> str:
-    """Every command with its help, as Markdown."""
+    """Return every command with its help, as Markdown."""
     parts = [
         "# Commands",
         "This page is generated from the commands' own parsers and from `noxfile.py`.",
@@ -157,7 +157,7 @@ def commands_page() -> str:
 
 
 def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parsers of all commands that have no further ones, in order."""
+    """Yield the parsers of all commands without subcommands, in order."""
     groups = [action.choices for action in parser._actions if isinstance(action.choices, dict)]  # noqa: SLF001 - argparse has no other way
     if not groups:
         parser.formatter_class = formatter
@@ -168,14 +168,14 @@ def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]
 
 
 def formatter(prog: str) -> argparse.HelpFormatter:
-    """Help of one width, whatever the terminal."""
+    """Return a help formatter of a fixed width, whatever the terminal."""
     from argparse import HelpFormatter  # noqa: PLC0415
 
     return HelpFormatter(prog, max_help_position=28, width=92)
 
 
 def sessions() -> Iterator[tuple[str, str]]:
-    """The nox sessions with their docstrings, on one line each."""
+    """Yield the nox sessions with their docstrings, on one line each."""
     for node in ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and "nox.session" in map(decorator, node.decorator_list):
             named = re.search(r"name='([\w-]+)'", ast.unparse(node.decorator_list[0]))
@@ -183,5 +183,5 @@ def sessions() -> Iterator[tuple[str, str]]:
 
 
 def decorator(node: ast.expr) -> str:
-    """A decorator's name."""
+    """Return a decorator's name."""
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)

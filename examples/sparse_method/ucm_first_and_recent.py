@@ -1,6 +1,6 @@
 """A sparse method outside UCM: a decode step reads the first block of a request and its most recent ones.
 
-It is as small as a complete method can be. `docs/write_sparse_method.md` explains it from top to bottom.
+It is a minimal complete method. `docs/write_sparse_method.md` explains it from top to bottom.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class FirstAndRecentOptions(MethodOptions):
 
 
 class FirstAndRecent(SparseMethod):
-    """Decode steps read the first block and the most recent ones; prompts are dense.
+    """Decode steps read the first block and the most recent ones; prompts are computed densely.
 
     Attributes:
-        counts: ``rows`` that were restricted, ``blocks_read`` and ``blocks_held`` of these rows, once for each step.
+        counts: The number of restricted ``rows``, and their ``blocks_read`` and ``blocks_held``, once per step.
 
     Raises:
         ConfigError: If an option is wrong.
@@ -49,24 +49,24 @@ class FirstAndRecent(SparseMethod):
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """The KV of a prompt is what an engine without the method computes, so the two can share it."""
+        """Return True: a prompt's KV is the same as in an engine without the method, so the two can share it."""
         del options
         return True
 
     @classmethod
     def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """The KV of a generated token depends on where the prompt ends, so other requests must not find it."""
+        """Return the tokens whose KV others may reuse: not generated ones, which depend on where the prompt ends."""
         del options
         return num_prompt_tokens
 
-    # The scheduler's side.
+    # Scheduler side.
 
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks out of other requests' prefix hits in vLLM's own cache."""
         keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
         return True
 
-    # The worker's side.
+    # Worker side.
 
     def worker_started(self) -> None:
         """Refuse an engine that no sparse method can serve."""
@@ -77,14 +77,14 @@ class FirstAndRecent(SparseMethod):
         self.attention.require(layer_name)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
-        """Note the requests of the step; their lengths are known on the host."""
+        """Record the requests of the step; the host knows their lengths."""
         self._batch = self.attention.batch(runner, scheduler_output, input_batch)
         self._replaced = None
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Hand the backend metadata with fewer blocks; layers that share theirs share the replacement."""
+        """Give the backend metadata with fewer blocks; layers with the same metadata get the same replacement."""
         if self._replaced is None or self._replaced[0] is not attn_metadata:
             self._replaced = attn_metadata, self._restricted(layer_name, kv_cache, attn_metadata)
         return query, key, value, self._replaced[1]
@@ -107,7 +107,7 @@ class FirstAndRecent(SparseMethod):
         seq_lens = batch.seq_lens - skipped * size
         columns = torch.arange(int((held - skipped).max()), device=table.device)
         gaps = torch.from_numpy(skipped).to(table.device)[:, None] * (columns > 0)
-        # A row that is shorter than the longest one has columns behind its end: never read, but inside the table.
+        # The columns past the end of a shorter row are never read, but must be inside the table.
         places = (columns + gaps).clamp(max=table.shape[1] - 1)
         blocks = table[: len(batch.request_ids)].gather(1, places)
         lens = torch.from_numpy(seq_lens.astype(np.int32)).to(table.device)

@@ -1,4 +1,4 @@
-"""A store tier outside UCM: each block is one file in a directory that the operator names.
+"""A store tier outside UCM: each block is one file in a configured directory.
 
 ``docs/write_store.md`` explains it from top to bottom.
 """
@@ -26,7 +26,7 @@ class ShelfOptions(TierOptions):
 
     Attributes:
         path: The directory; it must exist.
-        timeout: Seconds that a lookup may take.
+        timeout: The time limit of a lookup, in seconds.
     """
 
     path: str
@@ -38,7 +38,7 @@ class ShelfTier(ValueTier):
 
     Args:
         options: The settings.
-        place: What the tier is opened for.
+        place: The namespace and geometry for which the tier is opened.
     """
 
     Options = ShelfOptions
@@ -62,7 +62,7 @@ class ShelfTier(ValueTier):
                 raise BlockMissingError("the block is not on the shelf", where=str(self._directory)) from error
 
     def put_value(self, key: BlockKey, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
-        """Write a file under another name, and rename it when it is whole."""
+        """Write a file under a temporary name, and rename it when it is complete."""
         del deadline
         unfinished = self._directory / f".{os.getpid()}-{os.urandom(8).hex()}"
         with self._named_errors():
@@ -88,7 +88,7 @@ class ShelfTier(ValueTier):
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Turn the medium's errors into those that a store counts, and rests after."""
+        """Turn the medium's errors into errors that the store counts, and after which it pauses the tier."""
         try:
             yield
         except OSError as error:

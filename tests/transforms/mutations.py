@@ -1,7 +1,7 @@
-"""Changes to a module that a new release could make: harmless ones, and ones that take a rule's anchor away.
+"""Changes to a module that a new release could make: harmless ones, and ones that remove a rule's anchor.
 
-A harmless mutation changes one place; `mutated` makes many of them, more than half in the functions that rules look at.
-It goes through the places from the last to the first, so that the paths of those still to come stay true.
+A harmless mutation changes one place; `mutated` makes many of them, more than half in the functions that rules search.
+It goes through the places from last to first, so that the paths of the remaining ones stay valid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Site = tuple[Path, cst.CSTNode]
 Item = TypeVar("Item", cst.Arg, cst.Param)
 
-#: Places that one `mutated` module changes, inside the functions that the rules look at and elsewhere.
+#: The number of places that `mutated` changes, inside the functions that the rules search and elsewhere.
 INSIDE, ELSEWHERE = 40, 25
 FLAT = cst.SimpleWhitespace("")
 BROKEN = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace("    "))
@@ -115,7 +115,7 @@ def _is_statement(path: Path, node: cst.CSTNode) -> bool:
 
 
 def _may_follow(path: Path, node: cst.CSTNode) -> bool:
-    """Whether a statement may be put beside this one: not where a docstring or a class's fields stand."""
+    """Return whether a statement may be inserted here: not next to a docstring or a class's fields."""
     return _is_statement(path, node) and path[-1][1] != 0 and not isinstance(node, cst.FunctionDef)
 
 
@@ -155,7 +155,7 @@ def _may_change_quotes(value: str) -> bool:
 
 
 def sites(module: cst.Module) -> list[Site]:
-    """The places that a mutation may change: all but those within an f-string, which must stay on its line."""
+    """Return the places that a mutation may change: all except those in an f-string, which must stay on its line."""
     found: list[Site] = []
     waiting: list[Site] = [((), module)]
     while waiting:
@@ -169,14 +169,14 @@ def sites(module: cst.Module) -> list[Site]:
 def mutated(
     module: cst.Module, places: Sequence[Site], scopes: Sequence[Path], kinds: Sequence[str], seed: int
 ) -> cst.Module:
-    """The module with harmless changes of some kinds.
+    """Return the module with harmless changes of some kinds.
 
     Args:
         module: The module.
         places: Its `sites`.
-        scopes: The regions that the rules look at.
+        scopes: The regions that the rules search.
         kinds: Keys of `HARMLESS`.
-        seed: Decides where, and how.
+        seed: The seed of the random choices.
     """
     rng = random.Random(seed)  # noqa: S311 - a test that repeats itself
     chosen: list[tuple[int, str]] = []
@@ -188,7 +188,7 @@ def mutated(
             chosen += [(i, kind) for i in rng.sample(some, min(most, len(some)))]
     root: cst.CSTNode = module
     last_first = sorted(set(chosen), key=lambda one: (one[0], one[1] != "statements"), reverse=True)
-    for index, kind in last_first:  # at one place, the insertion that moves the place itself comes after all others
+    for index, kind in last_first:  # at one place, the insertion that moves the place comes last
         root = HARMLESS[kind][0](root, places[index][0], rng)
     return cast("cst.Module", root)
 
@@ -200,7 +200,7 @@ def _related(path: Path, scope: Path) -> bool:
 def _laid_out(
     items: Sequence[Item], space: str, rng: random.Random
 ) -> tuple[cst.BaseParenthesizableWhitespace, list[Item]]:
-    """Items on one line, or one line each, with or without a comma after the last; and the space before them."""
+    """Lay items out on one line or one per line, with or without a trailing comma; return the space before them too."""
     broken, last_comma = rng.random() < 0.5, rng.random() < 0.5
     between = cst.Comma(whitespace_after=BROKEN if broken else cst.SimpleWhitespace(" "))
     closing = CLOSING if broken else FLAT
@@ -232,7 +232,7 @@ class _Rename(cst.CSTTransformer):
 
 
 def words(rules: Sequence[Rule]) -> frozenset[str]:
-    """The names that rules mention; their code and their anchors rely on them."""
+    """Return the names in the rules' code and anchors."""
     texts = (f"{v.scope.loop_with} {v.edit.anchor} {v.edit.code}" for rule in rules for v in rule.variants)
     return frozenset(re.findall(r"\w+", " ".join(texts)))
 
@@ -248,7 +248,7 @@ def _unrelated_locals(function: cst.FunctionDef) -> set[str]:
 
 
 def target(module: cst.Module, rule: Rule, release: str) -> tuple[Variant, Path, list[Path]]:
-    """The variant that fits, its scope and the paths of its anchors in the module.
+    """Return the variant that fits, its scope and the paths of its anchors in the module.
 
     Raises:
         LookupError: If none fits.
@@ -262,7 +262,7 @@ def target(module: cst.Module, rule: Rule, release: str) -> tuple[Variant, Path,
 
 
 def deleted(module: cst.Module, rule: Rule, release: str) -> cst.Module:
-    """The module without the statement that the rule attaches to."""
+    """Return the module without the statement that the rule attaches to."""
     variant, scope, hits = target(module, rule, release)
     if isinstance(variant.edit, Field):
         block = (*scope, ("body", None))
@@ -274,18 +274,18 @@ def deleted(module: cst.Module, rule: Rule, release: str) -> cst.Module:
 
 
 def doubled_anchor(module: cst.Module, rule: Rule, release: str) -> cst.Module:
-    """The module with the statement that the rule attaches to twice; with two scopes where that is the scope itself."""
+    """Return the module with the rule's anchor statement twice, or with its scope twice if that is the anchor."""
     variant, scope, hits = target(module, rule, release)
     return _twice(module, scope if isinstance(variant.edit, Field) else hits[0])
 
 
 def doubled(module: cst.Module, rule: Rule, release: str) -> cst.Module:
-    """The module with the rule's scope twice."""
+    """Return the module with the rule's scope twice."""
     return _twice(module, target(module, rule, release)[1])
 
 
 def renamed(module: cst.Module, rule: Rule, release: str, part: int) -> cst.Module:
-    """The module with another name for the scope's class (part 0) or its last definition (part -1)."""
+    """Return the module with the scope's class (part 0) or its last definition (part -1) renamed."""
     variant, scope, _ = target(module, rule, release)
     on_the_way = [scope[:length] for length in range(1, len(scope) + 1)]
     defined = [p for p in on_the_way if isinstance(get(module, p), cst.ClassDef | cst.FunctionDef)]

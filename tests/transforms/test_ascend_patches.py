@@ -1,4 +1,4 @@
-"""Three patches of vLLM Ascend as transforms: where they apply, and what their hooks do."""
+"""Three patches of vLLM Ascend as transforms: the releases that they fit, and the behaviour of their hooks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_cases_hold(case: Any) -> None:
 
 
 def read_timeout(timeout: float | None, *, should_warn: bool) -> Any:
-    """The object of one read, by vLLM's own class."""
+    """Return the object of one read, of vLLM's own class."""
     tree = ast.parse(open_sources("0.23.0").read(QUEUE))
     (found,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == "ReadTimeoutWithWarnings")
     names: dict[str, Any] = {"sys": sys, "time": time, "VLLM_RINGBUFFER_WARNING_INTERVAL": 60}
@@ -92,7 +92,7 @@ def test_a_reader_s_own_deadline_holds() -> None:
 def test_a_block_more_is_asked_for_where_a_hit_is_loaded_in_its_step(
     local: int, computed: int, wanted: int, more: int
 ) -> None:
-    """Nothing found, found here, found elsewhere, found elsewhere and loaded in a step of its own."""
+    """The cases: nothing found; found locally; found externally; found externally and loaded in a separate step."""
     assert HOOKS.external_blocks(local, computed, wanted) == more
 
 

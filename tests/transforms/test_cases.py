@@ -1,4 +1,4 @@
-"""Every case of every transform: what a rule makes of it, and what it refuses to make of less or more."""
+"""Every case of every transform: the rule rewrites it as expected, and refuses it with fewer or more anchors."""
 
 from __future__ import annotations
 

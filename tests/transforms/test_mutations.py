@@ -1,4 +1,4 @@
-"""Real modules, changed as a new release might change them: harmlessly, and so that a rule must not be applied."""
+"""Real modules with changes that a new release might make: harmless ones, and ones after which a rule must fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RELEASES = ("0.9.0", "0.11.0", "0.16.0", "0.19.1", "0.26.0", "0.33.0")
 RELEASES_OF_ASCEND = ("0.11.0", "0.23.0")
 HOOKS = "_ucm_hooks"
-#: Few examples, and none made smaller: one takes seconds.
+#: Few examples and no shrinking, because one example takes seconds.
 PROFILE = settings(
     deadline=None, max_examples=4, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
@@ -53,7 +53,7 @@ def module_of(release: str, transform: Transform) -> tuple[str, cst.Module]:
 
 @functools.lru_cache(maxsize=1)
 def places_of(release: str, transform: Transform) -> tuple[list[Site], list[Path]]:
-    """All places of a module, and the regions that the rules look at."""
+    """Return all places of a module, and the regions that the rules search."""
     _, module = module_of(release, transform)
     scopes = [path for rule in transform.rules for variant in rule.variants for path in variant.scope.find(module)]
     return sites(module), scopes
@@ -61,14 +61,14 @@ def places_of(release: str, transform: Transform) -> tuple[list[Site], list[Path
 
 @functools.lru_cache(maxsize=1)
 def result_of(release: str, transform: Transform) -> tuple[list[Outcome], Counter[str]]:
-    """What becomes of the rules on the module as published, and what they insert."""
+    """Return the outcomes of the rules on the published module, and their insertions."""
     path, module = module_of(release, transform)
     changed, outcomes = apply_rules(module, transform.all_rules, path, release)
     return outcomes, inserted(changed.code)
 
 
 def inserted(code: str) -> Counter[str]:
-    """What stands in a module that calls or names UCM, each with the definitions and blocks around it."""
+    """Return the statements that name UCM, each with its enclosing definitions and blocks."""
     return Counter(f"{place}: {ast.unparse(node)}" for place, node in _insertions(ast.parse(code), ""))
 
 
@@ -117,7 +117,7 @@ def test_harmful_changes_are_never_applied_over(
     def none(*_: object, **__: object) -> tuple[Candidate, ...]:
         return ()
 
-    for name in ("places", "nearest_statements", "nearest_definitions"):  # slow, and tested where they are defined
+    for name in ("places", "nearest_statements", "nearest_definitions"):  # slow, and tested elsewhere
         monkeypatch.setattr(apply, name, none)
     path, module = module_of(release, transform)
     for rule in transform.rules:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transforms.engine.rule import Rule
     from transforms.engine.transform import Transform
 
-#: The first release that has of itself what a rule with an `upstreamed` sign inserts.
+#: The first release that no longer needs a rule with an `upstreamed` sign.
 UPSTREAMED_SINCE = {
     "block_table.clear-row": "0.19.1",
     "block_table.clear-row-groups": "0.19.1",
@@ -37,7 +37,7 @@ EACH = [
 
 
 def expected(rule: Rule, release: str) -> Status:
-    """What a rule's own record says of a release."""
+    """Return the status that a rule's definition implies for a release."""
     since = UPSTREAMED_SINCE.get(rule.id)
     if since is not None and Version(release) >= Version(since) and _there(rule, release):
         return Status.UPSTREAMED
@@ -45,7 +45,7 @@ def expected(rule: Rule, release: str) -> Status:
 
 
 def _there(rule: Rule, release: str) -> bool:
-    """Whether a release still has what shows that it needs no such rule."""
+    """Return whether a release has the evidence that it does not need the rule."""
     return not (rule.id == "ascend.recompute_scheduler.init" and Version(release) >= Version("0.30.0rc1"))
 
 

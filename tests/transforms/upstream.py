@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def package_of(transform: Transform) -> Package:
-    """What a transform changes."""
+    """Return the package that a transform changes."""
     return VLLM_ASCEND if transform.id.startswith("ascend.") else VLLM
 
 
@@ -29,13 +29,13 @@ def sources(release: str, package: Package = VLLM) -> SourceTree:
 
 
 def source(transform: Transform, release: str) -> tuple[str, bytes] | None:
-    """The path and the bytes of a transform's module; None where the release has none that is for use."""
+    """Return the path and the bytes of a transform's module; None if the release has none that is used."""
     tree = sources(release, package_of(transform))
     path = module_path(transform, tree)
     return (path, tree.read(path)) if path else None
 
 
 def parsed(transform: Transform, release: str) -> tuple[str, cst.Module] | None:
-    """The path and the tree of a transform's module."""
+    """Return the path and the tree of a transform's module."""
     found = source(transform, release)
     return (found[0], cst.parse_module(found[1])) if found else None

@@ -1,4 +1,4 @@
-"""The seam: what the three patches do, apart from where they do it."""
+"""The seam: the logic of the three patches; `rules.py` inserts the calls."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-#: Milliseconds after which a reader of shared memory looks again, whether it was notified or not.
+#: Milliseconds after which a reader of shared memory checks again, even without a notification.
 RECHECK_MS = 5000
 
 
 def recheck(read_timeout: Any) -> None:
-    """Have a reader of a message queue look again after `RECHECK_MS`: a notification may have been lost.
+    """Make a reader of a message queue check again after `RECHECK_MS`: a notification may have been lost.
 
     Args:
         read_timeout: vLLM's ``MessageQueue.ReadTimeoutWithWarnings``, of one read.
@@ -27,18 +27,18 @@ def recheck(read_timeout: Any) -> None:
 
 
 def external_blocks(local: int, computed: int, wanted: int) -> int:
-    """Return how many extra blocks a mamba group takes for a hit that is loaded in the step that uses it: one or none.
+    """Return the extra blocks that a mamba group needs for a hit loaded in the step that uses it: one or none.
 
     Args:
         local: Tokens found in the engine's own cache.
-        computed: Tokens computed already, there or elsewhere.
-        wanted: Tokens computed at the end of the step.
+        computed: Tokens with KV before the step, in the engine's cache or elsewhere.
+        wanted: Tokens with KV at the end of the step.
     """
     return int(local < computed < wanted)
 
 
 def engine_core_started(engine_core: Any) -> None:
-    """Have a scheduler that measures its chunks measure them, once the workers are up.
+    """Let a scheduler that measures its chunks do so, now that the workers are up.
 
     Args:
         engine_core: vLLM's ``EngineCore``.

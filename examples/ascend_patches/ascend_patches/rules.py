@@ -44,16 +44,16 @@ QUEUE = Transform(
     id="npu.queue",
     module=Module("npu.queue", "npu_queue", (ModulePath("vllm/distributed/device_communicators/shm_broadcast.py"),)),
     governance=Governance(
-        why="A reader of the shared-memory queue waits for ever when the one notification of a message is lost.",
-        how="The wait of each read is capped at five seconds, after which the reader looks itself. The patch also "
-        "gives a reader's slot back when its caller fails; that changes lines, and stays with the upstream fix.",
+        why="A reader of the shared-memory queue waits for ever if the only notification of a message is lost.",
+        how="The wait of each read is capped at five seconds, after which the reader checks again. The patch also "
+        "releases a reader's slot when its caller fails; that changes lines and is left to the upstream fix.",
         processes=(Process.ENGINE_CORE, Process.WORKER),
         upstream=Upstream(
             UpstreamStatus.RELEASED,
-            "vLLM 0.27.1 and later cap the wait; the rule reports that it is needless there",
+            "vLLM 0.27.1 and later cap the wait; the rule reports that they do not need it",
             "https://github.com/vllm-project/vllm/pull/45224",
         ),
-        removal="The oldest supported release caps the wait of a reader by itself.",
+        removal="The oldest supported release caps the wait of a reader itself.",
     ),
     rules=(RECHECK,),
     cases=(method_case(RECHECK, "0.23.0", READ, HERE, "while True:", "    wait(read_timeout.timeout_ms())"),),
@@ -65,24 +65,24 @@ MAMBA = Transform(
     id="npu.mamba",
     module=Module("npu.mamba", "npu_mamba", (ModulePath("vllm/v1/core/single_type_kv_cache_manager.py"),)),
     governance=Governance(
-        why="Where a connector loads a hit in the step that uses it, a mamba group takes one more block than it has "
-        "said it would, and the pool may run out in the middle of an allocation.",
-        how="One more block is asked for in such a step, at both places that count. The patch puts a class of its own "
-        "in vLLM's place, which also looks prefixes up for context parallelism; that half is not moved.",
+        why="If a connector loads a hit in the step that uses it, a mamba group takes one block more than it "
+        "requested, and the pool may run out in the middle of an allocation.",
+        how="The group requests one more block in such a step, at both places that count. The patch replaces vLLM's "
+        "class with one that also looks up prefixes for context parallelism; this example leaves that half out.",
         processes=(Process.ENGINE_CORE,),
         upstream=Upstream(
             UpstreamStatus.SUBMITTED,
             "a mend of the count was sent to vLLM; vLLM Ascend keeps its patch until it is accepted",
             "https://github.com/vllm-project/vllm/pull/46892",
         ),
-        removal="vLLM's own count has the block that a synchronous load takes.",
+        removal="vLLM's own count includes the block that a synchronous load takes.",
     ),
     rules=(OF_ALL, OF_ALIGNED),
     cases=(
         method_case(OF_ALL, "0.23.0", 'if self.mode != "align":', f"    {HERE}", f"    {BY_TOKENS}", "return 0"),
         method_case(OF_ALIGNED, "0.23.0", HERE, BY_BLOCKS),
     ),
-    not_counted="MambaManager counts blocks in this method alone, at the two statements that are hooked.",
+    not_counted="MambaManager counts blocks only in this method, at the two hooked statements.",
     seam=SEAM,
 )
 
@@ -90,18 +90,18 @@ ENGINE_CORE = Transform(
     id="npu.engine_core",
     module=Module("npu.engine_core", "npu_engine_core", (ModulePath("vllm/v1/engine/core.py"),)),
     governance=Governance(
-        why="A scheduler that measures how long chunks take can only do so once the workers are up.",
-        how="One call at the end of EngineCore's constructor. The patch replaces the constructor, and EngineCoreProc's "
-        "entry point as well, so that a spawned process replaces the constructor again; here neither is needed.",
+        why="A scheduler that measures the duration of chunks can do so only once the workers are up.",
+        how="One call at the end of EngineCore's constructor. The patch replaces the constructor, and also "
+        "EngineCoreProc's entry point, so that spawned processes replace it again. Neither is needed here.",
         processes=(Process.ENGINE_CORE,),
         upstream=Upstream(
-            UpstreamStatus.NOT_SUBMITTED, "it is for a scheduler of vLLM Ascend's own; vLLM has no callback of the kind"
+            UpstreamStatus.NOT_SUBMITTED, "it is for one of vLLM Ascend's schedulers; vLLM has no such callback"
         ),
-        removal="vLLM tells a scheduler when its workers are up, with access to collective_rpc.",
+        removal="vLLM notifies the scheduler when its workers are up, and gives it access to collective_rpc.",
     ),
     rules=(STARTED,),
     cases=(method_case(STARTED, "0.23.0", "self.scheduler = make()", HERE),),
-    not_counted="Every process that schedules makes one EngineCore, through the constructor that the rule hooks.",
+    not_counted="Every process that schedules creates one EngineCore, through the hooked constructor.",
     seam=SEAM,
 )
 

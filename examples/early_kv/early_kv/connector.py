@@ -67,18 +67,18 @@ class EarlyKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._directory = Path(vllm_config.kv_transfer_config.get_from_extra_config("directory", ""))
         self._directory.mkdir(parents=True, exist_ok=True)
-        # The scheduler's side.
+        # Scheduler side.
         self._lookups: dict[str, tuple[list[str], Future[int]]] = {}
         self._threads = ThreadPoolExecutor(1) if role is KVConnectorRole.SCHEDULER else None
-        # The worker's.
+        # Worker side.
         self._caches: dict[str, torch.Tensor] = {}
         self._asked = False
         self._to_save: list[Blocks] = []
 
-    # The scheduler's side
+    # Scheduler side
 
     def request_admitted(self, request: Any) -> None:
-        """The hook: a request has arrived; its lookup starts."""
+        """Hook: start the lookup of a new request."""
         if not _is_plain(request) or self._threads is None:
             return
         keys = list(_keys(request.prompt_token_ids, self._size))
@@ -89,13 +89,13 @@ class EarlyKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return next((n for n, key in enumerate(keys) if not self._file(key).exists()), len(keys))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Make a request wait for its lookup, and promise nothing: a worker computes what it cannot fetch."""
+        """Make a request wait for its lookup, and report no hit: a worker computes what it cannot fetch."""
         del num_computed_tokens
         _, lookup = self._lookups.get(request.request_id, ([], None))
         return (None if lookup is not None and not lookup.done() else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing was promised."""
+        """Do nothing: no hit was reported."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Prompts:
         """Return what the lookups found for requests in their first step."""
@@ -112,14 +112,14 @@ class EarlyKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._lookups.pop(request.request_id, None)
         return False, None
 
-    # The worker's side
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Keep the cache of each layer."""
         self._caches = kv_caches
 
     def before_update_states(self, scheduler_output: Any) -> Any:
-        """The hook: fetch what was found, and take it out of the step."""
+        """Hook: fetch the blocks that lookups found, and remove their tokens from the step."""
         self._asked = True
         new, counts = list(scheduler_output.scheduled_new_reqs), dict(scheduler_output.num_scheduled_tokens)
         for place, request in enumerate(new):
@@ -169,7 +169,7 @@ class EarlyKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return cache.select(dimension, block)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Check that the hook has fetched everything; without the overlay it has not."""
+        """Check that the hook was called, which requires the overlay."""
         del forward_context, kwargs
         if not self._asked:
             raise RuntimeError(

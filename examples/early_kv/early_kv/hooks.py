@@ -6,10 +6,10 @@ from typing import Any
 
 
 def request_admitted(connector: Any, request: Any) -> None:
-    """Tell the scheduler's connectors about a new request, so that its lookup can run before its first step.
+    """Notify the scheduler's connectors of a new request, so that its lookup can run before its first step.
 
     Args:
-        connector: The scheduler's, or None.
+        connector: The scheduler's connector, or None.
         request: vLLM's ``Request``.
     """
     for one in _each(connector):
@@ -19,11 +19,11 @@ def request_admitted(connector: Any, request: Any) -> None:
 
 
 def before_update_states(scheduler_output: Any) -> Any:
-    """Make the worker's connectors fetch what they can, and remove that from the step.
+    """Make the worker's connectors fetch KV, and remove the fetched tokens from the step.
 
     Args:
         scheduler_output: vLLM's ``SchedulerOutput``. With some executors it is the scheduler's own object, so a
-            connector returns another one rather than change it.
+            connector must return a copy instead of changing it.
 
     Returns:
         The step to run.

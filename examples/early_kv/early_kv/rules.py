@@ -36,15 +36,15 @@ SCHEDULER = Transform(
     id="early.scheduler",
     module=Module("early.scheduler", "early_scheduler", (ModulePath("vllm/v1/core/sched/scheduler.py"),)),
     governance=Governance(
-        why="A lookup in a remote store takes longer than a step; it has to start when the request arrives.",
-        how="One call when the request is noted; the connector starts its lookup and returns at once.",
+        why="A lookup in a remote store takes longer than a step, so it has to start when the request arrives.",
+        how="One call when the scheduler registers the request; the connector starts its lookup and returns at once.",
         processes=(Process.ENGINE_CORE,),
         upstream=UPSTREAM,
         removal="All supported releases call the connector's on_new_request, which does the same.",
     ),
     rules=(ADMITTED,),
     cases=(method_case(ADMITTED, "0.32.0", "if new:", f"    {NOTED}", f"    {HERE}"),),
-    not_counted="A new request is noted in one place of vLLM's scheduler, which the rule hooks.",
+    not_counted="vLLM's scheduler registers new requests in one place, which the rule hooks.",
     seam=SEAM,
 )
 
@@ -52,16 +52,16 @@ RUNNER = Transform(
     id="early.runner",
     module=Module("early.runner", "early_runner", (ModulePath("vllm/v1/worker/gpu_model_runner.py"),)),
     governance=Governance(
-        why="Only a worker knows what it could fetch of a request's KV. The step must then compute the rest "
-        "alone, and the runner takes the step's size before it updates its states.",
-        how="One call at the start of execute_model, which hands the step on, smaller by what was fetched.",
+        why="Only a worker knows how much of a request's KV it fetched. The step must then compute only the rest, "
+        "and the runner reads the step's size before it updates its states.",
+        how="One call at the start of execute_model, which returns the step without the fetched tokens.",
         processes=(Process.WORKER,),
         upstream=UPSTREAM,
-        removal="vLLM asks KV connectors before a step how much of it has become needless.",
+        removal="vLLM asks KV connectors before a step which of its tokens need not be computed.",
     ),
     rules=(BEFORE,),
     cases=(method_case(BEFORE, "0.32.0", HERE, "self._update_states(scheduler_output)"),),
-    not_counted="The V1 runner has one execute_model, which the rule hooks; the V2 runner is not served.",
+    not_counted="The V1 runner has one execute_model, which the rule hooks; the V2 runner is not supported.",
     seam=SEAM,
 )
 

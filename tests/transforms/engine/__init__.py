@@ -1,1 +1,1 @@
-"""Tests of how rules are applied; nothing of vLLM's code occurs in them."""
+"""Tests of the rule engine; they contain no code of vLLM."""

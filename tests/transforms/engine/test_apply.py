@@ -1,4 +1,4 @@
-"""What becomes of a rule, and what its outcome tells the person who has to act."""
+"""The outcome of each rule, and the details that help to fix a failure."""
 
 from __future__ import annotations
 

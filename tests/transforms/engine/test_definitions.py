@@ -1,4 +1,4 @@
-"""Rules, transforms and governance records that are written wrongly are refused where they stand."""
+"""Invalid definitions of rules, transforms and governance records are refused."""
 
 from __future__ import annotations
 

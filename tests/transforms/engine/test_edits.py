@@ -1,4 +1,4 @@
-"""Each kind of insertion, in every layout that it may meet."""
+"""Each kind of insertion, in every layout of the surrounding code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tried(code: str, edit: Edit, scope: str = "f", expect: int = 1) -> tuple[str
 
 
 def inserted(code: str, edit: Edit, scope: str = "f", expect: int = 1) -> str:
-    """The code with the insertion; it compiles, and a second try finds it there."""
+    """Return the code with the insertion; check that it compiles and that a second run finds the insertion."""
     result, outcome = tried(code, edit, scope, expect)
     assert outcome.status is Status.APPLIED, outcome.describe()
     assert outcome.hits == expect
@@ -40,7 +40,7 @@ def inserted(code: str, edit: Edit, scope: str = "f", expect: int = 1) -> str:
 
 
 def refused(code: str, edit: Edit, scope: str = "f") -> str:
-    """Why nothing is inserted."""
+    """Return why nothing is inserted."""
     result, outcome = tried(code, edit, scope)
     assert outcome.status is Status.MISSING, outcome.describe()
     assert result == code

@@ -1,4 +1,4 @@
-"""Control that never gets past a statement."""
+"""Statements that control never gets past are recognised."""
 
 from __future__ import annotations
 

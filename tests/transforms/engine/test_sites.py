@@ -1,4 +1,4 @@
-"""The sites of a pattern: exactly those, under the name of what holds them."""
+"""A pattern finds exactly its sites, under the qualified name of the enclosing definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The miniature vLLM's overlay, made once."""
+"""Fixtures of the miniature vLLM and its overlay, made once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def miniature(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that holds the miniature vLLM."""
+    """A directory that contains the miniature vLLM."""
     return write_miniature(tmp_path_factory.mktemp("miniature"))
 
 
 @pytest.fixture(scope="session")
 def overlay(miniature: Path) -> Overlay:
-    """What the transforms make of it."""
+    """The overlay of the miniature vLLM."""
     return rewrite(open_directory(miniature, None))

@@ -1,4 +1,4 @@
-"""A source tree in memory: two small modules that two real transforms change."""
+"""An in-memory source tree of two small modules that two real transforms change."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ class DictTree:
 
 
 def dict_tree(release: str, *, package: Package) -> DictTree:
-    """The tree of a release, as `open_sources` opens one."""
+    """Return the tree of a release, like `open_sources`."""
     return DictTree(release)
 
 
 def product_of(*transforms: Transform, overlays: Path = UCM.overlays) -> Product:
-    """UCM's product with some transforms alone."""
+    """Return UCM's product with only some transforms."""
     return Product((replace(REGISTRY, transforms=transforms),), overlays)
 
 
@@ -87,5 +87,5 @@ SMALL = product_of(scheduler_output.TRANSFORM, worker.TRANSFORM)
 
 
 def small_overlay(tree: DictTree, overlays: Path = UCM.overlays) -> Overlay:
-    """What the two transforms make of a tree."""
+    """Return the overlay of a tree by the two transforms."""
     return rewrite(tree, replace(SMALL, overlays=overlays))

@@ -1,4 +1,4 @@
-"""A package index on this machine, and the archives that it serves."""
+"""A local package index, and the archives that it serves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-#: What makes a wheel of vLLM large: compiled code, which no one here asks for.
+#: Compiled code, which makes vLLM's wheels large and which the build never reads.
 COMPILED = random.Random(0).randbytes(2_000_000)  # noqa: S311 - incompressible, and the same each time
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
@@ -34,7 +34,7 @@ def wheel_name(release: str = RELEASE, tags: str = "cp38-abi3-manylinux_2_28_x86
 
 
 def make_wheel(release: str = RELEASE, record: bytes | None = None, sources: dict[str, str] = SOURCES) -> bytes:
-    """A wheel of the miniature vLLM; with a RECORD of one's own, or none if that is empty."""
+    """Return a wheel of the miniature vLLM, optionally with a given RECORD, or none if that is empty."""
     files = {path: (LICENCE + text).encode() for path, text in sources.items()}
     files["vllm/_C.abi3.so"] = COMPILED
     lines = "".join(f"{path},sha256={_encoded(data)},{len(data)}\n" for path, data in files.items())
@@ -68,13 +68,13 @@ class PackageIndex:
     """An index in a thread of its own.
 
     Attributes:
-        archives: What it has of vLLM, by file name.
-        yanked: The archives that are withdrawn.
+        archives: The archives of vLLM, by file name.
+        yanked: The yanked archives.
         ranges: Whether it serves byte ranges.
-        user: ``name:password`` that it asks for.
-        hashes: Whether its page states hashes.
+        user: The required ``name:password``.
+        hashes: Whether its page has hashes.
         tls: Serve https with these certificates.
-        sent: For each request, its target and how many bytes of an archive it got.
+        sent: The target of each request, and how many bytes of an archive it received.
     """
 
     archives: dict[str, bytes]
@@ -108,7 +108,7 @@ class PackageIndex:
 
     @property
     def url(self) -> str:
-        """What `index-url` is set to."""
+        """The value of `index-url`."""
         user = f"{self.user}@" if self.user else ""
         return f"{'https' if self.tls else 'http'}://{user}{self.place}/simple"
 
@@ -126,7 +126,7 @@ class PackageIndex:
         return f'<a href="../../files/{name}{digest}"{yanked}>{name}</a><br/>\n'
 
     def save(self, directory: Path) -> Path:
-        """Put the archives into a directory, as `find-links` wants them."""
+        """Write the archives to a directory, as `find-links` needs them."""
         directory.mkdir()
         for name, data in self.archives.items():
             (directory / name).write_bytes(data)
@@ -135,7 +135,7 @@ class PackageIndex:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, *_: Any) -> None:
-        """Clients leave as soon as they have what they want."""
+        """Ignore errors: clients disconnect as soon as they have what they need."""
 
 
 class _Handler(BaseHTTPRequestHandler):

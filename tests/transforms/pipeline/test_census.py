@@ -1,4 +1,4 @@
-"""The census: every place is hooked or classified, a new one fails, and what classifies nothing fails as well."""
+"""The census: every place is hooked or classified; a new place fails, and so does an unused classification."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ ROOT = Path(__file__).parents[3]
 NEW = "vllm/platforms/other_worker.py"
 OTHER = "vllm/v1/worker/other.py"
 WORDS = "a reason that a reviewer can really check"
-#: The one place that the small worker's rule hooks.
+#: The only place that the small worker's rule hooks.
 HOOKED_IN = "WorkerWrapperBase.init_device"
 CALL = "self.worker.init_device()"
 
 
 def counting(*elsewhere: Elsewhere) -> Product:
-    """The small transforms with a census of the worker's anchor alone."""
+    """Return the small transforms with a census of only the worker's anchor."""
     census = Census("worker.starts", "starts of a worker", (CALL,), ("worker.init",), elsewhere)
     return product_of(scheduler_output.TRANSFORM, replace(worker.TRANSFORM, census=(census,)))
 
@@ -78,7 +78,7 @@ def tree(files: dict[str, str] | None = None, release: str = "0.32.0") -> DictTr
 
 
 class Unreadable(DictTree):
-    """A package whose files are known and cannot be searched."""
+    """A package whose files are listed but cannot be read."""
 
     def read_package(self) -> Iterator[tuple[str, bytes]]:
         raise AssertionError("the package was searched")
@@ -271,7 +271,7 @@ def test_the_newest_release_has_what_its_census_says() -> None:
     assert record is not None
     found: Found = record["sites"]
     assert take(open_sources(REVIEWED[-1])) == found
-    # Seen in the sources by a person.
+    # Counted by hand in the sources.
     assert found["kv_cache_manager.allocations"] == {
         "vllm/v1/core/kv_cache_manager.py": {"KVCacheManager.allocate_slots": 1},
         "vllm/v1/core/sched/scheduler.py": {"Scheduler.schedule": 2},

@@ -1,4 +1,4 @@
-"""What is refused before it is written anywhere: one case per check."""
+"""Each check refuses its kind of invalid overlay before anything is written."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_lost_function() -> None:
 
 
 def test_each_definition_of_a_name_counts() -> None:
-    """As with overloads and property setters."""
+    """For instance overloads and property setters."""
     before = "def f(a): ...\ndef f(a, b): ...\n"
     check_module(module(before), SIGNATURES)
     assert "changes the signature of f:1" in refusal(module(before, "def f(a): ...\ndef f(b, a): ...\n")).what
@@ -230,7 +230,7 @@ class Scheduler:
 
 
 def test_a_call_of_a_hook_that_could_not_be_proved_to_be_ours() -> None:
-    """No function holds it, so nothing of it can be looked at in a process."""
+    """The call is in no function, so a process cannot inspect it."""
     rewritten = f"{IMPORT}_ucm_hooks.begin(1, 2)  # ucm: area.begin\n"
     error = refusal(module("", rewritten))
     assert "calls begin outside every function" in str(error)

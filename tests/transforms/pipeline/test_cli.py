@@ -1,4 +1,4 @@
-"""The commands: their results, their exit codes, and errors that are one message."""
+"""The commands: their results, exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from transforms.pipeline.rewrite import Overlay
 
-#: What of this repository the build of an overlay needs.
+#: The parts of this repository that the build of an overlay needs.
 PARTS = ("transforms", "ucm", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 
 
@@ -105,7 +105,7 @@ def test_build_overlay_refuses_rules_that_do_not_apply(repository: Path, tmp_pat
     ids=["no-release", "no-path", "no-vllm", "no-index"],
 )
 def test_an_error_is_one_message(repository: Path, tmp_path: Path, arguments: list[str], what: str) -> None:
-    """No traceback, and no line broken by the width of a terminal: paths and commands can be copied."""
+    """There is no traceback, and no line is wrapped at the terminal's width, so paths and commands can be copied."""
     quiet = {"UCM_OVERLAY_CACHE": str(tmp_path / "cache"), "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     done = run(repository, "build-overlay", *arguments, PIP_NO_INDEX="1", **quiet)
     assert (done.returncode, done.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""The diff: that git and patch make the reviewed overlay of it, and that it holds nothing else of vLLM."""
+"""The diff: git and patch recreate the reviewed overlay from it, and it contains no other lines of vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINES = st.lists(st.sampled_from(["a\n", "b\n", "c\n", "\n", "-- a/x\n", "\x0c\n
 
 
 def applied(root: Path, diff: str, files: dict[str, bytes], tool: tuple[str, ...]) -> dict[str, bytes]:
-    """The files after the diff."""
+    """Return the files after applying the diff."""
     for path, data in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(data)
@@ -49,7 +49,7 @@ def rewritten(overlay: Overlay) -> dict[str, bytes]:
 
 
 def assert_zero_context(diff: str) -> None:
-    """Each hunk holds the lines that its range counts, and each of them is added or removed."""
+    """Check that each hunk has as many lines as its range says, all of them added or removed."""
     for header, body in re.findall(r"^(@@ .*)\n((?:[^-@].*\n|-(?!-- a/).*\n)*)", diff, re.MULTILINE):
         removed, added = (int(count) for count in RANGE.fullmatch(header).groups())  # type: ignore[union-attr]
         lines = body.splitlines()
@@ -62,7 +62,7 @@ def test_the_miniature(tmp_path: Path, overlay: Overlay, tool: tuple[str, ...]) 
 
 
 def test_a_published_release(tmp_path: Path) -> None:
-    """Git makes the reviewed overlay of the real sources, and no upstream line is in it that did not change."""
+    """Git recreates the reviewed overlay from the real sources, and the diff contains no unchanged upstream line."""
     overlay = make_overlay("0.32.0")
     diff = overlay_diff(overlay)
     assert applied(tmp_path, diff, upstream(overlay), GIT_APPLY) == rewritten(overlay)
@@ -111,7 +111,7 @@ def test_nothing_changed_is_no_diff() -> None:
 @settings(deadline=None)
 @given(LINES, LINES)
 def test_any_change_read_back(before: list[str], after: list[str]) -> None:
-    """A reader that knows the format alone gets the second file from the first."""
+    """A reader that knows only the format recreates the second file from the first."""
     diff = module_diff("x", "".join(before).encode(), "".join(after).encode())
     result, taken = [], 0
     parts = re.split(r"(?:^|\n)@@ -(\d+),(\d+) \+\d+,(\d+) @@\n", diff)
@@ -125,7 +125,7 @@ def test_any_change_read_back(before: list[str], after: list[str]) -> None:
 
 
 def test_lines_that_occur_once_are_aligned_before_all_others() -> None:
-    """The standard library's matcher would match the brackets of one function with those of the other."""
+    """The standard library's matcher would match the brackets of one function with those of another."""
     before = ["def a():\n", "{\n", "    one\n", "}\n", "\n", "def c():\n", "{\n", "}\n"]
     after = [*before[:5], "def b():\n", "{\n", "    two\n", "}\n", "\n", *before[5:]]
     diff = module_diff("x", "".join(before).encode(), "".join(after).encode())
@@ -137,7 +137,7 @@ def test_lines_that_occur_once_are_aligned_before_all_others() -> None:
 @settings(deadline=None)
 @given(LINES, LINES)
 def test_any_unified_diff_is_applied(before: list[str], after: list[str]) -> None:
-    """A reader of unified diffs gets the second list of lines from the first, whatever the context."""
+    """A reader of unified diffs recreates the second list of lines from the first, whatever the context."""
     for context in (0, 3):
         result: list[str] = []
         done = 0

@@ -1,4 +1,4 @@
-"""Drift: every rule tried, what moved, what fails and where it might be now."""
+"""Drift: every rule is tried; the report shows what moved, what fails and the nearest candidates."""
 
 from __future__ import annotations
 

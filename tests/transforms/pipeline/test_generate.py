@@ -1,4 +1,4 @@
-"""What follows from the locks alone is up to date; `nox -s regenerate` compares the locks themselves."""
+"""Files generated from the locks are up to date; `nox -s regenerate` compares the locks themselves."""
 
 from __future__ import annotations
 

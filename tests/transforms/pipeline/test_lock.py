@@ -1,4 +1,4 @@
-"""The lock: what it holds, what differs from it, and what is said then."""
+"""The lock: its content, differences from it, and the resulting messages."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 
 
 def changed(overlay: Overlay) -> Overlay:
-    """The overlay with another first module."""
+    """Return the overlay with another first module."""
     first, *rest = overlay.modules
     return replace(overlay, modules=(replace(first, rewritten=b"import os\n"), *rest))
 
 
 def shelf(overlays: Path) -> Product:
-    """UCM's product with its locks in another place."""
+    """Return UCM's product with its locks in another directory."""
     return replace(UCM, overlays=overlays)
 
 
 def kept(overlay: Overlay, overlays: Path) -> Overlay:
-    """The overlay, whose lock lies in another place."""
+    """Return the overlay with its lock in another directory."""
     return replace(overlay, product=shelf(overlays))
 
 

@@ -1,4 +1,4 @@
-"""Several owners: registries of others, their packages, and what happens where their rules meet ours."""
+"""Several owners: third-party registries and packages, and rules that meet ours in one module."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ scheduler = Scheduler()
 scheduler.add_request(request)
 scheduler._free_request(request)
 """
-#: What the seam of the other project was told.
+#: A program that prints the calls of the other project's seam.
 TOLD = f"{LIVES}\nfrom acme_seam.hooks import CALLS\nprint(CALLS)"
 
 
@@ -72,13 +72,13 @@ def acme(place: Path) -> Registry:
 
 @pytest.fixture(scope="module")
 def composed(acme: Registry, miniature: Path) -> Overlay:
-    """UCM's rules, then the other project's, in one overlay."""
+    """An overlay with UCM's rules, then the other project's."""
     return made(compose(REGISTRY, acme), miniature)
 
 
 @pytest.fixture(scope="module")
 def wheels(place: Path, composed: Overlay, acme: Registry, miniature: Path) -> dict[str, Path]:
-    """The overlay of both, that of each alone, and the runtime."""
+    """The wheels of the combined overlay, of each owner's own, and of the runtime."""
     alone = made(compose(acme), miniature)
     ours = replace(made(UCM, miniature), product=replace(UCM, overlays=place / "ours"))
     built = {}
@@ -197,7 +197,7 @@ class TestTwoOverlays:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the commands need, for they write into their checkout."""
+    """A copy of the files that the commands need, because they write into their checkout."""
     place = tmp_path_factory.mktemp("checkout")
     for name in ("transforms", "ucm", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -206,14 +206,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_command(project: Path, checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command of the build, where another project is installed."""
+    """Run a build command in an environment with another project."""
     environ = {**os.environ, "PYTHONPATH": str(project)}
     command = [sys.executable, "-m", "transforms", *arguments]
     return subprocess.run(command, cwd=checkout, check=False, capture_output=True, text=True, env=environ)
 
 
 class TestAPackageThatNobodyKnows:
-    """A registry and an entry point are all that it has; the commands, the lock, the wheel and the finder follow."""
+    """A registry and an entry point suffice for the commands, the lock, the wheel and the finder to work."""
 
     @pytest.fixture
     def project(self, tmp_path: Path) -> Path:
@@ -263,7 +263,7 @@ def write_comet(place: Path) -> None:
 
 
 class TestASkeleton:
-    """What `init` writes is installed, tried, reviewed and built as it stands."""
+    """The project that `init` writes can be installed, tried, reviewed and built unchanged."""
 
     @pytest.mark.parametrize(
         ("arguments", "release", "write", "code", "told"),
@@ -346,7 +346,7 @@ def registry() -> Registry:
 
 
 class TestThePageForOthers:
-    """The page 'Move your patch to an overlay' goes through the example `early_kv`, whose rules fit every release."""
+    """The page 'Move your patch to an overlay' uses the example `early_kv`, whose rules fit every release."""
 
     @pytest.mark.parametrize("release", [r for r in UCM.reviewed() if Version(r) >= Version("0.14.1")])
     def test_its_rules_apply(self, registry: Registry, release: str) -> None:

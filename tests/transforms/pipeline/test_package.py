@@ -1,4 +1,4 @@
-"""The source package and the wheel: what is in them, and that equal overlays give equal bytes."""
+"""The source package and the wheel: their contents, and that equal overlays give equal bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PUBLISHED = Artefact("wheel", f"vllm-{RELEASE}-cp38-abi3-manylinux_2_28_x86_64.w
 
 @dataclass(frozen=True)
 class Package:
-    """A built overlay, read."""
+    """The contents of a built overlay."""
 
     built: Built
     lock: Lock
@@ -78,7 +78,7 @@ def read_wheel(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="session")
 def published(overlay: Overlay) -> Overlay:
-    """The overlay as if it were made from a published wheel."""
+    """The overlay, as if made from a published wheel."""
     return replace(overlay, artefact=PUBLISHED)
 
 
@@ -92,7 +92,7 @@ def package(published: Overlay, tmp_path_factory: pytest.TempPathFactory) -> Pac
 def test_two_builds_are_the_same_bytes(
     published: Overlay, package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In another directory, at another time, with other rights on new files."""
+    """The second build has another directory, time and umask."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     before = os.umask(0o077)
@@ -202,7 +202,7 @@ def test_the_manifest(package: Package, published: Overlay) -> None:
 
 
 def test_a_build_with_all_hooks(published: Overlay, package: Package, tmp_path: Path) -> None:
-    """It holds every module, says so in its version and its manifest, and lies beside the other."""
+    """It contains every module, its version and manifest say so, and it does not replace the default build."""
     built = build_package(published, make_lock(published, 1), tmp_path, all_hooks=True)
     assert built.wheel.parent == tmp_path / "wheels" / "all-hooks"
     files = read_wheel(built.wheel)
@@ -220,7 +220,7 @@ def test_a_build_with_all_hooks(published: Overlay, package: Package, tmp_path: 
     ]
     readmes = [Metadata.from_email(f, validate=False).description or "" for f in _metadata(files, package.files)]
     assert "Hooks: all." in readmes[0]
-    assert "A build with `--hooks all` also has blocks_updated, ffn_begin" in readmes[1]
+    assert "A build with `--hooks all` adds blocks_updated, ffn_begin" in readmes[1]
 
 
 def _metadata(*wheels: dict[str, bytes]) -> list[bytes]:
@@ -238,7 +238,7 @@ def test_the_default_modules_have_the_marks_of_shipped_rules_alone(published: Ov
 
 
 def test_every_hook_of_a_shipped_method_is_in_the_default_overlay(published: Overlay) -> None:
-    """And no other is: what a hook needs to be shipped is a user."""
+    """No other hook is in it: only hooks that a shipped feature uses are shipped."""
     shipped = {use.hook for m in published.modules if m.default for use in hook_uses(m.default)}
     users = (BlockTopK, ESA, SinkWindow)
     used = {name for name in HOOKS for method in users if getattr(method, name) is not getattr(SparseMethod, name)}
@@ -337,7 +337,7 @@ def test_a_version(release: str, serial: int, version: str) -> None:
 
 
 def test_versions_are_in_order() -> None:
-    """Of one release, later serials are newer; of two, the newer release's are."""
+    """Within a release, later serials are newer; across releases, the newer release is."""
     releases = [
         "0.33.0rc1.dev2",
         "0.33.0rc1",

@@ -1,4 +1,4 @@
-"""What another package puts in the place of vLLM's functions: how it is read, and what it says of the hooks."""
+"""Replacements of vLLM's functions by another package: how they are found, and what they do to the hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The review: what it holds, how it reads in a terminal, and that accepting writes it down."""
+"""The review: its content, its form in a terminal, and the files that accepting it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages in a real browser: they fit, they answer to keys, they can be read, and they stay off the network."""
+"""The pages in a real browser: they fit the window, respond to keys, are legible, and use no network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ARGUMENTS = [
 INSTALL = "no chromium in PATH: `apt-get update && apt-get install -y chromium` gives one"
 NARROW, WIDE = (390, 844), (1400, 900)
 VIEWS = [(size, scheme) for size in (NARROW, WIDE) for scheme in ("light", "dark")]
-#: What a reader must be able to read, each with enough contrast.
+#: Elements whose text must have enough contrast.
 REVIEW_TEXT = (
     "body", ".tag", ".muted", "nav a", "nav .count", ".box", ".about", ".fold .label", ".note h3", ".rule", "dt", "dd",
     ".note summary", "button", ".r b", "ins", "ins .k", "ins .c", "ins .s", "code .k", "code .s", "code .c", "code .f",
@@ -95,7 +95,7 @@ def drift_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def visit(browser: Browser, file: Path, size: tuple[int, int], scheme: Scheme) -> Iterator[Page]:
-    """The page in a window; it must stay silent, off the network and within its width, whatever is done to it."""
+    """Open the page in a window; whatever the test does, it must log nothing, use no network and stay in its width."""
     with browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme) as context:
         page = context.new_page()
         page.set_default_timeout(60_000)

@@ -1,4 +1,4 @@
-"""Where sources come from, what is kept of them, and what is said where there are none."""
+"""The origins of sources, what is cached of them, and the errors if there are none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def source(path: str) -> bytes:
 
 
 def closed_port() -> str:
-    """An address at which no one listens."""
+    """An address without a listener."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{taken.getsockname()[1]}"
@@ -52,7 +52,7 @@ def closed_port() -> str:
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip without any setting of this machine's."""
+    """Hide this machine's settings from pip."""
     for name in os.environ:
         if name.startswith("PIP_") or name.lower() in PROXIES:
             monkeypatch.delenv(name)
@@ -62,7 +62,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Give pip settings, as the environment does."""
+    """Set pip's options through the environment."""
 
     def give(**settings: str) -> None:
         for name, value in settings.items():
@@ -73,7 +73,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def index(pip: Callable[..., None]) -> Iterator[PackageIndex]:
-    """An index with one wheel, which pip is set to."""
+    """An index with one wheel, which pip is configured to use."""
     with PackageIndex({wheel_name(): WHEEL}) as served:
         pip(index_url=served.url)
         yield served
@@ -85,7 +85,7 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def refusal(release: str | None, cache: Cache, origin: str | None = None, path: str = "") -> SourceError:
-    """Why a release's sources, or one file of them, cannot be had."""
+    """Return the error of opening a release's sources, or of reading one file."""
     with pytest.raises(SourceError) as caught:
         open_sources(release, origin, cache).read(path or SCHEDULER)
     return caught.value
@@ -129,7 +129,7 @@ def test_a_second_run_does_not_ask_the_index(index: PackageIndex, cache: Cache, 
 
 
 def test_a_file_that_the_cache_lacks_is_fetched_as_pip_would(cache: Cache, pip: Callable[..., None]) -> None:
-    """Another transform needs another module: with the index, and the credentials, that pip has by then."""
+    """Another transform needs another module; it is fetched with pip's current index and credentials."""
     with PackageIndex({wheel_name(): WHEEL}, user="me:before") as served:
         pip(index_url=served.url)
         open_sources(RELEASE, cache=cache).read(SCHEDULER)
@@ -212,10 +212,10 @@ def test_a_server_without_ranges(cache: Cache, pip: Callable[..., None]) -> None
 
 
 def test_no_connection_is_left_open() -> None:
-    """By an archive that is not there, and by one that is refused before it is read."""
+    """Neither by a missing archive nor by one that is refused before it is read."""
 
     def refused(archive: Archive) -> str:
-        """A program that keeps an error keeps what the error has seen, until garbage is collected."""
+        """Return only the text: a kept error keeps its frames' objects alive until garbage collection."""
         kept = None
         try:
             with open_wheel(archive, None):
@@ -355,7 +355,7 @@ def test_wrong_credentials(cache: Cache, pip: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("trusted", ["index.invalid", "index.invalid other.invalid"])
 def test_a_proxy(cache: Cache, pip: Callable[..., None], monkeypatch: pytest.MonkeyPatch, trusted: str) -> None:
-    """Page and archive come through pip's proxy, also where the environment names another."""
+    """Page and archive come through pip's proxy, even if the environment names another."""
     monkeypatch.setenv("http_proxy", f"http://{closed_port()}")
     with PackageIndex({wheel_name(): WHEEL}) as proxy:
         pip(index_url="http://index.invalid/simple", trusted_host=trusted, proxy=f"http://{proxy.place}")
@@ -366,7 +366,7 @@ def test_a_proxy(cache: Cache, pip: Callable[..., None], monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for this machine that no one knows, with its key."""
+    """A self-signed certificate for this machine, with its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl to make a certificate with")
@@ -436,7 +436,7 @@ def test_an_sdist_that_is_not_what_the_index_promises(cache: Cache, pip: Callabl
     assert error.what == f"{SDIST} is not the file that the index promises: its hash differs"
 
 
-# Copies that the operator has.
+# Local copies.
 
 
 def test_from_a_directory(tmp_path: Path, cache: Cache) -> None:

@@ -1,4 +1,4 @@
-"""What changed in the function around each insertion, in drift and in a review."""
+"""Drift and review show what changed in the function around each insertion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A made-up project with a registry of its own: what it changes of vLLM's miniature, and of a made-up package."""
+"""A made-up third-party project whose registry changes the miniature vLLM, and a made-up package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SEAM = Seam("acme_seam.hooks")
-#: Notes its calls; what it is told of is another's object.
+#: The source of hooks that record their calls.
 HOOKS = "CALLS = []\n\ndef told(what):\n    CALLS.append(what)\n"
 WORDS = "a reason that a reviewer is able to check"
 RECORD = Governance(WORDS, WORDS, (Process.ENGINE_CORE,), Upstream(UpstreamStatus.NOT_SUBMITTED, WORDS), WORDS)
@@ -30,7 +30,7 @@ ADDED = rule(
 
 
 def write_seam(place: Path) -> Path:
-    """The seam's package, in a directory; returns the source of its hooks."""
+    """Write the seam's package to a directory; return the path of its hooks."""
     (place / "acme_seam").mkdir(parents=True, exist_ok=True)
     (place / "acme_seam" / "__init__.py").touch()
     hooks = place / "acme_seam" / "hooks.py"
@@ -44,11 +44,11 @@ def _method(name: str, *body: str) -> str:
 
 
 def of_vllm(place: Path, group: str = "acme") -> Registry:
-    """A registry of vLLM that meets UCM's in the scheduler.
+    """Return a registry of vLLM that shares the scheduler with UCM's.
 
     Args:
-        place: Where its seam is written, and where its locks go.
-        group: What turns its hooks off.
+        place: The directory of its seam and its locks.
+        group: The group that switches its hooks off.
     """
     scheduler = Transform(
         "acme.lives",
@@ -81,7 +81,7 @@ def of_vllm(place: Path, group: str = "acme") -> Registry:
     )
 
 
-#: What a project outside this repository has in a file of its own, for a package that nobody here knows.
+#: The registry file of a project outside this repository, for a package that this repository does not know.
 REGISTRY_SOURCE = '''\
 """The registry of the rocket project."""
 
@@ -125,7 +125,7 @@ REGISTRY = Registry(
     distribution="rocket-overlay",
 )
 '''
-#: It reads a file that lies beside its own.
+#: The source of a module that reads a file next to itself.
 ROCKET = """\
 import os
 
@@ -140,7 +140,7 @@ class Rocket:
 
 
 def write_project(place: Path) -> Path:
-    """A project of a package of its own, installed in a directory: a registry, a seam, an entry point; no more."""
+    """Write a minimal installed project for another package: a registry, a seam and an entry point."""
     write_seam(place)
     (place / "rocket_rules").mkdir()
     (place / "rocket_rules" / "__init__.py").write_text(REGISTRY_SOURCE, encoding="utf-8")
@@ -152,7 +152,7 @@ def write_project(place: Path) -> Path:
 
 
 def write_rocket(place: Path) -> Path:
-    """The package that it changes."""
+    """Write the package that the project changes."""
     (place / "rocket").mkdir(parents=True)
     (place / "rocket" / "__init__.py").touch()
     (place / "rocket" / "engine.py").write_text(ROCKET, encoding="utf-8")
