@@ -1,4 +1,4 @@
-"""The tables of docs/debugging.md, for the tests that read the code and for the one that runs an engine."""
+"""Parse the tables of docs/debugging.md, for tests that check the code and for one that runs an engine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Row:
     """One row of the ten steps.
 
     Attributes:
-        number: The step; 0 in a row that continues one.
-        file: From the root of the project on.
+        number: The step; 0 in a continuation row.
+        file: The path from the project's root.
         functions: ``function`` or ``Class.method``.
-        line: What it logs; empty for nothing.
+        line: The log line; empty if there is none.
     """
 
     number: int
@@ -31,7 +31,7 @@ class Row:
 
 
 def steps() -> list[Row]:
-    """The rows of the three tables of steps."""
+    """Return the rows of the three tables of steps."""
     part = TEXT[TEXT.index("## One request in ten steps") : TEXT.index("## Names in the original UCM")]
     return [
         Row(
@@ -45,6 +45,6 @@ def steps() -> list[Row]:
 
 
 def names() -> list[tuple[str, str]]:
-    """The file and the name of ours, of each row of the table of names."""
+    """Return our file and name in each row of the table of names."""
     part = TEXT[TEXT.index("## Names in the original UCM") :]
     return re.findall(r"\| `([^`]+)` \| `([^`]+)` \|$", part, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`ucm.api`: what other packages get, in an environment with nothing but the built wheels."""
+"""`ucm.api` as other packages see it, in an environment with only the built wheels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ucm.sparse.factory import method_class
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: A method and a store as others write them, with one mistake in each that only types can tell.
+#: A third-party method and store, each with one mistake that only type checking finds.
 OUTSIDE = """
 from collections.abc import Sequence
 from ucm.api import API_VERSION, BlockKey, BlockGeometry, KVStore, MethodOptions, Role, SparseMethod, parse_options
@@ -55,7 +55,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The runtime and the example package, installed; what they need is read from the tests' own environment."""
+    """An environment with the runtime and the example package; dependencies come from the tests' own environment."""
     directory = tmp_path_factory.mktemp("outside")
     environment = Environment.create(directory / "venv")
     environment.install(wheel, build_wheel(ROOT / "examples" / "sparse_method", directory))

@@ -1,4 +1,4 @@
-"""Background threads are not bound to one processor as their starter may be, and nobody waits for them for ever."""
+"""Background threads do not inherit their starter's CPU affinity, and nothing waits for them for ever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from ucm.background import call_within, wait_while_it_shrinks
 from ucm.store.pool import Pool
 
-#: In a process of its own: what is bound stays bound. One thread has been started before, as by any library.
+#: Runs in a separate process, because CPU affinity cannot be undone. One thread is started before, as by a library.
 PROGRAM = """
 import os, threading
 from tests.ucm.test_background import processors_of_a_job
@@ -26,7 +26,7 @@ over.set()
 
 
 def processors_of_a_job() -> set[int]:
-    """Where a pool's thread may run."""
+    """Return the CPUs on which a pool's thread may run."""
     found: set[int] = set()
     pool = Pool("test", 1, 1)
     pool.submit([lambda: found.update(os.sched_getaffinity(threading.get_native_id()))])

@@ -1,4 +1,4 @@
-"""Emptying a row in each way that vLLM has stored it; against the real tables: tests/e2e/test_block_table.py."""
+"""Clear a row in each of vLLM's layouts; tests/e2e/test_block_table.py uses the real tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """As much of a two-dimensional numpy array as a table is written with."""
+    """The operations of a two-dimensional numpy array that writing a table needs."""
 
     def __init__(self) -> None:
         self.values = [[1, 2, 3, 9], [4, 5, 9, 9]]
@@ -44,7 +44,7 @@ class Buffer:
 
 @dataclass
 class BufferTable:
-    """From 0.11.0: a buffer with a side on the CPU."""
+    """From 0.11.0: a buffer with a CPU side."""
 
     block_table: Buffer = field(default_factory=Buffer)
     num_blocks_per_row: list[int] = field(default_factory=lambda: [3, 2])

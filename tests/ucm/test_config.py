@@ -1,4 +1,4 @@
-"""Where the sparse method is configured, and what is refused."""
+"""The places where a sparse method is configured, and invalid configurations."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_another_method_in_each_place_is_refused() -> None:
 
 
 def test_the_same_in_both_places_is_one() -> None:
-    """Our own hook copies it."""
+    """Our own hook copies it to the other place."""
     both = VllmConfig(connector({"GSA": {"ratio": 1}}), additional({"GSA": {"ratio": 1}}))
     assert sparse_method_config(both) == ("GSA", {"ratio": 1})
 
 
 def within(*extras: dict[str, Any]) -> Transfer:
-    """Settings of vLLM's ``MultiConnector``."""
+    """Return settings of vLLM's ``MultiConnector``."""
     return Transfer({"connectors": [{"kv_connector": "A", "kv_connector_extra_config": extra} for extra in extras]})
 
 
@@ -128,7 +128,7 @@ def test_options_are_handed_on_as_they_are() -> None:
 
 
 def test_ucms_blending_is_no_sparse_method(tmp_path: Path) -> None:
-    """`BlendConnector` reads it; beside a method it is refused, as two methods are."""
+    """`BlendConnector` reads it; together with a method it is refused, like two methods."""
     blend = {"Blend": {"chunk_end_token_id": 3}}
     assert sparse_method_config(VllmConfig(connector(blend))) is None
     file = settings_file(tmp_path, "ucm_sparse_config: {Blend: {chunk_end_token_id: 3}}\n")

@@ -33,7 +33,7 @@ TOKENS = list(range(5 * SIZE + 3))
 
 
 def facts(*windows: int | None) -> EngineFacts:
-    """One KV-cache group for each window; None for full attention."""
+    """Return facts with one KV-cache group per window; None is full attention."""
     groups = [CacheGroup(index, SIZE, window, {}, ()) for index, window in enumerate(windows or (None,))]
     stored = tuple(StoredGroup(group, f"{NAMESPACE}/g{group.index}", GEOMETRY) for group in groups)
     return EngineFacts(NAMESPACE, "cpu", stored, RequestHasher(b"seed"))
@@ -46,7 +46,7 @@ def keys(count: int) -> list[BlockKey]:
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What vLLM would say of the model, and what it was asked."""
+    """Replace vLLM's description of the model; record the arguments."""
     about: dict[str, Any] = {"facts": facts()}
 
     def describe_engine(
@@ -147,7 +147,7 @@ def test_a_tier_of_others_is_left_empty_as_well(
 
 
 class ForgetfulStore(EmptyStore):
-    """Takes every block, and says that it loaded what it did not."""
+    """Accepts every block, and reports loads that it did not do."""
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         task = TransferTask(len(blocks))
@@ -194,7 +194,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 @pytest.fixture
 def file(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("VLLM_LOGGING_LEVEL", "UNIFIED_CACHE_LOG_LEVEL"):
-        monkeypatch.setenv(name, "INFO")  # the command sets them where they are not set
+        monkeypatch.setenv(name, "INFO")  # the command sets them only if unset
     written = tmp_path / "ucm_config.yaml"
     written.write_text(f"store: {{directories: {root}}}\n", encoding="utf-8")
     return written

@@ -1,4 +1,4 @@
-"""docs/debugging.md names files, functions and log lines that there are; `tests/e2e/test_try.py` runs them."""
+"""docs/debugging.md names existing files, functions and log lines; `tests/e2e/test_try.py` runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ucm.integration.vllm.connector.worker_side import LAYERS
 
 
 def defined(file: str) -> set[str]:
-    """The functions and classes of a file, and ``Class.method`` for methods."""
+    """Return the functions and classes of a file, and ``Class.method`` for methods."""
     text = (ROOT / file).read_text(encoding="utf-8")
     if file.endswith(".j2"):
         return set(re.findall(r"^(?:class|def) (\w+)", text, re.MULTILINE))

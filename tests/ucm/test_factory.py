@@ -1,4 +1,4 @@
-"""From a name to a method."""
+"""Finding a sparse method by its name."""
 
 from __future__ import annotations
 

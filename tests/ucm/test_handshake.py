@@ -1,4 +1,4 @@
-"""Before the first request each worker has said what it runs, and it is what the scheduler's side runs."""
+"""Before the first request, every worker reports its method, which must be the scheduler side's."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Windowed(SparseMethod):
 
 
 class Renamed(Windowed):
-    """Another class; everything else is the same."""
+    """Another class with the same behaviour."""
 
 
 class Free(SparseMethod):
-    """Runs with whatever hooks there are."""
+    """Needs no hooks."""
 
 
 class Choosy(Windowed):
-    """Serves none of the later layers."""
+    """Refuses all later layers."""
 
     def layer_seen(self, layer_name: str) -> None:
         if layer_name != "first":
@@ -52,7 +52,7 @@ class Choosy(Windowed):
 
 
 class Executor:
-    """Calls each worker as vLLM's executors do: by a pickled function, with the wrapper of the worker."""
+    """Calls each worker as vLLM's executors do: with a pickled function and the worker's wrapper."""
 
     def __init__(self, *wrappers: Any) -> None:
         self.wrappers = wrappers
@@ -98,7 +98,7 @@ def _overlay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_workers_that_run_the_same_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     config = settings()
-    engine_core = core(config, worker(config), worker(settings(tokens=7), 1))  # a default that is written out
+    engine_core = core(config, worker(config), worker(settings(tokens=7), 1))  # a default, given explicitly
     get_logger().addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger=get_logger().name):
         hooks.engine_core_started(engine_core)
@@ -108,7 +108,7 @@ def test_workers_that_run_the_same_are_told_of_once(caplog: pytest.LogCaptureFix
 
 
 def test_a_layer_that_is_refused_is_named_before_the_first_request() -> None:
-    """Of those with a KV cache that the worker has: on a CPU, vLLM may measure nothing."""
+    """Only layers with a KV cache in this worker count: on a CPU, vLLM may measure nothing."""
     config = settings(Choosy)
     wrapper = worker(config)
     groups = [SimpleNamespace(layer_names=["first", "of another stage", "second"])]
@@ -135,7 +135,7 @@ def test_a_worker_whose_hooks_never_fired_is_named() -> None:
 def test_an_answer_that_is_missing_is_counted() -> None:
     config = settings()
     assert refusal(core(config, worker(config))).where == "1 of 2 workers answered"
-    config.parallel_config.distributed_executor_backend = "external_launcher"  # an engine in each process
+    config.parallel_config.distributed_executor_backend = "external_launcher"  # one engine per process
     hooks.engine_core_started(core(config, worker(config)))
 
 
@@ -211,7 +211,7 @@ def test_a_scheduler_without_hooks_is_refused() -> None:
 
 
 def test_what_is_switched_off_on_both_sides_is_the_method_s_own_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the Probe can say which hooks are left."""
+    """The Probe can then report which hooks are left."""
     config = settings(Free)
     engine_core = core(config, worker(config, started=False), worker(config, 1, started=False))
     assert "runs method None" in refusal(engine_core).where
@@ -254,7 +254,7 @@ def test_a_method_is_refused_whose_hooks_were_left_out(monkeypatch: pytest.Monke
 
 
 def test_a_hook_that_another_overlay_calls_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A platform's overlay leaves out what it has beside vLLM's operators; those call the hook."""
+    """A platform's overlay omits hooks in its own operators if vLLM's operators call them."""
     vllm = overlay("vLLM", "0.32.0", ("layer_begin",), ())
     platform = overlay("vLLM Ascend", "ascend-0.32.0", (), ("append_block_ids", "layer_begin"))
     monkeypatch.setattr(handshake, "_states", lambda: [vllm, platform])
@@ -268,7 +268,7 @@ def test_without_a_method_nobody_is_asked() -> None:
 
 
 class Telling(Windowed):
-    """Its workers tell its scheduler something through a file, as far as they can see it."""
+    """Its workers send data to its scheduler through a file, if they can access it."""
 
     def asks_workers(self) -> str:
         return "/where/the/scheduler/reads"

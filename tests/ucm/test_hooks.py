@@ -1,4 +1,4 @@
-"""The seam: inert without a method, and with one a faithful messenger."""
+"""The hooks: inert without a method, and with one they pass on every call unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ucm.sparse.base import Role, SparseMethod
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: What a side calls once, when it starts: these have tests of their own and are not among a recorder's calls.
+#: Methods called once, when a side starts; a recorder ignores them, and other tests cover them.
 STARTS = ("scheduler_started", "worker_started", "asks_workers", "confirms")
 METHODS = [
     name
@@ -34,7 +34,7 @@ ANSWERS: dict[str, Any] = {name: object() for name in METHODS}
 
 
 class Recorder(SparseMethod):
-    """Keeps every call in the list that it got as an option, and answers with an object of its own."""
+    """Records every call in the list given as an option, and returns a new object."""
 
 
 def _recorded(name: str) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ class VllmConfig:
 
 
 class CountedConfig:
-    """Has nothing configured and notes each look."""
+    """Has no configuration, and counts accesses."""
 
     def __init__(self) -> None:
         self.looks: list[str] = []
@@ -98,7 +98,7 @@ class Runner:
 
 
 def started(config: Any, runner: Any = None) -> Any:
-    """A model runner whose worker has started with a configuration; it may be there already."""
+    """Start the worker of a model runner, new or given, with a configuration; return the runner."""
     runner = runner or Runner()
     hooks.worker_init(SimpleNamespace(vllm_config=config, worker=SimpleNamespace(model_runner=runner)))
     return runner
@@ -110,9 +110,9 @@ def recording(calls: list[Any]) -> VllmConfig:
 
 @dataclass(frozen=True)
 class Case:
-    """One hook: what it is called with, what it hands back unasked, and the calls that a method gets.
+    """One hook: its arguments, its result without a method, and the calls that a method receives.
 
-    All are written as names of the things of `_things`.
+    All are names of objects in `_things`.
     """
 
     hook: str
@@ -207,7 +207,7 @@ by_hook = pytest.mark.parametrize("case", CASES, ids=lambda case: case.hook)
 
 
 def _things(config: object) -> dict[str, Any]:
-    """One object per name that the cases use, with both sides of the engine started."""
+    """Return one object per name that the cases use, with both sides of the engine started."""
     scheduler, batch, finished = Scheduler(config), object(), {"r0"}
     hooks.scheduler_init(scheduler)
     runner = started(config, Runner(batch))
@@ -235,7 +235,7 @@ def _things(config: object) -> dict[str, Any]:
 
 
 def _are_same(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
-    """Whether these are the wanted objects themselves, not their likes."""
+    """Return whether these are the wanted objects themselves, not equal ones."""
     return len(found) == len(wanted) and all(a is b for a, b in zip(found, wanted, strict=True))
 
 
@@ -336,7 +336,7 @@ def test_two_schedulers_in_one_process_do_not_mix() -> None:
 
 
 def _forward(runner: Any, config: VllmConfig) -> None:
-    """One step of an engine, as its model runner and its layers tell of it."""
+    """Call the hooks of one step, as a model runner and its layers do."""
     running.layers = config.compilation_config.static_forward_context
     hooks.update_states(runner, Step())
     hooks.execute_begin(runner, Step())
@@ -359,7 +359,7 @@ def test_a_forward_that_failed_leaves_nothing_to_the_next_engine() -> None:
     calls: list[Any] = []
     config, dense = recording(calls), VllmConfig()
     runner, other = started(config), started(dense)
-    hooks.execute_begin(runner, Step())  # and its forward raises
+    hooks.execute_begin(runner, Step())  # its forward then raises
     calls.clear()
     running.layers = dense.compilation_config.static_forward_context
     hooks.attention_begin("layer", None, None, None, None, None)  # the other measures its memory
@@ -440,7 +440,7 @@ class Asked(SparseMethod):
 
 
 def _engine_of(*layers: str) -> tuple[VllmConfig, Any]:
-    """A worker's configuration and runner; its KV cache has these layers, and one of another pipeline stage."""
+    """Return a worker's configuration and runner with a KV cache of these layers, and one of another pipeline stage."""
     config = VllmConfig({"ucm_sparse_config": {f"{__name__}:Asked": {}}})
     runner = started(config)
     running.layers = config.compilation_config.static_forward_context
@@ -463,7 +463,7 @@ def _step(version: str, runner: Any, *layers: str) -> None:
 @pytest.mark.parametrize("asking", [(), ("dense.0",)])
 def test_a_layer_with_a_kv_cache_that_does_not_ask_ends_the_engine(version: str, asking: tuple[str, ...]) -> None:
     _, runner = _engine_of("dense.0", "own.1")
-    for layer in ("dense.0", "own.1"):  # seen while memory is measured is not asked in a step
+    for layer in ("dense.0", "own.1"):  # a call while memory is profiled is not one in a step
         hooks.attention_begin(layer, None, None, None, None, None)
     with pytest.raises(SparseMethodError, match=f"{2 - len(asking)} of the 2 layers") as caught:
         _step(version, runner, *asking)
@@ -491,7 +491,7 @@ def _begin(version: str, runner: Any, step: Step) -> None:
 
 @pytest.mark.parametrize("version", ["V1", "V2"])
 def test_a_layer_of_a_step_that_was_not_begun_ends_the_engine(version: str) -> None:
-    """As it is when another package replaces ``execute_model`` while the engine runs."""
+    """This happens when another package replaces ``execute_model`` while the engine runs."""
     _, runner = _engine_of("a.0")
     step = Step(num_scheduled_tokens={"r1": 1})
     _arrive(version, runner, step)
@@ -505,7 +505,7 @@ def test_a_layer_of_a_step_that_was_not_begun_ends_the_engine(version: str) -> N
 
 @pytest.mark.parametrize("version", ["V1", "V2"])
 def test_a_step_that_has_not_arrived_ends_the_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is when another package replaces ``_update_states``: what is given back was not copied out."""
+    """This happens when another package replaces ``_update_states``: freed blocks would not be copied out."""
     _, runner = _engine_of("a.0")
     monkeypatch.setattr(Asked, "needed_hooks", ("ATTENTION", "MODEL_RUNNER"))
     step = Step(num_scheduled_tokens={"r1": 1})
@@ -518,7 +518,7 @@ def test_a_step_that_has_not_arrived_ends_the_engine(version: str, monkeypatch: 
 
 
 class Halves(SparseMethod):
-    """Needs both rewritten modules of the scheduler's side."""
+    """Needs both rewritten modules of the scheduler side."""
 
     needed_hooks = ("SCHEDULER", "KV_CACHE_MANAGER")
 
@@ -530,9 +530,9 @@ def _scheduler_with_halves() -> Scheduler:
 
 
 def _schedule(scheduler: Scheduler, *requests: Request, asks: bool = True, decides: bool = True) -> None:
-    """One step of these requests, a token each; without what another package has replaced."""
+    """Run one step of these requests, a token each, without the calls that another package has replaced."""
     for request in requests:
-        for _ in range(2 if asks else 0):  # again, as when another request had to make room
+        for _ in range(2 if asks else 0):  # twice, as after preempting another request
             hooks.before_allocation(scheduler.kv_cache_manager, request)
     if decides:
         hooks.scheduler_output_built(scheduler, Step({request.request_id: 1 for request in requests}))
@@ -541,7 +541,7 @@ def _schedule(scheduler: Scheduler, *requests: Request, asks: bool = True, decid
 
 
 def test_blocks_that_nobody_asked_for_end_the_engine() -> None:
-    """As it is when another package replaces ``allocate_slots``: nothing would be given back any more."""
+    """This happens when another package replaces ``allocate_slots``: no blocks would be freed any more."""
     scheduler, requests = _scheduler_with_halves(), [Request("r1"), Request("r2")]
     for _ in range(3):
         _schedule(scheduler, *requests)
@@ -553,7 +553,7 @@ def test_blocks_that_nobody_asked_for_end_the_engine() -> None:
 
 @pytest.mark.parametrize("ended", ["", "r1", "r2"])
 def test_a_step_that_was_not_told_ends_the_engine(ended: str) -> None:
-    """As it is when another package replaces ``schedule``; a request that has ended does not hide it."""
+    """This happens when another package replaces ``schedule``; a finished request does not hide it."""
     scheduler, requests = _scheduler_with_halves(), [Request("r1"), Request("r2")]
     for _ in range(3):
         _schedule(scheduler, *requests)
@@ -569,7 +569,7 @@ def test_a_step_that_was_not_told_ends_the_engine(ended: str) -> None:
 
 
 def test_blocks_may_be_asked_for_and_not_used() -> None:
-    """As for a request whose KV is loaded meanwhile, one that is preempted and comes back, and one that ends."""
+    """For instance for a request whose KV is being loaded, one that is preempted and resumed, and one that ends."""
     scheduler, loading, other = _scheduler_with_halves(), Request("r1"), Request("r2")
     hooks.before_allocation(scheduler.kv_cache_manager, loading)
     loading.num_computed_tokens = 32
@@ -593,7 +593,7 @@ def test_a_hook_that_a_method_does_not_need_may_be_gone(needed: tuple[str], monk
 
 @pytest.mark.parametrize("version", ["V1", "V2"])
 def test_layers_may_run_outside_of_steps(version: str) -> None:
-    """As vLLM has them do while it warms up, and between steps of which some compute nothing."""
+    """vLLM runs them so during warm-up, and between steps, some of which compute nothing."""
     _, runner = _engine_of("a.0")
     step = Step(num_scheduled_tokens={"r1": 1})
     hooks.attention_begin("a.0", None, None, None, None, object())
@@ -605,13 +605,13 @@ def test_layers_may_run_outside_of_steps(version: str) -> None:
 
 
 class Needing(SparseMethod):
-    """Cannot do without the hooks of its model runner."""
+    """Needs the hooks of its model runner."""
 
     needed_hooks = ("MODEL_RUNNER",)
 
 
 class Starting(SparseMethod):
-    """Notes what it has when its side starts."""
+    """Records its attributes when its side starts."""
 
     def scheduler_started(self, scheduler: Any) -> None:
         self.options["seen"].append((self.role, scheduler, scheduler._ucm_sparse_method))
@@ -633,7 +633,7 @@ def test_names_that_are_handed_on_are_the_originals() -> None:
     assert hooks.clear_row is block_table.clear_row
 
 
-#: The hooks that no case of the table covers, each with the test that does.
+#: The hooks that the table does not cover, each with its test.
 OWN_TESTS: dict[str, Callable[[], None]] = {
     "clear_row": test_names_that_are_handed_on_are_the_originals,
     "engine_core_started": test_without_a_method_nothing_is_attached_and_no_config_is_read_twice,

@@ -1,4 +1,4 @@
-"""How the start of a sparse method, or what keeps it from starting, is told in the log."""
+"""The log lines when a sparse method starts, or fails to start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Starting(SparseMethod):
 
 
 class Refusing(SparseMethod):
-    """Cannot be served on either side."""
+    """Refuses to start on either side."""
 
     def worker_started(self) -> None:
         raise SparseMethodError("it cannot be served", where="here", fix="do without")

@@ -25,7 +25,7 @@ NAMES = ("ucm", "ucm.sparse.esa", "vllm")
 def _fresh_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in (LEVEL_VARIABLE, VLLM_LEVEL_VARIABLE, VLLM_CONFIGURES):
         monkeypatch.delenv(variable, raising=False)
-    # Out of the registry rather than emptied: pytest adds handlers of its own to every logger that does not propagate.
+    # Removed from the registry instead of emptied: pytest adds its handlers to every logger that does not propagate.
     loggers = logging.root.manager.loggerDict
     before = {name: loggers.pop(name, None) for name in NAMES}
     others = [(logger, logger.disabled) for logger in loggers.values() if isinstance(logger, logging.Logger)]
@@ -44,14 +44,14 @@ class Json(logging.Formatter):
 
 
 class OfVllm(logging.Formatter):
-    """Stands for vLLM's own, which are told by their package."""
+    """Stands for vLLM's own formatters, which are recognised by their package."""
 
 
 OfVllm.__module__ = "vllm.logging_utils.formatter"
 
 
 def vllm_logs_to(stream: io.StringIO, formatter: logging.Formatter, level: int = logging.INFO) -> None:
-    """What vLLM does when it configures its logger."""
+    """Configure vLLM's logger as vLLM does."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
     handler.setLevel(level)

@@ -1,4 +1,4 @@
-"""The probe: what it counts, what it leaves alone, and that its reports survive."""
+"""The probe: its counters, its inertness, and the persistence of its reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ucm.sparse.base import Role, SparseMethod
 from ucm.sparse.counters import HEADER, MAGIC, VERSION
 from ucm.sparse.probe import HOOKS, IN_MODEL, METADATA_RECEIVED, Probe, ProcessReport, read_reports
 
-#: An argument that the Probe does not look at.
+#: An argument that the Probe ignores.
 NOTHING: Any = None
 STEP = SimpleNamespace(ucm_sparse_meta=None)
 
@@ -153,7 +153,7 @@ def test_torch_compile_traces_through_without_a_graph_break(tmp_path: Path) -> N
 
 
 def test_torch_compile_traces_through_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that ask whose forward runs."""
+    """Including hooks that determine which forward is running."""
     torch = pytest.importorskip("torch", reason="only an end-to-end environment has torch")
     config = VllmConfig({"ucm_sparse_config": {"Probe": {"report_dir": str(tmp_path)}}})
     monkeypatch.setattr(hooks, "_works_sparsely", False)

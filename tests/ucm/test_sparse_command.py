@@ -1,4 +1,4 @@
-"""`ucm sparse probe` without an engine: its arguments, its prompts, and what it prints.
+"""`ucm sparse probe` without an engine: its arguments, prompts and output.
 
 `tests/e2e/test_sparse_probe.py` runs it on a real engine.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def layer(samples: int = 2, **kept: float) -> dict[str, Any]:
-    """What `LayerMasses.as_data` gives of a layer, with one budget."""
+    """Return a layer as `LayerMasses.as_data` does, with one budget."""
     return {
         "samples": samples,
         "kept": {"0.1": kept} if kept else {},

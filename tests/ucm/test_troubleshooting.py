@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md names settings, metrics, causes and links that there are."""
+"""docs/troubleshooting.md names existing settings, metrics, causes and links."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ucm.store import errors
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 CACHE = (DOCS / "prefix_cache.md").read_text(encoding="utf-8")
-#: A line of the log, from its area on.
+#: A log line; the group starts at its area.
 LINE = re.compile(r"^ {4,}(?:\w+ [\d-]+ [\d:,]+ pid=\d+ \S+ )?(\[UCM\.\w+\] .+)$", re.MULTILINE)
 
 
 def formats() -> list[str]:
-    """The format strings with which the runtime logs, as far as they say more than their area."""
+    """Return the format strings of the runtime's log lines that have more than an area."""
     code = [path.read_text(encoding="utf-8") for path in (DOCS.parent / "ucm").rglob("*.py")]
     calls = [node for text in code for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     first = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
@@ -33,13 +33,13 @@ def formats() -> list[str]:
 
 
 def as_pattern(text: str) -> str:
-    """What a format string's results look like."""
+    """Return a regular expression for the results of a format string."""
     kinds = {"%s": r".+", "%d": r"\d+", "%.0f": r"\d+", "%.1f": r"\d+\.\d", "%.2f": r"\d+\.\d\d"}
     return "".join(kinds.get(part) or re.escape(part) for part in re.split(r"(%(?:\.\d)?[sdf])", text))
 
 
 def summaries() -> list[str]:
-    """The connector's summary of the steps that the page shows, as the runtime words it."""
+    """Return the runtime's summaries of the steps that the page shows."""
     found = []
     for calls in (
         [("looked_up", 640, 0, 0.001)],

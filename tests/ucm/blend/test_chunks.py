@@ -1,4 +1,4 @@
-"""Which parts of a prompt are chunks, and how their pieces are named."""
+"""Finding the chunks of a prompt, and naming their pieces."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_chunk_is_named_by_its_own_tokens_alone() -> None:
 
 
 def test_what_gives_a_chunk_another_name() -> None:
-    """A chunk that goes on is another one from its first piece on: its KV is stored as a whole."""
+    """A longer chunk differs from its first piece on, because its KV is stored as a whole."""
     tokens = list(range(2 * PIECE))
     one = ChunkNames(b"").pieces(tokens, None)
     others = [

@@ -1,4 +1,4 @@
-"""How far a blended stretch reaches, and what of it is computed."""
+"""The extent of a blended stretch, and which of its tokens are computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @st.composite
 def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
-    """Chunks in order, with and without gaps between them."""
+    """Draw chunks in order, with and without gaps between them."""
     found, place = [], 0
     for _ in range(draw(st.integers(0, 5))):
         start = place + draw(st.integers(0, 20))
@@ -38,7 +38,7 @@ def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
 
 @given(chunk_lists(), st.integers(0, 20), st.integers(0, 250))
 def test_a_stretch_is_block_aligned_and_half_of_it_is_reused(chunks: list[Chunk], block: int, limit: int) -> None:
-    """Wherever an exact prefix ends: UCM loaded a block twice, or a negative number of them, there (its PR 1181)."""
+    """This holds wherever an exact prefix ends; UCM loaded a block twice, or a negative number, there (its PR 1181)."""
     computed = block * 8
     end = blended_end(chunks, computed, limit, 8)
     assert end % 8 == 0
@@ -64,7 +64,7 @@ def test_a_stretch_ends_with_the_last_chunk_up_to_which_half_is_reused(
 
 
 class _Looked(list[Chunk]):
-    """Counts how often one of them is looked at."""
+    """Counts item accesses."""
 
     looks = 0
 
@@ -74,7 +74,7 @@ class _Looked(list[Chunk]):
 
 
 def test_thousands_of_chunks_take_no_longer_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs on the scheduler's thread, and was 4.9 seconds for 2,048 chunks."""
+    """The planning runs on the scheduler's thread, and once took 4.9 seconds for 2,048 chunks."""
 
     def sums_anew(chunks: Sequence[Chunk], start: int, end: int) -> list[Run]:
         raise AssertionError("all chunks are summed up for each")
@@ -90,8 +90,8 @@ def test_thousands_of_chunks_take_no_longer_each(monkeypatch: pytest.MonkeyPatch
     [
         ([], 0, 100, 0),
         ([Chunk(0, 32)], 0, 100, 32),
-        ([Chunk(0, 33)], 0, 100, 32),  # the rest of it is computed by vLLM
-        ([Chunk(0, 32)], 32, 100, 32),  # nothing beyond what is there
+        ([Chunk(0, 33)], 0, 100, 32),  # vLLM computes the rest of it
+        ([Chunk(0, 32)], 32, 100, 32),  # nothing beyond the exact KV
         ([Chunk(0, 32)], 16, 100, 32),
         ([Chunk(0, 32), Chunk(64, 96)], 0, 100, 96),
         ([Chunk(64, 96)], 0, 100, 0),  # two thirds would be computed beyond the scheduler's budget
@@ -115,7 +115,7 @@ def test_everything_outside_the_chunks_and_their_edges_are_computed(
         if chunk is None or (chunk.start and place < chunk.start + edge):
             assert chosen[place - start]
     for span in reused_spans(chunks, start, end):
-        # Something of each chunk is computed, so that the gate sees it; and its last token, which a shift would move.
+        # Some of each chunk is computed for the check, including its last token, which a shift would move.
         assert chosen[span.end - 1 - start]
         assert sum(chosen[span.start - start : span.end - start]) <= edge + 2
 

@@ -1,4 +1,4 @@
-"""Keys whose rotation is taken back and done again, and how a wrong one shows."""
+"""Undoing and redoing the rotation of keys, and detecting a wrong rotation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADS, HEAD, POSITIONS = 3, 32, 512
 
 
 def rotation(size: int, *, neox: bool, dtype: torch.dtype, base: float = 1e4, scale: float = 1.0) -> Rotation:
-    """As vLLM makes its table: cosines and sines, in the model's dtype."""
+    """Return a rotation with a table like vLLM's: cosines and sines, in the model's dtype."""
     turns = base ** (-torch.arange(0, size, 2).float() / size)
     angles = torch.arange(POSITIONS).float()[:, None] * turns
     return Rotation((torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).to(dtype), neox)
@@ -25,7 +25,7 @@ def rotation(size: int, *, neox: bool, dtype: torch.dtype, base: float = 1e4, sc
 @pytest.mark.parametrize("size", [HEAD, HEAD // 2])
 @pytest.mark.parametrize("scale", [1.0, 1.3])
 def test_a_key_moves_to_another_place(dtype: torch.dtype, neox: bool, size: int, scale: float) -> None:
-    """With partial rotation and a table that scales, as YaRN's does, too."""
+    """Including partial rotation, and a table that scales, like YaRN's."""
     keys = torch.randn(20, HEADS, HEAD, generator=torch.Generator().manual_seed(0)).to(dtype)
     turn = rotation(size, neox=neox, dtype=dtype, scale=scale)
     stored_at, wanted_at = torch.arange(20) + 7, torch.arange(20) * 11 + 200
@@ -37,7 +37,7 @@ def test_a_key_moves_to_another_place(dtype: torch.dtype, neox: bool, size: int,
 
 
 def test_both_styles_are_vllms() -> None:
-    """One pair by hand: neox turns the halves of a head, GPT-J neighbours."""
+    """Checked by hand on one pair: NeoX rotates elements of the two halves of a head, GPT-J neighbours."""
     keys = torch.zeros(1, 1, 4)
     keys[..., 0] = 1.0
     angle = torch.tensor([[0.25, 0.5]])
@@ -50,7 +50,7 @@ def test_both_styles_are_vllms() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_the_gate_sees(dtype: torch.dtype) -> None:
-    """Another base, a shift by one token, and garbage are all far outside of what rounding does."""
+    """Another base, a shift by one token, and garbage differ by far more than rounding."""
     keys = torch.randn(20, HEADS, HEAD, generator=torch.Generator().manual_seed(1)).to(dtype)
     right = rotation(HEAD, neox=True, dtype=dtype)
     at = torch.arange(20) + 100

@@ -1,4 +1,4 @@
-"""What the tests of the configuration share: what it logs, and files in UCM's format."""
+"""Fixtures of the configuration tests: log lines, and files in UCM's format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Lines(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The lines that a process logs; each test is a new process as to what was said before."""
+    """The logged lines; each test starts with no notice logged before, like a new process."""
     monkeypatch.setattr(load, "_said", set())
     handler = _Lines()
     logger = get_logger()
@@ -39,6 +39,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files in UCM's format; what they call ${KV} is a new directory."""
+    """The files in UCM's format; ${KV} in them is a new directory."""
     monkeypatch.setenv("KV", str(tmp_path / "kv"))
     return UPSTREAM

@@ -1,4 +1,4 @@
-"""Whatever is written: settings that can be relied on, or one ConfigError that says where and what to do."""
+"""Any input gives either valid settings or one ConfigError that names the place and the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORES = st.sampled_from(
 
 
 def mappings(names: Mapping[str, Any], **more: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Some of these settings, and now and then one that is none."""
+    """Draw some of these settings, and occasionally an unknown one."""
     known = dict.fromkeys(names, SENSIBLE | YAML) | more
     return st.builds(
         lambda chosen, strange: {**strange, **chosen},
@@ -62,7 +62,7 @@ SETTINGS = mappings(
 
 @pytest.fixture(autouse=True)
 def _no_media(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directories of any name would be made."""
+    """Do not create directories, whose names would be arbitrary."""
     monkeypatch.setattr(load, "directory_problem", lambda *_, **__: None)
     monkeypatch.setattr(load, "capacity_problem", lambda *_, **__: None)
 

@@ -1,4 +1,4 @@
-"""Where settings come from: inline, a file, or both; and what a file may not be."""
+"""The origins of settings: inline, a file, or both; and invalid files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading as a whole: directories made, capacities held against the medium, all problems in one error."""
+"""Loading as a whole: directories are created, capacities compared with the medium, all problems reported at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EMPTY = {"store": {"pipeline": "Empty"}}
 TOO_MUCH = 1 << 60
-#: Seconds in which what must happen does, on a busy machine, and seconds that nobody waits.
+#: A time limit that suffices on a busy machine, and one that is never reached, in seconds.
 LONG, NEVER = 60.0, 3600.0
 
 
@@ -212,7 +212,7 @@ def test_directories_on_one_file_system_share_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second file system at hand")  # noqa: S108
 def test_the_smallest_file_system_counts(tmp_path: Path) -> None:
-    """Each directory gets an equal share, whatever there is elsewhere."""
+    """Each directory gets an equal share, however much space the others have."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         small, large = sorted((shutil.disk_usage(one).total, str(one)) for one in (memory, tmp_path))
         if small[0] * 2 >= small[0] + large[0]:
@@ -238,7 +238,7 @@ def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FrozenDi
 
 
 def within_a_while(call: Callable[[], ConnectorConfig]) -> tuple[ConnectorConfig | Exception, float]:
-    """What a call returns or raises, and how long it took; it must not wait for a directory."""
+    """Return a call's result or error and its duration; it must not wait for a directory."""
     ended: list[ConnectorConfig | Exception] = []
 
     def run() -> None:
@@ -258,7 +258,7 @@ def within_a_while(call: Callable[[], ConnectorConfig]) -> tuple[ConnectorConfig
 def test_a_directory_that_does_not_answer_is_named_and_keeps_nobody(
     tmp_path: Path, frozen: FrozenDirectory, said: list[str], *, make: bool
 ) -> None:
-    """An engine starts, and its store is opened once the directory answers; the doctor calls it an error."""
+    """An engine starts, and opens its store once the directory answers; the doctor reports an error."""
     two = [str(tmp_path / "well"), str(tmp_path / "frozen")]
     written = {"store": {"directories": two, "posix_capacity": "900PiB", "stuck_seconds": 2.0}}
     found, _ = within_a_while(lambda: check_connector_config(written, make=make)[0])
@@ -276,7 +276,7 @@ def test_a_directory_that_does_not_answer_is_named_and_keeps_nobody(
 
 
 def test_a_directory_that_does_not_answer_is_waited_for_once(tmp_path: Path, frozen: FrozenDirectory) -> None:
-    """However many connectors of a process read the configuration."""
+    """This holds for any number of connectors that read the configuration in one process."""
     written = {"store": {"directories": str(tmp_path / "frozen"), "stuck_seconds": 2.0}}
     within_a_while(lambda: load_connector_config(written))
     calls = frozen.calls
@@ -310,7 +310,7 @@ def test_a_file_system_that_stops_answering_is_asked_for_no_size(
 
 
 def test_a_directory_that_may_not_be_written() -> None:
-    """As somebody who is not root, whom nothing is forbidden."""
+    """Checked as another user, because root may write anywhere."""
     script = (
         "import os, sys; from ucm.config import load_connector_config\n"
         "if os.geteuid() == 0: os.setuid(65534)\n"

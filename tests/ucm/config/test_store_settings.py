@@ -1,4 +1,4 @@
-"""The store's section beside the store's own options: the same names, defaults and bounds."""
+"""The store section and the store's own options have the same names, defaults and bounds."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_is_set_arrives() -> None:
     st.one_of(st.integers(-3, 300), st.floats(-2, 2)),
 )
 def test_what_the_store_refuses_is_refused_here(name: str, value: float) -> None:
-    """The checks are made where the operator's file can be named; the store's own never say more."""
+    """These checks can name the operator's file, so they cover everything that the store's own checks refuse."""
     try:
         ours = StoreSettings.model_validate({"pipeline": "acme.tape:Store", name: value})
     except ValueError:

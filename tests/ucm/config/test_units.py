@@ -1,4 +1,4 @@
-"""Sizes: what people write, in bytes."""
+"""Parsing and formatting sizes."""
 
 from __future__ import annotations
 

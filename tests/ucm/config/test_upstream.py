@@ -1,4 +1,4 @@
-"""UCM's own configuration files: understood, key by key, and nothing dropped in silence."""
+"""UCM's own configuration files are translated key by key, and no key is silently dropped."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_every_documented_switch(monkeypatch: pytest.MonkeyPatch, said: list[str
 )
 @pytest.mark.usefixtures("upstream")
 def test_no_key_is_dropped_in_silence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each value in a file is either the origin of one of our settings, or has one notice of its own."""
+    """Each value in a file is either the origin of one of our settings or has exactly one notice."""
     monkeypatch.setenv("KV_METRICS", str(UPSTREAM / "metrics.yaml"))
     file = UPSTREAM / f"{name}.yaml"
     document = read_document({"UCM_CONFIG_FILE": str(file)})
@@ -256,14 +256,14 @@ def test_sizes_are_not_for_a_tier_that_is_not_there(tmp_path: Path, said: list[s
 
 
 def _told(lines: list[str], path: str) -> str:
-    """The one line that says that a setting has no effect; empty if there is none."""
+    """Return the only line that says that a setting has no effect; empty if there is none."""
     found = [line for line in lines if re.search(rf": {re.escape(path)} has no effect here: ", line)]
     assert len(found) <= 1
     return "".join(found)
 
 
 def _leaves(settings: object, path: str = "") -> list[str]:
-    """The paths of all values that are no mappings or lists of mappings, as messages write them."""
+    """Return the paths of all values other than mappings and lists of mappings, as messages write them."""
     if isinstance(settings, dict) and settings:
         return [leaf for key, one in settings.items() for leaf in _leaves(one, f"{path}.{key}" if path else key)]
     if isinstance(settings, list) and any(isinstance(one, dict) for one in settings):

@@ -1,4 +1,4 @@
-"""What the doctor's tests start from."""
+"""The environments of the doctor's tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Site:
-    """The runtime alone."""
+    """An environment with only the runtime."""
     return Site.create(tmp_path / "venv")
 
 
 @pytest.fixture
 def site(bare: Site) -> Site:
-    """All as it should be."""
+    """An environment without problems."""
     write_vllm(bare.packages)
     write_overlay(bare.packages)
     return bare

@@ -1,4 +1,4 @@
-"""Environments for the doctor to look at: real venvs, with the real runtime, a small vLLM and an overlay of it."""
+"""Environments for the doctor to check: real venvs with the real runtime, a small vLLM and an overlay of it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write_vllm(site: Path, release: str = RELEASE, version: str | None = None) -
 
 
 def write_plugin(site: Site, code: str) -> None:
-    """Another package with a plug-in of vLLM, and what vLLM loads it with."""
+    """Write another package with a vLLM plugin, and the code with which vLLM loads plugins."""
     vllm = site.packages / "vllm"
     (vllm / "platforms.py").write_text("current_platform = object()\n")
     (vllm / "plugins.py").write_text(
@@ -82,7 +82,7 @@ def write_plugin(site: Site, code: str) -> None:
 
 
 def write_connector_api(packages: Path, *methods: str) -> Path:
-    """What the doctor reads of vLLM's connector class."""
+    """Write the part of vLLM's connector class that the doctor reads."""
     file = packages / "vllm" / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "base.py"
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"    def {name}(self):\n        pass\n" for name in methods]
@@ -133,7 +133,7 @@ def _render(directory: Path, files: dict[str, str], modules: list[dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the doctor said."""
+    """The doctor's output."""
 
     code: int
     out: str
@@ -181,18 +181,18 @@ class Site:
         return site
 
     def doctor(self, *arguments: str, flags: tuple[str, ...] = (), **environ: str) -> Answer:
-        """Ask the doctor, from an empty directory and with nothing of ours in the environment."""
+        """Run the doctor in an empty directory, without UCM variables in the environment."""
         command = [str(self.python), *flags, "-m", "ucm.cli", "doctor", *arguments]
         away = ("UCM_", "VLLM_", "PYTHON", "UNIFIED_", "NO_COLOR")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(away)}
         elsewhere = self.root / "elsewhere"
         elsewhere.mkdir(exist_ok=True)
-        clean["TMPDIR"] = str(elsewhere)  # where a run that went wrong keeps its log
+        clean["TMPDIR"] = str(elsewhere)  # where a failed run keeps its log
         done = subprocess.run(
             command, cwd=elsewhere, env=clean | environ, capture_output=True, text=True, check=False, timeout=240
         )
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def ask(self, *, flags: tuple[str, ...] = (), **environ: str) -> Answer:
-        """The static checks, as JSON."""
+        """Run the static checks, with JSON output."""
         return self.doctor("--json", flags=flags, **environ)

@@ -1,4 +1,4 @@
-"""`ucm doctor --config`: settings checked as an engine would check them, without one, and nothing made."""
+"""`ucm doctor --config` checks settings as an engine does, without starting one or creating anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ucm.sparse.factory import METHODS, method_class
 if TYPE_CHECKING:
     from tests.ucm.doctor.site import Site
 
-#: What reading settings takes, by the names of modules.
+#: The modules that reading settings needs.
 PACKAGES = ("annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection", "yaml")
 
 
@@ -28,7 +28,7 @@ def write(directory: Path, text: str) -> Path:
 
 @pytest.fixture
 def complete(site: Site) -> Site:
-    """An environment in which settings can be read, by the packages that are there for these tests."""
+    """An environment in which settings can be read, with the packages of the tests' own environment."""
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         assert spec is not None

@@ -1,4 +1,4 @@
-"""What the doctor says of the prefix cache."""
+"""The doctor's findings about the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM, the runtime and the variables, as the doctor sees them."""
+"""The doctor's findings about vLLM, the runtime and the environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hooks a run must have seen."""
+"""Which hooks must fire in a run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def manifest(modules: dict[str, Any]) -> Manifest:
 
 
 def unexpected(facts: Facts, modules: dict[str, Any] = ALL, **environ: str) -> dict[str, str]:
-    """The hooks that need not fire, with the reasons."""
+    """Return the hooks that need not fire, with the reasons."""
     found = expectations(manifest(modules), disabled_groups(NEEDS, environ), facts)
     return {e.hook.name: e.reason for e in found if not e.at_least}
 
@@ -102,7 +102,7 @@ def test_the_v2_runner() -> None:
 
 
 def test_a_runner_that_the_overlay_has_no_hooks_in() -> None:
-    """As the V2 runner has none up to 0.15.1: by what its hooks are, nothing would have to fire."""
+    """Up to 0.15.1 the V2 runner has none; then no hook would be expected to fire."""
     without = manifest({name: about for name, about in ALL.items() if not name.startswith("vllm.v1.worker.gpu.")})
     v2 = replace(V1_CPU, runner=frozenset({V2_RUNNER, "vllm.v1.worker.lora_mixin"}))
     assert unhooked_runners(without, v2) == [V2_RUNNER]

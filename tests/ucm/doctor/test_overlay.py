@@ -1,4 +1,4 @@
-"""The overlay's place, its files and its import hook, as the doctor sees them."""
+"""The doctor's findings about the overlay's location, files and import hook."""
 
 from __future__ import annotations
 

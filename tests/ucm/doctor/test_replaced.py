@@ -1,4 +1,4 @@
-"""What other packages' plug-ins replace of the overlay's functions, as the doctor sees it."""
+"""The doctor's findings about overlay functions that other packages' plugins replace."""
 
 from __future__ import annotations
 

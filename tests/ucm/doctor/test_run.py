@@ -63,7 +63,7 @@ def test_a_hook_is_forgotten(site: Site) -> None:
 
 
 def test_the_runner_that_ran_has_no_hooks(site: Site) -> None:
-    """It used to pass: of the other runner's hooks, which the overlay has, none had to fire."""
+    """This used to pass, because no hook of the other runner was expected to fire."""
     answer = site.doctor("--run", "--json", FAKE_ENGINE="v2")
     assert answer.code == 1
     first = next(finding for finding in answer.data["findings"] if finding["check"] == "run")

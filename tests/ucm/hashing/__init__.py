@@ -1,1 +1,1 @@
-"""Names of KV blocks: what they depend on, and what they do not."""
+"""Tests of the keys of KV blocks: what they depend on, and what not."""

@@ -1,4 +1,4 @@
-"""Engines whose process begins after a test has written its files."""
+"""Pretend that the engine's process starts after a test has written its files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files that the test has written are older than the process, whose digests are kept apart from the user's."""
+    """Make the test's files older than the process, and keep digests apart from the user's."""
     monkeypatch.setattr(adapters, "process_started", lambda: float("inf"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

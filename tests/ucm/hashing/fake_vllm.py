@@ -1,4 +1,4 @@
-"""As much of vLLM's hashing as is asked, in the forms that it has had; `test_with_vllm.py` asks the real ones."""
+"""The parts of vLLM's hashing that UCM uses, in the forms of each release; `test_with_vllm.py` uses the real ones."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class FakeVllm:
     """vLLM's hashing in this process.
 
     Args:
-        monkeypatch: Takes it away again.
-        function: What hashes.
-        hashing_module: Where the function is found by its name.
+        monkeypatch: Removes it after the test.
+        function: The hash function.
+        hashing_module: The module that has the function by name.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A LoRA adapter is its files, not its name."""
+"""A LoRA adapter is identified by its files, not its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ucm.hashing.file_contents import Digests
 
-#: In an engine that starts after the test has written its files.
+#: The adapters of an engine that starts after the test has written its files.
 Adapters = functools.partial(AnyAdapters, since=float("inf"))
 
 
@@ -36,7 +36,7 @@ def test_one_name_with_two_contents_is_two_adapters(tmp_path: Path) -> None:
 
 
 def test_two_contents_of_one_number_are_neither_believed(tmp_path: Path) -> None:
-    """vLLM loads the second one only if it has dropped the first."""
+    """vLLM loads the second one only if it has evicted the first."""
     paths = [write_adapter(tmp_path / name, name.encode()) for name in ("one", "copy", "other")]
     write_adapter(tmp_path / "copy", b"one")
     one, copy, other = (LoRARequest("sql", 1, str(path)) for path in paths)
@@ -48,7 +48,7 @@ def test_two_contents_of_one_number_are_neither_believed(tmp_path: Path) -> None
 
 
 def test_two_contents_of_one_name_are_neither_believed_where_vllm_finds_blocks_by_name(tmp_path: Path) -> None:
-    """A request of the second finds blocks of the first in vLLM's own prefix cache, and what it has is saved."""
+    """A request of the second finds blocks of the first in vLLM's own prefix cache, and would save them."""
     one, other = (LoRARequest("sql", n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in (1, 2))
     adapters = Adapters(by_name=True)
     adapters.fingerprint(one)
@@ -58,7 +58,7 @@ def test_two_contents_of_one_name_are_neither_believed_where_vllm_finds_blocks_b
 
 
 def test_an_adapter_that_is_loaded_in_place_is_not_believed(tmp_path: Path) -> None:
-    """Neither is what had its number before: its requests may still run, with the new weights."""
+    """Nor is the previous adapter of that number: its requests may still run, with the new weights."""
     path = str(write_adapter(tmp_path, b"A"))
     adapters = Adapters()
     adapters.fingerprint(LoRARequest("a", 1, path))
@@ -71,7 +71,7 @@ def test_an_adapter_that_is_loaded_in_place_is_not_believed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_an_adapter_that_was_replaced_is_void_for_the_requests_that_run(tmp_path: Path, *, in_place: bool) -> None:
-    """Whether a request says so, or the worker that has seen it."""
+    """The replacement may be reported by a request, or by the worker that noticed it."""
     lora_request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A")))
     adapters = Adapters()
     assert not adapters.is_invalidated(lora_request)
@@ -128,7 +128,7 @@ def test_files_that_change_under_a_running_engine_are_not_believed(tmp_path: Pat
 
 
 def test_files_that_were_written_after_the_engines_start_are_not_believed(tmp_path: Path) -> None:
-    """It may have loaded other ones before: when the adapter was added, long before its first request."""
+    """The engine may have loaded others before, when the adapter was added, long before its first request."""
     request = LoRARequest("a", 1, str(write_adapter(tmp_path, b"A")))
     with pytest.raises(AdapterError, match="written or moved after this process started"):
         AnyAdapters(since=time.time() - 3600).fingerprint(request)

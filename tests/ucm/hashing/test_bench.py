@@ -1,4 +1,4 @@
-"""The bench measures what it says; how fast it is, is no matter for a test."""
+"""The benchmark measures what it claims; the speed itself is not tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys that connectors get, whoever made them."""
+"""The keys that connectors receive, made by vLLM or by us."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_request_that_is_too_short_to_have_hashes_decides_nothing(vllm: FakeVl
 
 @pytest.mark.usefixtures("later")
 def test_requests_that_are_more_than_text_have_keys_of_ours(vllm: FakeVllm, tmp_path: Path) -> None:
-    """vLLM's keys hold a LoRA's name only, and in some releases an image without its place."""
+    """vLLM's keys contain only the name of a LoRA, and in some releases an image without its position."""
     keys = BlockKeys(CONFIG, SEED)
     lora = LoRARequest("sql", 1, str(write_adapter(tmp_path, b"A")))
     image = MultiModalFeatureSpec(CAT, PlaceholderRange(40, 8), data={"pixels": np.ones(1)})
@@ -246,7 +246,7 @@ def until_ready(keys: BlockKeys, request: Request) -> None:
 
 
 def test_inputs_are_hashed_beside_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are, and none a second time; the keys are those that hashing them here gives."""
+    """Each input is hashed exactly once, and the keys equal those of hashing on the caller's thread."""
     here, may, digest, threads = threading.get_ident(), threading.Event(), digest_of, []
 
     def digest_when_it_may(data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Files are known by every byte of them, and only as the engine can have read them."""
+"""Files are identified by all of their bytes, and only in the state in which the engine can have read them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HUB = "models--a--b"
 
 @pytest.fixture(autouse=True)
 def _no_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of these tests are young; one test waits for its clock's tick."""
+    """Disable the wait for a clock tick, because these tests' files are young; one test waits for it."""
     monkeypatch.setattr(file_contents, "_TICK", -1e9)
     monkeypatch.setattr(file_contents, "_COARSE_TICK", -1e9)
 
@@ -44,7 +44,7 @@ def cache(tmp_path: Path) -> DigestCache:
 
 
 def known(path: Path, cache: DigestCache, since: float = ANY_TIME) -> bool:
-    """Whether a file's digest is known without reading it; it is read then."""
+    """Return whether a file's digest was known without reading it; read it then."""
     contents = FileContents(since, cache)
     found = contents.look_up([path])
     unread = bool(found.unread)
@@ -53,7 +53,7 @@ def known(path: Path, cache: DigestCache, since: float = ANY_TIME) -> bool:
 
 
 def safetensors(path: Path, tensors: int, source: random.Random) -> None:
-    """A file with a header and tensors of random sizes and values."""
+    """Write a file with a header and tensors of random sizes and values."""
     offsets, end = [], 0
     for _ in range(tensors):
         begin, end = end, end + 2 * source.randrange(1, 400)
@@ -227,7 +227,7 @@ def test_what_is_written_after_the_engines_start_is_not_what_it_loaded(tmp_path:
 
 @pytest.mark.parametrize("how", ["file", "link", "directory", "above"])
 def test_older_files_that_come_into_place_after_the_start_are_not_what_it_loaded(tmp_path: Path, how: str) -> None:
-    """Their own times may be those of years ago."""
+    """Their own timestamps may be years old."""
     for name, content in (("one", b"A"), ("other", b"B")):
         directory = tmp_path / name / "model"
         directory.mkdir(parents=True)
@@ -333,7 +333,7 @@ def test_reading_can_be_ended(tmp_path: Path) -> None:
 
 
 def hub_file(root: Path, content: bytes, name: str) -> Path:
-    """A file of a hub's cache: a link to a blob."""
+    """Write a file of a hub's cache: a link to a blob."""
     blob, link = root / HUB / "blobs" / name, root / HUB / "snapshots" / ("c" * 40) / "w.bin"
     for directory in (blob.parent, link.parent):
         directory.mkdir(parents=True)
@@ -343,7 +343,7 @@ def hub_file(root: Path, content: bytes, name: str) -> Path:
 
 
 def test_a_hub_files_own_digest_counts(tmp_path: Path, cache: DigestCache) -> None:
-    """Also of one that the engine itself has loaded from the hub, after its start."""
+    """Including a file that the engine itself downloaded from the hub after its start."""
     name = "5" * 64
     path = hub_file(tmp_path, b"something else, so that reading would show", name)
     found = FileContents(0.0, cache).look_up([path])

@@ -1,4 +1,4 @@
-"""The encoding has one reading."""
+"""The encoding is unambiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each worker's part of the KV is kept."""
+"""The namespace of each worker's part of the KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request is beside its tokens, and which of its blocks each thing reaches.
+"""A request's content besides its tokens, and which of its blocks depend on each part.
 
 With stand-ins for vLLM's objects; `test_with_vllm.py` has the real ones, and torch's tensors.
 """
@@ -44,14 +44,14 @@ def keys(request: Any, config: VllmConfig = CONFIG, *, trusting: bool = False) -
 
 
 def shared(one: list[bytes], other: list[bytes]) -> int:
-    """Blocks that two requests share; those behind the first difference must differ all."""
+    """Return the number of blocks that two requests share; all blocks after the first difference must differ."""
     same = [a == b for a, b in zip(one, other, strict=True)]
     assert same == sorted(same, reverse=True)
     return sum(same)
 
 
 def image(identifier: str, offset: int, length: int = 4, **more: Any) -> MultiModalFeatureSpec:
-    """An input with data of its own, unless another's is given."""
+    """Return an input with its own data, unless other data are given."""
     data = more.pop("data", pixels(identifier))
     return MultiModalFeatureSpec(
         identifier, PlaceholderRange(offset, length, more.pop("is_embed", None)), data=data, **more
@@ -59,7 +59,7 @@ def image(identifier: str, offset: int, length: int = 4, **more: Any) -> MultiMo
 
 
 def pixels(name: str) -> dict[str, Any]:
-    """What a processor makes of an input."""
+    """Return a processor's result for an input."""
     values = np.frombuffer(name.encode().ljust(128), np.uint8).astype(np.float32)
     return {"pixel_values": values.reshape(4, -1), "grid": [1, (2, 2)]}
 
@@ -113,7 +113,7 @@ def test_images_count_one_by_one_and_in_any_order() -> None:
 
 
 def test_an_input_without_placeholders_counts_too() -> None:
-    """As audio does for an encoder-decoder model."""
+    """For instance audio in an encoder-decoder model."""
     assert shared(*(keys(Request("r", TOKENS, mm_features=[image(name, 0, 0)])) for name in (CAT, DOG))) == 0
 
 
@@ -139,7 +139,7 @@ def test_an_input_that_is_only_named_is_not_cacheable(identifier: str) -> None:
 
 
 def test_a_clients_name_does_not_count_for_an_inputs_content() -> None:
-    """Also one that looks like a hash: two images of one name are two, and one image of two names is one."""
+    """Even if it looks like a hash: two images of one name differ, and one image under two names is the same."""
     one, other = (Request("r", TOKENS, mm_features=[image(CAT, 9, data=pixels(of))]) for of in (CAT, DOG))
     assert shared(keys(one), keys(other)) == 1
     assert shared(keys(one, trusting=True), keys(other, trusting=True)) == 8
@@ -149,7 +149,7 @@ def test_a_clients_name_does_not_count_for_an_inputs_content() -> None:
 
 
 def test_two_inputs_of_one_name_in_one_engine_are_not_both_stored() -> None:
-    """vLLM keeps encodings by name: the second is computed with the encoding of the first."""
+    """vLLM caches encodings by name, so the second one gets the encoding of the first."""
     reader = ContentReader(CONFIG)
     one, other = (Request("r", TOKENS, mm_features=[image(CAT, 9, data=pixels(of))]) for of in (CAT, DOG))
     assert reader.read(one) == reader.read(one)
@@ -197,7 +197,7 @@ def test_an_input_without_any_identifier_is_not_cacheable() -> None:
 
 @pytest.mark.parametrize("holder", ["multimodal_config", "model_config"])
 def test_with_all_caches_off_vllm_hashes_no_input(holder: str) -> None:
-    """Then it counts inputs, and may hash the count together with the processor's options."""
+    """It then numbers the inputs, and may hash the number together with the processor's options."""
     config = VllmConfig(ModelConfig("m", multimodal_config=SimpleNamespace()))
     place: Any = config.model_config.multimodal_config if holder == "multimodal_config" else config.model_config
     request = Request("r", TOKENS, mm_features=[image(CAT, 9)])
@@ -259,7 +259,7 @@ def test_an_adapter_that_cannot_be_read_makes_a_request_not_cacheable(tmp_path: 
 def test_where_adapters_reach_other_requests_those_are_not_cacheable(
     tmp_path: Path, *, device: str, lora: bool, cacheable: bool
 ) -> None:
-    """vLLM's LoRA on the CPU takes -1, for no adapter, as the number of the last one."""
+    """vLLM's LoRA on the CPU treats -1, for no adapter, as the index of the last one."""
     config = copy.deepcopy(CONFIG)
     config.device_config.device_type = device
     config.lora_config = SimpleNamespace(lora_dtype="float32") if lora else None
@@ -273,7 +273,7 @@ def test_where_adapters_reach_other_requests_those_are_not_cacheable(
 
 
 class LaterRequest(Request):
-    """A request of a release that is not out yet."""
+    """A request of a future release."""
 
     def __init__(self, request_id: str, prompt_token_ids: list[int], *, steering_vectors: Any = None) -> None:
         super().__init__(request_id, prompt_token_ids)

@@ -1,4 +1,4 @@
-"""A digest says what its block's prefix is, and nothing else."""
+"""A digest depends on its block's prefix, and on nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HASHER = RequestHasher(b"engine")
 
 @dataclass
 class Extra:
-    """What a request's blocks hold beside tokens, by the token that it begins at."""
+    """The content of a request's blocks besides tokens, by its first token."""
 
     pieces: dict[int, bytes]
     root: bytes = b""
@@ -101,7 +101,7 @@ def test_engines_of_different_seeds_and_block_sizes_share_nothing() -> None:
     assert len(set(keys)) == len(keys)
 
 
-#: Once written down, never changed without a new FORMAT: blocks on disk are named by these.
+#: Fixed digests, which name blocks on disk: they change only with a new FORMAT.
 GOLDEN = {
     "plain": "a189da7655bc4837e71f1aae5a7aa43b6787e745d7c1210cb0eec39ba8b6bd3d",
     "rooted": "a6d371045f0a28da52e1da38a8063d851607559deef8ab9de3f55b665ef401a0",

@@ -1,4 +1,4 @@
-"""When vLLM's own hashes are good enough to name stored blocks. `test_with_vllm.py` asks real releases."""
+"""When vLLM's own hashes can name stored blocks. `test_with_vllm.py` checks real releases."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_requests_that_vllm_did_not_hash() -> None:
 def test_whether_vllm_finds_adapters_by_name_is_asked_of_it(
     monkeypatch: pytest.MonkeyPatch, keys: Any, *, by_name: bool
 ) -> None:
-    assert not finds_adapters_by_name()  # there is no vLLM
+    assert not finds_adapters_by_name()  # vLLM is not installed
     vllm = FakeVllm(monkeypatch)
     vllm.release("0.29.0")
     if keys is not None:

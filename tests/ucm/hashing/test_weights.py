@@ -1,4 +1,4 @@
-"""Weights are told by their bytes, wherever they lie and whatever their directory is called."""
+"""Weights are identified by their bytes, whatever their directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOAD = SimpleNamespace(load_format="auto")
 
 
 def identity(model_config: Any, load_config: Any = LOAD) -> tuple[Any, Any]:
-    """The facts of some weights, and the digests of their files by name."""
+    """Return the facts of some weights, and the digests of their files by name."""
     found = find_weights(model_config, load_config)
     digests = read_files(found.files.values())
     return found.facts, {name: digests[path] for name, path in found.files.items()}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for a function of ours to run in workers
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # allows running our function in workers
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 TOKENS = [7 * i % 900 for i in range(100)]
@@ -83,7 +83,7 @@ def path(tmp_path: Path) -> str:
 
 
 def vllm_hasher(config: Any, block_size: int = SIZE) -> Callable[[Request], list[bytes]]:
-    """What EngineCore does at its start."""
+    """Return the hasher that EngineCore creates at its start."""
     from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415 - elsewhere in releases that have no such module
 
     function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
@@ -149,7 +149,7 @@ def test_what_names_blocks_depends_on_the_algorithm(path: str, monkeypatch: pyte
 def test_what_a_request_holds_beside_tokens(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(adapters, "process_started", lambda: float("inf"))  # the adapters are written before it
+    monkeypatch.setattr(adapters, "process_started", lambda: float("inf"))  # after the adapters are written
     config = engine_config(path)
     hasher = vllm_hasher(config)
     loras = [LoRARequest(f"sql-{n}", n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in (1, 2)]
@@ -192,7 +192,7 @@ def test_an_input_that_is_only_named_is_not_cacheable(path: str) -> None:
 
 
 def test_engines_that_must_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # or an older release's algorithm would not matter
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # otherwise an older release's algorithm would have no effect
     one, other = model(tmp_path / "a" / "llama"), model(tmp_path / "b" / "llama", rope_theta=5e5)
     configs = [
         engine_config(one),
@@ -220,7 +220,7 @@ def _in_worker(worker: Any) -> tuple[str, str, bool]:
 
 
 def test_all_processes_of_an_engine_agree(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers of their own, asked after they have loaded the model."""
+    """Two separate workers report their identity after they have loaded the model."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     before = namespace(whole_identity(engine_config(path, tensor_parallel_size=2)))

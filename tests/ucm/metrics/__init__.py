@@ -1,1 +1,1 @@
-"""Tests of what the connectors count, and of what becomes of it, without vLLM."""
+"""Tests of the connectors' counters and their export, without vLLM."""

@@ -1,4 +1,4 @@
-"""The part of prometheus_client that the metrics are made with: it comes with vLLM, and is not needed to test ours."""
+"""A stand-in for the part of prometheus_client that the metrics use, which is a dependency of vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Child:
 
 
 class Metric:
-    """A metric by its label names; a name can be taken once."""
+    """A metric with label names; its name must be unique."""
 
     taken: ClassVar[dict[str, Metric]] = {}
 
@@ -44,7 +44,7 @@ class Metric:
 
 
 class Gauge(Metric):
-    """A gauge says how several processes' values are put together."""
+    """A gauge has a mode for merging several processes' values."""
 
     def __init__(self, name: str, documentation: str, labelnames: list[str], multiprocess_mode: str) -> None:
         super().__init__(name, documentation, labelnames)

@@ -1,4 +1,4 @@
-"""What the tests of the metrics share: the lines that are logged."""
+"""Fixtures of the metrics tests: the logged lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Lines(logging.Handler):
 
 @pytest.fixture
 def handler() -> Iterator[_Lines]:
-    """What is logged during a test."""
+    """The handler of a test's log."""
     handler = _Lines()
     logger = get_logger()
     logger.addHandler(handler)

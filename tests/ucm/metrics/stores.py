@@ -1,4 +1,4 @@
-"""A store that has nothing but counters."""
+"""A store with only counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """Its tiers are what a test says."""
+    """The test sets its tiers."""
 
     def __init__(self) -> None:
         self.tiers: Mapping[str, TierStats] = {}

@@ -1,4 +1,4 @@
-"""The counters of a connector's side: what is called, what is taken, and what an empty step costs."""
+"""The counters of a connector's side, their collection, and the cost of an empty step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that the test advances."""
 
     now = 100.0
 
@@ -147,7 +147,7 @@ def test_closing_says_what_tiers_counted_since_they_were_looked_at(said: list[st
 
 
 def idle(*tiers: str) -> dict[str, dict[str, float]]:
-    """What is said of tiers that work, and for which nothing waits."""
+    """Return the gauges of tiers that work and have no backlog."""
     return {name: dict.fromkeys(tiers, 0) for name in ("ucm:tier_resting_ratio", "ucm:tier_queued_bytes")}
 
 
@@ -178,7 +178,7 @@ def test_tiers_are_looked_at_every_few_seconds() -> None:
 
 
 def test_several_stores_share_tiers() -> None:
-    """Two KV-cache groups are two stores on the same tier: their counts add up, its size does not."""
+    """Two KV-cache groups have two stores on the same tier: their counters add up, its size does not."""
     counters = ConnectorCounters()
     for lookups in (3, 4):
         store = Store()
@@ -205,7 +205,7 @@ def test_every_counter_of_a_tier_is_exported() -> None:
 
 
 class Time:
-    """A clock, and what was put off."""
+    """A clock, and the postponed calls."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -293,7 +293,7 @@ def test_where_blocks_came_from(time: Time, said: list[str]) -> None:
 
 
 def test_what_a_tier_did_not_take_is_said(time: Time, said: list[str]) -> None:
-    """The other tier took it, so that nothing else tells."""
+    """The other tier stored it, so nothing else reports it."""
     counters, store = ConnectorCounters(), Store()
     counters.watch(store)
     counters.saved(1, 1_000_000, 0.01)

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: every query names metrics and labels that there are, and every metric is on it."""
+"""The Grafana dashboard: every query uses existing metrics and labels, and it shows every metric."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from ucm.integration.vllm.metric_names import METRICS, Kind
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "ucm.json"
-#: What Prometheus adds to a histogram's name.
+#: The suffixes that Prometheus adds to a histogram's name.
 SUFFIXES = ("_bucket", "_sum", "_count")
 COLUMNS = 24
 
@@ -28,7 +28,7 @@ def queries(dashboard: dict[str, Any]) -> list[str]:
 
 
 def exported() -> dict[str, str]:
-    """The names that Prometheus sees, with the metric that each belongs to."""
+    """Return the exported names, each with its metric."""
     names: dict[str, str] = {}
     for name, metric in METRICS.items():
         suffixes = SUFFIXES if metric.kind is Kind.HISTOGRAM else ("",)
@@ -84,7 +84,7 @@ def test_brackets_are_balanced(dashboard: dict[str, Any]) -> None:
 
 def test_its_structure(dashboard: dict[str, Any]) -> None:
     assert dashboard["schemaVersion"] == 42
-    assert dashboard["id"] is None  # one is given at import
+    assert dashboard["id"] is None  # Grafana assigns one at import
     assert re.fullmatch(r"[\w-]{1,40}", dashboard["uid"])
     assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "model_name", "engine"]
     ids = [panel["id"] for panel in dashboard["panels"]]

@@ -1,4 +1,4 @@
-"""docs/metrics.md tells of every metric, and of no other."""
+"""docs/metrics.md lists exactly the existing metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts as series: labels, what is there from the start, and what this process does not know."""
+"""Counters as series: labels, initial series, and values unknown to this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts put together: of ranks, of both sides, of steps; in any order."""
+"""Counters are merged across ranks, sides and steps, in any order."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The import-time half, in real interpreters and virtual environments."""
+"""Tests of the overlay's import-time half, in real interpreters and virtual environments."""

@@ -1,4 +1,4 @@
-"""A miniature vLLM, its overlay from the real pipeline, and environments that have them."""
+"""A miniature vLLM, its overlay from the real pipeline, and environments with both."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wheels:
-    """What is installed beside the miniature vLLM.
+    """The wheels installed beside the miniature vLLM.
 
     Attributes:
         overlay: The overlay of the miniature vLLM.
-        runtime: What it calls.
+        runtime: The runtime that it calls.
     """
 
     overlay: Path
@@ -36,7 +36,7 @@ class Wheels:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
-    """Both wheels, built as `build-overlay` builds them."""
+    """Both wheels, built like `build-overlay` does."""
     root = tmp_path_factory.mktemp("overlay")
     overlay = rewrite(open_directory(write_miniature(root / "upstream"), None))
     assert not overlay.failures
@@ -49,7 +49,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory, wheels: Wheels) -> Environment:
-    """An operator's environment, with vLLM, the overlay and the runtime, for tests that change nothing in it."""
+    """An environment with vLLM, the overlay and the runtime, shared by tests that do not modify it."""
     environment = Environment.create(tmp_path_factory.mktemp("shared") / "venv")
     write_miniature(environment.site)
     environment.install(wheels.overlay, wheels.runtime)
@@ -58,27 +58,27 @@ def shared(tmp_path_factory: pytest.TempPathFactory, wheels: Wheels) -> Environm
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Environment:
-    """An environment with nothing in it."""
+    """An empty environment."""
     return Environment.create(tmp_path / "venv")
 
 
 @pytest.fixture
 def upstream(bare: Environment) -> Environment:
-    """An environment with the miniature vLLM alone."""
+    """An environment with only the miniature vLLM."""
     write_miniature(bare.site)
     return bare
 
 
 @pytest.fixture
 def overlaid(upstream: Environment, wheels: Wheels) -> Environment:
-    """An operator's environment that a test may change."""
+    """An environment with vLLM, the overlay and the runtime, which a test may modify."""
     upstream.install(wheels.overlay, wheels.runtime)
     return upstream
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, wheels: Wheels) -> Callable[[], Path]:
-    """Put the overlay into a directory that is no site-packages directory."""
+    """Install the overlay into a directory that is not a site-packages directory."""
 
     def unpack() -> Path:
         target = tmp_path / "elsewhere"

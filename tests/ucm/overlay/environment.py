@@ -1,4 +1,4 @@
-"""Virtual environments for tests: what is installed where, and programs run in them."""
+"""Virtual environments for tests: installing packages, and running programs in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Another interpreter for the environments, for instance that of another Python release.
+#: The interpreter for the environments, for instance of another Python release.
 PYTHON = os.environ.get("UCM_TEST_PYTHON", sys.executable)
 SITE_DIRECTORY = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
@@ -36,27 +36,27 @@ class Environment:
         return cls(root, python, Path(answer.stdout.strip()))
 
     def install(self, *wheels: Path, into: Path | None = None) -> None:
-        """Unpack pure wheels, which is all that pip does with them."""
+        """Install pure-Python wheels by unpacking them, as pip does."""
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(into or self.site)
 
     def write(self, name: str, text: str) -> Path:
-        """A file in site-packages."""
+        """Write a file to site-packages."""
         path = self.site / name
         path.write_text(text, encoding="utf-8")
         return path
 
     def upstream_file(self, module: str) -> Path:
-        """Where vLLM's own file of a module lies."""
+        """Return the path of vLLM's own file of a module."""
         return self.site / (module.replace(".", "/") + ".py")
 
     def overlay_file(self, module: str) -> Path:
-        """Where the rewritten file of a module lies."""
+        """Return the path of a module's rewritten file."""
         return self.site / "ucm_vllm_overlay" / "modules" / (module.replace(".", "/") + ".py")
 
     def start(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run the interpreter with nothing of the tests' own environment but these variables."""
+        """Run the interpreter with only these environment variables."""
         environ = {"PATH": os.environ["PATH"], "HOME": str(self.root), **variables}
         command = [str(self.python), *arguments]
         return subprocess.run(
@@ -64,17 +64,17 @@ class Environment:
         )
 
     def run(self, code: str, *flags: str, **variables: str) -> str:
-        """What a program that must succeed prints."""
+        """Run a program that must succeed; return its output."""
         done = self.start(*flags, "-c", code, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def origin(self, module: str, *flags: str, **variables: str) -> Path:
-        """The file that a module is loaded from."""
+        """Return the file from which a module is loaded."""
         return Path(self.run(f"import {module} as module; print(module.__file__)", *flags, **variables))
 
     def fail(self, code: str, *flags: str, **variables: str) -> str:
-        """What a program that must not succeed says."""
+        """Run a program that must fail; return its error output."""
         done = self.start(*flags, "-c", code, **variables)
         assert done.returncode != 0, done.stdout
         return done.stderr

@@ -1,8 +1,8 @@
 """A miniature vLLM: a few small modules at the real paths, written so that the real transforms apply to them.
 
-An interpreter start with the real vLLM costs some twenty seconds and its import a torch; the tests here start more than
-a hundred interpreters. What they show (who finds which file, in which process, with which message) does not depend on
-what the modules compute. The end-to-end tests show the same with the real one.
+An interpreter start with the real vLLM takes some twenty seconds and needs torch; the tests here start more than
+a hundred interpreters. Their results (which file is found, in which process, with which message) do not depend on
+what the modules compute. The end-to-end tests repeat them with the real one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: No release that vLLM will publish soon; an unknown release is tried with every variant of every rule.
+#: A release that vLLM will not publish soon; an unknown release tries every variant of every rule.
 RELEASE = "0.99.0"
 LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -228,7 +228,7 @@ class BlockTables:
 
 
 def write_miniature(root: Path, release: str = RELEASE, sources: dict[str, str] | None = None) -> Path:
-    """Write the package and its metadata below a directory; returns that directory."""
+    """Write the package and its metadata below a directory; return that directory."""
     for path, text in (SOURCES if sources is None else sources).items():
         target = root / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What runs at every interpreter start: as little as there can be, and nothing that hides."""
+"""The boot module runs as little as possible at interpreter start, and hides nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tests.ucm.overlay.conftest import Wheels
     from tests.ucm.overlay.environment import Environment
 
-#: What may stand at the top of the boot module: definitions, and constants made of literals.
+#: The allowed top-level statements of the boot module: definitions, and constants made of literals.
 HARMLESS = (ast.Expr, ast.Import, ast.Assign, ast.ClassDef, ast.FunctionDef)
 IMPORTED = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s*(\S+)")
 
 
 @pytest.fixture(scope="module")
 def files(wheels: Wheels) -> dict[str, str]:
-    """The text of each file of the overlay wheel."""
+    """The text of each file in the overlay wheel."""
     with zipfile.ZipFile(wheels.overlay) as archive:
         return {name: archive.read(name).decode() for name in archive.namelist()}
 

@@ -1,4 +1,4 @@
-"""A function of one overlay in the place of another overlay's: accepted if it calls all of the same hooks."""
+"""One overlay's function may replace another's if it calls all of the same hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our finder among others: it is there once, in front, and leaves the rest of the import system as it was."""
+"""Our finder among others: it is installed once, in front, and does not affect the rest of the import system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.ucm.overlay.environment import Environment
 
 COUNT = "import sys; print([type(f).__name__ for f in sys.meta_path].count('OverlayFinder'))"
-#: What tracing tools do: look every module up through the whole import system and wrap what was found.
+#: Acts like tracing tools: finds every module through the whole import system, and wraps its loader.
 WATCHING_FINDER = """
 import importlib.util, sys
 
@@ -54,7 +54,7 @@ def test_a_finder_that_asks_all_finders(shared: Environment, place: int) -> None
 
 @pytest.mark.parametrize("modules", [f"{{{SCHEDULER!r}: 1}}", "None"], ids=["that has it", "of another kind"])
 def test_a_finder_with_modules_of_its_own(shared: Environment, modules: str) -> None:
-    """An attribute of the same name makes it no overlay."""
+    """An attribute of the same name does not make it an overlay."""
     code = (
         f"import sys; other = {{'modules': {modules}, 'find_spec': lambda *_: None}}; "
         "sys.meta_path.append(type('Other', (), other)()); "
@@ -64,7 +64,7 @@ def test_a_finder_with_modules_of_its_own(shared: Environment, modules: str) -> 
 
 
 def test_a_finder_of_the_old_kind(shared: Environment) -> None:
-    """Python up to 3.11 still asks finders that have nothing but ``find_module``."""
+    """Python up to 3.11 still calls finders that only have ``find_module``."""
     code = (
         "import sys; sys.meta_path.insert(0, type('Old', (), {'find_module': lambda *_: None})()); "
         f"import {SCHEDULER} as s; print(s.__file__)"
@@ -73,7 +73,7 @@ def test_a_finder_of_the_old_kind(shared: Environment) -> None:
 
 
 def test_vllm_where_a_finder_of_its_own_serves_it(overlaid: Environment) -> None:
-    """An editable install of vLLM: its package lies elsewhere, and a finder at the end of the list knows where."""
+    """In an editable install of vLLM, a finder at the end of the list finds the package elsewhere."""
     checkout = overlaid.root / "checkout"
     checkout.mkdir()
     (overlaid.site / "vllm").rename(checkout / "vllm")
@@ -104,7 +104,7 @@ from importlib.metadata import entry_points
 for point in entry_points(group="vllm.general_plugins"):
     point.load()()
 """
-#: A finder that comes in front of ours, after our line of the .pth file, and serves vLLM's own file of a module.
+#: Installs a finder in front of ours, after our .pth line, that loads vLLM's own file of a module.
 TAKING_FINDER = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -132,7 +132,7 @@ def test_a_finder_in_front_for_a_group_that_is_off(shared: Environment) -> None:
 
 
 def test_a_finder_in_front_is_not_asked_for_modules_whose_package_is_not_loaded(shared: Environment) -> None:
-    """It might import the package to answer; and it is asked again when a feature starts."""
+    """It might import the package to answer; it is checked again when a feature starts."""
     assert shared.run(f"{TAKING_FINDER}{CALL}print('called')") == "called"
 
 
@@ -154,7 +154,7 @@ def test_a_finder_that_comes_after_the_plug_ins_is_refused_when_a_feature_starts
 
 
 def test_a_loader_of_another_that_takes_our_file(shared: Environment) -> None:
-    """Its content has not been checked: only our loader compiles the bytes that it has hashed."""
+    """The content is then unchecked: only our loader compiles the bytes that it has hashed."""
     code = TAKING_FINDER.replace("PathFinder.find_spec(name, path)", "u.spec_from_file_location(name, FILE)")
     code = f"import importlib.util as u\nFILE = {str(shared.overlay_file(SCHEDULER))!r}\n{code}"
     error = shared.fail(f"{code}import {SCHEDULER}\n{CALL}")

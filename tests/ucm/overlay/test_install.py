@@ -1,4 +1,4 @@
-"""Both wheels as an operator installs them: with pip."""
+"""Both wheels can be installed with pip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pip(environment: Environment, *arguments: str) -> None:
 
 def test_pip_installs_and_uninstalls_it(upstream: Environment, wheels: Wheels) -> None:
     before = {path: path.read_bytes() for path in upstream.site.rglob("*.py")}
-    # The shadowing itself needs none of what the connectors import.
+    # Shadowing needs none of the packages that the connectors import.
     pip(upstream, "install", "--quiet", "--no-index", "--no-deps", str(wheels.runtime), str(wheels.overlay))
 
     assert upstream.origin(SCHEDULER) == upstream.overlay_file(SCHEDULER)

@@ -1,4 +1,4 @@
-"""The net under the `.pth` file: vLLM's general plugin raises where an installed overlay does not act."""
+"""vLLM's general plugin raises if an installed overlay is inactive, for instance if its `.pth` file was skipped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DISABLE = "- run upstream's vLLM, without UCM: set UCM_DISABLE_PATCHES=1, or uni
 NOT_ACTIVE = "InactiveOverlayError: UCM overlay: it is installed, and its finder does not run in this process\n"
 LATE = "InactiveOverlayError: UCM overlay: modules that it shadows were imported before or around its finder\n"
 TWO = "InactiveOverlayError: UCM overlay: more than one overlay is installed, and only the first on sys.path acts\n"
-#: A finder that serves vLLM's own file of a module, whatever the overlay says.
+#: A finder that loads vLLM's own file of a module, bypassing the overlay.
 OTHER_FINDER = """
 import sys
 from importlib.machinery import PathFinder
@@ -67,7 +67,7 @@ def test_an_active_overlay_in_a_child(shared: Environment) -> None:
 def test_an_overlay_where_pth_files_are_not_read(
     upstream: Environment, wheels: Wheels, elsewhere: Callable[[], Path], way: str
 ) -> None:
-    """`pip install --target` leaves the wheel's files in a directory, which PYTHONPATH or sys.path then names."""
+    """`pip install --target` puts the wheel's files into a directory that PYTHONPATH or sys.path then contains."""
     upstream.install(wheels.runtime)
     place = str(elsewhere())
     variables = {"PYTHONPATH": place} if way == "PYTHONPATH" else {}
@@ -100,14 +100,14 @@ def test_two_overlays(overlaid: Environment, elsewhere: Callable[[], Path]) -> N
 
 
 def test_one_overlay_under_two_names(overlaid: Environment) -> None:
-    """As in an environment whose lib64 is a link to lib."""
+    """This happens in an environment whose lib64 is a link to lib."""
     link = overlaid.root / "lib-too"
     link.symlink_to(overlaid.site)
     assert overlaid.run(CALL, PYTHONPATH=str(link)) == ACTIVE
 
 
 def test_a_shadowed_module_was_imported_at_interpreter_start(overlaid: Environment) -> None:
-    """Only what `site` runs before our line can be earlier: a .pth file that sorts before ours."""
+    """Only a .pth file that sorts before ours runs earlier."""
     overlaid.write("aaa.pth", f"import {SCHEDULER}\n")
     assert overlaid.origin(SCHEDULER) == overlaid.upstream_file(SCHEDULER)
     error = overlaid.fail(CALL)
@@ -120,7 +120,7 @@ def test_a_shadowed_module_was_imported_at_interpreter_start(overlaid: Environme
 
 
 def test_nothing_else_can_import_a_shadowed_module_before_the_finder(overlaid: Environment) -> None:
-    """All else runs after `site` has read our line: later .pth files, sitecustomize, every line of a program.
+    """Everything else runs after `site` has read our line: later .pth files, sitecustomize, the program.
 
     (In a virtual environment `site` reads each file twice, hence the dict.)
     """
@@ -152,7 +152,7 @@ def test_a_group_that_is_off_may_be_upstream_s(shared: Environment) -> None:
 
 
 def test_without_the_runtime_it_can_be_loaded_and_raises_when_called(upstream: Environment, wheels: Wheels) -> None:
-    """vLLM logs a plugin that cannot be loaded and goes on; it stops only at one that raises when called."""
+    """vLLM only logs a plugin that cannot be loaded, but stops at one that raises when called."""
     upstream.install(wheels.overlay)
     load = (
         "from importlib.metadata import entry_points; (p,) = entry_points(group='vllm.general_plugins'); f = p.load()"
@@ -168,7 +168,7 @@ def test_without_the_runtime_it_can_be_loaded_and_raises_when_called(upstream: E
 def test_vllm_s_own_loader_stops_at_an_inactive_overlay(
     upstream: Environment, wheels: Wheels, elsewhere: Callable[[], Path]
 ) -> None:
-    """With the real text of vLLM's plugin loader, which loads entry points in a `try` and calls them outside it."""
+    """Uses the real source of vLLM's plugin loader, which loads entry points in a `try` and calls them outside it."""
     name = "vllm/plugins/__init__.py"
     loader = upstream.site / name
     loader.parent.mkdir()

@@ -1,4 +1,4 @@
-"""What is said where a rewritten module must not be loaded: what, where, and the ways out."""
+"""The errors if a rewritten module must not be loaded: what, where, and the remedies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_vllm_is_not_installed(bare: Environment, wheels: Wheels) -> None:
 
 
 def test_another_release_is_installed(overlaid: Environment) -> None:
-    """Its file differs, and its metadata say so: the message names both."""
+    """Its file and its metadata differ: the message names both."""
     file = overlaid.upstream_file(SCHEDULER)
     expected = hash_of(file)
     (overlaid.site / f"vllm-{RELEASE}.dist-info").rename(overlaid.site / "vllm-0.98.0.dist-info")
@@ -74,7 +74,7 @@ def test_what_is_said_of_the_installed_release(overlaid: Environment, variables:
 
 
 def test_one_module_was_edited(overlaid: Environment) -> None:
-    """That one is refused, the others are served."""
+    """It is refused, and the others are loaded."""
     file = overlaid.upstream_file(SCHEDULER)
     file.write_text(file.read_text() + "# mine\n")
     assert f"installed file: {file}\n" in overlaid.fail(IMPORT)
@@ -135,7 +135,7 @@ def test_a_file_of_the_overlay_is_not_the_reviewed_one(overlaid: Environment, da
 
 
 def test_the_reviewed_bytes_are_what_runs_whatever_bytecode_was_left(overlaid: Environment) -> None:
-    """An edit that is undone leaves bytecode of the edit behind, which Python tells by time and size."""
+    """An undone edit leaves bytecode behind that Python may accept, because it compares only time and size."""
     file = overlaid.overlay_file(SCHEDULER)
     reviewed = file.read_bytes()
     overlaid.origin(SCHEDULER)
@@ -180,7 +180,7 @@ def test_a_garbled_manifest_stops_the_import(overlaid: Environment) -> None:
 
 
 def test_a_manifest_that_is_not_the_finder_s(overlaid: Environment) -> None:
-    """Half an upgrade: the boot module of one overlay, the manifest of another."""
+    """An incomplete upgrade: the boot module of one overlay with the manifest of another."""
     manifest = overlaid.site / "ucm_vllm_overlay" / MANIFEST
     data = json.loads(manifest.read_text())
     data["modules"] = [module for module in data["modules"] if module["name"] != SCHEDULER]
@@ -191,7 +191,7 @@ def test_a_manifest_that_is_not_the_finder_s(overlaid: Environment) -> None:
 
 
 def test_an_overlay_that_is_newer_than_the_runtime(overlaid: Environment) -> None:
-    """It calls a hook that the runtime lacks: refused at the first import, with the hook's name."""
+    """It calls a hook that the runtime lacks, so the first import fails and names the hook."""
     hooks = overlaid.site / "ucm" / "integration" / "vllm" / "hooks.py"
     hooks.write_text(hooks.read_text().replace('    "request_freed",\n', ""))
     error = overlaid.fail(IMPORT)

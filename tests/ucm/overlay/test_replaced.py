@@ -1,4 +1,4 @@
-"""What other packages replace of the overlay's functions at run time: named when plug-ins load, refused when needed."""
+"""Overlay functions that other packages replace at run time: named when plugins load, refused when a feature starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ scheduler.vllm_config.additional_config = {{"ucm_sparse_config": {{"method_of_a_
 hooks.scheduler_init(scheduler)
 print("started")
 """
-#: Ways in which a package puts something of its own in the place of a function, and does not call ours.
+#: Ways in which a package replaces a function without calling ours.
 REPLACING = {
     "method": "Scheduler.schedule = lambda self: None",
     "class": "import vllm.v1.core.sched.scheduler as m\nclass Mine:\n    pass\nm.Scheduler = Mine",
@@ -65,7 +65,7 @@ def wrapper(self):
 Scheduler.schedule = wrapper""",
     "any-attribute": "from unittest.mock import Mock\nScheduler.schedule = Mock()",
 }
-#: Ways in which a package runs code of its own around ours.
+#: Ways in which a package wraps our function.
 WRAPPING = {
     "wraps": """
 import functools
@@ -126,7 +126,7 @@ IMPORTED = f"from {SCHEDULER} import Scheduler\n"
 
 @dataclass(frozen=True)
 class Intruder:
-    """A package beside vLLM, installed in a directory of its own, that is imported first of all that a test runs."""
+    """A package in its own directory, imported first in every program of a test."""
 
     place: Path
     environment: Environment
@@ -192,7 +192,7 @@ def test_without_a_method_nothing_is_refused(intruder: Intruder) -> None:
 
 
 def test_a_class_that_runs_and_is_no_longer_ours(intruder: Intruder) -> None:
-    """A scheduler of another package, which inherits ours and copies the function that makes a step."""
+    """Another package's scheduler derives from ours and copies the function that makes a step."""
     intruder.has("class Copied(Scheduler):\n    def schedule(self):\n        return None")
     error = intruder.start(f"import intruder\n{start_of('SCHEDULER', scheduler='intruder.Copied()')}").stderr
     assert (
@@ -202,7 +202,7 @@ def test_a_class_that_runs_and_is_no_longer_ours(intruder: Intruder) -> None:
 
 @pytest.mark.parametrize(("code", "refused"), [("pass", True), ("super()._update_states(scheduler_output)", False)])
 def test_a_model_runner_that_copies_a_hooked_function_is_refused(intruder: Intruder, code: str, refused: bool) -> None:
-    """Its own execute_model is ours; what it would not tell the method is which blocks the scheduler gives back."""
+    """Its execute_model is ours, but the method would not learn which blocks the scheduler frees."""
     runner = "vllm.v1.worker.gpu_model_runner"
     intruder.has(
         f"import {runner} as r\nclass Derived(r.GPUModelRunner):\n"
@@ -229,7 +229,7 @@ def test_a_class_whose_fields_are_ours(intruder: Intruder) -> None:
 
 
 def test_a_function_that_its_decorator_hides(intruder: Intruder) -> None:
-    """Only that it is the same object tells then: the code of ours cannot be seen in it."""
+    """Our code is not visible in it, so only the object's identity shows that it is ours."""
     hide = f"from {SCHEDULER} import Scheduler\nfrom ucm.overlay import replaced as r\nr.LOADED[Scheduler.__module__]"
     intruder.has("Scheduler.schedule = len")
     for change, named in (("", False), ("import intruder\n", True)):

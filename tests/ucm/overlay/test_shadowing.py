@@ -1,4 +1,4 @@
-"""The rewritten module is the one that runs: in each process, however it starts, and for each tool that looks."""
+"""The rewritten module runs in each process, however it starts, and each tool sees it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ SHADOWED = [
     "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.worker_base",
 ]
-#: Nothing is inserted into the first; into the others, opt-in hooks alone.
+#: The first has no insertions; the others have only opt-in hooks.
 UPSTREAM = [
     "vllm.v1.worker.block_table",
     "vllm.model_executor.layers.attention.mla_attention",
@@ -202,7 +202,7 @@ def test_inspect_shows_the_rewritten_source(shared: Environment) -> None:
 
 
 def test_a_line_tracer_sees_the_rewritten_file(shared: Environment) -> None:
-    """What coverage and debuggers rest on."""
+    """Coverage and debuggers rely on this."""
     code = (
         f"import trace; from {SCHEDULER} import Scheduler; tracer = trace.Trace(count=1, trace=0); "
         "tracer.runfunc(Scheduler); print(*{name for name, _ in tracer.results().counts}, sep='\\n')"
@@ -212,7 +212,7 @@ def test_a_line_tracer_sees_the_rewritten_file(shared: Environment) -> None:
 
 @pytest.mark.parametrize("mode", ["TIMESTAMP", "UNCHECKED_HASH", "CHECKED_HASH"])
 def test_bytecode_of_another_source_does_not_run(overlaid: Environment, mode: str) -> None:
-    """It lies where Python caches this module's, and its time, its size or its kind says that it fits."""
+    """It is in Python's cache for this module, and its time, size or kind seems to match."""
     file = overlaid.overlay_file(SCHEDULER)
     reviewed = file.read_bytes()
     cached = Path(overlaid.run(f"import importlib.util as u; print(u.cache_from_source({str(file)!r}))"))

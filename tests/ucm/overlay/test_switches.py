@@ -1,4 +1,4 @@
-"""The switches: what each turns off, what goes with it, and what is said of it."""
+"""The kill switches: what each turns off, what goes off with it, and the messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ucm.overlay.switches import disabled_groups, is_set, variable_of
 if TYPE_CHECKING:
     from tests.ucm.overlay.environment import Environment
 
-#: Those of the default overlay; `models` is in one with all hooks.
+#: The groups of the default overlay; `models` is only in one with all hooks.
 GROUPS = sorted(set(group_needs()) - {"models"})
 ORIGINS = "import importlib, json; print(json.dumps({n: importlib.import_module(n).__file__ for n in %r}))"
 NEEDS = {"top": ("middle",), "middle": ("bottom",), "bottom": (), "other": ()}
@@ -23,7 +23,7 @@ LOAD_ALL = f"import {SCHEDULER}, {ATTENTION}"
 
 
 def upstream_groups(environment: Environment, **variables: str) -> set[str]:
-    """The groups whose modules are all vLLM's own; in each of the others, all are rewritten."""
+    """Return the groups whose modules are all vLLM's own; check that in the others all are rewritten."""
     modules = json.loads((environment.site / "ucm_vllm_overlay" / MANIFEST).read_text())["modules"]
     files = json.loads(environment.run(ORIGINS % [m["name"] for m in modules], **variables))
     found: dict[str, set[bool]] = {}
@@ -36,7 +36,7 @@ def upstream_groups(environment: Environment, **variables: str) -> set[str]:
 
 
 def dependants(group: str) -> set[str]:
-    """A group and all that relies on it."""
+    """Return a group and all groups that rely on it."""
     needs, found = group_needs(), {group}
     while more := {name for name, others in needs.items() if name not in found and found & set(others)}:
         found |= more

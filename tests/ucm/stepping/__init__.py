@@ -1,1 +1,1 @@
-"""vLLM's own scheduler taken through steps, with workers in miniature behind it."""
+"""vLLM's own scheduler run step by step, with miniature workers."""

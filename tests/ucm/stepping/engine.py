@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
 
 class Device(Protocol):
-    """One worker; it runs steps in the order in which they were scheduled."""
+    """One worker, which runs steps in the order of their scheduling."""
 
     def run(self, output: Any, resumed: Mapping[str, list[int]], alive: set[str]) -> Mapping[str, list[int]]:
         """Run a step.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
-            resumed: The tokens of the requests that are back after a preemption.
-            alive: Requests whose outcome still counts.
+            resumed: The tokens of the requests resumed after a preemption.
+            alive: The requests whose results still count.
 
         Returns:
-            The token behind each request that has come to the end of what is known of it.
+            The sampled token of each request whose known tokens are all computed.
         """
 
 
 class CheckedEngine:
-    """An engine whose every step is checked; its worker, ``device``, is its heir's.
+    """An engine that checks every step; a subclass provides its worker, ``device``.
 
     Args:
-        setting: What it is like.
+        setting: The engine's settings.
         config: vLLM's ``VllmConfig``.
         layers: The names of its layers.
         spec: vLLM's specification of their KV cache.
-        chance: Decides what is left open.
+        chance: The source of random choices.
     """
 
     device: Device
@@ -56,7 +56,7 @@ class CheckedEngine:
         self.manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.pool = self.manager.block_pool
         self.batches = 2 if setting.asynchronous else 1
-        #: The steps in flight, each with the tokens of the requests that it resumes, and those whose outcome counts.
+        #: The steps in flight, each with the tokens of the requests that it resumes, and those whose results count.
         self.in_flight: deque[tuple[Any, dict[str, list[int]], set[str]]] = deque()
         self.requests: dict[str, Any] = {}
         self._new = Requests(spec.block_size)
@@ -65,21 +65,21 @@ class CheckedEngine:
     # From outside
 
     def submit(self, prompt: Sequence[int], max_tokens: int, asked: object = None) -> Any:
-        """A new request, of some importance."""
+        """Add a request, with a random priority."""
         request = self._new.make(prompt, max_tokens, self.chance.randrange(3), asked)
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)
         return request
 
     def abort(self, request: Any) -> None:
-        """A request's client has gone."""
+        """Abort a request, as if its client disconnected."""
         self._lose(request.request_id)
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
         self._collect()
         self.happened["aborts"] += 1
 
     def reset(self, *, running: bool = True) -> None:
-        """Empty the prefix cache; running requests start again, or keep it from being emptied."""
+        """Reset the prefix cache; running requests are preempted, or prevent the reset."""
         if running:
             for request in self.scheduler.running:
                 self._lose(request.request_id)
@@ -88,7 +88,7 @@ class CheckedEngine:
         self.happened["resets"] += done
 
     def schedule(self) -> None:
-        """Plan a step."""
+        """Schedule a step."""
         before = {request.request_id: request.num_preemptions for request in self.requests.values()}
         output = self.scheduler.schedule()
         for request_id, count in before.items():
@@ -105,7 +105,7 @@ class CheckedEngine:
         self.happened["hits"] += sum(data.num_computed_tokens > 0 for data in output.scheduled_new_reqs)
 
     def execute(self) -> None:
-        """Run the oldest step in flight, and tell the scheduler what came of it."""
+        """Run the oldest step in flight, and pass its output to the scheduler."""
         output, resumed, alive = self.in_flight.popleft()
         sampled = self.device.run(output, resumed, alive)
         self.scheduler.update_from_output(output, runner_output(output, sampled))
@@ -113,7 +113,7 @@ class CheckedEngine:
         self._collect()
 
     def turn(self) -> None:
-        """One turn of the engine's loop: as many steps in flight as it may have."""
+        """Run one iteration of the engine's loop, with as many steps in flight as allowed."""
         if len(self.in_flight) < self.batches and self.scheduler.has_requests():
             self.schedule()
             if len(self.in_flight) < self.batches and self.chance.random() < 0.8:
@@ -122,7 +122,7 @@ class CheckedEngine:
             self.execute()
 
     def drain(self) -> None:
-        """Until all have ended, and nothing is left of them."""
+        """Run until all requests have ended, and check that nothing is left of them."""
         turns = 0
         while self.scheduler.has_requests() or self.in_flight:
             self.turn()
@@ -133,26 +133,26 @@ class CheckedEngine:
         assert self.pool.get_num_free_blocks() == self._blocks - 1, "blocks are lost"
         self._check_blocks()
 
-    # What an heir may add
+    # For subclasses to override
 
     def _scheduled(self, output: Any) -> None:
-        """A step was planned."""
+        """Called after a step was scheduled."""
 
     def _executed(self, alive: set[str]) -> None:
-        """A step was carried out; for these requests it counted."""
+        """Called after a step was executed; its results count for these requests."""
 
     def _ended(self, request: Any) -> None:
-        """A request has come to its end, by itself or because its client has gone."""
+        """Called after a request has finished or was aborted."""
 
     def _beside_row(self, request_id: str) -> list[int]:
-        """The blocks that a request holds beside those of its row."""
+        """Return the blocks that a request holds besides those of its row."""
         del request_id
         return []
 
     # Within
 
     def _lose(self, request_id: str) -> None:
-        """What steps in flight compute for a request no longer counts, and its first step is to come again."""
+        """Discard a request's results in flight; its next step counts as its first."""
         for _, _, alive in self.in_flight:
             alive.discard(request_id)
 
@@ -162,7 +162,7 @@ class CheckedEngine:
             self._ended(self.requests.pop(request_id))
 
     def _check_blocks(self) -> None:
-        """Every block is held by as many requests as it says, or free once."""
+        """Check that every block's reference count equals its holders, and that free blocks are listed once."""
         holders: Counter[int] = Counter()
         for request_id, row in self.manager.req_to_blocks.items():
             held = [block.block_id for block in row if not block.is_null] + self._beside_row(request_id)

@@ -1,4 +1,4 @@
-"""What a worker knows of its requests, as vLLM's model runner keeps it."""
+"""A worker's state of its requests, as in vLLM's model runner."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """The rows of the block table, with the tokens of each; running requests only ever get more blocks."""
+    """The rows of the block table with their tokens; running requests only gain blocks."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
-        #: Of the requests that the last step admits, the tokens that they found.
+        #: The hit tokens of the requests that the last step admits.
         self.admitted: dict[str, int] = {}
 
     def update(self, output: Any, resumed: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Take in a step.
+        """Apply a step.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
-            resumed: The tokens of the requests that are back after a preemption.
+            resumed: The tokens of the requests resumed after a preemption.
 
         Returns:
-            Where the step's tokens begin, of each request in it.
+            The position of the step's first token, by request.
         """
         starts = {}
         self.admitted.clear()
@@ -48,7 +48,7 @@ class Rows:
         return starts
 
     def table(self, ids: Sequence[str]) -> torch.Tensor:
-        """The block table of a batch, int32 ``[num_requests, most blocks]``."""
+        """Return the block table of a batch, int32 ``[num_requests, max_blocks]``."""
         table = torch.zeros(len(ids), max(len(self.blocks[i]) for i in ids), dtype=torch.int32)
         for row, request_id in enumerate(ids):
             table[row, : len(self.blocks[request_id])] = torch.tensor(self.blocks[request_id], dtype=torch.int32)
@@ -56,7 +56,7 @@ class Rows:
 
 
 def fresh(output: Any, block_size: int) -> list[int]:
-    """The blocks that a step gives to its requests, without those of a hit."""
+    """Return the blocks that a step allocates to its requests, without those of a hit."""
     found = []
     for data in output.scheduled_new_reqs:
         found += data.block_ids[0][data.num_computed_tokens // block_size :]
@@ -67,7 +67,7 @@ def fresh(output: Any, block_size: int) -> list[int]:
 
 
 def _cached(output: Any) -> list[tuple[str, list[int], int]]:
-    """Of the requests that vLLM's runner knows: the id, its new blocks, and the tokens that are computed."""
+    """Return, for each request that vLLM's runner knows, the id, the new blocks and the number of computed tokens."""
     cached = output.scheduled_cached_reqs
     news = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
     return [(request_id, new[0] if new else [], computed) for request_id, new, computed in news]

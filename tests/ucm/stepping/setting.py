@@ -1,4 +1,4 @@
-"""What an engine is like, whatever its worker is."""
+"""The settings of a test engine, whatever its worker."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetting:
-    """An engine.
+    """The settings of an engine.
 
     Args:
-        asynchronous: Whether a step is scheduled before the tokens of the one before are known.
-        caching: Whether the engine finds prefixes in its own KV cache.
-        blocks: Blocks of the KV cache, the null block among them.
+        asynchronous: Whether a step is scheduled before the tokens of the previous one are known.
+        caching: Whether prefix caching is on.
+        blocks: Blocks of the KV cache, including the null block.
         budget: Tokens per step.
-        chunk: Most tokens of one request in a step; 0 for no limit of its own.
-        running: Requests that run at once.
-        policy: Which request has to go when blocks run out: the latest, or the least important.
+        chunk: Maximum tokens of one request in a step; 0 for no separate limit.
+        running: Maximum number of running requests.
+        policy: Which request is preempted when blocks run out: the latest, or the one of lowest priority.
     """
 
     asynchronous: bool = False

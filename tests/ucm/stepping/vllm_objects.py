@@ -1,4 +1,4 @@
-"""Objects of the installed vLLM as its engine makes them; imported only where vLLM is."""
+"""Objects of the installed vLLM as its engine creates them; imported only where vLLM is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def engine_config(
     model: Path, setting: EngineSetting, block_size: int, max_model_len: int, ranks: int = 1, **parts: Any
 ) -> Any:
-    """vLLM's ``VllmConfig``, with parts of the caller's beside the usual ones."""
+    """Return vLLM's ``VllmConfig``, with the caller's parts besides the usual ones."""
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len
@@ -48,7 +48,7 @@ def engine_config(
 
 
 def make_scheduler(config: Any, kv_cache_config: Any) -> Any:
-    """The scheduler that vLLM takes for a configuration."""
+    """Return the scheduler that vLLM chooses for a configuration."""
     size = config.cache_config.block_size
     return (AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler)(
         vllm_config=config,
@@ -75,7 +75,7 @@ class Requests:
         self._number = 0
 
     def make(self, prompt: Sequence[int], max_tokens: int, priority: int = 0, asked: object = None) -> Any:
-        """vLLM's ``Request``; what it asks of a sparse method is not None."""
+        """Return vLLM's ``Request``; ``asked`` is its request to a sparse method, or None."""
         self._number += 1
         extra = None if asked is None else {"ucm_sparse": asked}
         params = SamplingParams(
@@ -86,7 +86,7 @@ class Requests:
 
 
 def runner_output(output: Any, sampled: Mapping[str, list[int]], **more: Any) -> Any:
-    """What vLLM's model runner gives back for a step: the tokens of the requests that have got some."""
+    """Return vLLM's model runner output for a step, with the sampled tokens by request."""
     ids = list(output.num_scheduled_tokens)
     return ModelRunnerOutput(
         req_ids=ids,

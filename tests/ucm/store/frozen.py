@@ -1,4 +1,4 @@
-"""A directory whose server is gone: every call of the operating system that concerns it hangs until it is thawed."""
+"""A directory whose server is gone: every system call on it hangs until it is thawed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class FrozenDirectory:
-    """What the tests see of it.
+    """The tests' control of such a directory.
 
     Args:
-        monkeypatch: The test's; the calls are replaced as long as it lasts.
+        monkeypatch: The test's, which replaces the system calls.
         root: The directory.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
         self._root = root
         self._count = threading.Lock()
-        self.calls = 0  #: that have hung, or do
+        self.calls = 0  #: the calls that hang or have hung
         self.held, self.thawed = threading.Event(), threading.Event()
         for name in ("access", "stat", "lstat", "mkdir", "open", "statvfs"):
             real = getattr(os, name)

@@ -1,4 +1,4 @@
-"""The store's bench measures what it says, and leaves nothing behind."""
+"""The store benchmark measures what it claims, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a store holds, and what goes when there is too much."""
+"""The capacity of a store, and the eviction of blocks above it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def age(layout: Layout, keys: list[bytes], first: float = 1_000_000_000.0) -> None:
-    """Let blocks have been used one second after the other."""
+    """Set the blocks' last use one second apart."""
     for number, block in enumerate(keys):
         os.utime(layout.block(block), (first + number, first + number))  # type: ignore[arg-type]
 
@@ -51,7 +51,7 @@ def layout(config: StoreConfig) -> Layout:
 
 @pytest.fixture
 def full(config: StoreConfig, layout: Layout) -> StoreConfig:
-    """A root with 40 blocks, the first one used longest ago."""
+    """A root with 40 blocks, of which the first is the least recently used."""
     with open_store(config, NAMESPACE, EVEN) as store:
         save(store, KEYS, EVEN)
     age(layout, list(KEYS))
@@ -59,7 +59,7 @@ def full(config: StoreConfig, layout: Layout) -> StoreConfig:
 
 
 def saved(store: KVStore, keys: list[BlockKey]) -> None:
-    """Save blocks, those again that were dropped because the evictor was behind."""
+    """Save blocks; repeat those that were dropped because the evictor lagged behind."""
     eventually(lambda: not save(store, keys, EVEN).failed)
 
 
@@ -113,13 +113,13 @@ def test_what_is_used_after_a_scan_stays(full: StoreConfig, layout: Layout) -> N
     found = scan(full.directories[0])
     os.utime(layout.block(KEYS[0]))
     gone: list[str] = []
-    for count in (3, 7):  # one scan serves twice
+    for count in (3, 7):  # one scan suffices for both
         assert evict(full.directories[0], found, count * FILE, gone.append) == (count, count * FILE)
     assert gone == [layout.block(block) for block in KEYS[1:11]]
 
 
 def test_several_evictors_delete_no_more_than_one(full: StoreConfig) -> None:
-    """Each rank has one, and they see the same excess in the same moment."""
+    """Each rank has one, and all see the same excess at the same time."""
     root = full.directories[0]
     found = scan(root)
     gone: list[str] = []
@@ -170,7 +170,7 @@ def test_above_the_capacity_the_oldest_go(full: StoreConfig) -> None:
     limited = replace(full, posix_capacity_bytes=20 * FILE)
     with open_store(limited, NAMESPACE, EVEN) as store:
         saved(store, [key(100)])
-        # Down to 95 % of 20 files: the new block, if it was there by then, and the others that were used last.
+        # Down to 95 % of 20 files: the new block, if saved by then, and the other most recently used ones.
         eventually(lambda: len(there(store)) in {18, 19})
         eventually(lambda: store.stats()["posix"].evicted_blocks == 40 - len(there(store)))
         left = there(store)
@@ -202,7 +202,7 @@ def test_a_load_renews_a_block(full: StoreConfig, layout: Layout) -> None:
     begun = time.time()
     with open_store(replace(full, touch_seconds=3600.0), NAMESPACE, EVEN) as store:
         fetch(store, KEYS[:2], EVEN)
-        # The second one within ``touch_seconds`` does not.
+        # A second use within ``touch_seconds`` does not.
         recent = begun - 1800
         os.utime(layout.block(KEYS[2]), (recent, recent))
         fetch(store, KEYS[2:3], EVEN)
@@ -223,7 +223,7 @@ def test_an_evicted_block_is_not_believed_in(full: StoreConfig) -> None:
 
 
 def test_what_is_being_used_survives_a_storm(config: StoreConfig) -> None:
-    """Several writers above the capacity, and a reader: whatever is loaded is right."""
+    """With several writers above the capacity, a reader loads only correct blocks."""
     limited = replace(config, posix_capacity_bytes=10 * FILE)
     with open_store(limited, NAMESPACE, EVEN) as one, open_store(limited, NAMESPACE, EVEN) as two:
         for round_number in range(10):
@@ -235,9 +235,9 @@ def test_what_is_being_used_survives_a_storm(config: StoreConfig) -> None:
         assert set(one.stats()["posix"].failures) <= {"load.missing", "save.full"}
 
 
-@pytest.mark.parametrize("blocks", [1.5, 2.5, 5.9])  # of 1 block, the evictor may take the one just saved
+@pytest.mark.parametrize("blocks", [1.5, 2.5, 5.9])  # with room for 1, the evictor may delete the block just saved
 def test_a_root_of_a_few_blocks_takes_the_next(config: StoreConfig, blocks: float) -> None:
-    """Full of blocks, it may be far below 98 % of its capacity, from where on the evictor makes room by itself."""
+    """It may be full far below 98 % of its capacity, above which the evictor makes room by itself."""
     capacity = int(blocks * -(-FILE // 4096) * 4096)
     with open_store(replace(config, posix_capacity_bytes=capacity), NAMESPACE, EVEN) as store:
         for number, block in enumerate(KEYS[:8]):

@@ -1,4 +1,4 @@
-"""Our own back ends, each held to the conformance suite."""
+"""The conformance suite, run on our own back ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.ucm.store.servers import RedisServer, S3Server
 
 MIB = 1 << 20
-#: Seconds in which a server answers that is well, on a busy machine.
+#: Time limits within which a healthy server answers on a busy machine, in seconds.
 PATIENT = {"timeout": 60.0, "transfer_timeout": 60.0}
 
 

@@ -1,4 +1,4 @@
-"""The example package of a store: installed, found by its entry point, held to the suite, and met with failures."""
+"""The example store package: installation, entry point, conformance suite, and failures of its medium."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """On the path of this process and of those that it spawns, as pip would put it there."""
+    """Put it on the path of this process and its children, as pip would."""
     directory = tmp_path_factory.mktemp("package")
     site = directory / "site"
     with zipfile.ZipFile(build_wheel(ROOT / "examples" / "store", directory)) as wheel:

@@ -1,4 +1,4 @@
-"""A store by its configuration, and what a configuration cannot be."""
+"""Opening a store by its configuration, and invalid configurations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHELVES: dict[str, dict[BlockKey, bytes]] = {}
 
 
 class ShelfTier(ValueTier):
-    """A tier of somebody else's: values in a dictionary."""
+    """A third-party tier with its values in a dictionary."""
 
     class Options(TierOptions):
         shelf: str

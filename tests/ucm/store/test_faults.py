@@ -1,4 +1,4 @@
-"""Real processes that die, real disks that are full, real permissions that are missing."""
+"""Real process deaths, full disks and missing permissions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for 20 blocks."""
+    """A file system that holds 20 blocks."""
     if os.geteuid() != 0:
         pytest.skip("a small tmpfs can only be mounted by root")
     path = tmp_path / "small"
@@ -88,7 +88,7 @@ def test_a_full_disk(small_disk: Path, said: list[str]) -> None:
         loaded, _ = fetch(store, keys, EVEN)
         assert loaded == {block: content(block, EVEN) for block in outcome.done}
         assert list(Path(Layout(str(small_disk), NAMESPACE).temporary).iterdir()) == []
-        # Room again: saving goes on.
+        # Saving resumes once there is room again.
         for block in list(outcome.done)[:5]:
             Path(Layout(str(small_disk), NAMESPACE).block(block)).unlink()
         assert save(store, list(outcome.failed)[:3], EVEN).failed == {}
@@ -119,7 +119,7 @@ def test_permissions_that_are_missing() -> None:
     parent = Path(tempfile.mkdtemp())
     root = str(parent / "root")
     try:
-        parent.chmod(0o711)  # which lets others through without letting them look
+        parent.chmod(0o711)  # allows others to traverse it but not to list it
         Path(root).mkdir(mode=0o700)
         os.chown(root, NOBODY, NOBODY)
         with SPAWN.Pool(1) as pool:

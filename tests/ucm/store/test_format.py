@@ -1,4 +1,4 @@
-"""The file of a block: what is written is read, and nothing else is."""
+"""The file format of a block: reading accepts exactly what writing produces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_header_is_read_as_it_was_made(geometry: BlockGeometry, block: BlockKe
 
 
 def test_the_layout_on_disk_is_as_documented() -> None:
-    """Files of today are read tomorrow: this test changes only together with the format's version."""
+    """Existing files must stay readable: this test changes only together with the format's version."""
     file = bytes(file_of(BlockGeometry((3, 5), b"0123456789abcdef"), BlockKey(b"k" * 16), "n"))
     assert len(file) == 4096 + 8
     assert file[:8] == b"\x89UCMKV\r\n"
@@ -108,7 +108,7 @@ def test_junk_is_no_block(junk: bytes) -> None:
 @settings(deadline=None)
 @given(data=st.data())
 def test_lengths_are_not_believed(data: st.DataObject) -> None:
-    """Even in a header whose checksum is right."""
+    """Even if the header's checksum is right."""
     codec = HeaderCodec(NAMESPACE, ODD)
     header = codec.encode(KEY, [0] * len(ODD.slice_sizes))
     at, nbytes = data.draw(st.sampled_from([(10, 2), (12, 4), (16, 8), (56, 1), (128, 8)]))
@@ -120,13 +120,13 @@ def test_lengths_are_not_believed(data: st.DataObject) -> None:
         found = decode(resealed)
     except BlockCorruptError:
         return
-    # What remains is another key length, which the key itself then contradicts.
+    # The only remaining case is another key length, with which the key does not match.
     assert at == 56
     assert found.key != KEY
 
 
 def seal(header: bytearray) -> bytearray:
-    """Put the right checksum under a changed header."""
+    """Update the checksum of a changed header."""
     header[-8:] = checksum(memoryview(header)[:-8]).to_bytes(8, "little")
     return header
 

@@ -1,4 +1,4 @@
-"""Media that do not answer: they hold up nobody who does not need them, and those who do for one deadline per rest."""
+"""Media that do not answer delay only callers that need them, and those for one deadline per rest."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.tier import Outcome
 
-#: So many that some are in each of two directories, whatever these are called.
+#: Enough keys for both of two directories to have some, whatever their names.
 KEYS = [key(number) for number in range(64)]
 HERE = "tests.ucm.store.test_frozen"
-#: Seconds in which what must happen does, on a busy machine; a deadline of what is frozen; and what nobody waits for.
+#: A limit that suffices on a busy machine, the deadline of a frozen medium, and a limit never reached, in seconds.
 LONG, SHORT, NEVER = 60.0, 0.1, 3600.0
 
 
 class Server:
-    """What the tests do to the tier's medium."""
+    """The tests' control of the tier's medium."""
 
     values: dict[BlockKey, bytes]
     thawed: threading.Event
@@ -55,7 +55,7 @@ SERVER = Server()
 
 
 class ServerTier(ValueTier):
-    """Like a server: it keeps its deadlines. While it is thawed it answers at once, however late that is."""
+    """Keeps its deadlines, like a server. When thawed it answers at once, however late."""
 
     def __init__(self, options: TierOptions, place: TierPlace) -> None:
         super().__init__("server", place, SHORT, SHORT)
@@ -154,7 +154,7 @@ def test_what_falls_behind_is_dropped_and_counted(both: StoreConfig, server: Ser
 
 
 def test_closing_waits_for_no_frozen_tier_and_counts_what_is_lost(both: StoreConfig, server: Server) -> None:
-    """It would not end within this test."""
+    """The frozen write would not end within this test."""
     store = open_store(both, "n", EVEN)
     server.thawed.clear()
     save(store, KEYS, EVEN)
@@ -166,7 +166,7 @@ def test_closing_waits_for_no_frozen_tier_and_counts_what_is_lost(both: StoreCon
 def test_closing_waits_once_for_all_writes_that_hang(
     config: StoreConfig, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four directories, each of which stops answering while a block is written to it."""
+    """Each of four directories stops answering while a block is written to it."""
     seconds, roots = 2.0, [tmp_path / f"low-{number}" for number in range(4)]
     for root in roots:
         root.mkdir()
@@ -302,11 +302,11 @@ def test_a_tier_that_breaks_its_contract_costs_its_blocks_and_keeps_nobody_waiti
         del server
 
 
-# Stuck in a system call that nothing interrupts.
+# Stuck in an uninterruptible system call.
 
 
 class Hanging:
-    """Keeps every call that concerns a directory until it is let go."""
+    """Blocks every call on a directory until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
         self.held, self.over = threading.Event(), threading.Event()
@@ -340,7 +340,7 @@ def test_a_stuck_directory_does_not_starve_another(
         well = store.load([memory.transfer() for memory in memories if memory.key not in there])
         assert set(store.wait(well).done) == set(KEYS) - there
         assert not store.check(stuck), "the memory that a stuck thread may yet write to is not given back"
-        wait_until(lambda: len(hanging.calls) == two.load_threads)  # one that begins later is not stuck for as long
+        wait_until(lambda: len(hanging.calls) == two.load_threads)  # a call that begins later is not stuck as long
         clock.now += two.stuck_seconds
         again = store.wait(store.load([memory.transfer() for memory in filled(there, EVEN)]))
         assert {error.cause for error in again.failed.values()} == {"timeout"}
@@ -390,7 +390,7 @@ def test_stuck_threads_are_replaced_once_per_rest_and_not_without_end(clock: Clo
         clock.now += pool._rest
     assert refused == list(range(9, 100))
     over.set()
-    wait_until(lambda: len(pool._threads) == 1 and not pool._began)  # the last one has woken up, too
+    wait_until(lambda: len(pool._threads) == 1 and not pool._began)  # the last thread has woken up, too
     submit(100)
     pool.close()
     assert sorted(done) == [*range(9), 100]
@@ -400,7 +400,7 @@ def test_stuck_threads_are_replaced_once_per_rest_and_not_without_end(clock: Clo
 
 
 class TwoRoots:
-    """A store in two directories, of which one freezes."""
+    """A store in two directories, one of which freezes."""
 
     def __init__(self, config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         roots = [str(tmp_path / name) for name in ("a", "b")]
@@ -419,7 +419,7 @@ class TwoRoots:
         self.directory = FrozenDirectory(monkeypatch, roots[0])
 
     def give_up(self) -> None:
-        """Ask for what is in the frozen directory alone, so that no other one has to be in time."""
+        """Look up only keys in the frozen directory, so that the other directory's speed does not matter."""
         self.tier.timeout = SHORT
         assert self.store.lookup(self.lost) == [False] * len(self.lost)
         assert self.directory.held.wait(LONG)  # the thread may begin only after its caller has given up
@@ -428,7 +428,7 @@ class TwoRoots:
 
 @pytest.fixture
 def two(config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[TwoRoots]:
-    del clock  # no rest ends before the test says so
+    del clock  # the fixture stops the clock, so no rest ends
     found = TwoRoots(config, tmp_path, monkeypatch)
     yield found
     found.directory.thawed.set()
@@ -490,7 +490,7 @@ def test_a_store_is_closed_beside_lookups_that_hang(
 def test_what_a_slow_directory_has_told_by_the_deadline_is_believed(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not left alone for that."""
+    """A slow directory is not put to rest for that."""
     with open_store(config, "n", EVEN) as store:
         save(store, KEYS, EVEN)
         assert isinstance(store, tiered.TieredStore)
@@ -518,11 +518,11 @@ def test_what_a_slow_directory_has_told_by_the_deadline_is_believed(
         assert store.lookup(KEYS) == [True] * len(KEYS)
 
 
-# Evicted from beside a directory that does not answer.
+# Eviction next to a directory that does not answer.
 
 
 def here_and_there(two: TwoRoots, count: int) -> tuple[list[BlockKey], list[BlockKey]]:
-    """Blocks that belong into the directory that freezes, and as many that belong into the other."""
+    """Return keys that belong to the directory that freezes, and as many that belong to the other."""
     lanes: tuple[list[BlockKey], list[BlockKey]] = [], []
     number = len(KEYS)
     while min(map(len, lanes)) < count:
@@ -536,7 +536,7 @@ def here_and_there(two: TwoRoots, count: int) -> tuple[list[BlockKey], list[Bloc
 def small(
     config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[TwoRoots, FrozenDirectory]]:
-    """Both directories together hold twice what is saved."""
+    """A store whose two directories together hold twice the saved blocks."""
     limited = replace(config, posix_capacity_bytes=2 * len(KEYS) * (EVEN.nbytes + 4096))
     found = TwoRoots(limited, tmp_path, monkeypatch)
     yield found, found.directory
@@ -549,7 +549,7 @@ def test_a_frozen_directory_stops_eviction_in_no_other(small: tuple[TwoRoots, Fr
     assert directory.held.wait(LONG), "its evictor has come across it"
     _, well = here_and_there(two, 4 * len(KEYS))
     deadline = time.monotonic() + LONG
-    while well and time.monotonic() < deadline:  # what the evictor is behind with is dropped
+    while well and time.monotonic() < deadline:  # saves are dropped while the evictor lags behind
         failed = save(two.store, well[:16], EVEN).failed
         well = [*failed, *well[16:]]
     assert not well, "the other directory is full, and nobody makes room"
@@ -573,7 +573,7 @@ def test_an_evictor_that_a_directory_keeps_is_not_waited_for(
 def test_times_of_use_are_not_renewed_by_whoever_closes(
     config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory may have stopped answering since the evictor looked."""
+    """The directory may have stopped answering since the evictor's last check."""
     two = TwoRoots(config, tmp_path, monkeypatch)
     assert two.directory.held.wait(LONG)
     two.directory.thawed.set()
@@ -588,7 +588,7 @@ def test_times_of_use_are_not_renewed_by_whoever_closes(
 
 
 def ends(call: Callable[[], None]) -> bool:
-    """Whether a call waits for nothing that does not come."""
+    """Return whether a call returns in time."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(LONG)

@@ -1,4 +1,4 @@
-"""Rests and probes, and what is said of failures."""
+"""Rests, probes, and the log lines about failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def resting(clock: Clock) -> Breaker:
-    """One whose rest is over: the next call is the probe."""
+    """A breaker whose rest is over: the next call is the probe."""
     breaker = Breaker("it", 3, 30.0)
     for _ in range(3):
         assert breaker.allows()

@@ -1,4 +1,4 @@
-"""The text beside a namespace's blocks."""
+"""The identity file of a namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process knows of which blocks are there, and how it learns that they no longer are."""
+"""A process's index of block names, and how it learns of removals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def index_of(store: KVStore) -> NameIndex:
 
 
 def learn(store: KVStore) -> None:
-    """Let the store list the names."""
+    """Make the store list the block names."""
     for index in indexes_of(store):
         index.tested(posix_index.WORTH)
     wait_until_listed(store)
@@ -78,7 +78,7 @@ def wait_until_listed(store: KVStore) -> None:
 
 
 def watch_tests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directory entries that are tested from now on."""
+    """Record the directory entries that are checked from now on."""
     access = os.access
     made: list[str] = []
 
@@ -173,7 +173,7 @@ def test_a_deleted_or_new_log_begins_anew(store: KVStore, layout: Layout, monkey
     log_removals(layout, [KEYS[0]])
     store.lookup(KEYS)
     Path(posix_index.removals_path(layout)).unlink()
-    assert store.lookup(KEYS) == [True] * 30 + [False] * 10  # by asking, as the next line shows
+    assert store.lookup(KEYS) == [True] * 30 + [False] * 10  # by checking files, as the next line shows
     assert index_of(store)._names is None
     learn(store)
     monkeypatch.setattr(posix_index, "_LONGEST", 10)
@@ -251,7 +251,7 @@ def test_readers_learn_every_removal_once(batches: list[list[BlockKey]], data: s
         first = read_removals(layout, None)[0]
         assert first == Position()
         log_removals(layout, [])
-        assert read_removals(layout, first)[1] is None  # whether it is the first log ever, nobody knows
+        assert read_removals(layout, first)[1] is None  # unknown whether it is the first log ever
         position, _ = read_removals(layout, None)
         seen: list[bytes] = []
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Looking at a root from outside."""
+"""Inspecting a root without opening a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a namespace holds, and what dead processes left in it."""
+"""The contents of a namespace, and leftovers of dead processes in it."""
 
 from __future__ import annotations
 

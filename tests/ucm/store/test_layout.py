@@ -1,4 +1,4 @@
-"""Names of files and directories, and whose they are."""
+"""The names of files and directories, and their owners."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_dead_owner_is_known_to_be_dead() -> None:
         pool.close()
         pool.join()
     assert is_stale(name, age=0, stale_seconds=3600)
-    # A process that has got its id by now is not its owner.
+    # A process that reuses the id is not its owner.
     host, _, started, rest = name.split("-", 3)
     assert is_stale(f"{host}-{os.getpid()}-{started}-{rest}", age=0, stale_seconds=3600)
 
@@ -98,7 +98,7 @@ def test_what_none_of_us_made_is_never_stale(name: str) -> None:
 
 
 def test_hosts_that_cannot_be_told_apart_are_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two containers may have the same name and see other processes under the same ids."""
+    """Two containers may have the same host name, but other processes under the same ids."""
     name = owner_name()
     posix_layout._host.cache_clear()
     with monkeypatch.context() as patch:

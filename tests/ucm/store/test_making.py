@@ -1,4 +1,4 @@
-"""A namespace being made by a process that dies."""
+"""A process dies while it creates a namespace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLS = ("mkdir", "fsync", "rename")
 
 
 class DiedError(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the death of the process."""
 
 
 @pytest.mark.parametrize("calls", range(18))
@@ -57,7 +57,7 @@ def test_whoever_comes_next_makes_the_rest(config: StoreConfig, monkeypatch: pyt
 
 
 def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``rm -r`` beside a writer may take the marker and leave the rest."""
+    """``rm -r`` next to a running writer may delete the marker and leave the rest."""
     monkeypatch.setattr(posix_space, "_FIRST_SECONDS", 0.0)
     layout = Layout(config.directories[0], "n")
     with open_store(config, "n", ODD) as store:
@@ -72,7 +72,7 @@ def test_a_store_in_use_makes_a_lost_marker_again(config: StoreConfig, monkeypat
 
 
 def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as its process lives, nobody else would delete it."""
+    """No other process would delete it while its owner lives."""
 
     def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

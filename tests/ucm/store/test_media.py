@@ -1,4 +1,4 @@
-"""Directories that fail: vanish, refuse, run full, answer by halves."""
+"""Failing directories: they vanish, refuse access, run full, or transfer only parts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_deleted_directory_is_made_again_at_once(config: StoreConfig, said: li
 def test_a_directory_whose_file_system_went_comes_back_after_a_rest(
     config: StoreConfig, said: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unmounting needs rights that tests lack: the directory is deleted, and the one above it told to be on another."""
+    """Tests may not unmount: the directory is deleted, and its parent made to look like another file system."""
     root = Path(config.directories[0])
     with open_store(config, NAMESPACE, ODD) as store:
         save(store, KEYS, ODD)
@@ -149,7 +149,7 @@ def test_what_the_medium_refuses_while_writing(
 def test_the_first_cause_is_kept_through_a_rest(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """What a full disk refuses is counted as full, also while the directory rests; and so on."""
+    """For instance, a save refused by a full disk is counted as such, also while the directory rests."""
 
     def refuse(*_: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -198,7 +198,7 @@ def test_a_medium_that_fails_while_reading_rests(
             assert calls == config.failures_until_rest
         assert store.lookup(KEYS) == [False] * len(KEYS)
         clock.now += config.rest_seconds
-        # Lookups are not the probe: the first load is.
+        # The probe is the first load, not a lookup.
         assert store.lookup(KEYS) == [True] * len(KEYS)
         assert store.lookup_on_prefix(KEYS) == len(KEYS)
         assert fetch(store, KEYS[:1], ODD)[0] == {KEYS[0]: content(KEYS[0], ODD)}
@@ -224,7 +224,7 @@ def test_a_medium_that_says_that_a_block_is_gone_works_again(
 
 
 def test_short_transfers_are_continued(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a signal, or a network file system, may cause them."""
+    """A signal or a network file system may cause them."""
     pwritev, preadv = os.pwritev, os.preadv
 
     def some_written(descriptor: int, buffers: list[memoryview], *rest: int) -> int:
@@ -321,7 +321,7 @@ def test_a_direct_read_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pyte
         return preadv(descriptor, [buffers[0][:6000]], offset, *rest)
 
     monkeypatch.setattr(os, "preadv", some_read)
-    for more in (0, 1000):  # the second asks for more than there is
+    for more in (0, 1000):  # the second one requests more than exists
         found = bytearray(len(written) + more)
         with (tmp_path / "file").open("rb") as file:
             assert posix_files.read_direct(file.fileno(), [found], 0, len(found)) == len(written)

@@ -1,4 +1,4 @@
-"""A store whose medium does not let it be opened holds up nobody, and costs what is asked of it meanwhile at most."""
+"""A store whose medium does not answer while it is opened delays no one; at most the calls to it meanwhile fail."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Frozen:
 
 @pytest.fixture
 def frozen(config: StoreConfig, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frozen]:
-    del clock  # nothing is stuck until the test says so
+    del clock  # the fixture stops the clock, so nothing counts as stuck
     found = Frozen(config, monkeypatch)
     yield found
     found.directory.thawed.set()

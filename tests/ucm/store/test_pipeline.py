@@ -1,4 +1,4 @@
-"""Memory before files: writes go to memory and from there to files, reads to the first that has the block."""
+"""Memory in front of files: writes go to memory and on to files, reads to the first tier with the block."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_both_tiers_have_it(store: KVStore, cached: Layout, kept: Layout) -> Non
 
 
 def spoil(root: Path) -> None:
-    """Put a file where a directory was: unlike a directory that is gone, it cannot be made again."""
+    """Replace a directory by a file; unlike a missing directory, it cannot be created again."""
     shutil.rmtree(root)
     root.write_bytes(b"")
 
@@ -159,7 +159,7 @@ def test_one_tier_takes_what_the_other_cannot(both: StoreConfig, lost: str, left
         assert set(outcome.done) == set(KEYS)
         assert set(outcome.done.values()) == {left}
         assert served_by(store, KEYS) == {left}
-        # What is written behind waits for the end of the rest; what nothing else takes is told at once.
+        # A write-behind waits for the end of the rest; a save that no other tier accepts fails at once.
         failures = 3 if lost == "posix" else 6
         eventually(lambda: store.stats()[lost].failures.get("save.unavailable") == failures)
         assert set(store.stats()[lost].failures) <= {"save.unavailable", "load.unavailable", "promote.unavailable"}

@@ -1,4 +1,4 @@
-"""The Redis tier beside real servers: what it keeps there, and what becomes of a store when servers fail or lie."""
+"""The Redis tier with real servers: its data, and the store's behaviour when servers fail or return wrong data."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ KEYS = [key(number) for number in range(12)]
 ALL = {block: content(block, EVEN) for block in KEYS}
 NAMESPACE = "model/rank-0"
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
-#: What an account of the tier's must be allowed.
+#: The permissions that the tier's account needs.
 ALLOWED = ["+get", "+set", "+exists", "+del", "+getrange"]
-#: Seconds of a deadline that is to pass; what a busy machine may take for what is done at once; what nobody waits for.
+#: A deadline that is to expire, a limit that suffices on a busy machine, and a limit never reached, in seconds.
 SHORT, LONG, NEVER = 0.5, 60.0, 3600.0
-#: Options where an answer is not to arrive in time.
+#: Options with which an answer does not arrive in time.
 HURRIED = {"timeout": SHORT, "transfer_timeout": 4 * SHORT}
 
 
@@ -69,7 +69,7 @@ def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
 
 @pytest.fixture
 def through(proxy: Proxy) -> Iterator[KVStore]:
-    """A store with all blocks, which reaches its server through the proxy."""
+    """A store with all blocks that connects to its server through the proxy."""
     with open_store(config(proxy.address), NAMESPACE, EVEN) as opened:
         recover(opened)
         yield opened
@@ -77,7 +77,7 @@ def through(proxy: Proxy) -> Iterator[KVStore]:
 
 @pytest.fixture
 def hurried(proxy: Proxy) -> Iterator[KVStore]:
-    """As ``through``, with short deadlines."""
+    """Like ``through``, with short deadlines."""
     with open_store(config(proxy.address, **HURRIED), NAMESPACE, EVEN) as opened:
         recover(opened)
         yield opened
@@ -88,14 +88,14 @@ def causes(store: KVStore, keys: list[BlockKey] = KEYS) -> set[str]:
 
 
 def recover(store: KVStore) -> None:
-    """Save and load until both go well."""
+    """Save and load until both succeed."""
     deadline = time.monotonic() + LONG
     while save(store, KEYS, EVEN).failed or fetch(store, KEYS, EVEN)[0] != ALL:
         assert time.monotonic() < deadline, store.stats()
         time.sleep(0.05)
 
 
-# What is there.
+# Stored values.
 
 
 def test_a_block_is_one_value_under_its_format_namespace_and_key(store: KVStore, redis_server: RedisServer) -> None:
@@ -122,7 +122,7 @@ def test_keys_are_looked_up_in_one_round_trip(store: KVStore, redis_server: Redi
         assert sum(store.lookup([*KEYS[:1], *(key(number) for number in range(100, 99 + count))])) == 1
         assert store.lookup_on_prefix([*KEYS, *(key(number) for number in range(100, 100 + count))]) == len(KEYS)
         reads = client.info("stats")["total_reads_processed"] - before
-    # A request of 1,000 keys is some 90 kB, which a server reads in parts of 16 kB.
+    # A request of 1,000 keys has some 90 kB, which a server reads in parts of 16 kB.
     assert reads <= 3 if count == 1 else reads < 100
 
 
@@ -165,7 +165,7 @@ def test_parts_of_blocks(store: KVStore) -> None:
         assert memory.data[begin:end] == ALL[memory.key][begin:end]
 
 
-# Values that are not what they should be.
+# Wrong values.
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_server_that_is_full_is_read_all_the_same(store: KVStore, redis_server
 
 @pytest.mark.parametrize("bit", [0, 4])
 def test_flipped_bytes_are_noticed(hurried: KVStore, proxy: Proxy, bit: int) -> None:
-    """In a length they make an answer longer than it is, which nothing but a deadline ends."""
+    """A flipped length makes the client wait for a longer answer, which only a deadline ends."""
 
     def flip(data: bytes, passed: int) -> bytes:
         changed = bytearray(data)
@@ -330,7 +330,7 @@ def test_a_connection_that_is_cut(through: KVStore, proxy: Proxy, after: int) ->
 
 
 def test_an_answer_that_trickles_is_given_up_in_time(hurried: KVStore, proxy: Proxy) -> None:
-    """Else every block would arrive in the end."""
+    """Otherwise every block would arrive eventually."""
 
     def trickle(data: bytes, passed: int) -> bytes:
         time.sleep(0.9 * SHORT)
@@ -361,7 +361,7 @@ def test_memory_is_not_written_after_a_load_failed(hurried: KVStore, proxy: Prox
     assert not any(any(memory.data) for memory in memories)
 
 
-# Who may.
+# Permissions.
 
 
 def test_an_account_of_ones_own(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +412,7 @@ def test_tls_with_an_authority_of_ones_own(tmp_path: Path, days: int) -> None:
         server.kill()
 
 
-# Many servers.
+# Clusters.
 
 
 def test_a_cluster_whose_master_dies(redis_cluster: list[RedisServer]) -> None:

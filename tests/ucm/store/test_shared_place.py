@@ -1,4 +1,4 @@
-"""A store in a directory in which others have been at work: nothing there leads us elsewhere, or holds us up."""
+"""A store in a directory that others have tampered with: nothing there redirects or blocks it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def layout(config: StoreConfig) -> Layout:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Path]:
-    """A directory elsewhere with files whose names are like ours; nothing in it may change."""
+    """A directory elsewhere with files named like ours, which must not change."""
     path = tmp_path / "outside"
     path.mkdir()
 
@@ -69,7 +69,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 
 
 def replace_by_link(path: str, target: Path) -> None:
-    """Put a symbolic link in the place of a file or a directory."""
+    """Replace a file or directory with a symbolic link."""
     Path(path).rename(f"{target}-moved")
     Path(path).symlink_to(target)
 
@@ -114,7 +114,7 @@ def test_a_directory_linked_beside_a_running_engine(
 def test_a_namespace_that_goes_away_beside_a_running_engine(
     config: StoreConfig, layout: Layout, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The directories that a writer keeps open lead nobody astray, and are closed in the end."""
+    """The directories that a writer keeps open do not misdirect it, and are closed in the end."""
     monkeypatch.setattr(posix_paths, "_KEPT_SECONDS", 1e9)
     with open_store(config, NAMESPACE, ODD) as store:
         save(store, [key(100)], ODD)
@@ -138,7 +138,7 @@ def test_a_linked_bucket_is_replaced(config: StoreConfig, layout: Layout, outsid
 
 
 def test_a_linked_namespace_is_left_alone(layout: Layout, outside: Path) -> None:
-    """Not even one that looks like ours at the other end."""
+    """Even if the link's target looks like ours."""
     inner = outside.parent / "elsewhere"
     Path(layout.base).rename(inner)
     Path(layout.base).symlink_to(inner)
@@ -151,7 +151,7 @@ def test_a_linked_namespace_is_left_alone(layout: Layout, outside: Path) -> None
 
 
 def test_a_linked_block_is_no_block(config: StoreConfig, layout: Layout, outside: Path) -> None:
-    """Even if it is a sound one, at the other end: it is a miss, and only the link goes."""
+    """Even if the target is a valid block: it is a miss, and only the link is deleted."""
     path = Path(layout.block(KEYS[0]))
     sound = outside.parent / "sound"
     path.rename(sound)
@@ -231,7 +231,7 @@ def make_device(path: Path) -> None:
 
 def make_socket(path: Path) -> None:
     here = Path.cwd()
-    os.chdir(path.parent)  # the name of a socket is short
+    os.chdir(path.parent)  # a socket's path is limited in length
     try:
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path.name)
@@ -240,7 +240,7 @@ def make_socket(path: Path) -> None:
 
 
 def make_longer(path: Path) -> None:
-    """A block that somebody lengthened to a terabyte."""
+    """Extend a block's file to a terabyte."""
     Path(f"{path}-moved").rename(path)
     os.truncate(path, 1 << 40)
 
@@ -259,7 +259,7 @@ def make_locked(path: Path) -> None:
 def test_what_is_in_a_block_s_place(
     config: StoreConfig, layout: Layout, memory: str, make: Callable[[Path], None], way: str
 ) -> None:
-    """It is a miss that is counted once, goes out of the way, and harms nothing else."""
+    """It is a miss, counted once and removed, and does not affect other blocks."""
     path = Path(layout.block(KEYS[0]))
     path.rename(f"{path}-moved")
     make(path)
@@ -270,7 +270,7 @@ def test_what_is_in_a_block_s_place(
             assert fetch(store, KEYS[:1], ODD)[0] == {}
         else:
             store.prefetch(KEYS[:1])
-            save(store, [key(100)], ODD)  # by the thread that promotes, after it
+            save(store, [key(100)], ODD)  # the promoting thread saves it afterwards
         assert store.lookup(KEYS) == [False] + [True] * 5
         assert save(store, KEYS[:1], ODD).failed == {}
         assert fetch(store, KEYS, ODD)[0] == {block: content(block, ODD) for block in KEYS}
@@ -280,7 +280,7 @@ def test_what_is_in_a_block_s_place(
 def test_a_block_that_the_medium_does_not_read(
     config: StoreConfig, layout: Layout, monkeypatch: pytest.MonkeyPatch, number: str
 ) -> None:
-    """One block's error keeps nobody from the others."""
+    """One block's error does not affect the others."""
     preadv = os.preadv
     bad = Path(layout.block(KEYS[0])).stat().st_ino
 
@@ -302,7 +302,7 @@ def test_a_block_that_the_medium_does_not_read(
 
 
 def test_strangers_files_stay(layout: Layout) -> None:
-    """The tidying deletes what bears our own names, however old the rest is."""
+    """Cleanup deletes only files with our own names, however old the others are."""
     strangers = [
         *(Path(layout.temporary, name) for name in ("notes", "x-1-2-3")),
         Path(layout.quarantine, "notes"),

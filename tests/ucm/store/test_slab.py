@@ -1,4 +1,4 @@
-"""Memory that an engine's processes share: attached to by its address, handed out by the row, bounded."""
+"""Memory shared by an engine's processes: attached by address, allocated by rows, bounded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 4
 SIZES = (10, 20, 5)
 KEYS = [key(number) for number in range(8)]
 
-#: Another process: makes a slab, fills a row, tells its address, and waits to be killed.
+#: The program of another process: create a slab, fill a row, print the address, and wait to be killed.
 OWNER = f"""
 import sys
 from ucm.testing.blocks import key
@@ -65,7 +65,7 @@ def claim(slab: Slab, number: int, group: int = 0) -> tuple[Row, bool]:
 
 
 def stage(slab: Slab, number: int) -> Row:
-    """Fill a row, hold it."""
+    """Fill and hold a row."""
     row, mine = claim(slab, number)
     assert mine
     slab.filled(row, "posix")
@@ -97,7 +97,7 @@ def test_another_process_attaches_answers_and_outlives_the_owner(reader: SlabRea
         owner.wait()
     assert copied(reader, int(place)) == [b"\x01" * 10, b"\x02" * 20, b"\x03" * 5]
     assert copied(reader, int(place) + 10, first=1) == [b"\x02" * 20, b"\x03" * 5]
-    assert not SlabReader().attach(address, 1, {})  # it is gone with its owner
+    assert not SlabReader().attach(address, 1, {})  # it disappeared with its owner
 
 
 def test_nothing_but_the_slab_is_taken_for_it(slab: Slab) -> None:
@@ -128,7 +128,7 @@ def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(reader: S
     slab = Slab(8 * size + PAGE, 1)
     slab.lay_out(2 * size)
     assert reader.attach(slab.address, 0, {})
-    for number in range(2):  # a row is used again with another block in it, as mapped by its first use
+    for number in range(2):  # a row is reused for another block through the mapping of its first use
         row, _ = claim(slab, number)
         for place, layer_slice in enumerate(slab.memory(row, 0, [size, size])):
             layer_slice[:] = bytes([1 + number + place]) * size
@@ -170,9 +170,9 @@ def test_a_block_is_shared_by_all_who_want_it(slab: Slab) -> None:
     assert (again is row, mine) == (True, False)
     slab.filled(row, "posix")
     assert slab.holds(0, KEYS[1:3]) == 1
-    assert slab.holds(1, KEYS[1:2]) == 0  # another group's
+    assert slab.holds(1, KEYS[1:2]) == 0  # it belongs to another group
     assert slab.hold(0, KEYS[1:2]) == [row]
-    assert row.users == 3  # who wanted it first, again, and now; not who filled it any more
+    assert row.users == 3  # the first, second and current users, but no longer the one that filled it
 
 
 def test_no_more_is_staged_than_there_is_room_for(slab: Slab) -> None:
@@ -194,7 +194,7 @@ def test_what_was_not_used_for_longest_goes_first(slab: Slab) -> None:
 
 
 def test_a_row_that_is_being_filled_is_given_to_nobody(slab: Slab) -> None:
-    """A read that is stuck may write at any time, however long nobody has wanted it."""
+    """A stuck read may write to it at any time, even if the row has had no users for long."""
     stuck, _ = claim(slab, 0)
     for number in range(1, 8):
         slab.release([stage(slab, number)])
@@ -250,7 +250,7 @@ def test_memory_is_taken_ahead_of_its_use_and_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_block_in_use_for_long_is_read_again_once_it_is_free(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So its tiers see that it is wanted."""
+    """This way its tiers see that it is used."""
     row = stage(slab, 0)
     monkeypatch.setattr(slabs, "STALE_SECONDS", 0.0)
     time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""How much a root holds, who evicts, and what becomes of writes beyond the capacity."""
+"""A root's usage, the election of an evictor, and writes beyond the capacity."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_all_writers_count_together(tmp_path: Path) -> None:
     assert one.add(2 * UNIT, None) == State(2 * UNIT, None, 2)
     assert two.add(1, None) == State(3 * UNIT, None, 3)
     assert two.add(1, 3 * UNIT) is None
-    assert one.read() == State(3 * UNIT, 2 * UNIT, 3)  # the evictor is asked to make room for the one refused
+    assert one.read() == State(3 * UNIT, 2 * UNIT, 3)  # the evictor must make room for the refused one
     assert one.add(UNIT, 4 * UNIT) == State(4 * UNIT, 2 * UNIT, 4)
 
 
@@ -97,7 +97,7 @@ def test_one_is_elected(tmp_path: Path) -> None:
     assert [usage.elect() for usage in usages] == [True, False, False]
     usages[0].close()
     assert [usage.elect() for usage in usages[1:]] == [True, False]
-    # Somebody deletes the file, and it is made again: there is one evictor of the new one.
+    # The file is deleted and created again: the new one has one evictor.
     Path(tmp_path, "USED").unlink()
     assert not usages[1].elect()
     usages[2].add(1, None)
@@ -138,7 +138,7 @@ def test_a_file_system_without_locks(config: StoreConfig, monkeypatch: pytest.Mo
 def test_a_write_beyond_the_capacity_is_dropped_and_counted(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However far behind the evictor is."""
+    """This holds however far the evictor lags behind."""
     monkeypatch.setattr(Usage, "elect", lambda self: False)
     with open_store(replace(config, posix_capacity_bytes=10 * FILE, failures_until_rest=1), NAMESPACE, EVEN) as store:
         result = save(store, KEYS, EVEN)
@@ -146,7 +146,7 @@ def test_a_write_beyond_the_capacity_is_dropped_and_counted(
         assert {type(error) for error in result.failed.values()} == {StoreFullError}
         assert store.stats()["posix"].failures == {"save.full": 30}
         assert used(store) == 10 * FILE == scan(config.directories[0]).nbytes
-        # It is no failure of the medium: nothing rests, and what is there is found.
+        # It is not a failure of the medium: nothing rests, and existing blocks are found.
         assert store.lookup(KEYS).count(True) == 10
         shutil.rmtree(Path(config.directories[0], NAMESPACE))
         Path(config.directories[0], "USED").unlink()
@@ -154,7 +154,7 @@ def test_a_write_beyond_the_capacity_is_dropped_and_counted(
 
 
 def test_a_write_waits_for_the_evictor(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A burst of four times the capacity is written whole, and few scans serve to make room for it."""
+    """A burst of four times the capacity is written completely, with only a few scans to make room."""
     scans = []
 
     def scanning(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
@@ -236,7 +236,7 @@ def test_what_people_delete_is_noticed(config: StoreConfig, monkeypatch: pytest.
 
 
 def test_a_store_of_before_is_counted(config: StoreConfig) -> None:
-    """Where there is no tally yet, the first thing that an evictor does is to scan."""
+    """If there is no usage file yet, an evictor starts with a scan."""
     with open_store(config, NAMESPACE, EVEN) as store:
         save(store, KEYS, EVEN)
     Path(config.directories[0], "USED").unlink()
@@ -256,7 +256,7 @@ def test_the_smallest_capacity_wins_whoever_evicts(config: StoreConfig) -> None:
 
 @contextmanager
 def stopped(processes: list[SpawnProcess]) -> Iterator[None]:
-    """Let none of them do anything meanwhile: else what is deleted during a scan counts together with what comes."""
+    """Stop the processes meanwhile: otherwise deletions during a scan are mixed with new writes."""
     living = [process.pid for process in processes if process.is_alive() and process.pid]
     for pid in living:
         os.kill(pid, signal.SIGSTOP)
@@ -267,12 +267,12 @@ def stopped(processes: list[SpawnProcess]) -> Iterator[None]:
 
 
 def state(pid: int) -> str:
-    """What the system calls the state of a process."""
+    """Return the operating system's state of a process."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
 
 
 def test_many_writers_keep_to_the_capacity(config: StoreConfig) -> None:
-    """Four engines of two ranks each, however busy the machine is."""
+    """Four engines of two ranks each keep to it, however busy the machine is."""
     capacity = 200 * FILE
     limited = replace(config, posix_capacity_bytes=capacity)
     writers = [SPAWN.Process(target=fill, args=(limited, f"rank{number % 2}", EVEN, number)) for number in range(8)]

@@ -1,4 +1,4 @@
-"""A store with two namespaces, made by the real thing, and the command beside it."""
+"""A real store with two namespaces, and a fixture that runs the command on it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Kept:
         return Path(Layout(str(self.root), namespace).base, name)
 
     def blocks(self, namespace: str) -> list[int]:
-        """The numbers of the blocks that are there."""
+        """Return the numbers of the existing blocks."""
         return [number for number in range(len(self.keys[namespace])) if self.path(namespace, number).exists()]
 
     def fill(self, namespace: str, count: int) -> None:

@@ -1,4 +1,4 @@
-"""The command as it is typed: help, errors, terminals, pipes."""
+"""The command line: help, errors, terminals, pipes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAVY = {"numpy", "pydantic", "yaml", "tqdm", "xxhash"}
 
 
 def on_terminal(words: list[str], typed: str = "") -> tuple[int, str]:
-    """Run the command on a terminal of its own; its exit code and all that it printed."""
+    """Run the command in a pseudo-terminal; return its exit code and output."""
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen([*UCM, *words], stdin=its, stdout=its, stderr=its)

@@ -1,4 +1,4 @@
-"""What is deleted, and what is not."""
+"""`ucm store gc`: what it deletes, and what not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def litter(kept: Kept) -> tuple[list[Path], list[Path]]:
-    """What dead processes leave, and what living ones have."""
+    """Create the leftovers of dead processes, and files of running ones."""
     mine = owner_name()
     dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
     left, used = [kept.side(BIG, "aside/1-ab-corrupt")], []
@@ -38,7 +38,7 @@ def litter(kept: Kept) -> tuple[list[Path], list[Path]]:
 
 
 def tree(root: Path) -> dict[Path, tuple[int, bytes]]:
-    """Everything below a directory."""
+    """Return all files below a directory."""
     return {p: (p.lstat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in root.rglob("*")}
 
 
@@ -89,7 +89,7 @@ def test_blocks_go_on_demand(
     big: tuple[int, ...] | range,
     small: tuple[int, ...] | range,
 ) -> None:
-    os.utime(kept.path(SMALL, 0), (time.time() - 60,) * 2)  # so that no two blocks were used at the same moment
+    os.utime(kept.path(SMALL, 0), (time.time() - 60,) * 2)  # no two blocks may have the same time of last use
     for number in range(1, 4):
         used = kept.path(SMALL, number).stat().st_mtime - 3600
         os.utime(kept.path(SMALL, number), (used, used))
@@ -114,7 +114,7 @@ def test_a_namespace_goes_altogether(kept: Kept, ask: Callable[..., Answer]) -> 
     answer = ask("gc", "--all", "--namespace", BIG, "--directory", kept.root)
     assert answer.code == 0
     assert kept.blocks(BIG) == []
-    # What a living process is about to write stays, and with it the namespace.
+    # A running process's unfinished file stays, and with it the namespace.
     assert kept.side(BIG, "NAMESPACE").exists()
 
 
@@ -233,5 +233,5 @@ def test_an_engine_goes_on_when_its_namespace_is_deleted(kept: Kept, ask: Callab
     finally:
         ended.set()
         engine.join()
-    assert codes <= {0, 2}  # 2: there was no namespace just then
+    assert codes <= {0, 2}  # 2: there was no namespace at that time
     assert failed == []

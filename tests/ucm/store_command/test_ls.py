@@ -1,4 +1,4 @@
-"""The list of blocks."""
+"""`ucm store ls`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def numbers(kept: Kept, answer: Answer, namespace: str = BIG) -> list[int]:
-    """The numbers of the listed blocks of a namespace, in order."""
+    """Return the numbers of a namespace's listed blocks, in order."""
     listed = [block["key"] for block in answer.data["blocks"] if block["namespace"] == namespace]
     return [[key.hex() for key in kept.keys[namespace]].index(key) for key in listed]
 

@@ -1,4 +1,4 @@
-"""Which directories a configuration means."""
+"""The directories that a configuration selects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("name", ["pipeline", "nfs", "older_nfs", "pooled_dram", "developer", "ds3fs"])
 def test_the_same_as_the_connector_understands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is made by reading, where the connector makes directories."""
+    """Unlike the connector, reading the configuration creates no directories."""
     monkeypatch.setenv("KV", str(tmp_path / "kv"))
     monkeypatch.setenv("KV_METRICS", str(UPSTREAM / "metrics.yaml"))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""How much a store holds."""
+"""`ucm store stat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every checksum."""
+"""`ucm store verify`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_read_goes_out_of_the_way(kept: Kept, ask: Callable[..., 
 
 
 def test_engines_may_be_at_work(kept: Kept, ask: Callable[..., Answer]) -> None:
-    """Blocks come, go and are used while every one is read again and again."""
+    """Blocks are saved, deleted and used while all are verified again and again."""
     ended = threading.Event()
 
     def work() -> None:
@@ -146,7 +146,7 @@ def test_nobody_to_read(kept: Kept, ask: Callable[..., Answer]) -> None:
 
 
 def test_where_no_store_is_nothing_was_verified(kept: Kept, tmp_path: Path, ask: Callable[..., Answer]) -> None:
-    """A directory that is another one, or whose disk is not mounted, must not look sound."""
+    """A wrong directory, or one whose disk is not mounted, must not count as verified."""
     other = tmp_path / "other"
     (other / "lost+found").mkdir(parents=True)
     answer = ask("verify", "--directory", other)
