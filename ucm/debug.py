@@ -189,7 +189,7 @@ def find_blocks(settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequen
 
     Args:
         settings: The engine's settings.
-        facts: What the engine would name and store.
+        facts: The namespace and geometry that the engine would use.
         token_ids: The prompt.
 
     Returns:

@@ -1,17 +1,17 @@
-"""``ucm store``: looking after the directories of a store, also while engines use them. See docs/store.md.
+"""``ucm store``: inspect, verify and clean the directories of a store, also while engines use them; see docs/store.md.
 
-With ``--json`` each subcommand prints one object. Sizes are bytes, times are ISO 8601 in UTC, ``tier`` is ``posix`` or
-``dram``, and ``directory`` is a path as it was named.
+With ``--json`` each subcommand prints one object. Sizes are in bytes, times in ISO 8601 in UTC, ``tier`` is ``posix``
+or ``dram``, and ``directory`` is a path as given.
 
-``stat``: ``directories``, each with ``directory``, ``tier``, ``problem`` (null where it can be read), ``blocks``,
-``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``bare`` (whether nothing of a store
-is in it), ``unmarked`` (paths), ``namespaces``;
-``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``; ``servers``, tiers that are no directories, each with
-``tier``, ``answers``, ``said``. A namespace has ``namespace``, ``identity``, ``blocks``,
+``stat``: ``directories``, each with ``directory``, ``tier``, ``problem`` (null if it can be read), ``blocks``,
+``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``bare`` (whether it contains no part
+of a store), ``unmarked`` (paths), ``namespaces``;
+``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``; ``servers``, the tiers on servers, each with ``tier``,
+``answers``, ``said``. A namespace has ``namespace``, ``identity``, ``blocks``,
 ``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``left_behind``, ``quarantined``, ``side_bytes``.
 
-``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null where
-the file system does not tell), ``used``; ``matching`` and ``matching_bytes`` count also those beyond the limit.
+``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null if
+the file system does not record it), ``used``; ``matching`` and ``matching_bytes`` also count those beyond the limit.
 
 ``verify``: ``blocks``, ``bytes``, ``seconds``, ``bytes_per_second``, ``vanished``, ``damaged`` by cause, and
 ``problems``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``,
@@ -21,8 +21,8 @@ and ``unmarked``, namespaces without their marker (paths).
 ``lookup``: ``tokens``, ``found_tokens`` that an engine would load, and ``groups``, each with ``group``, ``namespace``,
 ``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.
 
-``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be), a list of ``directory``, ``tier``, ``namespace``,
-``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
+``gc``: ``dry_run``, ``deleted`` (with ``dry_run``: what would be deleted), a list of ``directory``, ``tier``,
+``namespace``, ``kind``, ``count``, ``bytes``; ``spared`` (in use), ``failed``, each with ``path`` and ``reason``.
 
 ``bench``: ``workload``, ``seconds`` (of each round, by operation), ``lookups`` (null, or seconds of each call), and
 ``goals``, each with ``what``, ``measured``, ``wanted``, ``met``.

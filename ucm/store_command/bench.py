@@ -1,4 +1,4 @@
-"""``ucm store bench``: how fast a store is on this machine, beside plain copies and files, and against our goals."""
+"""``ucm store bench``: measure a store's speed, and compare it with plain copies and files and with our goals."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Goal:
 
     Args:
         what: The figure.
-        measured: In its unit.
-        wanted: In words.
-        met: Whether it is.
+        measured: The measured value, with its unit.
+        wanted: The goal, in words.
+        met: Whether the goal is met.
     """
 
     what: str
@@ -43,7 +43,7 @@ class Goal:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print; figures are shown, and judged by no exit code.
+    """Measure, and print the figures; the exit code does not depend on them.
 
     Raises:
         UcmError: There is no such store, or nothing can be stored in it.

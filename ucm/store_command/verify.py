@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A block that is not as it should be."""
+    """A damaged or unreadable block."""
 
     directory: Directory
     block: StoredBlock
@@ -34,12 +34,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Lacks:
-    """What keeps a verdict from being one about the whole store.
+    """The parts of a store that cannot be verified.
 
     Args:
         broken: Directories that cannot be read.
-        bare: Directories on a disk without anything of a store; those in memory are so after a boot.
-        unmarked: The paths of namespaces without their marker, which are not read.
+        bare: Directories on disk without any part of a store; directories in memory are empty after a boot.
+        unmarked: The paths of namespaces without a marker, which are not read.
     """
 
     broken: list[Directory]
@@ -48,16 +48,16 @@ class Lacks:
 
     @classmethod
     def of(cls, places: Places) -> Lacks:
-        """Look."""
+        """Return the parts of some directories that cannot be verified."""
         return cls(places.broken, [one for one in places.bare() if one.tier != "dram"], places.unmarked())
 
     @property
     def is_bad(self) -> bool:
-        """Whether there is anything."""
+        """Whether any part cannot be verified."""
         return bool(self.broken or self.bare or self.unmarked)
 
     def text(self) -> list[str]:
-        """For people."""
+        """Return messages for the user."""
         return [
             *(one.complaint for one in self.broken),
             *(f"{one.path} ({one.tier}): {NO_STORE}" for one in self.bare),
@@ -65,7 +65,7 @@ class Lacks:
         ]
 
     def data(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the parts as plain data."""
         return {
             "unreadable": [{"directory": one.path, "tier": one.tier, "reason": one.problem} for one in self.broken],
             "bare": [one.path for one in self.bare],
@@ -75,26 +75,26 @@ class Lacks:
 
 @dataclass
 class Verdict:
-    """What was read, and what is wrong with it."""
+    """The result of a verification."""
 
     blocks: int = 0
     nbytes: int = 0
-    vanished: int = 0  #: deleted between being listed and being read, as engines do
+    vanished: int = 0  #: blocks that an engine deleted between listing and reading
     seconds: float = 0.0
     problems: list[Problem] = field(default_factory=list)
 
     @property
     def by_cause(self) -> dict[str, int]:
-        """How many problems there are of each kind."""
+        """Return the number of problems by cause."""
         causes = [problem.error.cause for problem in self.problems]
         return {cause: causes.count(cause) for cause in sorted(set(causes))}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read, and print; 1 if anything is not as it should be, or could not be verified.
+    """Verify, and print the result; return 1 if there are problems, or a part could not be verified.
 
     Raises:
-        UcmError: The options name nothing that is there.
+        UcmError: The options match nothing.
     """
     if not options.threads:
         raise UcmError("somebody has to read", where="--threads 0", fix="give it 1 or more")
@@ -139,7 +139,7 @@ def _blocks(chosen: list[tuple[Directory, Any]]) -> Iterator[tuple[Directory, St
 
 
 class _Reader:
-    """What the threads of a run share."""
+    """The state that the threads of a run share."""
 
     def __init__(
         self, verdict: Verdict, blocks: Iterator[tuple[Directory, StoredBlock]], bar: Any, keep: int | None

@@ -1,4 +1,4 @@
-"""Blocks with contents that tell which block they are, and what the tests do with them all the time."""
+"""Test blocks whose contents identify them, and helpers that save and load them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Sizes on both sides of every boundary that a store might care about.
+#: Sizes on both sides of every boundary that may matter to a store.
 ODD = BlockGeometry((1, 4095, 4096, 4097, 10_000, 3), b"odd geometry 16B")
 #: Like the KV cache of a small model: equal layer slices of whole pages.
 EVEN = BlockGeometry((16_384,) * 8, b"even geometry 16")
@@ -32,18 +32,18 @@ def key(number: int, nbytes: int = 32) -> BlockKey:
 
 
 def content(block: BlockKey, geometry: BlockGeometry, version: int = 0) -> bytes:
-    """What a block holds in these tests; other versions are other contents for the same key."""
+    """Return a block's content; each version has another content for the same key."""
     seed = int.from_bytes(hashlib.blake2b(block + bytes([version]), digest_size=8).digest(), "little")
     return np.random.default_rng(seed).bytes(geometry.nbytes)
 
 
 def pick(chance: np.random.Generator, items: Sequence[T], count: int | None = None) -> list[T]:
-    """Some, or all, in random order."""
+    """Return some or all of the items, in random order."""
     return [items[index] for index in chance.permutation(len(items))[:count]]
 
 
 class Memory:
-    """A caller's memory for one block."""
+    """The caller's memory for one block."""
 
     def __init__(self, block: BlockKey, geometry: BlockGeometry, data: bytes | None = None) -> None:
         self.key = block
@@ -60,7 +60,7 @@ class Memory:
 
 
 def files(root: str | Path) -> list[Path]:
-    """All files below a root, but those that are there for the namespace's or the root's sake."""
+    """Return all files below a root, except those that belong to the root or a namespace as a whole."""
     return sorted(path for path in Path(root).rglob("*") if path.is_file() and path.name not in {"NAMESPACE", "USED"})
 
 
@@ -81,7 +81,7 @@ def save(store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry, vers
 def fetch(
     store: KVStore, keys: Sequence[BlockKey], geometry: BlockGeometry
 ) -> tuple[dict[BlockKey, bytes], dict[BlockKey, StoreError]]:
-    """Load whole blocks: the contents of those that could be, the reasons for the others."""
+    """Load whole blocks; return the contents of the loaded ones and the errors of the others."""
     memories = [Memory(block, geometry) for block in keys]
     result = store.wait(store.load([memory.transfer() for memory in memories]))
     return {m.key: bytes(m.data) for m in memories if m.key in result.done}, dict(result.failed)

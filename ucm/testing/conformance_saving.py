@@ -1,4 +1,4 @@
-"""The half of the conformance suite that is about saving and loading; see ``ucm.testing.conformance``."""
+"""The saving and loading half of the conformance suite; see ``ucm.testing.conformance``."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class SavingConformance:
         assert bytes(memory.data) == content(KEYS[0], geometry)
         assert result.nbytes == geometry.nbytes
 
-    # Whole or absent.
+    # A block is whole or absent.
 
     def test_nothing_is_visible_before_the_commit(
         self, store: KVStore, config: StoreConfig, geometry: BlockGeometry
@@ -134,7 +134,7 @@ class SavingConformance:
         failed = store.wait(store.commit(KEYS[:1])).failed
         assert isinstance(failed[KEYS[0]], IncompleteBlockError)
         assert store.lookup(KEYS[:1]) == [False]
-        # Nor does what is left of it make a later block whole.
+        # Its remains must not complete a later block.
         store.wait(store.save([memory.transfer(len(geometry.slice_sizes) - 1)]))
         assert isinstance(store.wait(store.commit(KEYS[:1])).failed[KEYS[0]], IncompleteBlockError)
         assert save(store, KEYS[:1], geometry).failed == {}

@@ -1,4 +1,4 @@
-"""docs/configuration.md and its example: every setting, its default, and nothing that there is not."""
+"""docs/configuration.md and its example have exactly the existing settings, with their defaults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS: list[tuple[str, type[BaseModel]]] = [
     ("## Settings of blend", BlendSettings),
 ]
 
-#: Settings that are sizes and have one by default.
+#: Settings whose default is a size.
 SIZES = frozenset({"save_queue", "write_behind"})
 
 
@@ -34,7 +34,7 @@ def default(model: type[BaseModel], name: str) -> object:
 
 
 def table(heading: str) -> dict[str, str]:
-    """From the settings of a table to their defaults as they are written there."""
+    """Return the defaults in a table, as written there, by setting."""
     lines = TEXT[TEXT.index(heading) :].split("\n\n")[1].splitlines()[2:]
     cells = [re.split(r" \| ", line.strip("|").strip(), maxsplit=2) for line in lines]
     return {name.strip("`"): shown.strip("`") for name, shown, _ in cells}
@@ -55,7 +55,7 @@ def test_every_setting_has_its_row_with_its_default(heading: str, model: type[Ba
 
 
 def example(**changes: str) -> dict[str, Any]:
-    """The example with some lines made into settings."""
+    """Return the example with some lines uncommented."""
     text = EXAMPLE
     for name, value in changes.items():
         text, count = re.subn(rf"^( *)(?:# )?{name}:.*$", rf"\g<1>{name}: {value}", text, flags=re.MULTILINE)
@@ -90,7 +90,7 @@ def test_every_setting_is_in_the_example_with_its_default(model: type[BaseModel]
 
 
 def test_every_line_of_the_example_can_be_switched_on(tmp_path: Path) -> None:
-    """A comment that is a setting, made into one, is that setting."""
+    """A commented-out setting, uncommented, is valid."""
     names = re.findall(r"^ *# (\w+): ", EXAMPLE, re.MULTILINE)
     known = {*ConnectorConfig.model_fields, *StoreSettings.model_fields}
     assert set(names) <= known

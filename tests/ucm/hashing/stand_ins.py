@@ -63,7 +63,7 @@ class LoRARequest:
 
 
 class Request:
-    """``vllm.v1.request`` as of 0.32.0, without what has nothing to do with keys."""
+    """``vllm.v1.request`` as of 0.32.0, with only the attributes that keys depend on."""
 
     def __init__(  # noqa: PLR0913 - vLLM's has 20
         self,
@@ -116,7 +116,7 @@ class OldRequest:
 
 @dataclass
 class HfConfig:
-    """transformers' ``PretrainedConfig``, as far as it is looked at."""
+    """The part of transformers' ``PretrainedConfig`` that is read."""
 
     values: dict[str, Any]
     rope_parameters: dict[str, Any] | None = None
@@ -188,13 +188,13 @@ class VllmConfig:
 
 
 def whole_identity(vllm_config: Any, **more: Any) -> ModelIdentity:
-    """An engine's identity with the contents of its files."""
+    """Return an engine's identity, with the contents of its files."""
     identity = model_identity(vllm_config, **more)
     return identity.with_contents(read_files(identity.unread.values()))
 
 
 def write_adapter(directory: Path, weights: bytes) -> Path:
-    """The files of a LoRA adapter."""
+    """Write the files of a LoRA adapter."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}', encoding="utf-8")
     (directory / "adapter_model.safetensors").write_bytes(weights)
@@ -202,7 +202,7 @@ def write_adapter(directory: Path, weights: bytes) -> Path:
 
 
 def write_model(directory: Path, weights: bytes = b"w" * 300_000, config: str = '{"model_type": "llama"}') -> Path:
-    """The files of a model."""
+    """Write the files of a model."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(config, encoding="utf-8")
     (directory / "model-00001-of-00001.safetensors").write_bytes(weights)
@@ -210,6 +210,6 @@ def write_model(directory: Path, weights: bytes = b"w" * 300_000, config: str = 
 
 
 def read_files(paths: Iterable[Path], cache: DigestCache | None = None) -> dict[Path, str]:
-    """The digests of some files, read now; any change before now is as it should be."""
+    """Return the digests of some files, read now; earlier changes are allowed."""
     contents = FileContents(float("inf"), cache)
     return contents.read(contents.look_up(paths)).of

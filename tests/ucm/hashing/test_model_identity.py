@@ -1,4 +1,4 @@
-"""Two engines whose blocks are not the same have two namespaces; one engine's processes have one.
+"""Engines with different blocks have different namespaces; all processes of one engine share one.
 
 With stand-ins for vLLM's configuration; `test_with_vllm.py` has the real one.
 """
@@ -149,7 +149,7 @@ def test_the_served_length_does_not_count_elsewhere(base: VllmConfig, rope: Any)
 
 
 def test_what_workers_change_in_their_copy_does_not_count(base: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model code writes into the Hugging Face configuration; the engine sets sizes, and each worker its rank."""
+    """Model code modifies the Hugging Face configuration; the engine sets sizes, and each worker its rank."""
     monkeypatch.setattr(module, "configuration_since", lambda: float("inf"))
     for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
         worker = copy.deepcopy(base)

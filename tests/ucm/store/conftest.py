@@ -1,4 +1,4 @@
-"""Where the tests keep their stores, and what these log."""
+"""Fixtures of the store tests: directories, log lines, clocks and servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Lines(logging.Handler):
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """The lines that are logged."""
+    """The logged lines."""
     handler = _Lines()
     logger = get_logger()
     logger.addHandler(handler)
@@ -42,7 +42,7 @@ def said() -> Iterator[list[str]]:
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """A directory to be, in a tmpfs."""
+    """The path of a directory, not yet created, in a tmpfs."""
     if not SHARED_MEMORY.is_dir():
         pytest.skip("there is no /dev/shm for the Dram tier")
     parent = tempfile.mkdtemp(dir=SHARED_MEMORY)
@@ -54,7 +54,7 @@ def memory() -> Iterator[str]:
 def config(tmp_path: Path) -> StoreConfig:
     root = tmp_path / "root"
     root.mkdir()
-    # Without the low priority, with which a thread hardly ever runs on a busy machine.
+    # Normal priority, because a low-priority thread hardly ever runs on a busy machine.
     return StoreConfig(directories=(str(root),), lookup_cache_keys=0, save_nice=0)
 
 
@@ -69,7 +69,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What tells when a rest is over, a thread counts as stuck, and what was seen is old."""
+    """The clock that determines when a rest ends, a thread counts as stuck, and a cached lookup expires."""
     found = Clock()
     monkeypatch.setattr(health, "time", found)
     monkeypatch.setattr(pool, "time", found)
@@ -86,7 +86,7 @@ def redis_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis
 
 @pytest.fixture
 def redis_server(redis_of_session: RedisServer) -> RedisServer:
-    """A server that runs and is empty."""
+    """A running, empty server."""
     if redis_of_session.process is None:
         redis_of_session.start()
     redis_of_session.thaw()
@@ -122,7 +122,7 @@ def cluster_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
 
 @pytest.fixture
 def redis_cluster(cluster_of_session: list[RedisServer]) -> list[RedisServer]:
-    """The three masters of a cluster that runs and is empty, and three that stand by."""
+    """The three masters and three replicas of a running, empty cluster."""
     wait_until_whole(cluster_of_session)
     for node in cluster_of_session:
         with node.client() as client:

@@ -1,4 +1,4 @@
-"""Real servers for the tests, started on free ports of this host and ended with the tests."""
+"""Real servers for the tests, started on free local ports and stopped after the tests."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _PATIENCE = 120.0
-#: Milliseconds after which a cluster takes a silent node for dead: on a busy machine a healthy one may be silent long.
+#: Milliseconds after which a cluster declares a silent node dead; on a busy machine a healthy one may be silent long.
 NODE_TIMEOUT = 120_000
 
 
 def require(program: str, package: str) -> str:
-    """The path of a program, which must be there: these tests are not skipped."""
+    """Return the path of a program, or fail: these tests are never skipped."""
     found = shutil.which(program)
     if found is None:
         raise RuntimeError(f"{program} is not in PATH: `apt-get update && apt-get install -y {package}` installs it")
@@ -95,7 +95,7 @@ class Server:
 
 
 class RedisServer(Server):
-    """A Redis server with everything in memory."""
+    """A Redis server that keeps everything in memory."""
 
     def __init__(self, directory: Path, *options: str, port: int | None = None, sentinel: str = "") -> None:
         self._sentinel = sentinel
@@ -207,7 +207,7 @@ class S3Server(Server):
 
 
 class Proxy:
-    """Passes bytes between clients and a server, and does to the server's what a test wants.
+    """Passes bytes between clients and a server, and changes the server's answers as the test requires.
 
     ``spoil`` gets each piece of an answer and the number of bytes before it, and returns what is passed on; None cuts
     the connection.
@@ -248,7 +248,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def cluster(directory: Path, masters: int = 3, replicas: int = 1) -> Iterator[list[RedisServer]]:
-    """A cluster, whose replicas take over soon once ``take_over_after`` says so."""
+    """Start a cluster; its replicas take over as soon as ``take_over_after`` allows."""
     options = (
         "--cluster-enabled",
         "yes",
@@ -293,14 +293,14 @@ def wait_until_whole(nodes: list[RedisServer]) -> None:
 
 
 def take_over_after(nodes: list[RedisServer], milliseconds: int) -> None:
-    """Have replicas take over from a master that is silent for so long."""
+    """Make replicas take over from a master that has been silent for this time."""
     for node in nodes:
         with node.client() as client:
             client.config_set("cluster-node-timeout", milliseconds)
 
 
 def certificates(directory: Path, *, days: int = 2) -> dict[str, str]:
-    """A certificate authority of one's own, and a server's certificate by it, in files."""
+    """Create a certificate authority and a server certificate signed by it; return the files."""
     openssl = require("openssl", "openssl")
     files = {name: str(directory / name) for name in ("ca.key", "ca.crt", "server.key", "server.csr", "server.crt")}
     extensions = directory / "extensions"

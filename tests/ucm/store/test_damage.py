@@ -109,7 +109,7 @@ def test_a_part_of_a_block_is_checked_as_well(store: KVStore, path: Path) -> Non
     wanted = 3
     begin = HEADER + sum(ODD.slice_sizes[:wanted])
     memory = Memory(KEY, ODD)
-    # Damage outside what is asked for is not looked at; damage within it, or in the header, is.
+    # Damage outside the requested part is not checked; damage in it, or in the header, is.
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     assert store.wait(store.load([memory.transfer(wanted, 1)])).failed == {}
     for index in (begin, begin + ODD.slice_sizes[wanted] - 1, 70, 200):

@@ -1,4 +1,4 @@
-"""The tier of files: who may read them, what is left behind, what is believed of them."""
+"""The Posix tier: permissions, leftovers, and cached lookups."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_directory_more_moves_only_its_share(tmp_path: Path) -> None:
     roots = [tmp_path / name for name in "abc"]
     for root in roots:
         root.mkdir()
-    keys = [key(number) for number in range(400)]  # where they go depends on the directories' names
+    keys = [key(number) for number in range(400)]  # their directories depend on the directories' names
     with open_store(StoreConfig(directories=(str(roots[0]), str(roots[1])), save_nice=0), NAMESPACE, ODD) as store:
         save(store, keys, ODD)
     with open_store(StoreConfig(directories=tuple(map(str, reversed(roots)))), NAMESPACE, ODD) as store:
@@ -138,7 +138,7 @@ def test_a_save_too_many_is_refused_and_nothing_waits(config: StoreConfig, monke
         assert set(committed.done) == set(KEYS[:2])
         assert {type(error) for error in committed.failed.values()} == {IncompleteBlockError}
         assert store.stats()["posix"].failures == {"save.full": 2}
-        # A block larger than the queue is taken when nothing else waits.
+        # A block larger than the queue is accepted when the queue is empty.
         with open_store(replace(small, save_queue_bytes=1), "other", ODD) as narrow:
             assert save(narrow, KEYS[:1], ODD).failed == {}
 
@@ -176,7 +176,7 @@ def test_what_was_seen_is_believed_for_a_moment_only(config: StoreConfig, clock:
         clock.now += 2.9
         assert store.lookup_on_prefix(KEYS) == len(KEYS)
         clock.now += 0.3
-        # However often it was asked for, it is not believed for longer than twice the time.
+        # However often it is looked up, a cached result is used for at most twice the time.
         assert store.lookup(KEYS) == [False] * len(KEYS)
         save(writer, KEYS, ODD)
         assert store.lookup(KEYS) == [True] * len(KEYS)
@@ -207,7 +207,7 @@ def test_a_failed_load_ends_the_belief(config: StoreConfig) -> None:
 
 
 class Gate:
-    """A lock that the main thread can be let into right after another thread has left it."""
+    """A lock that the main thread can acquire right after another thread has released it."""
 
     def __init__(self) -> None:
         self.inner = threading.Lock()

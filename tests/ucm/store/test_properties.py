@@ -1,4 +1,4 @@
-"""A store against a dictionary: what is loaded is what was committed, or nothing, in whatever order things happen."""
+"""A store compared with a dictionary: a load returns what was committed, or nothing, in any order of operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ versions = st.integers(0, 2)
 
 
 class Storing(RuleBasedStateMachine):
-    """Two instances of one store; ``visible`` and ``begun`` are what must be in it."""
+    """Two instances of one store; ``visible`` and ``begun`` are its expected contents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Storing(RuleBasedStateMachine):
         for block in some:
             arrived = self.begun.pop((which, block), {})
             if arrived is None:
-                # It was there; whether it still is, its next load tells.
+                # It existed; the next load shows whether it still does.
                 assert block in result.done
             elif len(arrived) == SLICES:
                 assert block in result.done
@@ -114,7 +114,7 @@ class Storing(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def list_the_names(self, which: int) -> None:
-        """From here on this instance answers lookups from what it knows."""
+        """Make this instance answer lookups from its index."""
         store = self.stores[which]
         assert isinstance(store, TieredStore)
         tier = store._tiers[0]
@@ -129,7 +129,7 @@ class Storing(RuleBasedStateMachine):
     @precondition(lambda self: self.visible)
     @rule()
     def evict_the_oldest(self) -> None:
-        """In each directory."""
+        """Evict the oldest block in each directory."""
         before = [block for block in self.visible if self.path(block).exists()]
         for root in self.config.directories:
             mine = [block for block in before if str(self.path(block)).startswith(f"{root}/")]
@@ -162,7 +162,7 @@ class Storing(RuleBasedStateMachine):
     def temporaries_are_those_of_blocks_begun(self) -> None:
         begun = len([arrived for arrived in self.begun.values() if arrived is not None])
         deadline = time.monotonic() + 60
-        while len(list(Path(self.directory.name).glob("*/n/tmp/*"))) > begun:  # discarding is not waited for
+        while len(list(Path(self.directory.name).glob("*/n/tmp/*"))) > begun:  # discarding is asynchronous
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -172,7 +172,7 @@ class Storing(RuleBasedStateMachine):
         self.directory.cleanup()
 
     def use(self, block: BlockKey) -> None:
-        """Let this be the block used last, in the model (a dictionary's order) as on disk."""
+        """Make this the most recently used block, on disk and in the model (the dictionary's order)."""
         self.visible[block] = self.visible.pop(block)
         self.used += 1
         os.utime(self.path(block), (self.used, self.used))

@@ -1,4 +1,4 @@
-"""The store's directory is renamed or deleted at every point of a save, beside the engine that saves."""
+"""The store's directory is renamed or deleted at every point of a running engine's save."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
 
 NAMESPACE = "n"
-#: What a save calls with a path or with an open directory, and what writes.
+#: The system calls of a save that take a path or an open directory, or write.
 CALLS = ("open", "mkdir", "rename", "stat", "write", "pwritev", "fsync")
-#: The thread that makes them.
+#: The thread that calls them.
 SAVES = "ucm-save-0"
 #: More calls than a save makes.
 MOST = 80
@@ -50,14 +50,14 @@ def rename_away(root: Path) -> None:
 
 
 def delete(root: Path) -> None:
-    """As ``rm -r`` does; what is made in it meanwhile may stay for a second round."""
+    """Delete like ``rm -r``; files created meanwhile may need a second round."""
     while root.exists():
         shutil.rmtree(root, ignore_errors=True)
 
 
 @dataclass
 class Trap:
-    """Does something before a certain call of the thread that saves; counts its calls."""
+    """Runs an action before a given call of the saving thread, and counts its calls."""
 
     act: Callable[[], None]
     calls: int | None = None
@@ -78,7 +78,7 @@ class Trap:
 
 @pytest.fixture
 def trap(config: StoreConfig, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Trap]:
-    """Renames or deletes the root before the given call."""
+    """A trap that renames or deletes the root before the given call."""
     found = Trap(lambda: request.param(Path(config.directories[0])))
 
     def trapped(call: Callable[..., object]) -> Callable[..., object]:
@@ -106,7 +106,7 @@ WAYS = [save_at_once, save_in_parts]
 def test_a_save_is_never_lost_with_a_renamed_directory(
     config: StoreConfig, trap: Trap, way: Callable[..., TaskResult], *, known: bool
 ) -> None:
-    """Wherever in the save the rename comes, the block is stored where a lookup finds it."""
+    """Wherever in the save the rename happens, the block is stored where a lookup finds it."""
     check_every_point(config, trap, way, known=known, is_lost=False)
 
 
@@ -149,7 +149,7 @@ def check_every_point(
 def test_what_is_saved_after_a_rename_is_not_saved_in_the_old_place(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without ``openat2``."""
+    """This also holds without ``openat2``."""
     monkeypatch.setattr(posix_paths, "_open", lambda: open_in_steps)
     root = Path(config.directories[0])
     with open_store(config, NAMESPACE, ODD) as store:

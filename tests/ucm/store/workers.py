@@ -1,4 +1,4 @@
-"""What the tests run in processes of their own."""
+"""Functions that the tests run in separate processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_for_ever(config: StoreConfig, namespace: str, geometry: BlockGeometry, 
 
 
 def live_with_limits(config: StoreConfig, namespace: str, most_nbytes: int) -> tuple[list[str], list[str]]:
-    """Save blocks of two sizes where no file may be longer than this: the causes, and what could be loaded."""
+    """Save blocks of two sizes under a limit on file size; return the failures' causes and what could be loaded."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_nbytes, most_nbytes))
     small, large = BlockGeometry((1000,), bytes(16)), BlockGeometry((most_nbytes,), bytes(16))
     with open_store(config, f"{namespace}/large", large) as store:
@@ -48,9 +48,9 @@ def live_with_limits(config: StoreConfig, namespace: str, most_nbytes: int) -> t
 
 
 def live_without_privileges(root: str, user: int) -> dict[str, object]:
-    """As another user, use a store whose directory is taken away bit by bit."""
+    """Use a store as another user, while its permissions are withdrawn step by step."""
     keys, geometry = [key(1), key(2)], BlockGeometry((1000,), bytes(16))
-    content(keys[0], geometry)  # the other user may not be able to import what this imports when first called
+    content(keys[0], geometry)  # imports now what the other user may not be able to import
     os.setgid(user)
     os.setuid(user)
     config = StoreConfig(directories=(root,), lookup_cache_keys=0, rest_seconds=0.0)
@@ -78,14 +78,14 @@ def live_without_privileges(root: str, user: int) -> dict[str, object]:
 
 
 def fill(config: StoreConfig, namespace: str, geometry: BlockGeometry, seed: int) -> None:
-    """Write blocks of our own, half as many as may be there, as fast as possible."""
+    """Save this process's own blocks, half as many as the capacity allows, as fast as possible."""
     with open_store(config, namespace, geometry) as store:
         for first in range(0, 100, 10):
             save(store, [key(1000 * seed + first + number) for number in range(10)], geometry)
 
 
 def evict_until_killed(config: StoreConfig, namespace: str, geometry: BlockGeometry) -> None:
-    """Be the one that evicts."""
+    """Act as the evictor until killed."""
     with open_store(config, namespace, geometry) as store:
         save(store, [key(1)], geometry)
         threading.Event().wait()

@@ -1,4 +1,4 @@
-"""The bench as a command."""
+"""`ucm store bench`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_verdict() -> None:
     assert (save.measured, save.met) == ("90%", True)
     assert (load.measured, load.met) == ("68%", False)
     assert (staged.measured, staged.wanted, staged.met) == ("74%", "70% of a plain memcpy or more", True)
-    for pipeline in ("Dram", "Cache|Posix"):  # what is in memory is compared with memory
+    for pipeline in ("Dram", "Cache|Posix"):  # a tier in memory is compared with memory
         save, load, staged = module._transfer_goals(StoreConfig(pipeline=pipeline), figures)
         assert [goal.measured for goal in (save, load, staged)] == ["134%", "70%", "74%"]
 
