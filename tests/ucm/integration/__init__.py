@@ -1,1 +1,1 @@
-"""Tests of where UCM meets inference engines."""
+"""Tests of UCM's integration into inference engines."""

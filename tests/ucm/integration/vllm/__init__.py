@@ -1,1 +1,1 @@
-"""Tests of the seam to vLLM, on the sources that vLLM published."""
+"""Tests of the integration into vLLM, against vLLM's published sources."""

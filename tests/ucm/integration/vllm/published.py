@@ -1,4 +1,4 @@
-"""Published vLLM modules as syntax trees: what a release defines, and in which order it does things."""
+"""Published vLLM modules as syntax trees: their definitions, and the order of their calls."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 
 @functools.cache
 def module(release: str, path: str) -> ast.Module | None:
-    """A module of a release; None where the release has none at this path."""
+    """Return a module of a release; None if the release has none at this path."""
     tree = sources(release)
     if not tree.exists(path):
         return None
-    gc.disable()  # millions of nodes that are no garbage; from now on the collector leaves them out
+    gc.disable()  # millions of nodes without garbage, which the collector then ignores
     parsed = ast.parse(tree.read(path))
     gc.freeze()
     gc.enable()
@@ -40,7 +40,7 @@ def module(release: str, path: str) -> ast.Module | None:
 
 
 def definition(release: str, path: str, qualified: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """A class or a function by its qualified name."""
+    """Return a class or function by its qualified name."""
     node: ast.AST | None = module(release, path)
     for name in qualified.split("."):
         found = None
@@ -52,14 +52,14 @@ def definition(release: str, path: str, qualified: str) -> ast.ClassDef | ast.Fu
 
 
 def function(release: str, path: str, qualified: str) -> ast.FunctionDef:
-    """A function that must be there."""
+    """Return a function that must exist."""
     found = definition(release, path, qualified)
     assert isinstance(found, ast.FunctionDef), f"vLLM {release} has no {qualified} in {path}"
     return found
 
 
 def methods(release: str, path: str, name: str) -> dict[str, ast.FunctionDef]:
-    """The methods of a class; none where there is no such class."""
+    """Return the methods of a class; none if it does not exist."""
     found = definition(release, path, name)
     return {node.name: node for node in getattr(found, "body", ()) if isinstance(node, ast.FunctionDef)}
 
@@ -69,14 +69,14 @@ def decorators(node: ast.FunctionDef) -> set[str]:
 
 
 def fields(release: str, path: str, name: str) -> dict[str, str]:
-    """The annotated fields of a dataclass with their annotations."""
+    """Return a dataclass's fields with their annotations."""
     found = definition(release, path, name)
     assert found is not None, f"vLLM {release} has no {name} in {path}"
     return {ast.unparse(n.target): ast.unparse(n.annotation) for n in found.body if isinstance(n, ast.AnnAssign)}
 
 
 def attributes(release: str, path: str, name: str) -> set[str]:
-    """What instances of a class have: fields, methods and properties, and what its methods assign to ``self``."""
+    """Return the attributes of a class's instances: fields, methods, properties, and assignments to ``self``."""
     found = definition(release, path, name)
     assert found is not None, f"vLLM {release} has no {name} in {path}"
     names = {ast.unparse(node.target) for node in found.body if isinstance(node, ast.AnnAssign)}
@@ -88,7 +88,7 @@ def attributes(release: str, path: str, name: str) -> set[str]:
 
 
 def signature(node: ast.FunctionDef) -> inspect.Signature:
-    """What a method can be called with, ``self`` left out."""
+    """Return a method's signature without ``self``."""
     given = node.args
     positional = [*given.posonlyargs, *given.args]
     first_default = len(positional) - len(given.defaults)
@@ -109,25 +109,25 @@ def signature(node: ast.FunctionDef) -> inspect.Signature:
 
 
 def in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below a node in the order of the source."""
+    """Yield all nodes below a node in source order."""
     for child in ast.iter_child_nodes(node):
         yield child
         yield from in_order(child)
 
 
 def calls(node: ast.AST, *names: str) -> list[ast.Call]:
-    """The calls whose function ends with one of these names, in the order of the source; all without names."""
+    """Return the calls of functions whose names end with one of these, in source order; without names, all."""
     found = [child for child in in_order(node) if isinstance(child, ast.Call)]
     return [call for call in found if not names or called(call) in names]
 
 
 def called(call: ast.Call) -> str:
-    """The last part of a called function's name."""
+    """Return the last part of a called function's name."""
     return ast.unparse(call.func).rpartition(".")[2]
 
 
 def sequence(node: ast.AST, *names: str) -> list[str]:
-    """Which of these are called, in the order of the source; repetitions in a row count once."""
+    """Return which of these are called, in source order; consecutive repetitions count once."""
     found: list[str] = []
     for call in calls(node, *names):
         if not found or found[-1] != called(call):
@@ -136,7 +136,7 @@ def sequence(node: ast.AST, *names: str) -> list[str]:
 
 
 def conditions(node: ast.AST, inner: ast.AST) -> list[str]:
-    """The conditions under which a node inside another is reached, innermost first."""
+    """Return the conditions under which a node inside another is reached, innermost first."""
     parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
     found: list[str] = []
     while inner in parents:
@@ -148,7 +148,7 @@ def conditions(node: ast.AST, inner: ast.AST) -> list[str]:
 
 
 def line_of(node: ast.AST, text: str) -> int:
-    """The line of the first statement or expression in a node that reads like this.
+    """Return the line of the first statement or expression in a node with this source.
 
     Raises:
         AssertionError: If there is none.

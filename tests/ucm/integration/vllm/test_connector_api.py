@@ -17,7 +17,7 @@ from ucm.integration.vllm.connector import scheduled
 from ucm.integration.vllm.connector.engine_facts import asks_again
 
 ROOM = Path(__file__).parents[4] / "ucm/integration/vllm"
-#: Modules that call a connector, wherever a release has them.
+#: Modules that call a connector, at their paths in all releases.
 CALLERS = (
     vllm.SCHEDULER,
     vllm.MIXIN,
@@ -36,7 +36,7 @@ CONNECTOR = re.compile(r"(self\.|^)(kv_)?(connector|transfer_group)|get_kv_trans
 
 @functools.cache
 def ours() -> dict[str, ast.FunctionDef]:
-    """The methods of our class that are vLLM's to call."""
+    """Return the methods of our class that vLLM calls."""
     tree = ast.parse((ROOM / "ucm_connector.py").read_text(encoding="utf-8"))
     connector = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "UCMConnector")
     methods = {node.name: node for node in connector.body if isinstance(node, ast.FunctionDef)}
@@ -44,13 +44,13 @@ def ours() -> dict[str, ast.FunctionDef]:
 
 
 def api(release: str) -> dict[str, ast.FunctionDef]:
-    """What a release lets a connector define."""
+    """Return the methods that a release lets a connector define."""
     marks = vllm.methods(release, vllm.BASE, "SupportsHMA")
     return {**marks, **vllm.methods(release, vllm.BASE, "KVConnectorBase_V1")}
 
 
 def test_vllm_knows_each_of_our_methods() -> None:
-    """A method that no release calls is misspelt, or was never one."""
+    """A method that no release calls is misspelt or obsolete."""
     known = {name for release in REVIEWED for name in api(release)}
     assert ours().keys() <= known
 
@@ -85,7 +85,7 @@ def test_overridden_methods_take_what_vllms_take(release: str) -> None:
 
 @pytest.mark.parametrize("release", REVIEWED)
 def test_every_call_of_a_connector_fits_our_methods(release: str) -> None:
-    """Positions and keywords as the callers really give them."""
+    """Checked with the callers' actual positional and keyword arguments."""
     seen = set()
     for path in CALLERS:
         tree = vllm.module(release, path)
@@ -146,7 +146,7 @@ def test_what_we_read_without_a_fallback_is_there(release: str, variable: str, p
 
 
 def _read_of(variable: str) -> set[str]:
-    """The attributes that the connector's modules read of a variable of this name, or of a state's."""
+    """Return the attributes that the connector's modules read from variables of this name, or from a state's."""
     found = set()
     for file in (ROOM / "connector").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -169,7 +169,7 @@ def test_the_blocks_of_an_admission_are_read_in_the_releases_shape(release: str)
 
 @pytest.mark.parametrize("release", REVIEWED)
 def test_grown_requests_are_read_in_the_releases_shape(release: str) -> None:
-    """One that got blocks, one that got none, one that resumes with all of its blocks."""
+    """One with new blocks, one without, one that resumes with all of its blocks."""
     fields = vllm.fields(release, vllm.OUTPUT, "CachedRequestData")
     annotation = fields["new_block_ids"]
     several = "req_ids" in fields  # until 0.9.1 an object is one request

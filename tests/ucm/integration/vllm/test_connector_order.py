@@ -1,7 +1,7 @@
-"""What the connector relies on beyond signatures: when vLLM calls it, and what it has done by then.
+"""The connector's assumptions beyond signatures: when vLLM calls it, and what vLLM has done by then.
 
-Each test names one fact and the releases in which it holds. A release that breaks one needs a look at the connector,
-not at the test alone.
+Each test states one fact and the releases in which it holds. If a release breaks one, check the connector,
+not only the test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ every_release = pytest.mark.parametrize("release", REVIEWED)
 
 
 def since(first: str, last: str = REVIEWED[-1]) -> list[str]:
-    """The reviewed releases from one to another."""
+    """Return the reviewed releases from one to another."""
     return list(REVIEWED[REVIEWED.index(first) : REVIEWED.index(last) + 1])
 
 
@@ -28,7 +28,7 @@ def schedule(release: str) -> ast.FunctionDef:
 
 @pytest.mark.parametrize("release", since("0.13.0"))
 def test_the_failure_policy_is_read_after_the_connector_was_constructed(release: str) -> None:
-    """So that the connector may set it."""
+    """So the connector can set it."""
     node = vllm.function(release, vllm.SCHEDULER, "Scheduler.__init__")
     (construction,) = [c for c in vllm.calls(node, "create_connector") if "KVConnectorFactory" in ast.unparse(c.func)]
     policy = "kv_load_failure_policy"
@@ -39,7 +39,7 @@ def test_the_failure_policy_is_read_after_the_connector_was_constructed(release:
 
 @pytest.mark.parametrize("release", since("0.9.0", "0.12.0"))
 def test_there_is_no_failure_policy_yet(release: str) -> None:
-    """What fails is computed again, where it is noticed at all."""
+    """Failed blocks are recomputed, if the failure is noticed at all."""
     tree = vllm.module(release, vllm.SCHEDULER)
     assert tree is not None
     assert "kv_load_failure_policy" not in ast.unparse(tree)
@@ -47,7 +47,7 @@ def test_there_is_no_failure_policy_yet(release: str) -> None:
 
 @every_release
 def test_a_steps_plan_is_made_before_its_tokens_count_as_computed(release: str) -> None:
-    """Else the saves of a step would be those of the next one."""
+    """Otherwise the saves of a step would belong to the next one."""
     node = schedule(release)
     made = vllm.calls(node, "_build_kv_connector_meta") or vllm.calls(node, "build_connector_meta")
     counted = [c.lineno for c in vllm.calls(node, "_update_after_schedule")] + [
@@ -61,7 +61,7 @@ def test_a_steps_plan_is_made_before_its_tokens_count_as_computed(release: str) 
 
 @every_release
 def test_the_lookup_is_asked_for_with_nothing_computed_and_before_the_allocation(release: str) -> None:
-    """So what it was asked with is what is computed when the blocks are given."""
+    """So the computed tokens at the lookup are still the same at the allocation."""
     node = schedule(release)
     (asked,) = vllm.calls(node, "get_num_new_matched_tokens")
     assert "request.num_computed_tokens == 0" in vllm.conditions(node, asked)
@@ -73,20 +73,20 @@ def test_the_lookup_is_asked_for_with_nothing_computed_and_before_the_allocation
 
 @every_release
 def test_every_admission_is_told(release: str) -> None:
-    """With and without tokens to load; 0.9.0 tells only those with."""
+    """With and without tokens to load; 0.9.0 reports only those with."""
     node = schedule(release)
     (told,) = (c for c in vllm.calls(node, "update_state_after_alloc") if ast.unparse(c.func).startswith("self.conn"))
     guard = vllm.conditions(node, told)[0]
     assert guard == ("num_external_computed_tokens" if release == "0.9.0" else guard)
     if release != "0.9.0":
-        # 0.33.0 puts off asynchronous loads of models whose KV lies on the host as well; the ``else`` is all others.
+        # 0.33.0 defers asynchronous loads of models with KV on the host; the ``else`` covers all others.
         assert "self.connector is not None" in vllm.conditions(node, told)
         assert not any("external" in condition for condition in vllm.conditions(node, told))
 
 
 @every_release
 def test_which_blocks_an_admission_is_told_of(release: str) -> None:
-    """From 0.14.1 on all that the request has; before, those that it got now, so none of an earlier admission."""
+    """From 0.14.1 on, all of the request's blocks; before, only the new ones, so none of an earlier admission."""
     node = schedule(release)
     (told,) = (c for c in vllm.calls(node, "update_state_after_alloc") if ast.unparse(c.func).startswith("self.conn"))
     blocks = ast.unparse(told.args[1])
@@ -109,7 +109,7 @@ def test_a_finished_request_is_told_before_its_blocks_are_freed(release: str) ->
 
 @pytest.mark.parametrize("release", since("0.11.1"))
 def test_failures_reach_our_scheduler_side_before_the_next_step_is_planned(release: str) -> None:
-    """vLLM takes computed tokens back first, and tells the connector at the end of the same update."""
+    """vLLM first reduces the computed tokens, and notifies the connector at the end of the same update."""
     node = vllm.function(release, vllm.SCHEDULER, "Scheduler.update_from_output")
     names = ("_handle_invalid_blocks", "_update_request_with_output", "_update_from_kv_xfer_finished")
     assert vllm.sequence(node, *names) == list(names)
@@ -123,7 +123,7 @@ def test_failures_cannot_be_told(release: str) -> None:
 
 
 def worker_calls(release: str) -> list[str]:
-    """The worker's calls in a step with the V1 runner."""
+    """Return the worker's calls in a step with the V1 runner."""
     names = ("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_block_ids_with_load_errors")
     finished = ("get_finished", "get_transfer_results")
     if release in since("0.10.1.1"):
@@ -178,14 +178,14 @@ def test_the_v1_runner_announces_a_step_before_it_writes_anything(release: str) 
 
 @pytest.mark.parametrize("release", since("0.16.0"))
 def test_the_v2_runner_announces_a_step_after_it_updated_its_requests(release: str) -> None:
-    """Zeroing and copying of blocks happen there, ahead of the connector."""
+    """It zeroes and copies blocks there, before calling the connector."""
     node = vllm.function(release, vllm.RUNNER_V2, "GPUModelRunner.execute_model")
     assert vllm.sequence(node, "update_requests", "pre_forward") == ["update_requests", "pre_forward"]
 
 
 @pytest.mark.parametrize("release", since("0.17.1"))
 def test_blocks_are_zeroed_only_for_models_that_are_refused_or_must_be(release: str) -> None:
-    """Mamba and, from 0.27.1 on, layers of several precisions: a save under way would read the zeros."""
+    """Mamba and, from 0.27.1 on, layers of several precisions: a running save would read the zeros."""
     node = vllm.function(release, vllm.CONFIG, "KVCacheConfig.needs_kv_cache_zeroing")
     result = node.body[-1]
     assert isinstance(result, ast.Return)
@@ -199,7 +199,7 @@ RECOVERY = "Scheduler._update_requests_with_invalid_blocks"
 
 @pytest.mark.parametrize("release", since("0.11.1"))
 def test_recovery_forgets_steps_in_flight(release: str) -> None:
-    """Nothing marks the output of later steps as stale: with several batches in flight it is believed."""
+    """Nothing marks the output of later steps as stale: with several batches in flight it is used."""
     text = ast.unparse(vllm.function(release, vllm.SCHEDULER, RECOVERY))
     text += ast.unparse(vllm.function(release, vllm.SCHEDULER, "Scheduler._handle_invalid_blocks"))
     assert not any(word in text for word in ("stale", "in_flight", "placeholders", "discard"))
@@ -207,7 +207,7 @@ def test_recovery_forgets_steps_in_flight(release: str) -> None:
 
 @pytest.mark.parametrize("release", since("0.11.1"))
 def test_recovery_leaves_failed_blocks_in_the_prefix_cache(release: str) -> None:
-    """They are evicted only where the requests are ended: until they are computed again, others may hit them."""
+    """They are evicted only when the requests end: until they are recomputed, other requests may hit them."""
     node = vllm.function(release, vllm.SCHEDULER, "Scheduler._handle_invalid_blocks")
     for call in vllm.calls(node, "evict_blocks"):
         assert "sync_blocks_to_evict and (not self.recompute_kv_load_failures)" in vllm.conditions(node, call)
@@ -215,14 +215,14 @@ def test_recovery_leaves_failed_blocks_in_the_prefix_cache(release: str) -> None
 
 @pytest.mark.parametrize("release", since("0.11.1"))
 def test_how_recovery_finds_the_loaded_tokens(release: str) -> None:
-    """Until 0.18.1 by a number that is set at the first admission, so a request that resumes is not recovered."""
+    """Until 0.18.1 by a number set at the first admission, so a resumed request is not recovered."""
     text = ast.unparse(vllm.function(release, vllm.SCHEDULER, RECOVERY))
     assert ("= request.num_cached_tokens" in text) == (release in since("0.11.1", "0.18.1"))
 
 
 @pytest.mark.parametrize("release", since("0.16.0"))
 def test_the_v2_runner_keeps_its_own_count_of_computed_tokens(release: str) -> None:
-    """What the scheduler takes back of a running request does not reach the device, so recovery cannot work there."""
+    """A reduction of a running request's computed tokens does not reach the device, so recovery cannot work."""
     node = vllm.function(release, vllm.RUNNER_V2, "GPUModelRunner.update_requests")
     assert not any("num_computed_tokens" in ast.unparse(call.func) for call in vllm.calls(node))
     text = ast.unparse(node)
@@ -232,7 +232,7 @@ def test_the_v2_runner_keeps_its_own_count_of_computed_tokens(release: str) -> N
 
 @pytest.mark.parametrize("release", since("0.16.0"))
 def test_a_streaming_session_replaces_tokens_that_were_known(release: str) -> None:
-    """A block whose last token was sampled but not computed gets another key; vLLM's own hashes follow from 0.32.0."""
+    """A block whose last token was sampled but not computed gets another key, as in vLLM's hashes from 0.32.0 on."""
     text = ast.unparse(vllm.function(release, vllm.SCHEDULER, "Scheduler._update_request_as_session"))
     assert "del session._all_token_ids[" in text
     assert ("del session.block_hashes[" in text) == (release in since("0.32.0"))
@@ -241,7 +241,7 @@ def test_a_streaming_session_replaces_tokens_that_were_known(release: str) -> No
 
 @pytest.mark.parametrize("release", since("0.9.0", "0.11.0"))
 def test_the_number_of_blocks_is_not_known_when_kv_caches_are_registered(release: str) -> None:
-    """It is written to the configuration once all workers have their KV caches."""
+    """vLLM sets it in the configuration once all workers have their KV caches."""
     node = vllm.function(release, vllm.ENGINE, "EngineCore.__init__")
     (initialised,) = vllm.calls(node, "_initialize_kv_caches")
     assert initialised.lineno < vllm.line_of(node, "vllm_config.cache_config.num_gpu_blocks = num_gpu_blocks")
@@ -249,7 +249,7 @@ def test_the_number_of_blocks_is_not_known_when_kv_caches_are_registered(release
 
 @pytest.mark.parametrize("release", since("0.9.1", "0.11.0"))
 def test_a_ranks_tensors_may_have_more_blocks_than_are_used(release: str) -> None:
-    """With several ranks the smallest number counts; only from 0.11.1 on the others' tensors shrink with it."""
+    """With several ranks the smallest number is used; only from 0.11.1 on the other ranks' tensors shrink to it."""
     tree = vllm.module(release, "vllm/v1/core/kv_cache_utils.py")
     assert tree is not None
     text = ast.unparse(tree)

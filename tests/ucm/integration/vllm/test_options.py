@@ -1,4 +1,4 @@
-"""The options and variables of vLLM that messages name: each is one that the release has."""
+"""Messages name only vLLM options and variables that the release has."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ BACKENDS = (
     "vllm/attention/backends/registry.py",
     "vllm/platforms/interface.py",
 )
-#: Named wherever they are, because every release has them.
+#: Options that every release has, so any message may name them.
 EVERYWHERE = {
     *("additional-config", "block-size", "compilation-config", "enable-lora", "enable-sleep-mode", "enforce-eager"),
     *("hf-overrides", "kv-cache-dtype", "kv-transfer-config", "max-model-len", "no-enable-prefix-caching"),
     *("scheduler-cls", "speculative-config"),
 }
-#: Of other programs, `ucm doctor` and `build-overlay` among them.
+#: Options of other programs, for instance `ucm doctor` and `build-overlay`.
 NOT_VLLMS = {"hooks", "json", "run", "shm-size"}
 
 
@@ -60,7 +60,7 @@ def variables_of(release: str) -> set[str]:
 
 @functools.cache
 def config_of(release: str, part: str, name: str) -> set[str]:
-    """The fields of a part of vLLM's configuration, wherever the release keeps it."""
+    """Return the fields of a part of vLLM's configuration, at its path in the release."""
     for path in (place.format(part) for place in CONFIG):
         if definition(release, path, name) is not None:
             return set(fields(release, path, name))
@@ -69,7 +69,7 @@ def config_of(release: str, part: str, name: str) -> set[str]:
 
 @functools.cache
 def backends_of(release: str) -> tuple[str, set[str]]:
-    """Where the names of attention backends are, and which there are."""
+    """Return the location of the attention backends' names, and the names."""
     for path in BACKENDS:
         for name in ("AttentionBackendEnum", "_Backend"):
             found = definition(release, path, name)
@@ -81,7 +81,7 @@ def backends_of(release: str) -> tuple[str, set[str]]:
 
 
 def named(message: object) -> tuple[set[str], set[str]]:
-    """The options, as fields, and the variables that a message names."""
+    """Return the options, as fields, and the variables that a message names."""
     text = str(message)
     options = {option.replace("-", "_") for option in OPTION.findall(text)}
     return {option.removeprefix("no_") for option in options}, set(VARIABLE.findall(text))
@@ -89,7 +89,7 @@ def named(message: object) -> tuple[set[str], set[str]]:
 
 @pytest.fixture
 def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A release, of which the modules that messages are worded by can be imported."""
+    """A release whose modules, on which messages depend, can be imported."""
     release = str(request.param)
     place, names = backends_of(release)
     interface = ModuleType("vllm.platforms.interface")
@@ -159,7 +159,7 @@ def test_context_parallelism(release: str) -> None:
 
 
 def engine(**parts: Any) -> Any:
-    """A configuration that is served, but for the given parts."""
+    """Return a supported configuration, except for the given parts."""
     model = {"use_mla": False, "is_encoder_decoder": False, "model": "m", "enforce_eager": True}
     return SimpleNamespace(
         **{
@@ -173,7 +173,7 @@ def engine(**parts: Any) -> Any:
 
 
 def spoken(path: Path) -> Iterator[str]:
-    """The strings of a module but its docstrings."""
+    """Yield the strings of a module, except docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documents = {
         id(node.body[0].value)
@@ -191,7 +191,7 @@ ROOMS = ("integration", "sparse", "store", "config", "hashing")
 
 
 def test_no_message_names_an_option_that_only_some_releases_have() -> None:
-    """What only some have is worded by `ucm.integration.vllm.options`, or where the engine has it switched on."""
+    """Other options are named only by `ucm.integration.vllm.options`, or where the engine has enabled them."""
     root = Path(ucm.__file__).parent
     texts = [text for room in ROOMS for path in (root / room).rglob("*.py") for text in spoken(path)]
     found = {option for text in texts for option in OPTION.findall(text)}

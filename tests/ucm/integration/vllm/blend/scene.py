@@ -1,4 +1,4 @@
-"""The scheduler's side of blending over a real store and a real slab, with what vLLM calls and a rank beside it."""
+"""The scheduler side of blending with a real store and slab, vLLM's calls, and a rank."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey
 
 BLOCK = 16
-#: Two layers of so many bytes for each piece.
+#: Two layers of 4096 bytes per piece.
 GEOMETRY = BlockGeometry((4096, 4096), b"geometry of test")
 
 
 def chained(before: bytes, tokens: Sequence[int]) -> bytes:
-    """A block's name, as vLLM makes it."""
+    """Return a block's hash, as vLLM computes it."""
     return hashlib.sha256(before + repr(list(tokens)).encode()).digest()
 
 
 @dataclass(eq=False)
 class Request:
-    """What is read of vLLM's ``Request``."""
+    """The part of vLLM's ``Request`` that is read."""
 
     request_id: str
     all_token_ids: list[int]
@@ -58,20 +58,20 @@ class Request:
         return len(self.all_token_ids)
 
     def name_blocks(self) -> None:
-        """Name the blocks that are full and have no name."""
+        """Hash the full blocks that have no hash."""
         while (len(self.block_hashes) + 1) * BLOCK <= self.num_tokens:
             start = len(self.block_hashes) * BLOCK
             before = self.block_hashes[-1] if self.block_hashes else b""
             self.block_hashes.append(chained(before, self.all_token_ids[start : start + BLOCK]))
 
     def generate(self, tokens: Sequence[int]) -> None:
-        """Append tokens, as a decode does."""
+        """Append tokens, like a decode step."""
         self.all_token_ids.extend(tokens)
         self.name_blocks()
 
 
 class Counted:
-    """Outcomes, in order."""
+    """Counters that record outcomes in order."""
 
     def __init__(self) -> None:
         self.outcomes: list[str] = []
@@ -96,14 +96,14 @@ class Scene:
         self.readers = [SlabReader() for _ in range(ranks)]
 
     def answer(self, rank: int = 0, *, refused: bool = False) -> None:
-        """A rank says what its pieces look like."""
+        """A rank reports its piece geometry."""
         record = {"sizes": list(GEOMETRY.slice_sizes), "fingerprint": GEOMETRY.fingerprint.hex(), REFUSED: refused}
         writer = SlabReader()
         assert writer.attach(self.slab.address, rank, record)
         writer.close()
 
     def put(self, tokens: Sequence[int], ranks: Sequence[int] = (0,), salt: str | None = None) -> list[BlockKey]:
-        """A chunk is in the stores of some ranks."""
+        """Put a chunk into the stores of some ranks; return its keys."""
         keys = ChunkNames(b"").pieces(list(tokens), salt)
         for rank in ranks:
             store = self.stores[rank]
@@ -116,7 +116,7 @@ class Scene:
         return keys
 
     def matched(self, request: Request, computed: int = 0, exact: int = 0) -> int:
-        """What vLLM is told in the end; it asks again as long as it must."""
+        """Return the final answer to vLLM, which asks again until there is one."""
         until = time.monotonic() + 120
         while (found := self.scheduler.matched(request, computed, exact)) is None:
             assert time.monotonic() < until
@@ -124,12 +124,12 @@ class Scene:
         return found
 
     def admit(self, request: Request, computed: int, tokens: int, block_ids: list[int]) -> bool:
-        """vLLM gives a request blocks."""
+        """Allocate blocks to a request, like vLLM."""
         blocks = SimpleNamespace(get_block_ids=lambda: (block_ids,))
         return self.scheduler.allocated(request, blocks, tokens)
 
     def step(self, *admitted: tuple[Request, list[int], int, int]) -> BlendPlan:
-        """A step with new requests: their blocks, computed tokens, and tokens to compute."""
+        """Plan a step with new requests: their blocks, computed tokens, and tokens to compute."""
         new = [
             SimpleNamespace(req_id=request.request_id, block_ids=(ids,), num_computed_tokens=computed)
             for request, ids, computed, _ in admitted
@@ -139,11 +139,11 @@ class Scene:
         return self._plan(new, {request.request_id: number for request, _, _, number in admitted})
 
     def idle(self) -> BlendPlan:
-        """A step without requests."""
+        """Plan a step without requests."""
         return self._plan([], {})
 
     def go_on(self, request: Request, number: int) -> BlendPlan:
-        """A step in which a running request computes so many tokens."""
+        """Plan a step in which a running request computes this many tokens."""
         return self._plan([], {request.request_id: number})
 
     def _plan(self, new: list[Any], scheduled: dict[str, int]) -> BlendPlan:
@@ -169,10 +169,10 @@ class Scene:
 
 
 def tokens(start: int, number: int) -> list[int]:
-    """Tokens that no other call gives."""
+    """Return tokens unique to this start."""
     return list(range(start * 1000, start * 1000 + number))
 
 
 def marks(*chunks: Chunk) -> list[list[int]]:
-    """As a request marks them."""
+    """Return chunk marks, as in a request."""
     return [[chunk.start, chunk.end] for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Names of a blended request's blocks, where vLLM names parts of blocks as well."""
+"""The hashes of a blended request's blocks when vLLM also hashes parts of blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ucm.integration.vllm.blend.isolation import OwnNames
 @pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK, 4 * BLOCK])
 @pytest.mark.parametrize("number", range(4 * BLOCK, 9 * BLOCK, 7))
 def test_no_blended_block_keeps_its_name_and_every_exact_one_does(block_size: int, number: int) -> None:
-    """Each name stands for `BLOCK` tokens here, whatever a block is."""
+    """Each hash is for `BLOCK` tokens here, whatever the block size."""
     one = Request("r", list(range(number)))
     exact = list(one.block_hashes)
     for tokens in range(0, number, block_size):
@@ -19,7 +19,7 @@ def test_no_blended_block_keeps_its_name_and_every_exact_one_does(block_size: in
         names.give(tokens)
         kept = tokens // BLOCK
         assert not set(one.block_hashes[kept:]) & set(exact)
-        # The length tells what a name stands for; where two sizes fit, it is taken for the larger one.
+        # The number of hashes shows the tokens per hash; if two sizes fit, the larger one is assumed.
         assert one.block_hashes[: kept // 2] == exact[: kept // 2]
         if block_size == BLOCK:
             assert one.block_hashes[:kept] == exact[:kept]

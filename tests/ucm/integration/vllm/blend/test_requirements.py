@@ -1,4 +1,4 @@
-"""What blending refuses, by name."""
+"""Configurations that blending refuses, with errors that name the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUP = CacheGroup(0, 16, None, {}, ())
 
 
 def config(**changes: Any) -> Any:
-    """A configuration that can be blended, but for some changes: ``part__name`` is a field of a part."""
+    """Return a supported configuration with some changes: ``part__name`` is a field of a part."""
     parts: dict[str, dict[str, Any]] = {
         "model_config": {
             "model": "m",
@@ -91,7 +91,7 @@ def test_deviation_wants_an_eager_model() -> None:
 
 
 def test_names_that_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 0.10.2: vLLM's own cache would hand blended blocks to others."""
+    """Up to 0.10.2, vLLM's own cache would give blended blocks to other requests."""
     monkeypatch.setattr(requirements, "names_are_kept_apart", lambda: False)
     with pytest.raises(ConfigError, match="out of reach"):
         require_engine(config(), BlendSettings(), [GROUP])
@@ -102,7 +102,7 @@ def test_names_that_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_connectors_beside_it_are_refused(
     monkeypatch: pytest.MonkeyPatch, outer: str | None, refused: bool
 ) -> None:
-    """They see the same requests and blocks, and nobody tells them that some are approximate."""
+    """They see the same requests and blocks, but do not know that some are approximate."""
     current = None if outer is None else SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=outer))
     vllm = ModuleType("vllm.config")
     vllm.get_current_vllm_config_or_none = lambda: current  # type: ignore[attr-defined]

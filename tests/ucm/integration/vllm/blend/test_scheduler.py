@@ -1,4 +1,4 @@
-"""Which requests are blended and how far, what is saved, and what never is."""
+"""Which requests are blended and how far, and which chunks are saved."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def put_all(scene: Scene) -> None:
 
 
 def blended(scene: Scene, one: Request, computed: int = 0) -> Any:
-    """A request's blend, planned in one step."""
+    """Return a request's blend, planned in one step."""
     found = scene.matched(one, computed)
     ids = list(range(100, 112))
     assert scene.admit(one, computed, found, ids)
@@ -50,7 +50,7 @@ def blended(scene: Scene, one: Request, computed: int = 0) -> Any:
 
 
 def test_chunks_in_a_new_order_are_one_hit(scene: Scene) -> None:
-    """Found by their content, whatever stood before them when they were stored (LMCache's issue 4663)."""
+    """They are found by their content, whatever preceded them when they were stored (LMCache's issue 4663)."""
     put_all(scene)
     blend = blended(scene, request())
     assert (blend.start, blend.end) == (0, 160)
@@ -64,7 +64,7 @@ def test_chunks_in_a_new_order_are_one_hit(scene: Scene) -> None:
 
 @pytest.mark.parametrize("computed", range(0, 161, BLOCK))
 def test_a_stretch_begins_where_the_exact_prefix_ends(scene: Scene, computed: int) -> None:
-    """Also within a chunk: UCM answers wrongly there (its issues 867 and 906)."""
+    """Even within a chunk, where UCM gives wrong answers (its issues 867 and 906)."""
     put_all(scene)
     one = request()
     found = scene.matched(one, computed)
@@ -80,7 +80,7 @@ def test_a_stretch_begins_where_the_exact_prefix_ends(scene: Scene, computed: in
 
 
 def test_stores_that_cannot_be_opened_keep_no_request_waiting(scene: Scene) -> None:
-    """The error ended EngineCore, out of the first request with chunks."""
+    """The error used to end EngineCore at the first request with chunks."""
 
     def refuse(geometries: Sequence[BlockGeometry]) -> Sequence[KVStore]:
         raise OSError(len(geometries))
@@ -109,7 +109,7 @@ def test_a_store_that_does_not_answer_is_opened_beside_the_scheduler(tmp_path: P
 
 
 def test_a_prefix_that_the_same_step_computes_for_another_is_computed_ahead(scene: Scene) -> None:
-    """vLLM lets others find blocks as soon as they are allocated, and a stretch is filled ahead of the forward."""
+    """Other requests hit blocks as soon as vLLM allocates them, but a stretch is filled before the forward."""
     put_all(scene)
     shared = list(range(200, 204))
     plain, one = Request("plain", list(PROMPT)), request()
@@ -155,7 +155,7 @@ def test_a_chunk_that_is_missing_is_a_gap(scene: Scene) -> None:
 
 
 def test_a_damaged_chunk_is_a_gap(scene: Scene, tmp_path: Path) -> None:
-    """Its bytes are checked before anything is promised."""
+    """Its bytes are verified before a hit is reported."""
     put_all(scene)
     (key,) = scene.put(B)
     name = key.hex()
@@ -199,7 +199,7 @@ def test_workers_on_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_that_a_worker_refused(scene: Scene) -> None:
-    """LMCache's issue 4666: some models answer garbage, and nothing says so."""
+    """LMCache's issue 4666: some models generate garbage without any error."""
     put_all(scene)
     blended(scene, request())
     scene.answer(refused=True)
@@ -247,7 +247,7 @@ def test_a_request_that_got_no_blocks_and_then_is_not_blended_has_its_exact_name
 
 
 def test_a_preempted_request_keeps_its_names(scene: Scene) -> None:
-    """Its KV may still lie in vLLM's cache, under these; what is computed behind it must not get exact names."""
+    """Its KV may still be in vLLM's cache under these; KV computed after it must not get exact hashes."""
     put_all(scene)
     one = request()
     exact = list(one.block_hashes)
@@ -261,7 +261,7 @@ def test_a_preempted_request_keeps_its_names(scene: Scene) -> None:
     assert scene.matched(one, 0) == 160
     assert one.block_hashes[3 : len(own)] == own[3:]
     assert not set(one.block_hashes) & set(exact)
-    # It is computed as a whole: the names stay, whatever is exact now.
+    # It is computed completely: the hashes stay, although its KV is exact now.
     scene.scheduler.start_anew()
     assert scene.matched(one, 0) == 0
     assert not set(one.block_hashes) & set(exact)
@@ -274,7 +274,7 @@ def test_a_request_that_waits_for_room_counts_once(scene: Scene) -> None:
     assert scene.counted.outcomes == ["miss"]
 
 
-# What is let go
+# Freed blocks
 
 
 def test_an_aborted_request_holds_nothing(scene: Scene) -> None:
@@ -342,7 +342,7 @@ def test_what_vllm_had_itself_is_saved_too(scene: Scene) -> None:
 
 
 def test_a_chunk_behind_others_is_not_saved(scene: Scene) -> None:
-    """Its KV has seen them."""
+    """Its KV depends on them."""
     one = Request("r", [*A, *B], [[70, 110]])
     scene.matched(one)
     assert not scene.step((one, list(range(7)), 0, 110)).saves
@@ -413,7 +413,7 @@ def test_separators_in_place_of_marks(tmp_path: Path) -> None:
         scene.put([*A, 5])
         scene.put([*B, 5])
         assert scene.matched(Request("r", [*B, 5, *A, 5, *QUESTION])) == 112
-        # Marks say it better, also where they say that there are none.
+        # Marks take precedence, even if they mark no chunks.
         assert scene.matched(Request("s", [*B, 5, *A, 5, *QUESTION], [])) == 0
 
 
@@ -442,7 +442,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatc
         monkeypatch.setattr(scene.stores[0], "lookup", stuck)
         monkeypatch.setattr(scene.stager, "submit", submitted)
         one = request()
-        while not lookups:  # the stores are opened beside
+        while not lookups:  # the stores are opened in the background
             assert scene.scheduler.matched(one, 0, 0) is None
         assert entered.wait(60)
         assert scene.scheduler.matched(one, 0, 0) is None

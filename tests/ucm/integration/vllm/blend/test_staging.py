@@ -1,4 +1,4 @@
-"""Chunks of one request are staged at the same time, also those that another request is staging."""
+"""The chunks of a request are staged concurrently, including those that another request is staging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Abandoned(ChunkLookup):
-    """Its request ends right when a thread has seen that it had not."""
+    """Its request ends right after a thread has checked that it had not."""
 
     def __init__(self, stager: ChunkStager, pieces: list[list[BlockKey]]) -> None:
         super().__init__(pieces, time.monotonic() + 60, [None for _ in pieces])
@@ -34,7 +34,7 @@ class _Abandoned(ChunkLookup):
 
 
 def test_a_request_that_ends_between_two_chunks_ends_no_thread(tmp_path: Path) -> None:
-    """An error in what a thread runs ends the thread, and with the last of them each request waits its whole time."""
+    """An error would end the thread; without threads, each request waits until its deadline."""
     with Scene(tmp_path) as scene:
         scene.answer()
         scene.idle()
@@ -48,11 +48,11 @@ def test_a_request_that_ends_between_two_chunks_ends_no_thread(tmp_path: Path) -
 
 
 class _Slow:
-    """A store whose reads end only when so many have begun, as those of a medium with a long latency do.
+    """A store whose reads end only when a number of them have begun, like a medium of high latency.
 
     Args:
         store: The real one.
-        reads: How many.
+        reads: The number.
     """
 
     def __init__(self, store: KVStore, reads: int) -> None:
@@ -82,7 +82,7 @@ def begun(scene: Scene) -> None:
 
 
 def test_the_chunks_of_a_request_are_read_at_the_same_time(tmp_path: Path) -> None:
-    """One after the other, each would wait for the medium's latency anew."""
+    """In sequence, each would wait for the medium's latency again."""
     texts = [tokens(number, 70) for number in range(1, 5)]
     prompt = [token for text in texts for token in text] + tokens(9, 20)
     with Scene(tmp_path) as scene:
@@ -97,7 +97,7 @@ def test_the_chunks_of_a_request_are_read_at_the_same_time(tmp_path: Path) -> No
 
 
 def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """Each reads one of the two; whoever waited for the other's before its own had come would wait for ever."""
+    """Each reads one of the two; a request that waited for the other's first would wait for ever."""
     one, other = tokens(1, 70), tokens(2, 70)
     with Scene(tmp_path, seconds=20.0) as scene:
         begun(scene)
@@ -117,7 +117,7 @@ def test_requests_that_stage_the_same_chunks_in_other_orders_do_not_wait_for_eac
 
 
 def test_a_missing_piece_of_one_chunk_leaves_the_others(tmp_path: Path) -> None:
-    """Also one that was evicted between the lookup and the read."""
+    """Even if it was evicted between the lookup and the read."""
     texts = [tokens(number, 70) for number in range(1, 5)]
     prompt = [token for text in texts for token in text] + tokens(9, 20)
     with Scene(tmp_path) as scene:

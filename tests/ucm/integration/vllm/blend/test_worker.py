@@ -1,4 +1,4 @@
-"""What a worker computes of a blend, and what it says to the other ranks, over caches that show what was read."""
+"""The worker's part of a blend, and its messages to other ranks, with caches that show what was read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @dataclass
 class Caches:
-    """One layer, in which a token's KV is its id and the sum of all KV before it; what nobody has written is NaN."""
+    """One layer, in which a token's KV is its id plus the sum of all KV before it; unwritten KV is NaN."""
 
     kv: Tensor = field(default_factory=lambda: torch.full((len(TOKENS),), torch.nan))
     asked: list[list[int]] = field(default_factory=list)
@@ -63,13 +63,13 @@ class Caches:
         return counts
 
     def model(self, *, input_ids: Tensor, positions: Tensor) -> None:
-        """A forward."""
+        """Run a forward pass."""
         for token, place in zip(input_ids.tolist(), positions.tolist(), strict=True):
             self.kv[place] = token + self.kv[:place].sum()
 
 
 class Counted:
-    """Tokens of the stretches."""
+    """Counters that record the stretches' tokens."""
 
     def __init__(self) -> None:
         self.stretches: list[tuple[int, int]] = []
@@ -90,7 +90,7 @@ def blend_of(start: int, unwritten: int, chunks: Sequence[Chunk] = ()) -> Blend:
 
 
 def filled(caches: Caches, blend: Blend, *, usable: bool = True) -> Counted:
-    """What a step with one blend counts."""
+    """Run a step with one blend; return its counters."""
     counted = Counted()
     worker: Any = BlendWorker(caches, caches.model, BlendSettings(), counted, most_tokens=3)  # type: ignore[arg-type]
     worker.blend(BlendPlan([blend], shares=(0,)), {}, usable=usable)
@@ -98,7 +98,7 @@ def filled(caches: Caches, blend: Blend, *, usable: bool = True) -> Counted:
 
 
 def test_a_prefix_that_the_step_has_yet_to_write_is_computed_before_it_is_read() -> None:
-    """A stretch that is filled ahead of the forward would else have read what the blocks held before."""
+    """Otherwise a stretch, filled before the forward, would read the blocks' old content."""
     everything = Caches()
     filled(everything, blend_of(0, 0))
     caches = Caches()
@@ -109,10 +109,10 @@ def test_a_prefix_that_the_step_has_yet_to_write_is_computed_before_it_is_read()
 
 
 def test_a_rank_whose_weights_have_changed_says_so_to_the_others() -> None:
-    """The others wait for its part of the sum: without it they would hang, or take a forward's numbers for it."""
+    """The others wait for its all-reduce: without it they would hang, or use data of the forward instead."""
     chunk = Chunk(0, 6)
     others, changed = Caches(), Caches()
-    filled(others, blend_of(0, 0, [chunk]))  # no slab is attached: it has nothing of the chunk either
+    filled(others, blend_of(0, 0, [chunk]))  # no slab is attached, so it has no part of the chunk either
     filled(changed, blend_of(0, 0, [chunk]), usable=False)
     assert changed.asked == others.asked == [[1]]
 

@@ -1,4 +1,4 @@
-"""The scheduler's side with a set of keys for a store, and requests and steps made by hand."""
+"""The scheduler side with a set of keys as its store, and requests and steps made by hand."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ BLOCK = BlockGeometry((8, 8), b"f" * 16)
 
 
 class KeyStore(KVStore):
-    """Looks keys up, reads blocks that are their keys' first bytes, and does nothing else."""
+    """Looks up keys and reads blocks, whose content is the start of their keys; does nothing else."""
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
         self.damaged: set[bytes] = set()
         self.lookups = 0
         self.read: list[bytes] = []
-        #: While it is not set, nothing that is asked of the medium returns.
+        #: While it is not set, no call to the medium returns.
         self.answers = threading.Event()
         self.answers.set()
 
@@ -90,7 +90,7 @@ class KeyStore(KVStore):
 
 
 class Counted:
-    """What was looked up."""
+    """Counters that record lookups."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -108,15 +108,15 @@ class Counted:
 
 
 class Planner:
-    """The scheduler's side of an engine whose scheduler is the test.
+    """The scheduler side of an engine; the test acts as the scheduler.
 
     Args:
-        windows: For each group of the model, its window.
-        begins: Whether it is known from the start whose blocks these are.
-        rows: How many blocks may be staged; 0 where the workers read the store, and names are promised.
-        ranks: How many of them there are.
-        seconds: How long a lookup may take.
-        options: Other than the defaults.
+        windows: The window of each KV-cache group.
+        begins: Whether the namespace is known from the start.
+        rows: How many blocks may be staged; 0 if the workers read the store directly.
+        ranks: The number of ranks.
+        seconds: The deadline of a lookup.
+        options: Settings other than the defaults.
     """
 
     def __init__(
@@ -143,23 +143,23 @@ class Planner:
         self._next_block = 1
 
     def begin(self) -> None:
-        """It becomes known whose blocks these are."""
+        """Set the namespace."""
         self.side.namespace = "model"
         self.stager.begin(self.stores, {group: [BLOCK] * len(stores) for group, stores in self.stores.items()})
 
     @property
     def used(self) -> int:
-        """Staged blocks that somebody holds."""
+        """The number of staged blocks in use."""
         assert self.slab is not None
         return sum(row.users > 0 for row in self.slab._table.values())
 
     def staged(self, place: int) -> bytes:
-        """The bytes of a staged block of the first rank."""
+        """Return the bytes of a staged block of the first rank."""
         assert self.slab is not None
         return bytes(self.slab._memory[place : place + BLOCK.nbytes])
 
     def matched(self, request: Request, computed: int = 0) -> int:
-        """What is found in the end."""
+        """Return the final number of hit tokens."""
         until = time.monotonic() + 60
         while (found := self.side.matched_tokens(request, computed)) is None:
             assert time.monotonic() < until
@@ -167,14 +167,14 @@ class Planner:
         return found
 
     def keep(self, tokens: Sequence[int], group: int = 0) -> list[bytes]:
-        """Have blocks in the store."""
+        """Put blocks into the store; return their keys."""
         chain = self.keys.chain(tokens, SIZE)
         for store in self.stores[group]:
             store.keys.update(chain)
         return chain
 
     def admit(self, request: Request, computed: int = 0, had: Sequence[int] = ()) -> int:
-        """Look a request up and give it blocks, those it had first; returns the tokens to be loaded."""
+        """Look a request up and allocate its blocks, existing ones first; return the tokens to load."""
         external = self.matched(request, computed)
         self.give(request, computed, external, had)
         return external
@@ -218,7 +218,7 @@ class Planner:
         return self.side.plan(output)
 
     def run(self, request: Request, count: int, rows: list[list[int]] | None = None) -> StepPlan:
-        """Plan a step that computes tokens of one request, with its blocks if it begins; then they are computed."""
+        """Plan a step that computes tokens of one request, with its blocks if it is new; count them as computed."""
         plan = self.step({request.request_id: count}, [] if rows is None else [(request, rows)])
         request.num_computed_tokens += count
         return plan

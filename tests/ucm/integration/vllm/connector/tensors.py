@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Storage:
-    """What ``untyped_storage`` gives."""
+    """The result of ``untyped_storage``."""
 
     raw: NDArray[np.uint8]
 
@@ -27,7 +27,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Tensor:
-    """As much of a ``torch.Tensor`` as is looked at; strides and offset in elements, as there."""
+    """The part of a ``torch.Tensor`` that is used; strides and offset in elements, as in torch."""
 
     raw: NDArray[np.uint8]
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Tensor:
         return Storage(self.raw)
 
     def view(self) -> NDArray[Any]:
-        """The elements, as NumPy sees them."""
+        """Return the elements as a NumPy array."""
         return as_strided(
             self.raw[self.offset * self.dtype.itemsize :].view(self.dtype),
             self.shape,
@@ -59,7 +59,7 @@ class Tensor:
         )
 
     def places(self) -> NDArray[np.int64]:
-        """The byte offset of each element in the storage, in the tensor's shape."""
+        """Return the byte offset of each element in the storage, in the tensor's shape."""
         found = np.full(self.shape, self.offset, np.int64)
         for axis, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
             found += (np.arange(size) * stride).reshape([-1 if i == axis else 1 for i in range(len(self.shape))])
@@ -73,14 +73,14 @@ def tensor(
     gaps: Sequence[int] | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """A tensor in memory of its own, full of random bytes.
+    """Return a tensor in new memory with random bytes.
 
     Args:
         shape: Its sizes.
-        order: Its dimensions as they lie in memory, outermost first; as they are by default.
+        order: Its dimensions in memory order, outermost first; default: as in the shape.
         dtype: NumPy's name of the type.
-        gaps: For each dimension in that order, elements that are left out after each step of it.
-        offset: Elements before the first one.
+        gaps: The number of unused elements after each step of a dimension, in that order.
+        offset: The number of elements before the first one.
     """
     order = range(len(shape)) if order is None else order
     gaps = [0] * len(shape) if gaps is None else gaps
@@ -93,7 +93,7 @@ def tensor(
     return Tensor(raw, tuple(shape), tuple(strides), kind, offset)
 
 
-#: vLLM's ``KVCacheLayout`` since 0.29.0: the dimensions L, B, H, N, C as they lie in memory, outermost first.
+#: vLLM's ``KVCacheLayout`` since 0.29.0: the dimensions L, B, H, N, C in memory order, outermost first.
 LAYOUTS = {
     "LBHNC": (0, 1, 2, 3, 4),
     "LBNHC": (0, 1, 3, 2, 4),
@@ -105,13 +105,13 @@ LAYOUTS = {
 
 
 def layer_views(layout: str, sizes: Sequence[int], split: int = 1, padding: int = 0) -> list[Tensor]:
-    """All layers as views of one allocation, as vLLM makes them since 0.29.0.
+    """Return all layers as views of one allocation, like vLLM since 0.29.0.
 
     Args:
         layout: A name of ``LAYOUTS``.
-        sizes: Layers, blocks, heads, tokens of a block, elements of a cell.
-        split: Blocks for the kernels in each block.
-        padding: Elements after each page.
+        sizes: The number of layers, blocks, heads, tokens per block and elements per cell.
+        split: Kernel blocks per block.
+        padding: Unused elements after each page.
     """
     layers, blocks, heads, tokens, cell = sizes
     shape = (layers, blocks * split, heads, tokens // split, cell)

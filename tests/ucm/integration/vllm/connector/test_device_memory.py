@@ -1,4 +1,4 @@
-"""Blocks between a device and staging memory, with torch's CPU as the device."""
+"""Copies of blocks between a device and staging memory, with torch's CPU as the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BLOCKS = 6
 
-#: KV caches by name: one layer or several, with one range per block or more, of a multiple of eight bytes or not.
+#: KV caches by name: one layer or several, one byte range per block or more, of a multiple of eight bytes or not.
 CACHES = {
     "blocks first": {"a": tensor((BLOCKS, 4, 8, 2)), "b": tensor((BLOCKS, 4, 8, 2), dtype="float32")},
     "planes first": {"a": tensor((2, BLOCKS, 8, 4)), "b": tensor((2, BLOCKS, 8, 4), (0, 1, 3, 2))},
@@ -85,7 +85,7 @@ def test_scattered_rows_reach_their_blocks_and_nothing_else(caches: dict[str, Te
         for row, block in zip(rows, blocks, strict=True):
             expected[block] = bytes(staging[layer].numpy()[row])
         assert [bytes_of(host, block, layer) for block in range(BLOCKS)] == expected
-    # Neither gaps nor what lies between the layers of one allocation has changed.
+    # Neither the gaps nor the memory between the layers of one allocation has changed.
     for name, found in caches.items():
         touched = np.zeros(found.raw.size, bool)
         for other in caches.values():

@@ -1,4 +1,4 @@
-"""What is read of the engine's configuration, in the shapes of all releases."""
+"""Reading the engine's configuration in the forms of all releases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(
         (config(pipeline=4), 4),
         (config(pipeline=4, scheduler={"async_scheduling": True}), 5),
         (config(pipeline=4, max_concurrent_batches=4), 4),
-        (config(max_concurrent_batches=2), 2),  # what the engine says of itself counts too
+        (config(max_concurrent_batches=2), 2),  # the engine's own figure counts, too
         (config(max_concurrent_batches=None), 1),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_sparse_method_without_hooks_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_connector_among_several_knows_the_engines_own_configuration() -> None:
-    """vLLM gives each of them one of its own."""
+    """vLLM gives each of them its own configuration."""
     alone, again, inner = (
         SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=name))
         for name in ("MultiConnector", "MultiConnector", "UCMConnector")

@@ -1,4 +1,4 @@
-"""What an operator says of an engine's blocks reaches their identity."""
+"""Settings that shape an engine's blocks are part of their identity."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def named(model: Path, store: Path, additional: dict[str, Any] | None = None, **settings: Any) -> str:
-    """The namespace of an engine with these settings."""
+    """Return the namespace of an engine with these settings."""
     extra = {"store": {"directories": str(store)}, **settings}
     engine: Any = VllmConfig(ModelConfig(str(model)))
     engine.kv_transfer_config = SimpleNamespace(kv_connector="UCMConnector", kv_connector_extra_config=extra)
@@ -53,7 +53,7 @@ def test_the_options_of_a_sparse_method_are_part_of_it(tmp_path: Path) -> None:
 
 
 def test_it_is_the_same_wherever_the_method_is_configured(tmp_path: Path) -> None:
-    """Our hooks copy the setting into the other place, in some processes before the namespace is made."""
+    """Our hooks copy the setting to the other place, in some processes before the namespace is computed."""
     model, method = write_model(tmp_path / "llama"), {"ucm_sparse_config": {"ESA": {"token_budget": 256}}}
     names = {named(model, tmp_path, method), named(model, tmp_path, **method), named(model, tmp_path, method, **method)}
     assert len(names) == 1
@@ -61,7 +61,7 @@ def test_it_is_the_same_wherever_the_method_is_configured(tmp_path: Path) -> Non
 
 
 def test_what_shapes_distances_is_part_of_it(tmp_path: Path) -> None:
-    """Of each of these the KV of the second layer on is another; of equal ones it is the same."""
+    """With each of these the KV differs from the second layer on; with equal ones it is the same."""
     model = write_model(tmp_path / "llama")
     methods: list[dict[str, Any]] = [
         {"ReRoPE": {"window": 128}},
@@ -116,7 +116,7 @@ def test_dense_prompts_are_shared_with_engines_without_a_method(tmp_path: Path, 
 def test_they_are_not_where_vllm_finds_generated_blocks_as_anybodys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to 0.10.0; but where its prefix cache is off, nothing is found."""
+    """Up to 0.10.0, unless vLLM's prefix cache is off, in which case nothing is found."""
 
     class Request:
         def __init__(self, request_id: str, prompt_token_ids: list[int]) -> None: ...
@@ -150,7 +150,7 @@ def test_a_method_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @dataclass
 class FullAttentionSpec:
-    """vLLM's, as far as it is read."""
+    """The part of vLLM's class that is read."""
 
     block_size: int = 16
     num_kv_heads: int = 2
@@ -165,13 +165,13 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 
 def geometry(*groups: tuple[Any, list[str]], layout: str | None = None) -> CacheGroups:
-    """The groups of a ``KVCacheConfig``: specifications with their layers."""
+    """Return the groups of a ``KVCacheConfig``: specifications with their layers."""
     made = [SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in groups]
     return cache_groups(None, SimpleNamespace(kv_cache_groups=made, kv_cache_layout=layout))
 
 
 def test_engines_whose_layers_are_grouped_or_laid_out_otherwise_share_nothing(tmp_path: Path) -> None:
-    """As with and without ``--disable-hybrid-kv-cache-manager``: the same first group, and the rest another."""
+    """For instance with and without ``--disable-hybrid-kv-cache-manager``: only the first group is the same."""
     full, window = FullAttentionSpec(), SlidingWindowSpec(sliding_window=96)
     kinds = [
         geometry((full, ["0", "3"]), (window, ["1", "4"]), (window, ["2", "5"])),

@@ -1,4 +1,4 @@
-"""Failures are counted each, and logged once per cause."""
+"""Each failure is counted, and logged once per cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which KV-cache groups can be restored, and how far a request can be continued with what is there."""
+"""Which KV-cache groups can be restored, and how far a request can continue with the stored blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups, cache
 
 @dataclass
 class FullAttentionSpec:
-    """vLLM's specifications, as much of them as is read, in their forms since 0.14.1."""
+    """The part of vLLM's specifications that is read, as of 0.14.1."""
 
     block_size: int = 16
     real_page_size_bytes: int = 1024
@@ -202,7 +202,7 @@ def test_a_specification_without_a_size_is_refused() -> None:
 
 
 def can_continue(group: CacheGroup, present: list[bool], num_tokens: int) -> bool:
-    """By definition: every whole block that a token from ``num_tokens`` on may still read is there."""
+    """By definition: every full block that a token from ``num_tokens`` on may still read is present."""
     reach = 0 if group.window is None else num_tokens - group.window + 1
     for block in range(num_tokens // group.block_size):
         end = (block + 1) * group.block_size
@@ -216,7 +216,7 @@ def situations(draw: st.DrawFn) -> tuple[list[CacheGroup], list[list[bool]], int
     sizes = draw(st.sampled_from([[4], [4, 4], [2, 4], [4, 6], [1, 3, 2]]))
     groups = [CacheGroup(index, size, draw(st.none() | st.integers(1, 30)), {}, ()) for index, size in enumerate(sizes)]
     num_tokens = draw(st.integers(0, 60))
-    # Mostly there: else every answer is 0.
+    # Mostly present: otherwise every answer is 0.
     mostly = st.sampled_from([True] * 7 + [False])
     present = [draw(st.lists(mostly, max_size=num_tokens // size + 2)) for size in sizes]
     return groups, present, num_tokens

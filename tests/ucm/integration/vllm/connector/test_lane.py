@@ -1,4 +1,4 @@
-"""The threads of the staged transfer work on the device of their rank, shown with a stand-in for torch's module."""
+"""The threads of the staged transfer use their rank's device; tested with a stand-in for torch's module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ucm.integration.vllm.connector.staged_transfer import StagedTask, Stream, _
 
 
 class Module:
-    """As ``torch.cuda``: each thread has a current device of its own, at first number 0."""
+    """Like ``torch.cuda``: each thread has its own current device, initially 0."""
 
     def __init__(self) -> None:
         self.devices: dict[int, Any] = {}

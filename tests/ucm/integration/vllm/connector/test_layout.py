@@ -1,4 +1,4 @@
-"""The byte ranges that a layout names are those of the block's elements, whatever the release's way to lay them out."""
+"""A layout's byte ranges are those of the block's elements, in every release's memory layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BLOCKS, HEADS, TOKENS, DIM = 5, 3, 8, 4
 
-#: Shape, order in memory and place of the blocks of one layer's tensor, by the backend and the releases that have it.
+#: Shape, memory order and block dimension of one layer's tensor, by backend and releases.
 ONE_LAYER = {
     "CPU 0.9.1-0.11.0": ((2, BLOCKS, TOKENS * HEADS * DIM), None, 1),
     "CPU 0.11.1-0.22.1": ((2, BLOCKS, HEADS, TOKENS, DIM), None, 1),
@@ -40,13 +40,13 @@ ONE_LAYER = {
 
 
 def ranges(layout: LayerLayout, block: int) -> list[range]:
-    """Where the layout says that a block is."""
+    """Return the byte ranges of a block according to the layout."""
     base = layout.start + block * layout.block_stride
     return [range(base + offset, base + offset + layout.nbytes) for offset in layout.offsets]
 
 
 def rows_of(given_tensor: Tensor, blocks: int, axis: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tensor's elements block by block, by what vLLM says: kernel blocks ``b * split + i`` make up block ``b``."""
+    """Return the tensor's elements by block: in vLLM, kernel blocks ``b * split + i`` make up block ``b``."""
     moved = np.moveaxis(values, axis, 0)
     split = given_tensor.shape[axis] // blocks
     return moved.reshape(blocks, split, *moved.shape[1:])
@@ -62,7 +62,7 @@ def check(layout: LayerLayout, given_tensor: Tensor, blocks: int, axis: int) -> 
         assert len(named) == layout.block_bytes == places[block].size * element
         assert taken.isdisjoint(named)
         taken.update(named)
-        # Read from the raw buffer: the elements of the block, in the order in which they lie in memory.
+        # The elements of the block in memory order, read from the raw buffer.
         elements = rows_of(given_tensor, blocks, axis, given_tensor.view())[block]
         in_order = elements.flat[np.argsort(places[block], axis=None)].tobytes()
         assert given_tensor.raw[named].tobytes() == in_order
@@ -107,7 +107,7 @@ def test_a_contiguous_block_is_one_range_and_planes_are_two() -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> tuple[Tensor, int, int]:
-    """A tensor of known order, however strided, with its number of blocks and their dimension."""
+    """Draw a tensor of known order and any strides, with its number of blocks and their dimension."""
     blocks, split = draw(st.integers(3, 6)), draw(st.integers(1, 3))
     inner = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     planes = draw(st.booleans())
@@ -158,7 +158,7 @@ def test_unknown_and_ambiguous_orders_are_refused(shape: tuple[int, ...], blocks
     ("shape", "axis"), [((2, 9, 8, 3, 4), 1), ((9, 2, 8, 3, 4), 0), ((9, 8, 12), 0), ((2, 9, 96), 1)]
 )
 def test_releases_that_do_not_tell_the_number_of_blocks(shape: tuple[int, ...], axis: int) -> None:
-    """Until 0.11.0; the layouts of the time, none of which splits blocks for the kernels."""
+    """Until 0.11.0, none of whose layouts splits blocks for the kernels."""
     found = tensor(shape)
     layout = layer_layout("layer", found, None, None)
     assert layout.num_blocks == 9
@@ -170,11 +170,11 @@ def test_they_are_ambiguous_with_two_blocks() -> None:
         layer_layout("layer", tensor((2, 2, 8, 4)), None, None)
 
 
-# What two engines must agree on.
+# The description on which engines must agree.
 
 
 def meaning(found: Tensor, layout: LayerLayout, blocks: int, axis: int) -> list[int]:
-    """Which logical element of its block each stored element is, in the order of the stored bytes."""
+    """Return the logical index in its block of each stored element, in the order of the stored bytes."""
     places = rows_of(found, blocks, axis, found.places())[0]
     at = {int(place): number for number, place in enumerate(places.flat)}
     return [at[place] for part in ranges(layout, 0) for place in part[:: found.element_size()]]
@@ -182,7 +182,7 @@ def meaning(found: Tensor, layout: LayerLayout, blocks: int, axis: int) -> list[
 
 @given(tensors(), st.data())
 def test_one_description_means_one_order_of_bytes(case: tuple[Tensor, int, int], data: st.DataObject) -> None:
-    """Whatever else differs, gaps and the number of blocks among it."""
+    """Whatever else differs, including gaps and the number of blocks."""
     found, old_blocks, axis = case
     blocks = data.draw(st.integers(3, 9))
     shape = list(found.shape)

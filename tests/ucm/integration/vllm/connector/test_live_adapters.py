@@ -1,4 +1,4 @@
-"""A LoRA adapter that vLLM's own manager loads in place is noticed; one that was evicted and loaded again is not."""
+"""A LoRA adapter that vLLM's manager replaces in place is noticed; evicting and reloading one is ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ucm.integration.vllm.connector.live_adapters import LiveAdapters
 
 
 class Adapters:
-    """vLLM's managers, around a model without modules, with room for two adapters; files are not read."""
+    """vLLM's managers for a model without modules, with room for two adapters; no files are read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         manager: Any = LRUCacheLoRAModelManager.__new__(LRUCacheLoRAModelManager)

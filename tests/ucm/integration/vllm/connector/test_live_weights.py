@@ -1,4 +1,4 @@
-"""Changes of a model's weights in place are seen in its tensors, however they are made."""
+"""In-place changes of a model's weights are detected in its tensors, however they are made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.int8)
 
 
 def model() -> Any:
-    """Layers of several dtypes and sizes, one with weights that lie transposed, two that share theirs."""
+    """Return layers of several dtypes and sizes, one with transposed weights, two with shared weights."""
     source = torch.Generator().manual_seed(0)
     made = torch.nn.Module()
     for number, dtype in enumerate(KINDS):
@@ -53,12 +53,12 @@ def replace_parameter(made: Any) -> None:
 
 
 def write_data(made: Any) -> None:
-    """As vLLM's weight loaders do, past torch's count."""
+    """Write like vLLM's weight loaders, which bypass torch's version counter."""
     made.w1.data.copy_(made.w1.data + 1)
 
 
 def elsewhere(made: Any) -> LiveWeights:
-    """As if the tensors lay on an accelerator."""
+    """Return a watch of the weights as if they were on an accelerator."""
     weights = LiveWeights(made)
     weights._on_host = False
     weights._note()
@@ -168,7 +168,7 @@ def test_what_a_forward_writes_is_no_change() -> None:
 
 
 def test_weights_that_are_packed_for_a_processor_are_seen_when_they_are_packed_anew() -> None:
-    """On a CPU vLLM leaves an empty parameter, and a function that holds the packed weights."""
+    """On a CPU, vLLM keeps an empty parameter, and a function that holds the packed weights."""
 
     def pack(layer: Any, value: float) -> None:
         layer.cpu_linear = lambda x, weight, bias: (x, weight, bias, value)
@@ -188,7 +188,7 @@ def test_weights_that_are_packed_for_a_processor_are_seen_when_they_are_packed_a
 
 
 class Runner:
-    """As vLLM's, which has the model, and calls the connector through something else."""
+    """Like vLLM's runner, which has the model but reaches the connector through another object."""
 
     def get_model(self) -> str:
         return "the model"
@@ -198,7 +198,7 @@ class Runner:
 
 
 class Between:
-    """vLLM's V2 runner keeps its connector behind an object of its own."""
+    """vLLM's V2 runner wraps its connector in its own object."""
 
     def call(self) -> Any:
         return running_model()

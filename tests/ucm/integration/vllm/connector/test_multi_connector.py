@@ -1,4 +1,4 @@
-"""Within vLLM's own MultiConnector: what another connector has loaded is saved under no name of ours."""
+"""In vLLM's own MultiConnector, our connector does not save what another connector has loaded."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ OURS = list(range(40, 60))
 
 
 class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLLM is untyped here
-    """Another connector, which has the KV of some tokens."""
+    """Another connector, with the KV of some tokens."""
 
-    has: ClassVar[dict[int, int]] = {}  # tokens, by the first token of a prompt
+    has: ClassVar[dict[int, int]] = {}  # the number of tokens, by the first token of a prompt
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return max(0, self.has.get(request.prompt_token_ids[0], 0) - num_computed_tokens), False
@@ -82,7 +82,7 @@ class Engine:
         self._new = Requests(SIZE)
 
     def saved(self, prompt: list[int]) -> int:
-        """How many blocks of a request are saved, whose prompt is computed with one step."""
+        """Compute a request's prompt in one step; return how many of its blocks are saved."""
         self.scheduler.add_request(self._new.make(prompt, 1))
         count = 0
         while self.scheduler.has_requests():
@@ -117,7 +117,7 @@ def test_not_even_by_another_request_that_finds_it_in_vllms_own_prefix_cache(
 
 
 def test_what_the_engine_has_computed_is_saved(engine: Engine) -> None:
-    """Also what it finds in its own prefix cache: one that looks nothing up leaves it to the store what that has."""
+    """Including hits in the engine's own prefix cache: the store skips blocks that it already has."""
     engine.saved(FOREIGN)
     assert engine.saved(OURS) == 5
     assert engine.saved([*OURS, *range(90, 98)]) == 7
@@ -126,11 +126,11 @@ def test_what_the_engine_has_computed_is_saved(engine: Engine) -> None:
 def test_a_prompt_that_another_connector_has_before_its_first_whole_block(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a block has no name yet, and gets one when it is whole."""
+    """Such a block has no hash until it is full."""
     monkeypatch.setattr(OtherConnector, "has", {5: 2})
     assert engine.saved([5, 6, 7]) == 0
     assert engine.saved(OURS) == 5
-    assert engine.saved([*OURS, *range(90, 98)]) == 0  # which of vLLM's blocks are whose is not known any more
+    assert engine.saved([*OURS, *range(90, 98)]) == 0  # it is no longer known which connector filled vLLM's blocks
 
 
 def test_a_failed_load_is_computed_though_the_engine_has_another_configuration(engine: Engine) -> None:
@@ -139,6 +139,6 @@ def test_a_failed_load_is_computed_though_the_engine_has_another_configuration(e
 
 @pytest.mark.parametrize("name", ["UCMConnector", "UCMDirectConnector", "UCMLayerWiseConnector", "UCMMockConnector"])
 def test_metrics_that_arrive_from_another_process_are_read(name: str) -> None:
-    """vLLM looks the connector up by its registered name then; that ended the engine."""
+    """vLLM then looks up the connector by its registered name, which used to end the engine."""
     importlib.import_module("ucm.integration.vllm.ucm_connector")
     assert MultiConnector.build_kv_connector_stats({name: {}}) is not None

@@ -1,4 +1,4 @@
-"""What keeps a connector from starting is one record of the log, and goes on to vLLM as it came."""
+"""An error that keeps a connector from starting is logged in one record, and reaches vLLM unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """What stands in the log, as our handler writes it."""
+    """The log, as our handler writes it."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter(FORMAT))

@@ -1,4 +1,4 @@
-"""What is let in to wait for being written, what is not, and the memory that it waits in."""
+"""Which saves are admitted to the write queue, and the memory that they occupy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduling decisions of all releases read alike."""
+"""The scheduling decisions of all releases are read into one form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_block_ids(ids: Any, expected: list[list[int]]) -> None:
 
 
 def test_the_ids_are_our_own_lists() -> None:
-    """They grow with the request, vLLM's must not."""
+    """They grow with the request; vLLM's lists must not change."""
     theirs = [1, 2]
     (ours,) = block_ids_by_group(blocks((theirs,)))
     ours.append(3)

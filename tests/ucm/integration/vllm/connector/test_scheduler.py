@@ -1,4 +1,4 @@
-"""What the scheduler's side finds, and what it has loaded and saved."""
+"""The scheduler side's hits, loads and saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def moved(moves: list[BlockMoves]) -> list[tuple[bytes, int]]:
 
 
 def finish_computing(planner: Planner, count: int) -> Any:
-    """A request whose first blocks were computed in one step; returns the step's plan."""
+    """Compute the first blocks of a request in one step; return the step's plan."""
     new = request(TOKENS)
     planner.admit(new)
     return planner.run(new, count, planner.rows)
@@ -60,7 +60,7 @@ def test_inputs_of_a_request_that_is_not_cached_are_not_hashed_again(monkeypatch
 
 
 def test_vllm_that_asks_once_only_gets_its_answer() -> None:
-    """Before 0.10.2: the inputs are hashed while it waits."""
+    """Before 0.10.2: the inputs are hashed while the scheduler waits."""
     planner = Planner(asks_again=False)
     planner.keep(TOKENS)
     assert planner.side.matched_tokens(request(TOKENS, unread=True), 0) == 16
@@ -138,7 +138,7 @@ def test_a_window_that_reaches_back_from_there_is_looked_at_anew() -> None:
     planner.keep(TOKENS[:16])
     planner.stores[1][0].keys.update(planner.keys.chain(TOKENS[:16], SIZE)[2:])
     new = request(TOKENS)
-    assert planner.matched(new, 0) == 0  # 16 would do, for 12 a block of the window is missing
+    assert planner.matched(new, 0) == 0  # 16 would be possible, but for 12 a block of the window is missing
     assert planner.used == 0
     planner.keep(TOKENS[:16], group=1)
     again = request(TOKENS, "again")
@@ -152,7 +152,7 @@ def test_a_window_that_reaches_back_from_there_is_looked_at_anew() -> None:
     [
         {"sampling_params": SimpleNamespace(prompt_logprobs=0)},
         {"skip_reading_prefix_cache": True},
-        {"pooling_params": SimpleNamespace()},  # a release that does not say what the pooler needs
+        {"pooling_params": SimpleNamespace()},  # a release that does not report what the pooler needs
         {"resumable": True},
     ],
     ids=str,
@@ -297,7 +297,7 @@ def test_a_request_may_wait_for_its_load_between_steps() -> None:
 
 
 def test_a_load_that_brought_nothing_is_not_tried_again() -> None:
-    """vLLM frees the blocks and asks again; a block that always fails would keep the request waiting for ever."""
+    """vLLM frees the blocks and asks again; a block that always fails would make the request wait for ever."""
     planner = Planner()
     planner.keep(TOKENS)
     new = request(TOKENS)
@@ -307,7 +307,7 @@ def test_a_load_that_brought_nothing_is_not_tried_again() -> None:
     assert planner.matched(new, 0) == 0
     rows = planner.give(new, 0, 0)
     assert planner.run(new, 18, rows).loads == []
-    # Once it was started, another try is another matter.
+    # Once the request has run, it may be tried again.
     new.num_computed_tokens = 0
     assert planner.matched(new, 0) == 16
 
@@ -340,7 +340,7 @@ def test_requests_that_load_are_left_room_for_the_rest_of_their_blocks() -> None
     third = request(TOKENS, "third")
     planner.give(second, 0, 16)
     assert room_for(third) is None
-    # vLLM would stop at it, as it has no blocks for it, and never come to those that load.
+    # vLLM would stop at it for lack of blocks, and never reach the requests that load.
     assert room_for(request([99] * 18, "finds nothing")) is None
     assert planner.side.matched_tokens(request(TOKENS, "is computed", skip_reading_prefix_cache=True), 0) is None
     planner.step({})
@@ -404,7 +404,7 @@ def test_blocks_are_saved_with_the_step_that_fills_them() -> None:
 
 
 def test_a_token_that_is_not_known_yet_fills_no_block() -> None:
-    """Asynchronous scheduling computes tokens before their values are known here."""
+    """Asynchronous scheduling computes tokens before the scheduler knows their values."""
     planner = Planner(batches=2)
     new = request(TOKENS[:7])
     planner.admit(new)
@@ -456,7 +456,7 @@ def test_a_block_that_was_given_away_costs_no_other_of_its_request() -> None:
 
 
 def test_nothing_is_found_or_saved_until_it_is_known_whose_blocks_these_are() -> None:
-    """What a request has computed by then is saved then."""
+    """Blocks computed by then are saved then."""
     planner = Planner(begins=False)
     planner.keep(TOKENS)
     new = request(TOKENS)
@@ -493,7 +493,7 @@ def test_generated_tokens_may_be_left_out() -> None:
 
 
 def test_tokens_whose_kv_is_their_requests_own_are_neither_stored_nor_looked_up() -> None:
-    """As those that are generated under a method that leaves prompts dense; also when the request was preempted."""
+    """For instance tokens generated under a method with dense prompts, even after a preemption."""
     planner = Planner(lasting_tokens=lambda prompt: prompt)
     new = request(TOKENS[:7])
     new.output += TOKENS[7:]
@@ -508,7 +508,7 @@ def test_tokens_whose_kv_is_their_requests_own_are_neither_stored_nor_looked_up(
 
 
 def test_a_request_without_a_lasting_block_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's names of its blocks are its own: they do not show how those of others are made."""
+    """vLLM's hashes of its blocks do not show how those of other requests are made."""
     planner = Planner(lasting_tokens=lambda prompt: prompt)
     new = request(TOKENS[: SIZE - 1])
     planner.admit(new)
@@ -547,7 +547,7 @@ def test_what_is_computed_again_is_saved_again() -> None:
     new = request(TOKENS)
     planner.admit(new)
     planner.run(new, 16, planner.rows)
-    new.num_computed_tokens = 4  # vLLM takes it back after a failed load
+    new.num_computed_tokens = 4  # vLLM resets it after a failed load
     chain, blocks = planner.keys.chain(TOKENS, SIZE), planner.rows[0]
     assert moved(planner.run(new, 8).saves) == [(chain[1], blocks[1]), (chain[2], blocks[2])]
 
@@ -640,7 +640,7 @@ def test_what_was_found_before_is_not_loaded() -> None:
     assert planner.admit(loading) == 16
     planner.step({})
     planner.step({})
-    planner.store.keys.clear()  # under the new names there is nothing
+    planner.store.keys.clear()  # nothing is stored under the new keys
     planner.side.start_anew()
     assert planner.used == 0
     assert planner.matched(waiting, 0) == 0
@@ -656,7 +656,7 @@ def adapted(tokens: list[int], adapter: str) -> Any:
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_blocks_of_an_adapter_are_saved_when_the_engine_has_surely_read_what_was_hashed(batches: int) -> None:
-    """The engine reads an adapter's files with the request's first step, after its keys were made."""
+    """The engine reads an adapter's files in the request's first step, after its keys were computed."""
     planner = Planner(batches=batches)
     new = adapted(TOKENS, "same")
     planner.admit(new)
@@ -738,7 +738,7 @@ def test_after_new_names_nothing_in_vllms_cache_is_known_to_be_ours() -> None:
 
 
 def test_nothing_more_is_saved_or_found_for_an_adapter_that_was_replaced_in_place() -> None:
-    """A request that runs goes on with other weights, and what is behind its blocks has read their KV."""
+    """A running request continues with other weights, and its later blocks depend on the earlier KV."""
     planner = Planner()
     planner.keep(TOKENS)
     new, waiting = adapted(TOKENS, "same"), adapted(TOKENS, "same")
@@ -800,7 +800,7 @@ def test_a_step_is_confirmed_when_all_ranks_have_looked_and_seen_nothing() -> No
 
 @pytest.mark.parametrize("others", [0, 3])
 def test_a_save_says_which_step_was_the_last_to_compute_of_it(others: int) -> None:
-    """What an ended request leaves is not kept back for later steps, in which others run."""
+    """The saves of an ended request do not wait for later steps of other requests."""
     planner = Planner(batches=2)
     new = request(TOKENS[:7])
     planner.admit(new)

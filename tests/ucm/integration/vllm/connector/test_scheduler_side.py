@@ -1,4 +1,4 @@
-"""The scheduler's part at its start: what a lost block will do to the engine, and whose blocks it looks up."""
+"""The start of the scheduler side: the load-failure policy, and the namespace that it looks up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Base:
-    """vLLM's connector class, as it stands since 0.19.1."""
+    """vLLM's connector class, as of 0.19.1."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
@@ -48,7 +48,7 @@ class Base:
 
 
 class FullAttentionSpec:
-    """As much of vLLM's specification as is read."""
+    """The part of vLLM's specification that is read."""
 
     block_size = 16
     page_size_bytes = 1024
@@ -71,7 +71,7 @@ def create(
     loads: bool = True,
     stuck_seconds: float = 10.0,
 ) -> SchedulerSide:
-    """Create the scheduler's part."""
+    """Create the scheduler side."""
     store = {"directories": str(directory / "store"), "stuck_seconds": stuck_seconds}
     extra = {"store": store, "connector": connector, "metrics": False}
     engine: Any = VllmConfig(ModelConfig(str(model)))
@@ -87,7 +87,7 @@ def create(
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The process begins after the test has written its model, and has a cache of digests of its own."""
+    """Make the process start after the test's files, with its own digest cache."""
     monkeypatch.setattr(scheduler_side, "process_started", lambda: time.time() + 60)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -142,7 +142,7 @@ def test_a_large_model_is_read_beside_the_engines_work(
 def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, gone: bool
 ) -> None:
-    """Changed while they are read, or since the process began; either way the engine runs without the store."""
+    """Changed while they are read, or since the process started; in both cases the engine runs without the store."""
     model = write_model(tmp_path / "model")
     if gone:
         read = FileContents.read
@@ -163,7 +163,7 @@ def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
 
 @pytest.mark.usefixtures("later")
 def test_an_engine_may_end_before_its_weights_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read them would take longer than a test may."""
+    """Reading them would take longer than the test."""
     monkeypatch.setattr(scheduler_side, "AT_ONCE", 0)
     model = write_model(tmp_path / "model")
     with (model / "large.safetensors").open("wb") as file:
@@ -207,7 +207,7 @@ def test_an_engine_starts_beside_a_directory_that_does_not_answer(
         directory: Path, place: Place, written: object, trusted_group: str | int | None = None, *, make: bool = True
     ) -> ConfigError | None:
         frozen.thawed.wait()
-        time.sleep(0.5)  # whoever opens the directory could be there first
+        time.sleep(0.5)  # the thread that opens the directory could be first
         return look(directory, place, written, trusted_group, make=make)
 
     monkeypatch.setattr(load, "directory_problem", look_late)
@@ -240,7 +240,7 @@ def test_a_store_that_cannot_be_opened_refuses_the_start_of_a_small_model(tmp_pa
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("requests_before", [0, 2])
 def test_an_empty_table_of_vllms_own_cache_puts_the_weights_in_doubt(tmp_path: Path, requests_before: int) -> None:
-    """Whoever changes weights calls ``reset_prefix_cache``, of which a connector is not told."""
+    """A program that changes weights calls ``reset_prefix_cache``, which connectors are not notified of."""
     side = create(write_model(tmp_path / "model"), tmp_path)
     step = SimpleNamespace(
         num_scheduled_tokens={},
@@ -276,7 +276,7 @@ def test_news_of_changed_weights_starts_anew(tmp_path: Path, log: pytest.LogCapt
 def test_blocks_that_outlived_their_weights_in_vllms_cache_lose_the_names_they_were_saved_under(
     tmp_path: Path, log: pytest.LogCaptureFixture, *, late: bool
 ) -> None:
-    """With ``late``, requests have run between the change of the weights and the reset of the prefix cache."""
+    """With ``late``, requests ran between the change of the weights and the reset of the prefix cache."""
     side = create(write_model(tmp_path / "model"), tmp_path)
     pool = SimpleNamespace(cached_block_hash_to_block={})
     side.bind(pool)
@@ -320,7 +320,7 @@ def test_blocks_are_staged_once_every_rank_has_answered(tmp_path: Path, log: pyt
     assert side.plan(STEP).slab is None
     assert any("1 store to look up" in text for text in log.messages)
     side.close()
-    side.close()  # vLLM may ask twice
+    side.close()  # vLLM may close it twice
     reader.close()
 
 
@@ -362,7 +362,7 @@ def test_ranks_that_cannot_be_understood_cost_the_loads_and_not_the_engine(
 
 @pytest.mark.usefixtures("later")
 def test_stores_that_take_long_to_open_keep_no_request_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a mount whose server does not answer; they are used when they are open."""
+    """For instance on a mount whose server does not answer; they are used once they are open."""
     answers = threading.Event()
 
     def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:

@@ -1,8 +1,8 @@
-"""Scheduler side, worker side and stores together, in engines in miniature, through thousands of steps.
+"""Scheduler side, worker side and stores together, in miniature engines, through thousands of steps.
 
-Every engine serves random requests that share prefixes, on a store that is slow, loses blocks and fails, and starts
-again on what was stored. No wrong token may be served, no wrong block be loaded or stored, no block be written while it
-is saved, and the engine must get on.
+Every engine serves random requests that share prefixes, with a store that is slow, loses blocks and fails, and is
+restarted on the stored blocks. It must serve no wrong token, load and store no wrong block, write to no block while it
+is saved, and always make progress.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-#: Starts on one store, and requests in each.
+#: The number of starts on one store, and of requests in each.
 STARTS, REQUESTS = 3, 30
 
 
 def prompts(chance: random.Random) -> list[list[int]]:
-    """Prompts that share prefixes: each goes on from a piece of an earlier one, or begins anew."""
+    """Return prompts that share prefixes: each continues a part of an earlier one, or is new."""
     found: list[list[int]] = []
     for _ in range(12):
         base = chance.choice(found) if found and chance.random() < 0.7 else []
@@ -37,7 +37,7 @@ def prompts(chance: random.Random) -> list[list[int]]:
 
 
 def serve(engines: list[Engine], chance: random.Random, some: list[list[int]]) -> None:
-    """Requests at random moments, to engines in turns, then all to their end."""
+    """Submit requests to engines at random times, then run them to their end."""
     left = REQUESTS
     while left:
         engine = chance.choice(engines)
@@ -50,7 +50,7 @@ def serve(engines: list[Engine], chance: random.Random, some: list[list[int]]) -
 
 
 def run(setting: Setting, directory: Path, seed: int, engines: int = 1) -> Counter[str]:
-    """Several starts of an engine, or of several at once, on one store; what happened in all of them."""
+    """Start one or several engines repeatedly on one store; return the events of all."""
     chance = random.Random(seed)  # noqa: S311 - no secret
     truth, keys = setting.truth(), Keys()
     some = prompts(chance)
@@ -73,7 +73,7 @@ def run(setting: Setting, directory: Path, seed: int, engines: int = 1) -> Count
 HYBRID = ((4, None, 3), (4, 6, 3))
 OTHER_SIZES = ((2, 3, 2), (4, None, 2))
 
-#: Engines, and what has to have happened for the test to mean anything.
+#: Engines, and the events without which the test would be meaningless.
 ENGINES: dict[str, tuple[Setting, set[str]]] = {
     "staged": (Setting(blocks=20), {"preempted"}),
     "little room to stage": (Setting(rows=2, ranks=2), set()),
@@ -132,7 +132,7 @@ ENGINES: dict[str, tuple[Setting, set[str]]] = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines(name: str, tmp_path: Path) -> None:
-    """Runs until all that the engine is for has happened: threads share the draws, so no seed fixes what happens."""
+    """Runs until every expected event has happened: with threads, the seed does not determine the events."""
     setting, expected = ENGINES[name]
     wanted = {"stored", "loads", "finished", *expected}
     happened: Counter[str] = Counter()
@@ -160,7 +160,7 @@ def test_two_engines_on_one_store(loads: Literal["staged", "direct"], tmp_path: 
 
 
 def test_an_engine_without_a_store_serves_the_same(tmp_path: Path) -> None:
-    """What all the others are compared with is what this engine computes."""
+    """It computes the results to which all others are compared."""
     chance = random.Random(3)  # noqa: S311 - no secret
     setting = Setting(failing_saves=1.0)
     engine = Engine(setting, tmp_path, chance, setting.truth(), Keys())

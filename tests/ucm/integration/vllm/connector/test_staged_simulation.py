@@ -1,4 +1,4 @@
-"""Engines in miniature whose KV cache is on a device, with torch's CPU as the device."""
+"""Miniature engines whose KV cache is on a device, with torch's CPU as the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks between a device and a store by way of staging memory, with torch's CPU as the device."""
+"""Transfers between a device and a store through staging memory, with torch's CPU as the device."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(BLOCKS)]
 
 
 class Watched:
-    """A store that tells which of its transfers nobody has waited for."""
+    """A store that records which of its transfers were not waited for."""
 
     def __init__(self, inner: KVStore) -> None:
         self.inner = inner
         self.left: set[int] = set()
-        self.writes = threading.Event()  # a medium that does not answer, as long as it is not set
+        self.writes = threading.Event()  # the medium does not answer while it is not set
         self.writes.set()
 
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
@@ -63,7 +63,7 @@ class Watched:
 
 
 class Failing(DeviceMemory):
-    """A device that fails at some of its copies, counted from 0."""
+    """A device that fails some of its copies, numbered from 0."""
 
     at: frozenset[int] = frozenset()
     copies = 0
@@ -83,7 +83,7 @@ class Failing(DeviceMemory):
 
 
 class Setup:
-    """KV caches, the device, the store and what is between them; two blocks to a chunk, some in the queue."""
+    """KV caches, the device, the store and the transfer between them, with chunks of two blocks and a small queue."""
 
     def __init__(self, directory: Path, room: int = BLOCKS) -> None:
         self.caches: dict[str, Tensor] = {f"layer {layer}": tensor((2, BLOCKS, 4, 8)) for layer in ALL}
@@ -222,7 +222,7 @@ def test_a_block_with_one_layer_less_is_not_stored(setup: Setup) -> None:
 
 
 def test_loads_and_saves_at_once(setup: Setup) -> None:
-    """Each direction has staging memory of its own."""
+    """Each direction has its own staging memory."""
     were = setup.contents()
     setup.save(KEYS[:4], range(4))
     for cache in setup.caches.values():
@@ -243,7 +243,7 @@ def test_loads_and_saves_at_once(setup: Setup) -> None:
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Iterator[Setup]:
-    """Four blocks may wait, and they do: the medium does not answer."""
+    """A setup whose queue of four blocks is full, because the medium does not answer."""
     found = Setup(tmp_path, room=4)
     found.store.writes.clear()
     yield found
@@ -273,7 +273,7 @@ def test_blocks_beyond_the_room_are_refused_at_once_and_the_rest_is_saved(narrow
 
 
 def test_a_block_that_is_refused_one_layer_is_refused_the_others_and_not_stored(narrow: Setup) -> None:
-    # Two thirds of the room for the first layer of eight blocks, a third for the second of four of them.
+    # Two thirds of the room for the first layer of eight blocks, one third for the second layer of four of them.
     tasks = [narrow.transfer.save(KEYS[:8], range(8), range(1))]
     tasks.append(narrow.transfer.save(KEYS[:8], range(8), range(1, 2)))
     narrow.store.writes.set()
@@ -283,7 +283,7 @@ def test_a_block_that_is_refused_one_layer_is_refused_the_others_and_not_stored(
     assert (set(result.done), set(result.failed)) == (set(KEYS[:4]), set(KEYS[4:8]))
     assert set(narrow.transfer.wait(narrow.transfer.commit(KEYS[:8])).done) == set(KEYS[:4])
     assert narrow.store.inner.lookup(KEYS[:8]) == [True] * 4 + [False] * 4
-    # Nothing of them is left that could be mixed with what comes later.
+    # No remains of them can mix with later saves.
     were = narrow.contents()
     assert set(narrow.save(KEYS[4:8], range(8, 12)).done) == set(KEYS[4:8])
     narrow.wipe()

@@ -1,4 +1,4 @@
-"""Lookups: what is verified in time is promised, and a medium that does not answer holds up nobody."""
+"""Lookups report blocks verified in time as hits, and a medium that does not answer delays no one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def end(planner: Planner, lookup: Lookup) -> int:
 
 
 def expire(planner: Planner, lookup: Lookup) -> int:
-    """The time of a lookup is over, which a thread has begun."""
+    """Let a lookup that a thread has begun reach its deadline; return the hit."""
     wait_until(lambda: lookup.begun)
     lookup.deadline = 0.0
     assert planner.stager.poll(lookup)
@@ -83,7 +83,7 @@ def test_a_block_is_read_once_for_all_who_want_it() -> None:
 
 
 def test_a_read_that_its_request_gave_up_is_another_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is not missing because the first one who wanted it was aborted."""
+    """A block is not a miss because the first request that wanted it was aborted."""
     monkeypatch.setattr(staging, "CHUNKS", 1)
     planner = Planner()
     planner.stager._blocks_at_once = 2
@@ -160,7 +160,7 @@ def test_what_is_verified_in_time_is_promised(monkeypatch: pytest.MonkeyPatch) -
     assert expire(planner, lookup) == 16
     assert sorted(lookup.rows[0]) == [0, 1, 2, 3]
     planner.stager.release(lookup)
-    assert planner.used == 4  # what the store may still write into, and what it has not been asked for yet
+    assert planner.used == 4  # rows that the store may still write, and rows not requested yet
     store.answers.set()
     wait_for_rest(planner)
     assert planner.used == 0
@@ -180,10 +180,10 @@ def test_a_frozen_medium_costs_one_deadline_in_a_rest(monkeypatch: pytest.Monkey
         now = planner.stager.submit(query(planner))
         assert (now.finished, now.end) == (True, 0)
     staged = planner.stager.submit(query(planner, other))
-    assert (staged.finished, staged.end) == (True, 8)  # no medium is needed
+    assert (staged.finished, staged.end) == (True, 8)  # without the medium
     longer = planner.stager.submit(query(planner, [*other[:8], *TOKENS]))
     assert (longer.finished, longer.end) == (True, 8)
-    # When the rest is over one lookup tries it, and the others do not wait for that.
+    # After the rest, one lookup probes the medium, and the others do not wait for it.
     monkeypatch.setattr(planner.stager, "_rests_until", time.monotonic())
     probe = planner.stager.submit(query(planner))
     assert not probe.finished
@@ -209,7 +209,7 @@ def test_so_many_threads_may_be_stuck_and_no_more() -> None:
 
 
 def test_a_question_that_a_frozen_medium_keeps_counts_as_stuck() -> None:
-    """Else one thread of the lookups is taken for free, and every request waits in vain for its own deadline."""
+    """Otherwise a blocked lookup thread would count as free, and every request would wait for its deadline."""
     planner = Planner()
     chain = planner.keep(TOKENS)
     planner.store.answers.clear()
@@ -284,7 +284,7 @@ def test_whether_a_block_is_there_is_told_later_or_not_at_all() -> None:
 
 
 def test_the_scheduler_s_thread_never_waits_for_a_frozen_medium() -> None:
-    """Not a timed assertion: with the medium frozen, each of these calls would never return."""
+    """No timing is needed: with the medium frozen, a waiting call would never return."""
     planner = Planner(seconds=60.0)
     planner.store.answers.clear()
     stays: list[float] = []

@@ -1,4 +1,4 @@
-"""A first tier that is stuck within a write: it costs rows and blocks, never a forward, and nothing wrong is stored."""
+"""A first tier stuck in a write costs rows and blocks, but never delays a forward or stores anything wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ needs_torch = pytest.mark.skipif(
 
 
 class Stuck:
-    """Writes that get stuck with half of their bytes read, until ``over``."""
+    """Writes that block after reading half of their bytes, until ``over``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.over = threading.Event()
@@ -63,7 +63,7 @@ class Stuck:
 
 
 class Setup:
-    """KV caches, a worker, and a store in a directory that has room for some waiting blocks."""
+    """KV caches, a worker, and a store with a queue for a few blocks."""
 
     def __init__(self, directory: Path, kind: type[TransferWorker], *, on_device: bool) -> None:
         self.others = set(threading.enumerate())  # threads of other tests
@@ -94,7 +94,7 @@ class Setup:
         return b"".join(cache.view()[:, block].tobytes() for cache in self.caches.values())
 
     def step(self, saves: Iterable[int], overwritten: Iterable[int] = ()) -> None:
-        """A step that writes over some blocks and fills others, in a thread, so that a stuck one is seen."""
+        """Run a step that overwrites some blocks and fills others, in a thread, so that a stuck one is noticed."""
         self._step += 1
         plan = StepPlan(self._step, saves=[self.moves(block) for block in saves], fresh_block_ids=set(overwritten))
 
@@ -113,7 +113,7 @@ class Setup:
         return BlockMoves("r", 0, [KEYS[block]], [block])
 
     def stored(self, key: BlockKey) -> bytes | None:
-        """What a new engine finds under a name."""
+        """Return what a new engine finds under a key."""
         memory = bytearray(self.geometry.nbytes)
         at, slices = 0, []
         for size in self.geometry.slice_sizes:
@@ -156,7 +156,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Setup:
 
 @pytest.fixture
 def stuck(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
-    del setup  # its own directories are made first
+    del setup  # the fixture creates its own directories first
     found = Stuck(monkeypatch)
     yield found
     found.over.set()

@@ -1,4 +1,4 @@
-"""A connector that vLLM cannot create says why in one record of the log, and vLLM gets the error."""
+"""A connector that cannot be created logs the reason in one record, and vLLM receives the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler with our whole connector, on a model in miniature whose every wrong byte shows."""
+"""vLLM's own scheduler with our whole connector, and a miniature model in which every wrong byte shows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_engines(name: str, tmp_path: Path) -> None:
 
 
 def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tmp_path: Path) -> None:
-    """They hold the blocks, and vLLM starts them only when it comes to them behind it in its queue."""
+    """They hold the blocks, and vLLM starts them only when it reaches them after it in its queue."""
     chance = random.Random(5)  # noqa: S311 - no secret
     setting = Setting(loads="direct")
     truth = setting.truth()
@@ -68,7 +68,7 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tm
     matched, loading = planner.matched_tokens, set[str]()
 
     def matched_late(request: Any, num_computed_tokens: int) -> int | None:
-        """The lookup of the large one takes longer than those of the others."""
+        """Delay the lookup of the large request."""
         found: int | None = matched(request, num_computed_tokens)
         if len(request.prompt_token_ids) == len(large):
             return found if len(loading) == len(small) else None
@@ -85,7 +85,7 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tm
 
 
 def visible(engine: VllmEngine) -> Counter[Path]:
-    """How many blocks each rank has in the store."""
+    """Return the number of stored blocks of each rank."""
     until = time.monotonic() + PATIENCE
     while any(worker._worker_side.mover._left() for worker in engine.workers):
         time.sleep(IDLE)
@@ -99,7 +99,7 @@ def visible(engine: VllmEngine) -> Counter[Path]:
 def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
     tmp_path: Path, *, asynchronous: bool, layerwise: bool
 ) -> None:
-    """As where later layers of a pipeline keep their weights, but not what goes into them."""
+    """For instance if later pipeline stages keep their weights, but their inputs change."""
     chance = random.Random(3)  # noqa: S311 - no secret
     setting = Setting(ranks=2, asynchronous=asynchronous, layerwise=layerwise)
     engine = VllmEngine(setting, tmp_path, chance, setting.truth())

@@ -1,4 +1,4 @@
-"""The worker's side, call by call, with transfers that end when the test says so."""
+"""The worker side, call by call, with transfers that end when the test decides."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call(Task):
 
 
 class Scripted(GroupTransfer):
-    """Writes down what it is asked, and answers as it was told."""
+    """Records its calls, and returns scripted results."""
 
     layer_names = LAYERS
     block_bytes = 10
@@ -86,7 +86,7 @@ class Scripted(GroupTransfer):
         self.log.append("close")
 
     def finish(self) -> None:
-        """All that was asked for has ended by itself."""
+        """Let all transfers end."""
         for call in self.calls:
             call.finished = True
 
@@ -153,7 +153,7 @@ class Setup:
 
 
 def moves(*blocks: int, request_id: str = "r", step: int = 0, adapter: int = 0) -> BlockMoves:
-    """Blocks with the keys of their numbers."""
+    """Return moves of blocks whose keys are their numbers."""
     return BlockMoves(request_id, 0, [KEYS[block] for block in blocks], list(blocks), step=step, adapter=adapter)
 
 
@@ -194,7 +194,7 @@ def test_saves_are_throttled_during_a_forward(kind: type[TransferWorker]) -> Non
         setup.worker.begin(plan)
         setup.worker.begin(plan)
         setup.worker.load(plan)
-        if not plan.idle:  # vLLM has no forward then, and does not tell of the end
+        if not plan.idle:  # vLLM then has no forward, and does not report its end
             setup.worker.save(plan)
     assert setup.transfer.stands_back == [True, False, False, True, False]
 
@@ -295,7 +295,7 @@ def test_a_staged_block_that_cannot_be_copied_stops_the_engine() -> None:
 
 
 def test_a_step_waits_for_copies_of_staged_blocks() -> None:
-    """The slab is used again when the step has ended."""
+    """The slab is reused when the step has ended."""
     setup = Setup(between_steps=True, background=True)
     there = moves(1)
     there.places, there.shares, there.tiers = [4096], (0, 0), ["posix"]
@@ -355,7 +355,7 @@ def test_blocks_that_were_given_away_are_not_written_by_a_load_any_more() -> Non
 
 
 def test_a_refused_step_moves_nothing_and_has_its_tokens_computed() -> None:
-    """Loads that were started before it as well: the request would go on from the old weights' KV."""
+    """Including loads started before it: the request would continue from the old weights' KV."""
     setup = Setup(between_steps=True, background=True)
     first = StepPlan(1, loads=[moves(1, request_id="a")])
     setup.worker.begin(first)
@@ -419,7 +419,7 @@ def test_late_saves_of_confirmed_steps_are_visible_at_once() -> None:
 
 
 def test_what_an_earlier_epoch_left_unconfirmed_is_forgotten() -> None:
-    """Even if a later report covers its step: that report came from the ranks that saw nothing."""
+    """Even if a later report covers its step: that report came from ranks that saw no change."""
     setup = Setup()
     plan = StepPlan(1, saves=[moves(1, 2, step=1)], confirmed=0)
     setup.worker.begin(plan)
@@ -474,7 +474,7 @@ def test_a_layer_waits_for_its_portion_and_is_saved_when_computed() -> None:
 
 
 def test_layers_that_are_not_announced_are_not_forgotten() -> None:
-    """A graph was replayed, or a draft model's layers ran elsewhere."""
+    """For instance if a graph was replayed, or a draft model's layers ran elsewhere."""
     setup = Setup(LayerWiseWorker)
     plan = StepPlan(1, loads=[moves(1)], saves=[moves(2)])
     forward(setup, plan, [*LAYERS[:2], "shares another layer's cache"])

@@ -1,4 +1,4 @@
-"""The worker's part stands between vLLM's calls and what moves blocks: it begins, and refuses, by the plan."""
+"""The worker side, between vLLM's calls and the transfers: it starts, and refuses, as planned."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOVES = [BlockMoves("r", 0, [], [])]
 
 
 class Side:
-    """A worker's part whose weights and transfers are the test's."""
+    """A worker side with the test's weights and transfers."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         extra = {"store": {"directories": str(directory / "store")}, "metrics": False}
@@ -136,7 +136,7 @@ def test_each_look_is_reported_where_ranks_wait_for_each_other(made: Side, *, wa
 
 
 def test_weights_are_looked_at_before_it_is_known_whose_blocks_these_are(made: Side) -> None:
-    """A large model is read for minutes: a pause, or a reset of the prefix cache, in that time counts, too."""
+    """Reading a large model takes minutes: a pause or a reset of the prefix cache in that time counts, too."""
     made.side.begin(StepPlan(1))
     made.weights.step.assert_called_once_with()
     made.side.begin(StepPlan(2, verify=True))
@@ -152,7 +152,7 @@ def test_weights_are_looked_at_before_it_is_known_whose_blocks_these_are(made: S
 def test_weights_are_watched_where_they_can_be(
     made: Side, monkeypatch: pytest.MonkeyPatch, *, eplb: bool, group: int, model: str | None, watches: bool
 ) -> None:
-    """Experts that move between ranks change their weights all the time, and so do layers that share a buffer."""
+    """Experts that move between ranks constantly change their weights, and so do layers that share a buffer."""
     made.side._vllm_config.parallel_config = SimpleNamespace(enable_eplb=eplb)
     made.side._vllm_config.offload_config = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=group))
     made.side._weights = None
@@ -163,7 +163,7 @@ def test_weights_are_watched_where_they_can_be(
 
 
 def test_weights_without_memory_of_their_own_are_not_watched(made: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchao's, which torch will not show the memory of."""
+    """For instance torchao's, whose memory torch does not expose."""
     made.side._vllm_config.parallel_config = SimpleNamespace()
     made.side._weights = None
     monkeypatch.setattr(worker_side, "running_model", lambda: "model")
@@ -190,7 +190,7 @@ def test_the_first_rank_tells_what_a_sparse_method_has_counted(
 
 
 class Watching(Counts):
-    """Counters that keep the stores whose tiers they look at."""
+    """Counters that record the stores whose tiers they read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Watching(Counts):
 
 
 class Begun:
-    """A worker's part with blocks of its own, in a thread: a step that waits for the medium is seen to."""
+    """A worker side with its own blocks, run in a thread, so that a step that waits for the medium is noticed."""
 
     def __init__(self, directory: Path) -> None:
         extra = {"store": {"directories": str(directory), "save_nice": 0}, "metrics": False}
@@ -221,7 +221,7 @@ class Begun:
         self._step = 0
 
     def step(self, *blocks: int) -> None:
-        """One that saves some blocks."""
+        """Run a step that saves some blocks."""
         self._step += 1
         keys = [BlockKey(block.to_bytes(16, "big")) for block in blocks]
         plan = StepPlan(self._step, "model-1", saves=[BlockMoves("r", 0, keys, list(blocks), step=self._step)])
@@ -250,7 +250,7 @@ def gets_on(call: Callable[[], None]) -> None:
 def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An NFS server that went away between the start of the engine and its first step."""
+    """For instance an NFS server that goes away between the engine's start and its first step."""
     root = tmp_path / "store"
     root.mkdir()
     worker, clock = Begun(root), Clock()

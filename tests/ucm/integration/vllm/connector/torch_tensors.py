@@ -1,4 +1,4 @@
-"""The stand-ins for tensors as torch's own, on the same memory. Imported only where torch is."""
+"""Torch views of the stand-in tensors' memory; imported only where torch is installed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.floa
 
 
 def as_torch(given: Tensor) -> Any:
-    """A view of the stand-in's memory."""
+    """Return a view of the stand-in's memory."""
     flat = torch.from_numpy(given.raw).view(_DTYPES[str(given.dtype)])
     return flat.as_strided(given.shape, given.strides, given.offset)
 
 
 def all_as_torch(given: Mapping[str, Tensor]) -> dict[str, Any]:
-    """KV caches by layer name."""
+    """Return views of KV caches, by layer name."""
     return {name: as_torch(found) for name, found in given.items()}

@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
     from ucm.store.base import BlockGeometry, KVStore
 
-#: Seconds that an engine without work leaves to the threads that it waits for, and in which it must get on.
+#: How long an engine without work sleeps for the threads that it waits for, and its limit without progress, in seconds.
 IDLE, PATIENCE = 0.0002, 120.0
 
 
 def open_blocks(directory: Path, rank: int, group: int, geometry: BlockGeometry | None) -> KVStore:
-    """A rank's store of one group."""
+    """Return a rank's store of one group."""
     config = StoreConfig(directories=(str(directory),), lookup_cache_keys=0, rest_seconds=0, save_nice=0)
     return open_store(config, f"model/rank{rank}-g{group}", geometry)
 
 
 class Uncounted:
-    """A counter that nobody reads."""
+    """A counter that is never read."""
 
     def looked_up(self, *_: object) -> None:
         pass
@@ -56,11 +56,11 @@ class Engine:
     """An engine on a store in a directory.
 
     Args:
-        setting: What kind of engine.
-        directory: Where its blocks are.
-        chance: Decides all that is left open.
-        truth: What is right.
-        keys: Names blocks.
+        setting: The engine's settings.
+        directory: The directory of its blocks.
+        chance: The source of random choices.
+        truth: The expected results.
+        keys: The block keys.
     """
 
     def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth, keys: Keys) -> None:
@@ -76,7 +76,7 @@ class Engine:
         geometries = {group.index: [rank.geometries[group.index] for rank in self.ranks] for group in groups.groups}
         row = max(sum(-(-geometry.nbytes // PAGE) * PAGE for geometry in of_group) for of_group in geometries.values())
         slab = None if setting.loads == "direct" else Slab(setting.rows * row, setting.ranks)
-        # Opened as in the scheduler's process; there are other stores only to save.
+        # Opened as in the scheduler's process; the workers' stores are separate.
         self._looking: dict[int, list[FaultyStore]] = {
             group: [self._faulty(rank, group, geometry) for rank, geometry in enumerate(of_group)]
             for group, of_group in geometries.items()
@@ -117,7 +117,7 @@ class Engine:
         return request
 
     def turn(self) -> None:
-        """One turn of the engine's loop: schedule a step if it may, else take in the outcome of one."""
+        """Run one iteration of the engine's loop: schedule a step if allowed, else process the output of one."""
         chance, setting = self.chance, self.setting
         if chance.random() < setting.losses:
             self._lose_blocks()
@@ -127,7 +127,7 @@ class Engine:
             self.happened["steps"] += 1
             self.happened["loads"] += sum(len(moves.keys) for moves in step.plan.loads)
             self._planned.append(step)
-            # An empty step goes to the workers too.
+            # An empty step also goes to the workers.
             if not step.work:
                 time.sleep(IDLE)
             elif chance.random() < 0.7:
@@ -141,7 +141,7 @@ class Engine:
             self._take_in(*self._executed.popleft())
 
     def drain(self) -> None:
-        """Until every request has ended and every outcome is known."""
+        """Run until every request has ended and every output is processed."""
         until = time.monotonic() + PATIENCE
         while self.scheduler.busy or self._planned or self._executed:
             self.turn()
@@ -189,7 +189,7 @@ class Engine:
         self._executed.append((step, sampled, invalid, everywhere))
 
     def _inputs(self, work: Work) -> tuple[int, list[int], bool]:
-        """Where a chunk begins really, its tokens, and whether a token follows it."""
+        """Return the real start of a chunk, its tokens, and whether a token is sampled after it."""
         count = work.count - work.drafts
         if work.known is not None:
             tokens = work.known[: len(work.known) - work.drafts]
@@ -225,7 +225,7 @@ class Engine:
             self.check(request)
 
     def check(self, request: Request) -> None:
-        """Its tokens are those that follow from its prompt."""
+        """Check that its tokens are those that follow from its prompt."""
         tokens = list(request.prompt)
         for token in request.output:
             assert token == self.truth.following(tokens), "a wrong token was served"
@@ -234,7 +234,7 @@ class Engine:
         self.happened["finished"] += 1
 
     def _lose_blocks(self) -> None:
-        """Blocks vanish, as if evicted by another engine."""
+        """Delete blocks, as if evicted by another engine."""
         found = [path for path in sorted(self.directory.rglob("*")) if path.is_file() and self._is_block(path)]
         for path in self.chance.sample(found, min(len(found), self.chance.randint(1, 8))):
             path.unlink()

@@ -1,4 +1,4 @@
-"""A store that is slow, and that fails."""
+"""A slow store with failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class Deferred(Task):
-    """A call that is carried out later."""
+    """A deferred call."""
 
     def __init__(self, queue: deque[Deferred], run: Callable[[], TaskResult]) -> None:
         self.queue = queue
@@ -29,16 +29,16 @@ class Deferred(Task):
 
 
 class FaultyStore(KVStore):
-    """Carries transfers out late, at the latest when someone waits, and lets some of them fail.
+    """Executes transfers late, at the latest when waited for, and makes some of them fail.
 
-    Loads are in order among themselves, and so is all that leads to visible blocks.
+    Loads keep their order among themselves, and so do saves and commits.
 
     Args:
         inner: A real store.
-        chance: Decides.
+        chance: The source of random choices.
         failing_loads: The share of loads of single blocks that fail.
         failing_saves: The share of saves and commits of single blocks that fail.
-        late: The share of calls after which nothing waiting is carried out.
+        late: The share of calls after which no waiting call is executed.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class FaultyStore(KVStore):
         self._failing_loads = failing_loads
         self._failing_saves = failing_saves
         self._late = late
-        self._lock = threading.RLock()  # the scheduler's side asks from several threads
+        self._lock = threading.RLock()  # the scheduler side calls it from several threads
         self._loads: deque[Deferred] = deque()
         self._saves: deque[Deferred] = deque()
         self.failed = 0
-        #: Told here as well, for the one that waits may take the error for the device's.
+        #: Also recorded here, because the waiting caller may attribute the error to the device.
         self.overwritten = False
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -73,7 +73,7 @@ class FaultyStore(KVStore):
             result = self.inner.wait(self.inner.load(good))
             for block in blocks:
                 if block.key in failed or block.key in result.failed:
-                    for layer_slice in block.slices:  # the memory of a block that failed holds anything
+                    for layer_slice in block.slices:  # the memory of a failed block may contain anything
                         layer_slice[:] = self._chance.randbytes(layer_slice.nbytes)
             return _with(result, failed)
 

@@ -32,17 +32,17 @@ class Chunk:
 def forward(
     memories: Sequence[KVMemory], layer: int, chunks: Sequence[Chunk], hidden: list[list[int]], truth: Truth
 ) -> list[list[int]]:
-    """One layer of all ranks: all cells are written before any is read, as attention kernels do it.
+    """Run one layer of all ranks; all cells are written before any is read, as in attention kernels.
 
     Args:
-        memories: Those of all ranks.
-        layer: Which.
+        memories: The memories of all ranks.
+        layer: The layer's index.
         chunks: The step's tokens.
-        hidden: What goes into the layer, for each token of each chunk.
-        truth: Knows how far the layer attends.
+        hidden: The layer's input for each token of each chunk.
+        truth: The expected results, with the layer's window.
 
     Returns:
-        What comes out of it.
+        The layer's output.
     """
     for memory in memories:
         for chunk, values in zip(chunks, hidden, strict=True):
@@ -55,7 +55,7 @@ def forward(
 
 
 def embedded(chunks: Sequence[Chunk]) -> list[list[int]]:
-    """What goes into the first layer."""
+    """Return the input of the first layer."""
     return [[embed(token, at) for at, token in enumerate(chunk.tokens, chunk.start)] for chunk in chunks]
 
 
@@ -63,9 +63,9 @@ class KVMemory:
     """One worker's KV cache.
 
     Args:
-        groups: The model's groups; those with blocks of the same size lie in the same memory.
-        num_blocks: Blocks.
-        rank: The worker.
+        groups: The model's groups; groups with blocks of the same size share memory.
+        num_blocks: The number of blocks.
+        rank: The worker's rank.
     """
 
     def __init__(self, groups: CacheGroups, num_blocks: int, rank: int) -> None:
@@ -73,7 +73,7 @@ class KVMemory:
         self.rank = rank
         self.layers = [name for group in groups.groups for name in group.layer_names]
         self.group_of = [group.index for group in groups.groups for _ in group.layer_names]
-        #: Each layer's cache, as it is registered.
+        #: Each layer's cache, as registered.
         self.caches: dict[str, Tensor] = {}
         self._cells: list[NDArray[np.uint64]] = []
         shared: dict[tuple[int, int], NDArray[np.uint8]] = {}
@@ -85,14 +85,14 @@ class KVMemory:
                 self._cells.append(raw.view(CELL).reshape(num_blocks, group.block_size))
 
     def write(self, layer: int, chunk: Chunk, hidden: Sequence[int]) -> None:
-        """Write the cells of a chunk, from what goes into the layer."""
+        """Write the cells of a chunk from the layer's input."""
         group = self.groups.groups[self.group_of[layer]]
         for position, value in enumerate(hidden, chunk.start):
             block = chunk.block_ids[group.index][position // group.block_size]
             self._cells[layer][block, position % group.block_size] = cell(value, layer, self.rank)
 
     def attend(self, layer: int, chunk: Chunk, window: int | None) -> list[int]:
-        """What each token of a chunk gets from the cells that it attends to, as they are in memory."""
+        """Return the attention output of each token of a chunk, from the cells in memory."""
         begin = 0 if window is None else max(0, chunk.start + 1 - window)
         context = self._at(layer, range(begin, chunk.start + len(chunk.tokens)), chunk.block_ids)
         found = []
@@ -102,7 +102,7 @@ class KVMemory:
         return found
 
     def check(self, moves: BlockMoves, failed: set[int], truth: Truth, keys: Keys) -> None:
-        """What was loaded is what computing would have given."""
+        """Check that the loaded KV equals the computed one."""
         group = self.groups.groups[moves.group]
         for key, block in zip(moves.keys, moves.block_ids, strict=True):
             if block not in failed:

@@ -1,4 +1,4 @@
-"""The KV-cache manager of vLLM in miniature: blocks in least-recently-freed order, reused by the keys of prefixes."""
+"""A miniature of vLLM's KV-cache manager: blocks in least-recently-freed order, found by prefix keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys
     from ucm.integration.vllm.connector.groups import CacheGroups
 
-#: Stands in a request's list for a block that slid out of the window.
+#: Replaces a block that slid out of the window in a request's list.
 NULL = 0
 
 
@@ -30,13 +30,13 @@ class Blocks:
 
 
 class Pool:
-    """All groups' blocks; block 0 is never given away.
+    """All groups' blocks; block 0 is never allocated.
 
     Args:
-        count: Blocks, the null block included.
+        count: The number of blocks, including the null block.
         groups: The model's groups.
-        keys: Names blocks.
-        caching: Whether prefixes are found again.
+        keys: The block keys.
+        caching: Whether prefix caching is on.
     """
 
     def __init__(self, count: int, groups: CacheGroups, keys: Keys, *, caching: bool) -> None:
@@ -50,7 +50,7 @@ class Pool:
         self.of: dict[str, list[list[int]]] = {}
 
     def cached_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
-        """The tokens whose KV is here, and their blocks by group."""
+        """Return the tokens with cached KV, and their blocks by group."""
         chains = [self._keys.chain(request.all_token_ids, group.block_size) for group in self.groups.groups]
         rows = [[(index, key) in self._cached for key in chain] for index, chain in enumerate(chains)]
         hit = longest_hit(self.groups.groups, rows, request.num_tokens - 1, self.groups.alignment)
@@ -62,17 +62,17 @@ class Pool:
         return hit, blocks
 
     def admit(self, request: Request, had: list[list[int]], computed: int, new: int, *, caches: bool = True) -> bool:
-        """Give a request blocks for the computed tokens, of which it has some, and for new ones.
+        """Allocate a request's blocks for its computed tokens, some of which it has, and for new ones.
 
         Args:
             request: The request.
-            had: The blocks that it has already, by group.
+            had: Its existing blocks, by group.
             computed: Its computed tokens.
             new: Those to compute.
             caches: Whether its blocks may be found by others at once.
 
         Returns:
-            Whether there was room; else nothing has changed.
+            Whether there was room; if not, nothing has changed.
         """
         taken = [block for row in had for block in row if block != NULL]
         fresh = 0
@@ -100,14 +100,14 @@ class Pool:
         certain: int | None = None,
         caches: bool = True,
     ) -> list[list[int]] | None:
-        """Give a request blocks for new tokens, after those that slid out of a window were freed.
+        """Free the blocks that slid out of a window, and allocate blocks for new tokens.
 
         Args:
             request: The request.
             computed: Its computed tokens.
             new: Those to compute.
-            lookahead: Room behind them for drafts.
-            certain: The computed tokens that stay computed, by which a window slides; all by default.
+            lookahead: Room after them for drafts.
+            certain: The computed tokens that cannot be rejected, by which a window slides; default: all.
             caches: Whether its blocks may be found by others at once.
 
         Returns:
@@ -132,7 +132,7 @@ class Pool:
         return grown
 
     def cache(self, request: Request, computed: int) -> None:
-        """Let the whole blocks of these tokens be found by their keys."""
+        """Make the full blocks of these tokens findable by their keys."""
         if not self._caching:
             return
         for index, (group, row) in enumerate(zip(self.groups.groups, self.of[request.request_id], strict=True)):
@@ -143,21 +143,21 @@ class Pool:
                     self._cached.setdefault((index, key), {})[block] = None
 
     def free(self, request: Request) -> None:
-        """Take a request's blocks back, the last ones to be reused first."""
+        """Free a request's blocks; the last ones are reused first."""
         for row in self.of.pop(request.request_id, []):
             self._release([block for block in reversed(row) if block != NULL])
 
     def evict(self, blocks: Iterable[int]) -> None:
-        """Let nobody find these blocks any more."""
+        """Remove these blocks from the prefix cache."""
         for block in blocks:
             self._forget(block)
 
     def fits(self, request: Request, had: list[list[int]], reserved: int) -> bool:
-        """Whether there is room for a whole request, with some blocks left over."""
+        """Return whether a whole request fits, with some blocks reserved."""
         return self._missing(request, had) <= len(self._free) - reserved
 
     def still_needed(self, request: Request) -> int:
-        """The blocks that a request does not have yet."""
+        """Return the number of blocks that a request still needs."""
         return self._missing(request, self.of[request.request_id])
 
     def _missing(self, request: Request, rows: list[list[int]]) -> int:
@@ -167,7 +167,7 @@ class Pool:
 
     @property
     def in_use(self) -> int:
-        """Blocks that requests have."""
+        """The number of allocated blocks."""
         return len(self._users) - 1 - len(self._free)
 
     def _use(self, blocks: Iterable[int]) -> None:

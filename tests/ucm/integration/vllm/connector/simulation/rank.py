@@ -31,7 +31,7 @@ class OpenStore(Protocol):
 
 
 class Uncounted:
-    """Counters that nobody reads."""
+    """Counters that are never read."""
 
     def loaded(self, *_: object) -> None:
         pass
@@ -47,9 +47,9 @@ class Rank:
     """One of the engine's workers.
 
     Args:
-        number: Which.
+        number: Its rank.
         groups: The model's groups.
-        setting: What the engine is like.
+        setting: The engine's settings.
         open_store: Opens its stores.
     """
 
@@ -72,7 +72,7 @@ class Rank:
         self._loads: dict[str, list[BlockMoves]] = {}
 
     def begin(self, plan: StepPlan, *, loads_last: bool) -> None:
-        """What vLLM calls before a forward.
+        """Make vLLM's calls before a forward.
 
         Args:
             plan: The connector's part of the step.
@@ -87,7 +87,7 @@ class Rank:
             self._loads.setdefault(moves.request_id, []).append(moves)
 
     def end(self, truth: Truth, keys: Keys) -> tuple[set[int], set[str]]:
-        """What it calls after one; returns the blocks that failed to load, and the requests whose loads have ended."""
+        """Make vLLM's calls after a forward; return the blocks that failed to load, and requests whose loads ended."""
         if self._loads_last:
             self.worker.load(self._plan)
         self.worker.save(self._plan)

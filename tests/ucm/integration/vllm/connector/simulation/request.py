@@ -1,4 +1,4 @@
-"""vLLM's requests, as far as scheduling is concerned."""
+"""The part of vLLM's requests that scheduling needs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(eq=False)
 class Request:
-    """A request; the names are vLLM's.
+    """A request, with vLLM's attribute names.
 
     Args:
         request_id: Its id.
         prompt: Its tokens.
-        max_tokens: How many may be generated.
+        max_tokens: The maximum number of generated tokens.
     """
 
     request_id: str

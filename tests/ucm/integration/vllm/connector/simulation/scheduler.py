@@ -1,4 +1,4 @@
-"""vLLM's scheduler in miniature: chunked prefill, preemption, asynchronous scheduling, drafts, load failures."""
+"""A miniature of vLLM's scheduler: chunked prefill, preemption, asynchronous scheduling, drafts, load failures."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Decides what is computed next.
+    """Schedules steps.
 
     Args:
         pool: The KV-cache manager.
         planner: The connector's scheduler side.
-        setting: What the engine is like.
+        setting: The engine's settings.
     """
 
     def __init__(self, pool: Pool, planner: PrefixCacheScheduler, setting: Setting) -> None:
@@ -36,7 +36,7 @@ class Scheduler:
         self._chunk = setting.chunk or setting.budget
         self._asynchronous = setting.asynchronous
         self._between_steps = setting.between_steps
-        #: Aborted while they were being loaded; their blocks are freed when the load has ended.
+        #: Requests aborted during their load; their blocks are freed when the load has ended.
         self._dying: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
@@ -61,11 +61,11 @@ class Scheduler:
         return scheduled
 
     def update(self, step: Step, sampled: dict[str, list[int]], invalid: set[int], loaded: set[str]) -> None:
-        """Take in what a step gave.
+        """Process the output of a step.
 
         Args:
             step: The step.
-            sampled: The tokens that followed, by request.
+            sampled: The sampled tokens, by request.
             invalid: Blocks that failed to load on any rank.
             loaded: Requests whose loads have ended on every rank.
         """
@@ -91,7 +91,7 @@ class Scheduler:
             self._end_load(request_id)
 
     def finish(self, request: Request) -> None:
-        """It ended by itself, or was aborted."""
+        """End a request that has finished or was aborted."""
         if request in self.running:
             self.running.remove(request)
         else:
@@ -106,7 +106,7 @@ class Scheduler:
             self.pool.free(request)
 
     def draft(self, drafts: dict[str, list[int]]) -> None:
-        """Take in what is proposed for the next step."""
+        """Set the draft tokens for the next step."""
         for request_id, tokens in drafts.items():
             request = self.requests.get(request_id)
             if request is not None and request.status == "running":
@@ -138,7 +138,7 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Round) -> None:
         skipped: list[Request] = []
-        # Those that hold blocks come first: else they might wait for one that waits for their blocks.
+        # Requests with blocks come first: otherwise they might wait for one that waits for their blocks.
         self.waiting = deque(sorted(self.waiting, key=lambda request: request.request_id not in self.pool.of))
         while self.waiting and step.budget and len(self.running) < self._setting.running:
             request = self.waiting.popleft()
@@ -169,7 +169,7 @@ class Scheduler:
         return request.num_tokens_with_spec + placeholders - request.num_computed_tokens
 
     def _certain(self, request: Request) -> int:
-        """The computed tokens that no rejected draft takes back."""
+        """Return the computed tokens that no rejected draft can remove."""
         in_flight = request.num_in_flight_tokens if self._asynchronous and self._setting.drafts else 0
         return request.num_computed_tokens - in_flight
 
@@ -199,7 +199,7 @@ class Scheduler:
         return "yes"
 
     def _reserved(self) -> int:
-        """Blocks that requests which hold some already will need: else they might all wait for each other."""
+        """Return the blocks that partly allocated requests still need: otherwise they might deadlock."""
         holding = [r for r in self.requests.values() if r.status != "running" and r.request_id in self.pool.of]
         return sum(self.pool.still_needed(request) for request in holding)
 
@@ -263,7 +263,7 @@ class Scheduler:
             self.pool.cache(request, request.num_computed_tokens - request.num_output_placeholders)
 
     def _cut_back(self, request: Request, invalid: set[int]) -> None:
-        """Cut back what counts as computed behind blocks that failed, as vLLM does."""
+        """Reduce the computed tokens to those before failed blocks, like vLLM."""
         size = self.pool.groups.groups[0].block_size
         (blocks,) = self.pool.of[request.request_id]
         bad = [

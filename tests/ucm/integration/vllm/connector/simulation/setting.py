@@ -1,4 +1,4 @@
-"""What an engine is like."""
+"""The settings of a simulated engine."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting(EngineSetting):
-    """An engine.
+    """The settings of an engine.
 
     Args:
-        groups: For each group its block size, its window and its number of layers.
-        ranks: Workers.
-        batches: Steps in flight.
+        groups: The block size, window and number of layers of each group.
+        ranks: The number of workers.
+        batches: The number of steps in flight.
         drafts: Draft tokens per step.
-        layerwise: Whether blocks are moved layer by layer.
+        layerwise: Whether blocks are transferred layer by layer.
         loads: How blocks are loaded: ``staged`` ones between two steps, while the request waits, or ``within`` the step
-            that computes with them; or ``direct``, between steps and from the store.
-        rows: How many blocks may be staged.
+            that uses them; or ``direct``, between steps and from the store.
+        rows: The maximum number of staged blocks.
         background: Whether a step may end before loads between steps do.
-        reserves: Whether the scheduler keeps room for requests that it has given some of their blocks (vLLM 0.23.0).
+        reserves: Whether the scheduler reserves room for partly allocated requests (vLLM 0.23.0).
         failing_loads: The share of block loads that fail.
         failing_saves: The share of block saves and commits that fail.
-        late: How late the store carries out what it is asked.
+        late: How late the store executes calls.
         aborts: The share of steps at which a request is aborted.
-        losses: The share of steps at which blocks vanish from the store.
-        save_decode_blocks: Whether blocks of generated tokens are stored.
+        losses: The share of steps at which blocks are deleted from the store.
+        save_decode_blocks: Whether blocks of generated tokens are saved.
         staged: Whether the KV cache is on a device: torch's CPU.
     """
 
@@ -74,7 +74,7 @@ class Setting(EngineSetting):
         return Truth([window for _, window, count in self.groups for _ in range(count)], self.ranks)
 
 
-#: Models: full attention; with windows in the same memory; with blocks of another size; windows alone.
+#: Models: full attention; with windows in the same memory; with blocks of another size; only windows.
 _ONE_GROUP = ((4, None, 5),)
 _GROUPS: tuple[tuple[tuple[int, int | None, int], ...], ...] = (
     _ONE_GROUP,
@@ -86,7 +86,7 @@ _GROUPS: tuple[tuple[tuple[int, int | None, int], ...], ...] = (
 
 
 def any_setting(chance: random.Random) -> Setting:
-    """An engine as the connector may meet it; which loads go with what is the connector's own choice."""
+    """Return random settings of an engine; the connector itself chooses how to load."""
     loads: Literal["staged", "within", "direct"] = chance.choice(("staged", "within", "direct"))
     groups = chance.choice(_GROUPS) if loads == "within" else _ONE_GROUP
     batches = chance.randint(1, 3)

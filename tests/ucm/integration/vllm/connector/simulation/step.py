@@ -1,4 +1,4 @@
-"""What a scheduler decides for one step."""
+"""The scheduling decisions of one step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Work:
-    """What a step does for one request.
+    """The work of a step for one request.
 
     Args:
         request_id: The request.
-        start: Tokens computed before; drafts count as if they had all been right.
-        count: Tokens to compute, drafts included.
+        start: Tokens computed before; drafts count as accepted.
+        count: Tokens to compute, including drafts.
         drafts: How many of them are drafts.
-        known: The request's tokens where the worker has to begin with it, or begin anew; else None.
+        known: The request's tokens if it is new or resumed for the worker; else None.
         block_ids: Its blocks, by group.
     """
 
@@ -57,7 +57,7 @@ class Round:
 
 
 def output_of(step: Round) -> Any:
-    """vLLM's ``SchedulerOutput`` since 0.11.1, what a connector reads of it."""
+    """Return the part of vLLM's ``SchedulerOutput`` (since 0.11.1) that a connector reads."""
     new = [found for found in step.work if found.request_id in step.admitted]
     cached = [found for found in step.work if found.request_id not in step.admitted]
     return SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What is right: the value of every KV cell, the next token, and the keys of blocks, as functions of tokens alone."""
+"""The expected results: every KV cell, the next token, and block keys, as functions of the tokens alone."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-#: A cell is what one layer of one rank keeps of one token.
+#: A cell is the KV of one token in one layer of one rank.
 CELL = np.dtype("<u8")
-#: Token 0 ends a request. There are few, so that requests come to share prefixes by themselves.
+#: Token 0 ends a request. The vocabulary is small, so that requests share prefixes.
 VOCABULARY = 6
 END = 0
 
 
 def digest(*parts: int) -> int:
-    """Any change of a part changes all of it."""
+    """Return a hash of the parts."""
     return xxhash.xxh3_64_intdigest(np.array(parts, CELL).tobytes())
 
 
 def embed(token: int, position: int) -> int:
-    """What goes into the first layer for a token."""
+    """Return the first layer's input for a token."""
     return digest(token, position)
 
 
 def cell(hidden: int, layer: int, rank: int) -> int:
-    """A token's cell, from what goes into the layer for it."""
+    """Return a token's cell, from the layer's input."""
     return digest(hidden, layer, rank)
 
 
 def attend(context: bytes) -> int:
-    """What a rank of a layer makes of the cells that a token attends to, oldest first, its own last."""
+    """Return the attention output of the cells that a token attends to, oldest first, its own last."""
     return xxhash.xxh3_64_intdigest(context)
 
 
 def next_token(hidden: int) -> int:
-    """What follows a token, from what comes out of the last layer for it."""
+    """Return the token that follows, from the last layer's output."""
     return hidden % VOCABULARY
 
 
 class Truth:
-    """The model without an engine: as in a transformer, each layer of each rank adds to what goes into the next layer.
+    """The model without an engine: like in a transformer, each layer of each rank adds to the next layer's input.
 
     Args:
-        windows: For each layer, how far back it attends; None for everything.
-        ranks: Ranks, each with KV of its own.
+        windows: The attention window of each layer; None for full attention.
+        ranks: The number of ranks, each with its own KV.
     """
 
     def __init__(self, windows: Sequence[int | None], ranks: int) -> None:
@@ -60,7 +60,7 @@ class Truth:
         self._following: dict[tuple[int, ...], int] = {}
 
     def cells(self, tokens: Sequence[int]) -> NDArray[np.uint64]:
-        """All cells of these tokens: (ranks, layers, tokens)."""
+        """Return all cells of these tokens: ``[ranks, layers, tokens]``."""
         whole = tuple(tokens)
         known = self._cells.get(whole)
         if known is None:
@@ -77,25 +77,25 @@ class Truth:
         return known
 
     def following(self, tokens: Sequence[int]) -> int:
-        """The token after these."""
+        """Return the token after these."""
         self.cells(tokens)
         return self._following[tuple(tokens)]
 
 
 class Keys:
-    """Names blocks, and remembers of what they are."""
+    """Makes block keys, and records the tokens of each."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
-        #: All tokens up to the end of the block, by key.
+        #: The tokens up to the end of the block, by key.
         self.tokens: dict[bytes, tuple[int, ...]] = {}
 
     def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
-        """The keys of a request's whole blocks."""
+        """Return the keys of a request's full blocks."""
         return self.chain(request.all_token_ids, block_size)[first:]
 
     def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
-        """The keys of all whole blocks of these tokens."""
+        """Return the keys of all full blocks of these tokens."""
         keys: list[bytes] = []
         parent = block_size.to_bytes(16, "little")
         for end in range(block_size, len(tokens) + 1, block_size):
@@ -113,7 +113,7 @@ class Keys:
         return not getattr(request, "unread", False)
 
     def wait(self, seconds: float) -> None:
-        """Nothing is made ready."""
+        """Do nothing: no key is computed in the background."""
 
     def may_change(self, request: Any) -> bool:
         return bool(getattr(request, "adapter", False))
@@ -125,4 +125,4 @@ class Keys:
         return bool(getattr(request, "adapter", "") == "replaced")
 
     def forget(self, request_id: str) -> None:
-        """Nothing is kept by request."""
+        """Do nothing: there is no state by request."""

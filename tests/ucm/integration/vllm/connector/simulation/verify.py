@@ -1,4 +1,4 @@
-"""Reads a whole store and compares every block with what its key stands for."""
+"""Read a whole store, and compare every block with the expected content of its key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def wrong_blocks(engine: Engine, directory: Path) -> tuple[int, list[str]]:
-    """How many blocks the store has for an engine's ranks and groups, and which of them are wrong."""
+    """Return the number of blocks in the store for an engine's ranks and groups, and the wrong ones."""
     count, wrong = 0, []
     keys = [BlockKey(key) for key in engine.keys.tokens]
     for rank in engine.ranks:

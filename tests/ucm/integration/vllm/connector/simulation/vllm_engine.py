@@ -1,6 +1,6 @@
-"""The same engine around vLLM's own scheduler and our whole connector; only the model and its runner are ours.
+"""The same engine with vLLM's own scheduler and our whole connector; only the model and its runner are simulated.
 
-Imported only where vLLM is. What vLLM's model runner does around a forward is done by vLLM's own code.
+Imported only where vLLM is installed. vLLM's own code makes its model runner's calls around a forward.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LENGTH = 256
 
 @dataclass
 class Work:
-    """What a step computes for one request."""
+    """The work of a step for one request."""
 
     request_id: str
     start: int
@@ -63,10 +63,10 @@ class VllmEngine:
     """An engine with vLLM's scheduler.
 
     Args:
-        setting: What kind of engine: blocks of one size, no drafts; how loads are made is the connector's choice.
-        directory: Where its model and its blocks are.
-        chance: Decides all that is left open.
-        truth: What is right.
+        setting: The engine's settings: blocks of one size, no drafts; the connector chooses how to load.
+        directory: The directory of its model and blocks.
+        chance: The source of random choices.
+        truth: The expected results.
     """
 
     def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth) -> None:
@@ -76,7 +76,7 @@ class VllmEngine:
         self.store_directory = directory / "store"
         self.store_directory.mkdir(exist_ok=True)
         self.happened: Counter[str] = Counter()
-        self.stores: dict[str, FaultyStore] = {}  # by what their namespaces say of rank and group
+        self.stores: dict[str, FaultyStore] = {}  # by the rank and group in their namespaces
         self.known: dict[bytes, tuple[int, ...]] = {}
         groups = setting.cache_groups()
         self._size = groups.groups[0].block_size
@@ -90,7 +90,7 @@ class VllmEngine:
         self._patched.enter_context(patch.object(scheduler_side, "open_store", self._open_to_look))
         if setting.loads == "direct":  # as if the workers were on other hosts
             self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
-        # The process is older than the model, which a real engine would not believe.
+        # The process is older than the model, so a real engine would not trust the model's files.
         with patch.object(scheduler_side, "process_started", lambda: float("inf")):
             self.scheduler = make_scheduler(config, caches)
         self.connector: Any = self.scheduler.connector
@@ -111,7 +111,7 @@ class VllmEngine:
         self.scheduler.add_request(request)
 
     def turn(self) -> None:
-        """One turn of the engine's loop."""
+        """Run one iteration of the engine's loop."""
         in_flight = len(self._planned) + len(self._executed)
         batches = 2 if self.setting.asynchronous else 1
         if in_flight < batches and self.scheduler.has_requests():
@@ -135,7 +135,7 @@ class VllmEngine:
             self._take_in(*self._executed.popleft())
 
     def drain(self) -> None:
-        """Until every request has ended and every outcome is known."""
+        """Run until every request has ended and every output is processed."""
         until = time.monotonic() + PATIENCE
         while self.scheduler.has_requests() or self._planned or self._executed:
             self.turn()
@@ -183,7 +183,7 @@ class VllmEngine:
         return store
 
     def _open_to_look(self, config: Any, namespace: str, geometry: Any) -> KVStore:
-        """In the scheduler's process; before it is known what blocks are, nothing is read."""
+        """Open a store in the scheduler's process; nothing is read before the geometry is known."""
         inner = open_store(config, namespace, geometry)
         if geometry is None:
             return inner
@@ -235,7 +235,7 @@ class VllmEngine:
         self._executed.append((output, self._aggregator.aggregate(results)))
 
     def _begin(self, worker: Any, output: Any) -> tuple[Any, Any]:
-        """What vLLM does before the forward; its manager, entered, and what it will fill in."""
+        """Do vLLM's work before the forward; return its entered context manager, and the output that it fills."""
         worker.handle_preemptions(output.kv_connector_metadata)
         assert not getattr(output, "kv_cache_block_copies", None)
         with patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker):
@@ -261,7 +261,7 @@ class VllmEngine:
             self._check(request)
 
     def _check(self, request: Any) -> None:
-        """Its tokens are those that follow from its prompt."""
+        """Check that its tokens are those that follow from its prompt."""
         tokens = list(request.prompt_token_ids)
         for token in request.output_token_ids:
             assert token == self.truth.following(tokens), "a wrong token was served"
@@ -274,7 +274,7 @@ class VllmEngine:
 
 
 def _specification(group: CacheGroup) -> Any:
-    """One cell per token, of the size of an int64."""
+    """Return a specification with one int64 cell per token."""
     cells = {"block_size": group.block_size, "num_kv_heads": 1, "dtype": torch.int64}
     if group.window is None:
         return FullAttentionSpec(head_size=1, head_size_v=0, **cells)

@@ -1,4 +1,4 @@
-"""Serving requests on engines around vLLM's own scheduler, one after the other on the same store."""
+"""Serve requests on successive engines with vLLM's own scheduler and the same store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
     from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
 
-#: Starts on one store, at least and at most, and requests in each.
+#: The minimum and maximum number of starts on one store, and the requests in each.
 STARTS, MOST_STARTS, REQUESTS = 2, 8, 40
 
 
@@ -31,23 +31,23 @@ def serve(
     lengths: Sequence[int],
     *more: str,
 ) -> Counter[str]:
-    """Serve some of the prompts, and check every answer, every stored block and that no block is lost.
+    """Serve some of the prompts; check every answer and every stored block, and that no block is leaked.
 
-    Engines start until all that such engines are there for has happened: threads share the draws, so that these do not
-    decide what happens.
+    Engines are started until every expected event has happened: threads share the random generator, so the seed does
+    not determine the events.
 
     Args:
         make: The engine's class.
-        setting: What kind of engine.
-        directory: Where its model and its blocks are.
-        chance: Decides what is asked, and when.
-        truth: What is right.
-        prompts: What may be asked.
-        lengths: How many tokens may be answered.
-        more: What has to happen beside what the setting asks for.
+        setting: The engine's settings.
+        directory: The directory of its model and blocks.
+        chance: The source of random choices.
+        truth: The expected results.
+        prompts: The possible prompts.
+        lengths: The possible numbers of generated tokens.
+        more: Expected events besides those of the setting.
 
     Returns:
-        How often what happened, in all engines together; ``stored`` is of the last one.
+        The number of events of each kind, in all engines together; ``stored`` is of the last one.
     """
     happened: Counter[str] = Counter()
     known: dict[bytes, tuple[int, ...]] = {}
@@ -55,7 +55,7 @@ def serve(
     expected = {"stored", "loads", "finished", *more} | ({failing} if setting.failing_loads else set())
     for start in range(1, MOST_STARTS + 1):
         engine = make(setting, directory, chance, truth)
-        with engine._patched:  # a failure here must not leave its patches to the next test
+        with engine._patched:  # a failure here must not leak its patches into the next test
             left = REQUESTS
             while left:
                 while left and chance.random() < 0.4:
@@ -75,7 +75,7 @@ def serve(
 
 
 def check_stored(engine: VllmEngine) -> int:
-    """Every block that is stored is right; returns how many there are."""
+    """Check every stored block; return their number."""
     count = 0
     keys = [BlockKey(key) for key in engine.known]
     groups = engine.setting.cache_groups().groups
