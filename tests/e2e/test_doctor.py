@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ucm.doctor.engine_run import LONGEST
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -37,6 +39,10 @@ WORKER = {
     "worker_init",
     "worker_requests_finished",
 }
+#: What a second engine tries: all of the prompt but its first 256 tokens, of two requests; their answers, but for the
+#: last token of each, are decoded.
+METHOD = "ucm_sparse_config: {ReRoPE: {window: 256}}"
+BEYOND = 2 * (LONGEST - 1 - 256)
 LEFT_OUT = {"request_added", "blocks_updated", "ffn_begin", "kv_write_begin", "layer_begin", "mla_begin"}
 
 
@@ -46,7 +52,9 @@ def answer(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 def run(python: str, directory: Path) -> dict[str, Any]:
-    command = [python, "-m", "ucm.cli", "doctor", "--run", "--json", "--timeout", "400"]
+    config = directory / "ucm_config.yaml"
+    config.write_text(f"store: {{directories: {directory}}}\n{METHOD}\n", encoding="utf-8")
+    command = [python, "-m", "ucm.cli", "doctor", "--run", "--json", "--timeout", "400", "--config", str(config)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -86,3 +94,22 @@ def test_each_side_has_its_process(answer: dict[str, Any]) -> None:
 def test_the_metadata_of_every_step_arrived(answer: dict[str, Any]) -> None:
     counts = {process["roles"][0]: process["counts"] for process in answer["run"]["processes"]}
     assert counts["worker"]["metadata_received"] == counts["scheduler"]["build_metadata"]
+
+
+def test_the_method_of_the_settings_was_tried(answer: dict[str, Any]) -> None:
+    """In a process of the engine's own, so by the kernel that was compiled before the first request."""
+    (found,) = [finding for finding in answer["findings"] if finding["check"] == "trial"]
+    assert found["status"] == "ok"
+    assert f"ReRoPE put the attention of {BEYOND} tokens together" in found["what"]
+    assert f"rerope_tokens.compiled: {BEYOND}" in found["details"]
+    assert not any("torch" in detail for detail in found["details"])
+
+
+def test_blending_is_tried(runs: Runs, tmp_path: Path) -> None:
+    config = tmp_path / "ucm_config.yaml"
+    config.write_text(f"store: {{directories: {tmp_path}}}\nblend: {{}}\n", encoding="utf-8")
+    told = "import sys, pathlib, ucm.doctor.trial as t; print(t.try_settings(pathlib.Path(sys.argv[1]), None, 400))"
+    python = str(runs.environments.overlay.python)
+    done = subprocess.run([python, "-c", told, config], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "BlendConnector blended 2 chunks in a new order: 672 of 690 tokens in one hit" in done.stdout, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [config.name]

@@ -38,7 +38,10 @@ def add_parser(commands: Any) -> None:
         "--json", action="store_true", help="print one JSON object; `pydoc ucm.doctor` describes its keys"
     )
     parser.add_argument(
-        "--run", action="store_true", help="also run a small engine, and count the hook calls in each process"
+        "--run",
+        action="store_true",
+        help="also run a small engine, and count the hook calls in each process; with --config, a second one tries the "
+        "file's sparse method or blending",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="also check a settings file, as an engine does when it starts"
@@ -65,12 +68,13 @@ def handle(options: argparse.Namespace) -> int:
         raise UcmError("--model and --timeout need --run", fix="add --run, or leave them out")
     report = examine(options.config)
     if options.run:
-        report = _run(report, options.model, options.timeout or DEFAULT_TIMEOUT)
+        report = _run(report, options)
     _print([json.dumps(as_data(report), indent=1) if options.json else render(report, colour=wants_colour())])
     return int(has_error(report.findings))
 
 
-def _run(report: Report, model: Path | None, timeout: float) -> Report:
+def _run(report: Report, options: argparse.Namespace) -> Report:
+    model, timeout = options.model, options.timeout or DEFAULT_TIMEOUT
     manifest = report.overlays[0].manifest if report.overlays else None
     if not report.overlays and not has_error(report.findings):
         what = "no engine was started: no overlay is installed, so there are no hooks to count"
@@ -80,7 +84,12 @@ def _run(report: Report, model: Path | None, timeout: float) -> Report:
         return report.with_findings([skipped])
     _print([f"ucm: running a short engine, which takes about a minute (at most {timeout:.0f} s) …"], sys.stderr)
     run = run_engine(model, timeout, manifest, disabled_groups(manifest.needs))
-    return report.with_findings(check_run(run), run)
+    findings = check_run(run)
+    if options.config is not None and not has_error(findings):
+        from ucm.doctor.trial import try_settings  # noqa: PLC0415 - few runs try settings
+
+        findings += try_settings(options.config, model, timeout)
+    return report.with_findings(findings, run)
 
 
 def _seconds(text: str) -> float:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.doctor.vllm_install import Vllm
 
-CHECK, SPARSE = "configuration", "sparse settings"
+CHECK, SPARSE, BLENDING = "configuration", "sparse settings", "blending"
 #: The prefix of the name of a tier's check.
 TIER = "tier"
 _WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
@@ -58,7 +58,39 @@ def check_config(file: Path) -> list[Finding]:
             Finding(CHECK, Status.OK, what, (*notices, *_remarks(config), NEEDS_AN_ENGINE)),
             *_ask_tiers(config),
         ]
+        sparse = check_sparse(extra, file)
+        return findings + _check_blending(config, file, beside=bool(sparse)) + sparse
     return findings + check_sparse(extra, file)
+
+
+def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> list[Finding]:
+    """What the settings of blending want of the engine; nothing where there are none.
+
+    Args:
+        config: The settings.
+        file: The file that they are in.
+        beside: Whether a sparse method is configured beside them.
+    """
+    blend = config.blend
+    if blend is None:
+        return []
+    if beside:
+        what = "blending and a sparse method do not go together: each decides what the other's tokens may read"
+        return [Finding(BLENDING, Status.ERROR, what, (str(file),), ("leave one of blend and ucm_sparse_config out",))]
+    computed = {
+        "edges": f"the first {blend.edge_tokens} tokens of each",
+        "deviation": f"{blend.ratio:.0%} of their tokens; start vLLM with --enforce-eager",
+        "none": "nothing but what is checked: only right for measuring",
+    }[blend.select]
+    ends = blend.chunk_end_token_ids
+    named = f"separator tokens {', '.join(map(str, ends))} end them" if ends else "requests mark them (ucm_chunks)"
+    what = f"chunks of {blend.min_tokens} tokens or more are reused anywhere in a prompt"
+    details = (
+        f"computed of a reused chunk: {computed}",
+        f"chunks: {named}",
+        "name BlendConnector in --kv-transfer-config: the other connectors refuse these settings",
+    )
+    return [Finding(BLENDING, Status.OK, what, details)]
 
 
 def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
@@ -113,7 +145,8 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
         return [Finding(SPARSE, Status.ERROR, what, tuple(details), (error.fix,))]
     except ConfigError as error:
         return [_refused(SPARSE, error, file)]
-    return [Finding(SPARSE, Status.OK, f"the method {name} is installed, and its options are valid")]
+    what = f"the method {name} is installed, and its options are valid"
+    return [Finding(SPARSE, Status.OK, what, tuple(method.advice(options)))]
 
 
 def _refused(check: str, error: ConfigError, file: Path) -> Finding:

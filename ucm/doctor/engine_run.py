@@ -1,8 +1,8 @@
 """The child process of ``ucm doctor --run``: a short run of a real vLLM engine.
 
-``python -m ucm.doctor.engine_run PLAN RESULT`` reads the plan that `ucm.doctor.run` wrote, and writes the result. The
-requests cause every kind of step: a prompt longer than a step's token budget, the same prompt again, and more tokens
-than the tiny KV cache can hold.
+``python -m ucm.doctor.engine_run PLAN RESULT`` reads the plan that `ucm.doctor.run` or `ucm.doctor.trial` wrote, and
+writes the result. The requests of a run cause every kind of step: a prompt longer than a step's token budget, the same
+prompt again, and more tokens than the tiny KV cache can hold. Those of a trial are long.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ SETTINGS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,
     "seed": 0,
 }
+#: A trial's: two requests of the longest context that the tiny model has, in steps of a server's size.
+LONGEST = 2048
+ROOM = {"max_model_len": LONGEST, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 2 * LONGEST // 32 + 2}
+#: Generated tokens; tokens before the first chunk, which are fewer than a block; and how often chunks are asked for.
+ANSWER, BEFORE, ATTEMPTS = 32, 9, 20
 #: For each round, the requests as (length of the prompt, tokens to generate).
 ROUNDS = (((150, 4),), ((150, 4),), ((20, 90), (20, 90), (20, 90), (20, 90), (5, 30)))
 PREEMPTIONS = "vllm:num_preemptions"
@@ -37,7 +42,8 @@ PREFIX_HITS = "vllm:prefix_cache_hits"
 def main() -> None:
     """Run the engine as planned."""
     plan, result = (Path(argument) for argument in sys.argv[1:3])
-    result.write_text(json.dumps(run(json.loads(plan.read_text()))), encoding="utf-8")
+    told = json.loads(plan.read_text())
+    result.write_text(json.dumps(attempt(told) if "engine" in told else run(told)), encoding="utf-8")
 
 
 def run(plan: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +75,48 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         "workers": engine.collective_rpc("ucm_facts"),
         "seconds": {"start": round(started - began, 1), "generate": round(time.monotonic() - started, 1)},
     }
+
+
+def attempt(plan: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine with some settings, and give it what they are for.
+
+    Args:
+        plan: ``model``, ``load_format``, ``engine``, further arguments of ``LLM``, and for blending ``min_tokens``.
+
+    Returns:
+        Of blending, how many ``chunks`` were stored, how many tokens of a prompt of so many ``tokens`` were ``taken``
+        from them; else ``workers``, what each one's method says.
+    """
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - as in `run`
+
+    given = {**SETTINGS, **ROOM, "disable_log_stats": True, **plan["engine"]}
+    facts = "ucm.doctor.worker_facts.WorkerFacts"
+    engine = LLM(model=plan["model"], load_format=plan["load_format"], worker_extension_cls=facts, **given)
+
+    def ask(tokens: list[int], count: int, **extra: Any) -> int:
+        """The tokens of a prompt that a connector or vLLM's own cache had."""
+        sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
+        (answer,) = engine.generate([{"prompt_token_ids": tokens}], [sampling], use_tqdm=False)
+        return int(answer.num_cached_tokens or 0)
+
+    if "min_tokens" not in plan:
+        ask(prompt(0, LONGEST - ANSWER), ANSWER)
+        ask(prompt(1, LONGEST - ANSWER), ANSWER, ucm_sparse=False)
+        return {"workers": engine.collective_rpc("ucm_method")}
+    texts = [prompt(place, plan["min_tokens"] + rest) for place, rest in ((0, 70), (1, 90))]
+    marks = [[BEFORE, BEFORE + len(texts[1])], [BEFORE + len(texts[1]), BEFORE + len(texts[0]) + len(texts[1])]]
+    whole = [*texts[1], *texts[0], *prompt(2, BEFORE)]
+    if BEFORE + len(whole) > LONGEST:
+        return {"chunks": 0, "taken": 0, "tokens": 0}
+    for attempts in range(ATTEMPTS):
+        for text in texts:
+            ask(text, 1, kv_transfer_params={"ucm_chunks": [[0, len(text)]]})
+        # Nothing else begins like this: what is found is found by its chunks.
+        taken = ask([*prompt(3 + attempts, BEFORE), *whole], 1, kv_transfer_params={"ucm_chunks": marks})
+        if taken > marks[-1][0]:
+            break
+        time.sleep(0.5)  # until what was saved is visible
+    return {"chunks": len(texts), "taken": taken, "tokens": BEFORE + len(whole)}
 
 
 def prompt(place: int, length: int) -> list[int]:

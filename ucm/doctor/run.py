@@ -158,17 +158,15 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
     reports = directory / "reports"
     reports.mkdir()
-    plan = {**_model(model, directory), "report_dir": str(reports)}
+    plan = {**prepare_model(model, directory), "report_dir": str(reports)}
     (directory / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     began = time.monotonic()
-    outcome, pid = _child(directory, timeout)
+    outcome, pid = run_child(directory, timeout)
     seconds = round(time.monotonic() - began, 1)
     processes = read_reports(reports)
     output = directory / "output.log"
     if outcome != FINISHED:
-        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-        tail = [line for line in lines if not _LEAK.match(line)][-TAIL_LINES:]
-        return Run(outcome, seconds, pid, output, tail, processes=processes)
+        return Run(outcome, seconds, pid, output, tail_of(output), processes=processes)
     saw = json.loads((directory / "result.json").read_text(encoding="utf-8"))
     facts = Facts.of(saw)
     hooks = [_result(expected, processes) for expected in expectations(manifest, disabled, facts)]
@@ -179,7 +177,14 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     return Run(outcome, seconds, pid, saw=saw, processes=processes, hooks=hooks)
 
 
-def _model(model: Path | None, directory: Path) -> dict[str, str]:
+def tail_of(output: Path) -> list[str]:
+    """The end of an engine's output."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if not _LEAK.match(line)][-TAIL_LINES:]
+
+
+def prepare_model(model: Path | None, directory: Path) -> dict[str, str]:
+    """What a plan says of the model; a tiny one is made in a directory if there is none."""
     if model is not None:
         weights = any(any(model.glob(pattern)) for pattern in WEIGHTS)
         return {"model": str(model.resolve()), "load_format": "auto" if weights else "dummy"}
@@ -189,8 +194,12 @@ def _model(model: Path | None, directory: Path) -> dict[str, str]:
     return {"model": str(model), "load_format": "dummy"}
 
 
-def _child(directory: Path, timeout: float) -> tuple[str, int]:
-    """Run a fresh interpreter, in which the overlay is activated, or not, exactly as for the operator's vLLM."""
+def run_child(directory: Path, timeout: float) -> tuple[str, int]:
+    """Run a directory's plan in a fresh interpreter, with the overlay active or not, as for the operator's vLLM.
+
+    Returns:
+        The outcome, and the child's process id; its result and its output are in the directory.
+    """
     command = [sys.executable, "-m", "ucm.doctor.engine_run", "plan.json", "result.json"]
     with (directory / "output.log").open("wb") as output:
         child = subprocess.Popen(  # noqa: S603 - our own interpreter and module

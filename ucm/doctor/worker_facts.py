@@ -30,6 +30,15 @@ class WorkerFacts:
             "attention": _distinct([_attention(layer) for layer in layers if _backend(layer) is not None]),
         }
 
+    def ucm_method(self) -> dict[str, Any]:
+        """What the sparse method of this worker has counted: its ``figures``, and its own ``summary`` of them."""
+        from ucm.integration.vllm.hooks import worker_method  # noqa: PLC0415 - workers of a run import it anyway
+
+        worker: Any = self
+        method: Any = worker_method(worker.vllm_config)
+        summary = getattr(method, "summary", None)
+        return {"figures": dict(method.figures()) if method else {}, "summary": summary() if summary else ""}
+
 
 def _modules_of(things: Any) -> list[str]:
     return sorted({base.__module__ for thing in things for base in type(thing).__mro__})

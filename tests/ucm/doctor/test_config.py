@@ -174,3 +174,47 @@ def test_a_method_whose_hooks_are_switched_off(
 def test_the_options_of_all_our_methods_are_known() -> None:
     unknown = {name for name in METHODS if method_class(name).options_type is None}
     assert unknown == {"Probe"}, "it takes what it is given"
+
+
+def test_what_blending_wants_is_said(complete: Site, tmp_path: Path) -> None:
+    text = (
+        f"store: {{directories: {tmp_path}}}\nblend: {{select: deviation, ratio: 0.2, chunk_end_token_ids: [7, 9]}}\n"
+    )
+    answer = complete.doctor("--json", "--config", str(write(tmp_path, text)))
+    found = answer.finding("blending")
+    assert (answer.code, found["status"]) == (0, "ok")
+    assert found["what"] == "chunks of 256 tokens or more are reused anywhere in a prompt"
+    assert "20% of their tokens; start vLLM with --enforce-eager" in found["details"][0]
+    assert found["details"][1] == "chunks: separator tokens 7, 9 end them"
+
+
+def test_blending_beside_a_sparse_method_is_refused(complete: Site, tmp_path: Path) -> None:
+    text = f"store: {{directories: {tmp_path}}}\nblend: {{}}\nucm_sparse_config: {{ReRoPE: {{window: 8}}}}\n"
+    answer = complete.doctor("--json", "--config", str(write(tmp_path, text)))
+    found = answer.finding("blending")
+    assert (answer.code, found["status"]) == (1, "error")
+    assert "do not go together" in found["what"]
+    assert found["todo"] == ["leave one of blend and ucm_sparse_config out"]
+
+
+def test_what_rerope_wants_is_said(complete: Site, tmp_path: Path) -> None:
+    method = "ucm_sparse_config: {LeakyReRoPE: {window: 512, leak: 16}}"
+    answer = complete.doctor(
+        "--json", "--config", str(write(tmp_path, f"store: {{directories: {tmp_path}}}\n{method}\n"))
+    )
+    details = answer.finding("sparse settings")["details"]
+    assert details[0].endswith("--max-model-len N --hf-overrides '{\"max_position_embeddings\": N}'")
+    assert "distances reach 512, growing by one for every 16 tokens before the window" in details[1]
+
+
+@pytest.mark.parametrize("method", ["", "ucm_sparse_config: {ReRoPE: {window: 8}}"])
+def test_what_an_engine_does_not_take_is_told_with_its_output(complete: Site, tmp_path: Path, method: str) -> None:
+    """The small vLLM runs the probe, and answers no request of a trial; without a method there is none."""
+    file = write(tmp_path, f"store: {{directories: {tmp_path}}}\n{method}\n")
+    answer = complete.doctor("--run", "--json", "--config", str(file))
+    trials = [finding for finding in answer.data["findings"] if finding["check"] == "trial"]
+    assert (answer.code, len(trials)) == ((1, 1) if method else (0, 0)), answer.out
+    for found in trials:
+        assert found["what"] == "an engine with ReRoPE failed"
+        assert "ReRoPE needs hooks in the model runner, and this one calls none" in "\n".join(found["details"])
+        assert Path(found["details"][-1].partition(": ")[2]).is_file()
