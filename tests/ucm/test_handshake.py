@@ -21,7 +21,7 @@ from ucm.sparse.base import SparseMethod
 from ucm.sparse.options import MethodOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 OVERLAY = ("0.32.0.post2", ["attention", "scheduler", "worker"])
 
@@ -120,6 +120,19 @@ def test_a_layer_that_is_refused_is_named_before_the_first_request() -> None:
     found = refusal(core(config, wrapper, worker(config, 1)))
     assert (found.what, found.fix) == ("this layer is not served", "use another model")
     assert found.where.startswith("second; rank 0 on ")
+
+
+def test_hooks_that_were_taken_out_since_the_scheduler_started_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings()
+    engine_core, asked = core(config, worker(config), worker(config, 1)), []
+
+    def taken_out(groups: Iterable[str], kind: type | None = None) -> list[Any]:
+        asked.append((list(groups), kind))
+        return ["Scheduler.schedule is replaced by intruder.mine"]
+
+    monkeypatch.setattr("ucm.integration.vllm.proof.check_feature", taken_out)
+    assert refusal(engine_core).where == "Scheduler.schedule is replaced by intruder.mine"
+    assert asked == [([group.lower() for group in Windowed.needed_hooks], Scheduler)]
 
 
 def test_a_worker_whose_hooks_never_fired_is_named() -> None:

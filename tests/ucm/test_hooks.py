@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
@@ -566,6 +567,25 @@ def test_a_step_that_was_not_told_ends_the_engine(ended: str) -> None:
         _schedule(scheduler, *requests, decides=False)
     assert f"another step of request {requests[0].request_id} runs" in str(caught.value.where)
     assert "scheduler_output_built" in str(caught.value.where)
+
+
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_a_step_of_which_neither_hook_told_ends_the_engine(version: str) -> None:
+    """As it is when another package replaces ``schedule`` and ``allocate_slots`` at once: the workers notice it."""
+    scheduler = _scheduler_with_halves()
+    runner = started(scheduler.vllm_config)
+    _arrive(version, runner, Step({"warm-up": 1}))
+    for _ in range(3):
+        step = Step({"r1": 1})
+        hooks.before_allocation(scheduler.kv_cache_manager, Request("r1"))
+        hooks.scheduler_output_built(scheduler, step)
+        sent = pickle.loads(pickle.dumps(step))  # noqa: S301 - ours
+        _arrive(version, runner, sent)
+        assert sent.ucm_sparse_meta is None
+        _arrive(version, runner, Step())
+    with pytest.raises(SparseMethodError, match=r"Halves was not told.*of the scheduler") as caught:
+        _arrive(version, runner, Step({"r1": 1}))
+    assert caught.value.where == "a step of 1 requests runs, and the hook scheduler_output_built did not fire before it"
 
 
 def test_blocks_may_be_asked_for_and_not_used() -> None:

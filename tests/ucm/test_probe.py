@@ -101,7 +101,16 @@ def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
     assert set(vars(SparseMethod)) - set(HOOKS) == {
         *(name for name in vars(SparseMethod) if name.startswith("__")),
         *("scheduler_started", "worker_started", "layer_seen", "options_type", "needed_hooks", "optional_hooks"),
-        *("allocating", "asked", "awaits_begin", "identity", "lasting_tokens", "prompts_are_dense", "revision"),
+        *(
+            "allocating",
+            "asked",
+            "awaits_begin",
+            "decided",
+            "identity",
+            "lasting_tokens",
+            "prompts_are_dense",
+            "revision",
+        ),
         *("asks_workers", "complaints", "confirms", "figures"),
     }
 

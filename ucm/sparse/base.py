@@ -52,6 +52,8 @@ class SparseMethod:
             many of its tokens were computed then; None if none has, without a name if it has ended.
         awaits_begin: Maintained by the hooks: whether a step has arrived in this worker and its `execute_begin` has not
             been called. No layer may run then.
+        decided: Maintained by the hooks: whether a step has arrived in this worker that the scheduler's side was told
+            of. From then on each one must be.
         options_type: The class that declares the settings, so that they can be checked without an engine; None if the
             method checks them itself.
         needed_hooks: The groups of rewritten modules that the method requires, as their switches name them.
@@ -64,6 +66,7 @@ class SparseMethod:
     asked: set[str] | None = None
     allocating: tuple[str, int] | None = None
     awaits_begin: bool = False
+    decided: bool = False
     options_type: ClassVar[type[MethodOptions] | None] = None
     needed_hooks: ClassVar[tuple[str, ...]] = ()
     revision: ClassVar[int] = 1

@@ -20,6 +20,7 @@ from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.refusal import refusals_logged
 from ucm.integration.vllm.hooks import METHOD
 from ucm.integration.vllm.options import v1_runner
+from ucm.integration.vllm.proof import require_hooked
 from ucm.logger import get_logger
 from ucm.sparse.base import SparseMethod
 from ucm.sparse.factory import method_class
@@ -62,6 +63,7 @@ def _require_same_in_workers(engine_core: Any) -> None:
             where=f"{type(scheduler).__module__}.{type(scheduler).__qualname__} calls none of the overlay's hooks",
             fix="serve with vLLM's own scheduler (no --scheduler-cls), or without ucm_sparse_config",
         )
+    require_hooked(name, wanted.needed_hooks, scheduler)  # plug-ins may have come since the scheduler was made
     mine = _half(wanted, options)
     question = scheduler_method.asks_workers() if scheduler_method else None
     _require_one_scheduler(name, question, config.parallel_config)

@@ -54,6 +54,8 @@ __all__ = [
     "worker_requests_finished",
 ]
 
+#: What a step carries whose method built nothing for it, so that the workers see that the scheduler's side was told.
+BUILT_NOTHING = "built nothing"
 #: The attribute of a scheduler, a KV-cache manager and a model runner that holds its method.
 METHOD = "_ucm_sparse_method"
 #: Whether any scheduler, or any worker, of this process ever had a method; spares the others a look at themselves.
@@ -161,7 +163,8 @@ def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
         if method.allocating is None:
             _check_allocated(method, scheduler_output)
         method.allocating = None
-        scheduler_output.ucm_sparse_meta = method.build_metadata(scheduler_output)
+        built = method.build_metadata(scheduler_output)
+        scheduler_output.ucm_sparse_meta = BUILT_NOTHING if built is None else built
 
 
 def request_preempted(scheduler: Any, request: Any) -> None:
@@ -240,7 +243,7 @@ def update_states(runner: Any, scheduler_output: Any) -> None:
     """V1: a step has arrived."""
     method = getattr(runner, METHOD, None) if _works_sparsely else None
     if method is not None:
-        method.awaits_begin = bool(scheduler_output.num_scheduled_tokens)
+        _step_arrived(method, scheduler_output)
         method.update_states(runner, scheduler_output)
 
 
@@ -282,7 +285,7 @@ def v2_requests_finished(runner: Any, scheduler_output: Any) -> None:
         tables = getattr(runner, "block_tables", None)
         if tables is not None:
             setattr(tables, METHOD, method)
-        method.awaits_begin = bool(scheduler_output.num_scheduled_tokens)
+        _step_arrived(method, scheduler_output)
         method.update_states(runner, scheduler_output)
         if scheduler_output.finished_req_ids:
             method.requests_finished(runner, scheduler_output.finished_req_ids)
@@ -326,6 +329,20 @@ def v2_execute_finished(runner: Any, scheduler_output: Any, dummy_run: bool) -> 
     if method is not None and not dummy_run:
         _check_asked(method, runner)
         method.execute_finished(runner, scheduler_output, None)
+
+
+def _step_arrived(method: SparseMethod, scheduler_output: Any) -> None:
+    """A step arrives: the scheduler's side was told of it, unless it warms vLLM up, before the first one."""
+    built = getattr(scheduler_output, "ucm_sparse_meta", None)
+    if isinstance(built, str) and built == BUILT_NOTHING:
+        scheduler_output.ucm_sparse_meta = None
+    runs = scheduler_output.num_scheduled_tokens
+    if built is None and method.decided and runs and "SCHEDULER" in method.needed_hooks:
+        from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
+
+        raise hook_lost(type(method).__name__, "scheduler_output_built", f"a step of {len(runs)} requests", "scheduler")
+    method.decided |= built is not None
+    method.awaits_begin = bool(runs)
 
 
 def _check_arrived(method: SparseMethod, scheduler_output: Any) -> None:
