@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.e2e.inside.converse import UNREFUSED
 from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.workload import BLOCK
 
@@ -36,14 +37,18 @@ def requests() -> list[list[Request]]:
 
 
 def run(
-    environment: Environment, directory: Path, engine: Mapping[str, Any], store: Path | None = None
+    environment: Environment,
+    directory: Path,
+    engine: Mapping[str, Any],
+    store: Path | None = None,
+    switches: Mapping[str, str] | None = None,
 ) -> tuple[list[Answer], str]:
     """What a fresh engine answers, and its log; ends when all blocks are in the store."""
     from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
 
-    started = PrefixEngine(environment, directory, engine, IN_PROCESS)
+    started = PrefixEngine(environment, directory, engine, {**IN_PROCESS, **(switches or {})})
     with started:
         answers = [answer for batch in requests() for answer in started.generate(batch)]
         if store is not None:
@@ -118,12 +123,22 @@ class Latent:
         extra = {"shared_storage_path": str(directory / "example")}
         transfer = {"kv_connector": EXAMPLE, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         example = {"kv_transfer_config": transfer}
-        ours = connector(posix(directory / "store"))
-        self.cold, _ = run(environment, directory / "cold", {**engine, **ours}, directory / "store")
-        self._again = environment, directory / "warm again", {**engine, **ours}
-        self.warm, self.log = run(environment, directory / "warm", {**engine, **ours})
+        ours = {**engine, **connector(posix(directory / "store"))}
+        self._refused = environment, directory / "refused", ours
+        unrefused = {UNREFUSED: "1"}
+        self.cold, _ = run(environment, directory / "cold", ours, directory / "store", unrefused)
+        self._again = environment, directory / "warm again", ours, None, unrefused
+        self.warm, self.log = run(environment, directory / "warm", ours, None, unrefused)
         self.example_cold, _ = run(environment, directory / "example cold", {**engine, **example})
         self.example_warm, _ = run(environment, directory / "example warm", {**engine, **example})
+
+    def refusal(self) -> str:
+        """The error of an engine that is not made to serve this model with UCM's connector."""
+        from tests.e2e.prefix_engine import EngineFailedError  # noqa: PLC0415 - needs the build's packages
+
+        with pytest.raises(EngineFailedError) as caught:
+            run(*self._refused)
+        return str(caught.value)
 
     def warm_again(self) -> list[Answer]:
         """Answers of one more engine on the same store."""
@@ -140,6 +155,13 @@ def latent(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempP
 def alone() -> list[bool]:
     """Whether each request has its steps for itself."""
     return [len(batch) == 1 for batch in requests() for _ in batch]
+
+
+def test_latent_kv_that_vllm_does_not_continue_is_refused(latent: Latent) -> None:
+    """The answers after a hit are others; vLLM turns its own prefix cache off for the same reason."""
+    pairs = [(warm, cold) for warm, cold, single in zip(latent.warm, latent.cold, alone(), strict=True) if single]
+    assert sum(warm.tokens != cold.tokens for warm, cold in pairs if warm.cached) > 3
+    assert "gives other tokens after KV from a cache" in latent.refusal()
 
 
 def test_saving_latent_kv_changes_nothing(latent: Latent) -> None:

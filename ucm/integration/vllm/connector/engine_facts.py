@@ -135,6 +135,27 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
+def refuse_kv_that_is_not_continued(vllm_config: Any) -> None:
+    """Refuse an engine whose prefill does not continue from KV in the cache as it would from computed KV.
+
+    vLLM's reference of latent attention on the CPU gives other tokens then, and so vLLM turns its own prefix cache and
+    chunked prefill off for it, whatever the operator asks for. With AMX it does not.
+
+    Raises:
+        UnsupportedModelError: If it is so.
+    """
+    if _device_type(vllm_config) != "cpu" or not getattr(vllm_config.model_config, "use_mla", False):
+        return
+    chunked = getattr(getattr(vllm_config, "scheduler_config", None), "enable_chunked_prefill", True)
+    if not chunked and not vllm_config.cache_config.enable_prefix_caching:
+        raise UnsupportedModelError(
+            "vLLM's latent attention on this processor gives other tokens after KV from a cache, so vLLM turns its own "
+            "prefix cache and chunked prefill off",
+            where="model_config.use_mla, device cpu",
+            fix="run this model on an accelerator or on a processor with AMX, or without a UCM connector",
+        )
+
+
 def _device_type(vllm_config: Any) -> str:
     device = getattr(vllm_config, "device_config", None)
     return str(getattr(device, "device_type", None) or getattr(device, "device", None) or "")

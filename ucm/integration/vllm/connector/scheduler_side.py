@@ -19,6 +19,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     load_policy,
     outer_transfer,
     ranks,
+    refuse_kv_that_is_not_continued,
     refuse_method_without_hooks,
     refuse_what_cannot_work,
 )
@@ -166,6 +167,7 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
         refuse_what_cannot_work(vllm_config, kv_cache_config)
+        refuse_kv_that_is_not_continued(vllm_config)
         refuse_method_without_hooks(vllm_config)
         transfer, outer = vllm_config.kv_transfer_config, outer_transfer(vllm_config)
         engines = outer or transfer

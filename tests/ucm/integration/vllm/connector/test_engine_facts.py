@@ -15,6 +15,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     load_policy,
     outer_transfer,
     ranks,
+    refuse_kv_that_is_not_continued,
     refuse_method_without_hooks,
     refuse_what_cannot_work,
     runs_micro_batches,
@@ -196,3 +197,30 @@ def test_a_connector_among_several_knows_the_engines_own_configuration() -> None
     assert create(alone) is None
     assert create_several(alone, again) is None
     assert create_several(alone, inner) is alone.kv_transfer_config
+
+
+@pytest.mark.parametrize(
+    ("device", "latent", "chunked", "caching", "refused"),
+    [
+        ("cpu", True, False, False, True),
+        ("cuda", True, False, False, False),
+        ("cpu", False, False, False, False),
+        ("cpu", True, True, False, False),  # with AMX, and vLLM's own cache turned off by the operator
+        ("cpu", True, False, True, False),
+    ],
+)
+def test_latent_attention_that_does_not_continue_from_stored_kv_is_refused(
+    device: str, *, latent: bool, chunked: bool, caching: bool, refused: bool
+) -> None:
+    engine = config(
+        scheduler={"enable_chunked_prefill": chunked},
+        model_config=SimpleNamespace(use_mla=latent),
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        device_config=SimpleNamespace(device_type=device),
+    )
+    if not refused:
+        refuse_kv_that_is_not_continued(engine)
+        return
+    with pytest.raises(UnsupportedModelError, match="gives other tokens after KV from a cache") as caught:
+        refuse_kv_that_is_not_continued(engine)
+    assert "without a UCM connector" in caught.value.fix
