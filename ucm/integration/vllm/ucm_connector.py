@@ -11,6 +11,7 @@ The API is vLLM's ``KVConnectorBase_V1`` as it stands from 0.9.1 on; what a rele
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
+from ucm.integration.vllm.connector.engine_facts import outer_transfer
 from ucm.integration.vllm.connector.metadata import WeightsReport
 from ucm.integration.vllm.connector.refusal import refusals_logged
 from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
@@ -47,6 +49,14 @@ logger = get_logger(__name__)
 
 #: From 0.11.0 on vLLM asks for what was counted; before, each side publishes it itself, once per step.
 VLLM_TAKES_STATS = hasattr(KVConnectorBase_V1, "get_kv_connector_stats")
+
+
+def _takes_stats(vllm_config: Any) -> bool:
+    """Whether vLLM brings what was counted to the process that logs; the MultiConnector of 0.11.0 breaks that one."""
+    if not VLLM_TAKES_STATS or outer_transfer(vllm_config) is None:
+        return VLLM_TAKES_STATS
+    multi = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
+    return hasattr(multi, "MultiKVConnectorPromMetrics")
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped here
@@ -102,6 +112,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
+        self._takes_stats = _takes_stats(vllm_config)
         with refusals_logged("UCM.Config"):
             settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
             if role == KVConnectorRole.SCHEDULER:
@@ -158,7 +169,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's plan for the workers."""
-        if not VLLM_TAKES_STATS:
+        if not self._takes_stats:
             self._scheduler.counters.take_data()
         plan = self._scheduler.plan(scheduler_output)
         if logger.isEnabledFor(logging.DEBUG):
@@ -243,7 +254,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002
         """The requests whose loads have ended, well or not; saves delay nobody."""
-        if not VLLM_TAKES_STATS:
+        if not self._takes_stats:
             self._worker.counters.take_data()
         self._worker.end()
         loaded = self._worker.mover.take_loaded() if self._worker.has_begun else set()
@@ -278,7 +289,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     def get_kv_connector_stats(self) -> Any:
         """What this side counted since the last call."""
         side = self._worker_side or self._scheduler_side
-        return None if side is None else side.take_stats()
+        return side.take_stats() if side is not None and self._takes_stats else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

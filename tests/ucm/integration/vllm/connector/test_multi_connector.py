@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end sessio
 
 import torch
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -142,3 +143,15 @@ def test_metrics_that_arrive_from_another_process_are_read(name: str) -> None:
     """vLLM then looks up the connector by its registered name, which used to end the engine."""
     importlib.import_module("ucm.integration.vllm.ucm_connector")
     assert MultiConnector.build_kv_connector_stats({name: {}}) is not None
+
+
+@pytest.mark.parametrize("rebuilds", [True, False])
+def test_metrics_that_vllm_cannot_bring_to_another_process_are_not_given_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, rebuilds: bool
+) -> None:
+    """That of 0.11.0 takes what arrives for what was sent; its first log of statistics ended the engine."""
+    if not rebuilds:
+        monkeypatch.delattr(multi_connector, "MultiKVConnectorPromMetrics")
+    ours = Engine(tmp_path).scheduler.connector._connectors[1]
+    ours._scheduler.counters.looked_up(8, 4, 0.1)
+    assert (ours.get_kv_connector_stats() is not None) == rebuilds
