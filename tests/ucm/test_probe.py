@@ -111,7 +111,7 @@ def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
             "prompts_are_dense",
             "revision",
         ),
-        *("asks_workers", "complaints", "confirms", "figures"),
+        *("advice", "asks_workers", "complaints", "confirms", "figures"),
     }
 
 
