@@ -1,7 +1,7 @@
 """vLLM Ascend's own files beside a real vLLM on the CPU, with both overlays: `python -m tests.e2e.ascend RELEASE`.
 
-Its sources come from the published sdist, and torch-npu is a stand-in, see `inside/torch_npu`: nothing here runs on an
-NPU. No entry point of vLLM Ascend is installed, so vLLM stays on its CPU platform and only loads what a test names.
+Its sources come from the published sdist, and torch-npu is a stand-in (`inside/torch_npu`): nothing here runs on an
+NPU. No entry point of vLLM Ascend is installed, so vLLM stays on its CPU platform and loads only what a test names.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from transforms.pipeline.sources.open import open_sources
 from transforms.registry import REGISTRY as VLLM_REGISTRY
 
 STAND_IN = Path(__file__).parent / "inside" / "torch_npu"
-#: What its setup writes, for a device that it names.
+#: The file that its setup writes, for a given device.
 BUILD_INFO = "__device_type__ = 'A2'\n"
 ASCEND = compose(REGISTRY)
-#: What its schedulers import beside vLLM.
+#: The packages that its schedulers import besides vLLM.
 NEEDS = ("pandas",)
 
 
 def with_ascend(release: str) -> Environment:
-    """The environment of a release that both packages have."""
+    """Return the environment of a release that both packages have."""
     return _with_ascend(release, f"vllm-{release}-ascend", build_wheels(release))
 
 
 def with_patches(release: str, locks: Path) -> Environment:
-    """The same with one overlay of vLLM, which has UCM's rules and then those of the example `ascend_patches`.
+    """Return the same with a vLLM overlay that has UCM's rules and then those of the example `ascend_patches`.
 
     Args:
         release: A release that both packages have.
-        locks: Where the overlay's lock is written.
+        locks: The directory of the overlay's lock.
     """
     overlay = make_overlay(
         release, product=compose(VLLM_REGISTRY, replace(registry_of("ascend_patches"), overlays=locks))

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: the engines of the release that ``UCM_E2E_RELEASE`` names."""
+"""Fixtures of the end-to-end tests: the engines of the release that ``UCM_E2E_RELEASE`` names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from tests.e2e.scenarios import Environments, Runs
 
 VARIABLE = "UCM_E2E_RELEASE"
-#: Seconds for a test with all the engines that it waits for.
+#: The time limit of a test with all of its engines, in seconds.
 PATIENCE = 1500
 
 
-#: The files that take longest, so that no test process ends long before another one.
+#: The slowest files, which run first, so that all test processes end at about the same time.
 FIRST = (
     "test_ranks",
     "test_v2_runner",
@@ -46,7 +46,7 @@ def release() -> str:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """What the processes of pytest-xdist have in common."""
+    """Results shared by the processes of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     return Shared((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
 

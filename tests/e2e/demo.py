@@ -1,6 +1,6 @@
-"""See it work: `python -m tests.e2e.demo [RELEASE]` on a real vLLM.
+"""A demonstration on a real vLLM: `python -m tests.e2e.demo [RELEASE]`.
 
-It generates a little, starts two engines one after the other on one store, asks `ucm doctor --run`, and says how to
+It generates some text, starts two successive engines on one store, runs `ucm doctor --run`, and shows how to
 serve the model.
 """
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 PARAMS = {"max_tokens": 12, "temperature": 0.0}
 #: Prompts of the two engines on one store.
 LENGTHS = (512, 1024, 2048)
-#: In float32 the computed and the loaded way round to the same tokens.
+#: In float32, computed and loaded KV give the same tokens.
 LARGER = {**ttft_model.ENGINE, "dtype": "float32", "kv_cache_memory_bytes": None, "max_num_batched_tokens": 2048}
 BATCH: list[Request] = [{"prompt": [5, 60, 7], "params": PARAMS}, {"prompt": list(range(3, 200)), "params": PARAMS}]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install, generate, show; 0 if all went well."""
+    """Install, generate and show results; return 0 on success."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.demo", description=__doc__)
     parser.add_argument("release", nargs="?", default="0.32.0")
     release = parser.parse_args(arguments).release
@@ -69,19 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def demo_environment(release: str) -> Environment:
-    """vLLM with both wheels, in which `vllm serve` works: it asks for the version of a distribution named ``vllm``."""
+    """Return vLLM with both wheels, and with metadata named ``vllm``, which `vllm serve` needs."""
     environment = with_overlay(release, ENVIRONMENTS / f"vllm-{release}-demo")
     name_vllm(environment.site, release)
     return environment
 
 
 def serve_command(environment: Environment) -> str:
-    """What serves the tiny model of the demo."""
+    """Return the command that serves the tiny model of the demo."""
     return f"{environment.python} -m vllm.entrypoints.cli.main serve {MODEL}"
 
 
 def show_prefix_cache(environment: Environment) -> bool:
-    """Print how long prompts took to their first token, computed and loaded; whether the answers were the same."""
+    """Print the time to first token of computed and loaded prompts; return whether the answers were the same."""
     ttft_model.write_model(environment.python)
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -98,7 +98,7 @@ def show_prefix_cache(environment: Environment) -> bool:
 
 
 def generate(environment: Environment, directory: Path, engine: dict[str, object]) -> list[Answer]:
-    """The answers of a fresh engine to the prompts, one after another."""
+    """Return a new engine's answers to the prompts, run one after another."""
     threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     with PrefixEngine(environment, directory, engine, threads) as started:

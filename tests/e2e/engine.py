@@ -1,4 +1,4 @@
-"""Start a real engine in an environment and read what came of it."""
+"""Run a real engine in an environment, and read its results."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 INSIDE = Path(__file__).parent / "inside"
 MODEL = BUILD / "e2e" / "model"
-#: An engine that hangs is a failure, told by this many seconds.
+#: Seconds after which an engine counts as hanging, which is a failure.
 PATIENCE = 600
-#: One process in place of three: starts in a third of the time.
+#: One process instead of three, which starts in a third of the time.
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 PLUGIN = "[vllm.general_plugins]\nucm_e2e_report = report_plugin:register\n"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine did.
+    """The result of one engine.
 
     Attributes:
         code: The exit code of its main process.
-        log: All that its processes wrote.
-        seconds: From start to end.
-        phases: For each phase its tokens, cached tokens, duration and counters.
-        reports: What each process has loaded.
-        about: What else the main process told.
+        log: The output of all its processes.
+        seconds: Its duration.
+        phases: The tokens, cached tokens, duration and counters of each phase.
+        reports: The modules that each process loaded.
+        about: Other data from the main process.
     """
 
     code: int
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def tokens(self) -> dict[str, list[list[int]]]:
-        """The token ids of every request, by phase."""
+        """Return the token ids of every request, by phase."""
         return {name: phase["tokens"] for name, phase in self.phases.items()}
 
 
@@ -64,11 +64,11 @@ def run_engine(
     batches: Mapping[str, Any] | None = None,
     patience: float = PATIENCE,
 ) -> Run:
-    """Run an engine to its end; a failure of it is a result, not an exception.
+    """Run an engine to its end; its failure is a result, not an exception.
 
     Args:
-        environment: Where vLLM is installed.
-        directory: An empty one for its files.
+        environment: The environment with vLLM.
+        directory: An empty directory for its files.
         engine: Arguments of ``LLM`` that differ from `ENGINE`.
         switches: Environment variables.
         batches: The requests; those of `tests.e2e.workload` by default.
@@ -100,7 +100,7 @@ def run_engine(
 
 
 def variables(directory: Path, switches: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of an engine: this one's without UCM's switches, and with what makes runs alike."""
+    """Return an engine's environment: this one without UCM's switches, plus settings for reproducible runs."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("UCM_", "VLLM_", "PYTHON"))}
     return {
         **kept,
@@ -109,7 +109,7 @@ def variables(directory: Path, switches: Mapping[str, str] | None = None) -> dic
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
-        # What vLLM finds out about a model in one more process, it keeps by the content of the model's file.
+        # vLLM inspects models in another process, and caches the result by the content of the model's file.
         "VLLM_CACHE_ROOT": str(BUILD / "e2e" / "vllm-cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(BUILD / "e2e" / "inductor"),
         "PYTHONPATH": str(directory / "plugin"),
@@ -119,7 +119,7 @@ def variables(directory: Path, switches: Mapping[str, str] | None = None) -> dic
 
 
 def _install_plugin(directory: Path) -> None:
-    """Something that vLLM finds as an installed plugin, on a path that only this run has."""
+    """Install a vLLM plugin on a path that only this run has."""
     about = directory / "ucm_e2e_report-0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ucm-e2e-report\nVersion: 0\n", encoding="utf-8")
@@ -129,7 +129,7 @@ def _install_plugin(directory: Path) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], patience: float) -> int:
-    """The exit code; the whole session of the process is ended, also what it has left behind."""
+    """Return the exit code; end the process's whole session, including remaining processes."""
     try:
         return process.wait(patience)
     except subprocess.TimeoutExpired:

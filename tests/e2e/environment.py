@@ -1,8 +1,8 @@
-"""A real vLLM with our wheels, beside the same vLLM without them: `python -m tests.e2e.environment RELEASE`.
+"""Environments with a real vLLM, with and without our wheels: `python -m tests.e2e.environment RELEASE`.
 
-An environment with our wheels is a venv of its own that holds them, and what they need and vLLM does not bring, and
-reads everything else from the plain one. So all run the same files of vLLM, torch and all that they need, and a fresh
-one costs seconds.
+An environment with our wheels is a venv that contains them and dependencies that vLLM does not have, and
+reads everything else from the plain one. So all run the same files of vLLM, torch and their dependencies, and a new
+one takes seconds.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from transforms.pipeline.lock import Lock
     from transforms.pipeline.rewrite import Overlay
 
-#: Where wheels for these tests are built, apart from those that an operator asked for.
+#: The directory of wheels for these tests, apart from those that an operator builds.
 WHEELS = BUILD / "e2e"
 STAMP = "wheels.json"
-#: The one that the newest CPU release was seen to run with; its torch names none.
+#: The Triton that is known to work with the newest CPU release, whose torch requires none.
 TRITON = "triton==3.9.0"
 BACK_END = Path(__file__).parent / "inside" / "interpreted"
 SITE_PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -47,7 +47,7 @@ class Environment:
     Attributes:
         release: The vLLM in it.
         directory: The venv.
-        site: Its own site-packages directory.
+        site: Its site-packages directory.
     """
 
     release: str
@@ -61,49 +61,49 @@ class Environment:
 
     @property
     def overlay(self) -> Path:
-        """Where the overlay's package lies, if it is installed."""
+        """The directory of the overlay's package, if installed."""
         return self.site / UCM.module
 
 
 def plain(release: str) -> Environment:
-    """A real vLLM without the overlay; installing it for the first time takes minutes."""
+    """Return a real vLLM without the overlay; the first call installs it, which takes minutes."""
     python = install(release)
     return Environment(release, python.parents[1], _site(python))
 
 
 def with_all_hooks(release: str) -> Environment:
-    """The same vLLM with an overlay that has the opt-in hooks, too."""
+    """Return the same vLLM with an overlay that also has the opt-in hooks."""
     directory = ENVIRONMENTS / f"vllm-{release}-all-hooks"
     return beside(release, directory, build_wheels(release, all_hooks=True))
 
 
 def with_overlay(release: str, directory: Path | None = None, wheels: list[Path] | None = None) -> Environment:
-    """The same vLLM with the overlay and its runtime, made anew when one of the two wheels has changed.
+    """Return the same vLLM with the overlay and its runtime, recreated when one of the two wheels has changed.
 
     Args:
-        release: A reviewed release that has a CPU build.
+        release: A reviewed release with a CPU build.
         directory: Where to put the venv; beside the plain one by default.
-        wheels: The overlay's wheel and the runtime's; built from this checkout by default.
+        wheels: The wheels of the overlay and the runtime; default: built from this checkout.
     """
     return beside(release, directory or ENVIRONMENTS / f"vllm-{release}-overlay", wheels or build_wheels(release))
 
 
 def with_runtime(release: str, directory: Path | None = None, wheels: list[Path] | None = None) -> Environment:
-    """The same vLLM with the runtime and without any overlay.
+    """Return the same vLLM with the runtime and without an overlay.
 
     Args:
-        release: A release that has a CPU build.
+        release: A release with a CPU build.
         directory: Where to put the venv; beside the plain one by default.
-        wheels: The runtime's wheel; built from this checkout by default.
+        wheels: The runtime's wheel; default: built from this checkout.
     """
     wheels = wheels or [build_runtime(WHEELS / release)]
     return beside(release, directory or ENVIRONMENTS / f"vllm-{release}-runtime-only", wheels)
 
 
 def with_triton(release: str) -> Environment:
-    """The same vLLM with Triton, whose kernels a CPU interprets: the V2 model runner wants it.
+    """Return the same vLLM with Triton, interpreted on the CPU, which the V2 model runner needs.
 
-    It is apart from the plain environment because vLLM behaves otherwise where there is a Triton.
+    It is separate from the plain environment because vLLM behaves differently if Triton is installed.
     """
     directory = ENVIRONMENTS / f"vllm-{release}-triton"
     python = directory / "bin" / "python"
@@ -120,14 +120,14 @@ def with_triton(release: str) -> Environment:
 
 
 def with_triton_and_overlay(release: str, *, all_hooks: bool = False) -> Environment:
-    """`with_triton` with the overlay and its runtime."""
+    """Return `with_triton` with the overlay and its runtime."""
     below = with_triton(release)
     directory = below.directory.with_name(f"{below.directory.name}-{'all-hooks' if all_hooks else 'overlay'}")
     return beside(release, directory, build_wheels(release, all_hooks=all_hooks), below)
 
 
 def _install_back_end(site: Path) -> None:
-    """Triton finds its back ends by an entry point."""
+    """Install the back end, which Triton finds by its entry point."""
     package, about = site / BACK_END.name, site / f"{BACK_END.name}-0.dist-info"
     shutil.copytree(BACK_END, package, ignore=shutil.ignore_patterns("__pycache__"))
     about.mkdir()
@@ -136,12 +136,12 @@ def _install_back_end(site: Path) -> None:
 
 
 def _read_from(site: Path, below: Environment) -> None:
-    """An environment's packages are found in another as well; addsitedir reads its ``.pth`` files, too."""
+    """Make another environment's packages importable, including its ``.pth`` files (addsitedir)."""
     (site / "below.pth").write_text(f"import site; site.addsitedir({str(below.site)!r})\n", encoding="utf-8")
 
 
 def beside(release: str, directory: Path, wheels: list[Path], below: Environment | None = None) -> Environment:
-    """A venv with some wheels on top of another, by default the plain one; made anew when a wheel has changed."""
+    """Return a venv with some wheels on top of another, by default the plain one; recreate it if a wheel changed."""
     python = directory / "bin" / "python"
     stamp = directory / STAMP
     state = json.dumps({wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels}, indent=1)
@@ -156,12 +156,12 @@ def beside(release: str, directory: Path, wheels: list[Path], below: Environment
 
 
 def install_needs(environment: Environment, needs: Sequence[str]) -> None:
-    """Install packages, with what they need, from the index."""
+    """Install packages and their dependencies from the index."""
     subprocess.run([*_pip(environment.python), "install", "--quiet", *needs], check=True)
 
 
 def third_party_needs(wheel: Path) -> list[str]:
-    """What a wheel declares to need without any extra."""
+    """Return a wheel's dependencies without extras."""
     with zipfile.ZipFile(wheel) as archive:
         (about,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         declared = Parser().parsestr(archive.read(about).decode()).get_all("Requires-Dist", [])
@@ -169,7 +169,7 @@ def third_party_needs(wheel: Path) -> list[str]:
 
 
 def build_wheels(release: str, *, all_hooks: bool = False) -> list[Path]:
-    """The overlay's wheel and the runtime's, built from this checkout."""
+    """Build the wheels of the overlay and the runtime from this checkout."""
     out = WHEELS / release
     overlay, lock = _reviewed(release)
     return [build_package(overlay, lock, out, all_hooks=all_hooks).wheel, build_runtime(out)]
@@ -177,16 +177,16 @@ def build_wheels(release: str, *, all_hooks: bool = False) -> list[Path]:
 
 @functools.cache
 def _reviewed(release: str) -> tuple[Overlay, Lock]:
-    """Rewriting takes most of a build, and two wheels are made of it."""
+    """Return the overlay and its lock; cached, because two wheels are built from the slow rewrite."""
     overlay = make_overlay(release)
     return overlay, check_reviewed(overlay)
 
 
 def make_venv(python: Path, directory: Path, wheels: list[Path]) -> Path:
-    """A venv of an interpreter's kind with nothing but some wheels, without what those depend on.
+    """Create a venv with only some wheels, without their dependencies.
 
     Returns:
-        Its interpreter.
+        The venv's interpreter.
     """
     shutil.rmtree(directory, ignore_errors=True)
     subprocess.run([python, "-m", "venv", "--without-pip", directory], check=True)

@@ -1,4 +1,4 @@
-"""Several engines in one environment for the price of one import of vLLM; see `inside/forked.py`."""
+"""Several engines in one environment with a single import of vLLM; see `inside/forked.py`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Phases = dict[str, list[list["Request"]]]
 
 @dataclass(frozen=True)
 class Engine:
-    """What one engine is and does.
+    """The specification of one engine.
 
     Attributes:
-        arguments: Those of ``LLM`` that differ from `tests.e2e.workload.ENGINE`.
-        phases: For each phase its batches.
-        again: Phases that are played when all others have been, what they saved lies in the store, and the engine's own
-            cache is empty.
+        arguments: Arguments of ``LLM`` that differ from `tests.e2e.workload.ENGINE`.
+        phases: The batches of each phase.
+        again: Phases that are repeated after all others, when their blocks are in the store and the engine's own
+            prefix cache is empty.
         store: The store's directory.
-        switches: Environment variables of its own.
+        switches: Its environment variables.
     """
 
     arguments: Mapping[str, Any]
@@ -48,12 +48,12 @@ class Engine:
 
 @dataclass(frozen=True)
 class Record:
-    """What one engine did.
+    """The result of one engine.
 
     Attributes:
         phases: By name; empty if it failed.
-        again: The same of those that were played again.
-        log: What it wrote.
+        again: The results of the repeated phases, by name.
+        log: Its output.
     """
 
     phases: dict[str, Played]
@@ -62,19 +62,19 @@ class Record:
 
     @property
     def tokens(self) -> dict[str, list[list[int]]]:
-        """What each request generated, by phase."""
+        """Return the generated tokens of each request, by phase."""
         return {name: played.tokens for name, played in self.phases.items()}
 
 
 def run_engines(
     environment: Environment, directory: Path, engines: Mapping[str, Engine], switches: Mapping[str, str]
 ) -> dict[str, Record]:
-    """Run engines to their ends, one after the other; a failure of one is a result, not an exception.
+    """Run engines to their ends, one after the other; a failure is a result, not an exception.
 
     Args:
-        environment: Where vLLM is installed.
-        directory: One that is not there, for their files.
-        engines: By name.
+        environment: The environment with vLLM.
+        directory: A new directory for their files.
+        engines: The engines, by name.
         switches: Environment variables.
     """
     directory.mkdir(parents=True)

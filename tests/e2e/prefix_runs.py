@@ -1,4 +1,4 @@
-"""The engines of the prefix-cache tests: each runs once, when it is first asked for, and serves many assertions."""
+"""The engines of the prefix-cache tests: each runs once, on first use, for many assertions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.e2e.shared import Shared
 
 IN_PROCESS = engine.IN_PROCESS
-#: Seconds in which everything that was saved must have become visible, on a busy machine.
+#: Seconds within which all saved blocks become visible on a busy machine.
 SAVED = 120.0
 #: Seconds without a new block after which none is expected.
 QUIET = 5.0
@@ -34,12 +34,12 @@ class Scenario:
     """One engine.
 
     Attributes:
-        part: What it plays.
-        overlay: Whether the overlay is installed in its environment; None for neither overlay nor runtime.
+        part: The part of the workload that it runs.
+        overlay: Whether the overlay is installed; None for neither overlay nor runtime.
         connector: The connector's class; empty for none.
-        store: The scenario whose store it starts with; empty for an empty one.
+        store: The scenario whose store it starts with; empty for an empty store.
         damage: Whether about half of that store's blocks are damaged.
-        settings: More of the connector's configuration.
+        settings: Further settings of the connector.
         switches: Environment variables.
     """
 
@@ -86,14 +86,14 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Record:
-    """What one engine did.
+    """The result of one engine.
 
     Attributes:
         phases: By name.
-        log: What its processes wrote.
-        environment: Where it ran.
+        log: The output of its processes.
+        environment: Its environment.
         store: Its store's directory.
-        blocks: The names of the block files that it left there.
+        blocks: The names of the block files in it at the end.
     """
 
     phases: dict[str, Played]
@@ -141,12 +141,12 @@ class PrefixRuns:
 
 
 def damage_phase(name: str) -> str:
-    """What the reference's record calls one of `tests.e2e.prefix_damage.all_requests`."""
+    """Return the reference's phase name for a batch of `tests.e2e.prefix_damage.all_requests`."""
     return f"damage: {name}"
 
 
 def block_files(store: Path) -> dict[str, Path]:
-    """The files of visible blocks below a directory, by the blocks' names."""
+    """Return the files of visible blocks below a directory, by the blocks' names."""
     found = {}
     for path in store.rglob("*"):
         if _BLOCK_FILE.fullmatch(path.name):
@@ -155,7 +155,7 @@ def block_files(store: Path) -> dict[str, Path]:
 
 
 def wait_for_quiet(store: Path, patience: float = SAVED) -> None:
-    """Wait until no block has become visible for a while: of several groups, not all blocks are worth storing."""
+    """Wait until no block has become visible for a while: with several groups, not all blocks are saved."""
     deadline, known = time.monotonic() + patience, -1
     while len(found := block_files(store)) != known and time.monotonic() < deadline:
         known = len(found)
@@ -163,7 +163,7 @@ def wait_for_quiet(store: Path, patience: float = SAVED) -> None:
 
 
 def wait_for_blocks(store: Path, number: int, patience: float = SAVED) -> None:
-    """Wait until so many blocks are visible; whether they became so is for the caller to assert."""
+    """Wait until this many blocks are visible, or time is up; the caller asserts the result."""
     deadline = time.monotonic() + patience
     while len(block_files(store)) < number and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,8 +1,8 @@
-"""The requests of the prefix-cache runs: who gets which, and what must have been stored and found afterwards.
+"""The requests of the prefix-cache runs, and the expected stored blocks and hits.
 
-The same phases are played on three kinds of engines: a *reference* without a connector, *cold* ones that fill a store,
-and *warm* ones that were started later on that store. Some phases are for some of them only, so that a warm engine
-meets what was stored in part, or under another salt.
+The same phases run on three kinds of engines: a *reference* without a connector, *cold* ones that fill a store,
+and *warm* ones that start later with that store. Some phases run only on some of them, so that a warm engine
+meets prompts that are stored in part, or under another salt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 REFERENCE, COLD, WARM = "reference", "cold", "warm"
 ALL = (REFERENCE, COLD, WARM)
-#: Phases whose requests end before they are answered; an engine may have stored any part of them.
+#: A phase whose requests are aborted; an engine may have stored any part of them.
 ABORTED = "aborted"
 TURNS = 3
 
@@ -31,13 +31,13 @@ _GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Played:
-    """One phase on one engine.
+    """The result of one phase on one engine.
 
     Attributes:
-        requests: In the order of their batches.
-        batches: How many requests each batch had.
-        answers: One for each request.
-        counters: By how much the engine's counters rose.
+        requests: The requests, in the order of their batches.
+        batches: The number of requests in each batch.
+        answers: One per request.
+        counters: The increase of the engine's counters.
     """
 
     requests: list[Request]
@@ -47,25 +47,25 @@ class Played:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """What each request generated; nothing for those that were aborted."""
+        """Return the generated tokens of each request; empty for aborted ones."""
         pairs = zip(self.requests, self.answers, strict=True)
         return [[] if "abort_after" in request else answer.tokens for request, answer in pairs]
 
 
 def prompt(length: int, name: str) -> list[int]:
-    """Random tokens, always the same for a name."""
+    """Return random tokens, always the same for a name."""
     source = random.Random(f"{name} {length}")  # noqa: S311 - prompts, no secrets
     return [source.randrange(3, VOCABULARY) for _ in range(length)]
 
 
 def request(tokens: list[int], max_tokens: int = 12, *, salt: str | None = None, **params: Any) -> Request:
-    """A greedy request."""
+    """Return a greedy request."""
     made: Request = {"prompt": tokens, "params": {"max_tokens": max_tokens, **_GREEDY, **params}}
     return made if salt is None else {**made, "salt": salt}
 
 
 def static_phases(part: str) -> dict[str, list[list[Request]]]:
-    """For each phase of a part its batches, but for the conversations: those depend on what was answered."""
+    """Return the batches of each phase of a part, except conversations, which depend on the answers."""
     document, base, shared = prompt(10 * BLOCK, "document"), prompt(5 * BLOCK + 3, "base"), prompt(3 * BLOCK, "shared")
     salted = prompt(4 * BLOCK + 5, "salted")
     aborted = [request(prompt(length, "aborted"), 200) for length in (200, 5 * TOKENS_PER_STEP // 2, 500)]
@@ -74,7 +74,7 @@ def static_phases(part: str) -> dict[str, list[list[Request]]]:
     table: dict[str, tuple[tuple[str, ...], list[list[Request]]]] = {
         **{name: (ALL, batches) for name, batches in phases().items()},
         "whole": (ALL, [*([one] for one in whole), whole]),
-        # Together less than a step: vLLM on the CPU cannot compute a request with a seed in chunks.
+        # Together less than a step: vLLM on the CPU cannot compute seeded requests in chunks.
         "seeded": (
             ALL,
             [[request(prompt(40, f"seeded {n}"), 20, temperature=0.8, seed=n, top_p=0.9) for n in range(3)]],
@@ -95,12 +95,12 @@ def static_phases(part: str) -> dict[str, list[list[Request]]]:
 
 
 def play(engine: PrefixEngine, part: str, known: Mapping[str, Played] | None = None) -> dict[str, Played]:
-    """Play all phases of a part on an engine.
+    """Run all phases of a part on an engine.
 
     Args:
         engine: The engine.
-        part: Which.
-        known: What the reference answered; None for the reference itself.
+        part: The part.
+        known: The reference's results; None for the reference itself.
     """
     played = {name: play_phase(engine, batches) for name, batches in static_phases(part).items()}
     talk = [prompt(length, "talk") for length in (30, 75, 2 * BLOCK, 200)]
@@ -116,7 +116,7 @@ def play(engine: PrefixEngine, part: str, known: Mapping[str, Played] | None = N
 
 
 def play_phase(engine: PrefixEngine, batches: Sequence[Sequence[Request]]) -> Played:
-    """Play some batches, each when the one before has ended."""
+    """Run some batches, each after the previous one has ended."""
     before = engine.counters()
     answers = [answer for batch in batches for answer in engine.generate(batch)]
     rise = {name: value - before.get(name, 0) for name, value in engine.counters().items()}
@@ -124,26 +124,26 @@ def play_phase(engine: PrefixEngine, batches: Sequence[Sequence[Request]]) -> Pl
 
 
 def computed_blocks(played: Iterable[Played]) -> set[tuple[int, ...]]:
-    """The whole blocks that these phases have computed, each named by its salt and all tokens up to its end."""
+    """Return the full blocks computed by these phases, each as its salt and all tokens up to its end."""
     pairs = (pair for phase in played for pair in zip(phase.requests, phase.answers, strict=True))
     return {block for one, answer in pairs for block in blocks_of(one, answer)}
 
 
 def blocks_of(one: Request, answer: Answer, block_size: int = BLOCK) -> set[tuple[int, ...]]:
-    """The names of the whole blocks that one request has computed."""
-    # Nobody has asked for the KV of the last token yet.
+    """Return the full blocks that one request has computed."""
+    # The KV of the last token was not computed.
     tokens = [*one["prompt"], *answer.tokens[:-1]]
     return {(hash(one.get("salt")), *tokens[:end]) for end in range(block_size, len(tokens) + 1, block_size)}
 
 
 def expected_hits(phase: Played, stored: set[tuple[int, ...]]) -> list[int]:
-    """The tokens of each prompt that need not be computed, and what is stored after the phase, noted in ``stored``."""
+    """Return the expected hit tokens of each prompt; add the blocks stored by the phase to ``stored``."""
     hits: list[int] = []
     answered = iter(zip(phase.requests, phase.answers, strict=True))
     for size in phase.batches:
         batch = [next(answered) for _ in range(size)]
         for one, _ in batch:
-            # At least one token is computed, and every one whose logits are asked for.
+            # At least one token is computed, and every token whose logits are requested.
             last = 0 if "prompt_logprobs" in one["params"] else (len(one["prompt"]) - 1) // BLOCK
             names = ((hash(one.get("salt")), *one["prompt"][: n * BLOCK]) for n in range(1, last + 1))
             missing = next((n for n, name in enumerate(names) if name not in stored), last)
@@ -154,7 +154,7 @@ def expected_hits(phase: Played, stored: set[tuple[int, ...]]) -> list[int]:
 
 
 def _continued(turn: Played, number: int) -> list[list[int]]:
-    """The next prompts: what was asked, what was answered, and something new."""
+    """Return the next prompts: the previous prompt, its answer, and new tokens."""
     pairs = zip(turn.requests, turn.answers, strict=True)
     return [
         [*one["prompt"], *answer.tokens, *prompt(11 + number, f"said {n}")] for n, (one, answer) in enumerate(pairs)

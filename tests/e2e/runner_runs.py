@@ -1,7 +1,7 @@
-"""Engines that play the same few phases: plain ones, and those with a connector or a sparse method, on either runner.
+"""Engines that run the same phases: plain ones, and ones with a connector or a sparse method, on either runner.
 
-The phases meet every kind of step in a cache so small that requests preempt each other. Each engine is one process and
-runs once. V2 wants Triton, whose kernels are interpreted here (`tests.e2e.environment.with_triton`).
+The phases cause every kind of step, with a cache so small that requests preempt each other. Each engine is one process,
+and runs once. V2 needs Triton, whose kernels are interpreted here (`tests.e2e.environment.with_triton`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ LONGEST = 320
 #: One request of the greatest length, and one block more.
 ENGINE = {"max_model_len": LONGEST, "num_gpu_blocks_override": LONGEST // BLOCK + 2}
 CROWD, ABORTED = "crowd", "aborted"
-#: Drawn by the runner's own generator: V2's is another than V1's.
+#: Sampled with the runner's own random generator, which differs between V1 and V2.
 SEEDED = "seeded"
-#: Two chunks of a prompt, each alone; then both in a prompt in which no exact prefix is known.
+#: Two chunks of a prompt, each alone; then both in a prompt without a known exact prefix.
 CHUNKS, ORDERED = "chunks", "ordered"
-#: Of its tokens, those up to the last whole block of its chunks.
+#: Its tokens up to the last full block of its chunks.
 BLENDED = 160
-#: What an engine with a connector plays a second time.
+#: The phases that an engine with a connector repeats.
 AGAIN = ("boundary", "chunked", "prefix", CROWD)
 
 
 def phases() -> dict[str, list[list[Request]]]:
-    """For each phase its batches; a batch is handed to the engine when the one before has ended."""
+    """Return the batches of each phase; a batch is submitted when the previous one has ended."""
     shared = prompt(5 * BLOCK, "shared")
     cut = [{**request(prompt(60 + n, "cut"), 60), "abort_after": 2 + 4 * n} for n in range(3)]
     texts = [prompt(length, CHUNKS) for length in (70, 90)]
@@ -60,7 +60,7 @@ def phases() -> dict[str, list[list[Request]]]:
 
 
 def _marked(*chunks: list[int]) -> dict[str, Any]:
-    """What only `BlendConnector` takes note of."""
+    """Return chunk marks, which only `BlendConnector` uses."""
     return {"kv_transfer_params": {"ucm_chunks": list(chunks)}}
 
 
@@ -69,12 +69,12 @@ class Scenario:
     """One engine.
 
     Attributes:
-        v2: Whether the V2 runner runs.
-        overlay: Which hooks the overlay has that is installed: those of shipped features, or all; none without one.
-        method: A sparse method's name and options; ``{}`` stands for a directory of its own.
-        connector: The connector's class; empty for none. With one, `AGAIN` is played a second time, when the engine's
-            own cache is empty.
-        settings: More of the connector's configuration.
+        v2: Whether to use the V2 runner.
+        overlay: The installed overlay's hooks: those of shipped features, or all; empty for no overlay.
+        method: A sparse method's name and options; ``{}`` is replaced by a directory.
+        connector: The connector's class; empty for none. With one, `AGAIN` is repeated when the engine's
+            own prefix cache is empty.
+        settings: Further settings of the connector.
         several: Whether the engine has several processes.
     """
 
@@ -94,17 +94,17 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "ESA": {"ESA": {"token_budget": 64, "sink_tokens": 4, "window_tokens": 64, "store": _STORE}},
     "ReRoPE": {"ReRoPE": {"window": 80}},
 }
-#: All of the work, and nothing left out.
+#: Methods that do all of their work but leave nothing out.
 FULL: dict[str, dict[str, dict[str, Any]]] = {
     "BlockTopK": {"checked_topk:CheckedTopK": METHODS["BlockTopK"]["BlockTopK"]},
     "SinkWindow": {"SinkWindow": {"window_tokens": LONGEST}},
     "ESA": {"eager_esa:EagerESA": {"token_budget": LONGEST, "sink_tokens": 1, "window_tokens": 1, "store": _STORE}},
     "ReRoPE": {"ReRoPE": {"window": LONGEST}},
 }
-#: All of what is blended is computed, so no token changes.
+#: All blended tokens are recomputed, so no token changes.
 _ALL_RECOMPUTED = {"select": "edges", "edge_tokens": LONGEST, "min_tokens": BLOCK}
 CONNECTORS = {"direct": "UCMDirectConnector", "layer-wise": "UCMLayerWiseConnector", "mock": "UCMMockConnector"}
-#: With the V2 runner where nothing else is said.
+#: The scenarios, by default with the V2 runner.
 SCENARIOS = {
     "V1": Scenario(v2=False, overlay=""),
     "plain": Scenario(overlay=""),
@@ -118,8 +118,8 @@ SCENARIOS = {
 }
 
 
-#: The same for a release without a V2 runner for the CPU. Some (0.12.0) do not start with a connector and statistics
-#: when scheduler and worker are in one process.
+#: The same for a release without a V2 runner on the CPU. Some (0.12.0) do not start with a connector and statistics
+#: if scheduler and worker are in one process.
 V1_SCENARIOS = {
     name: replace(scenario, v2=False, several=bool(scenario.connector))
     for name, scenario in SCENARIOS.items()
@@ -128,12 +128,12 @@ V1_SCENARIOS = {
 
 
 class Runs:
-    """Some scenarios of one release; all those of an environment run when one of them is first asked for.
+    """Some scenarios of one release; all scenarios of an environment run on the first use of one.
 
     Args:
-        environments: Of the release.
-        directory: For their files.
-        scenarios: By name.
+        environments: The release's environments.
+        directory: The directory of their files.
+        scenarios: The scenarios, by name.
     """
 
     def __init__(self, environments: Environments, directory: Path, scenarios: Mapping[str, Scenario]) -> None:
@@ -149,11 +149,11 @@ class Runs:
         return self._known[key][name]
 
     def directory(self, name: str) -> Path:
-        """What ``{}`` stands for in a scenario."""
+        """Return the directory that replaces ``{}`` in a scenario."""
         return self._directory / name.replace(" ", "-")
 
     def environment(self, overlay: str, *, v2: bool) -> Environment:
-        """Where an engine runs."""
+        """Return an engine's environment."""
         known = self._environments
         if v2 and overlay:
             return with_triton_and_overlay(known.release, all_hooks=overlay == "all")

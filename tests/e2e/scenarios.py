@@ -1,4 +1,4 @@
-"""The engines of the end-to-end tests: each runs once, when it is first asked for, and serves many assertions."""
+"""The engines of the end-to-end tests: each runs once, on first use, for many assertions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.e2e.shared import Shared
     from tests.e2e.workload import Request
 
-#: Few requests for the engines that are not to get that far.
+#: A single request, for engines that must fail before it.
 ONE_REQUEST: dict[str, list[list[Request]]] = {"one": [[{"prompt": [5, 6, 7], "params": {"max_tokens": 2}}]]}
 OWN_CACHES = {"VLLM_CACHE_ROOT": "{directory}/cache", "TORCHINDUCTOR_CACHE_DIR": "{directory}/inductor"}
 TAMPERED = "vllm/v1/worker/gpu_model_runner.py"
@@ -28,10 +28,10 @@ class Scenario:
     """One engine.
 
     Attributes:
-        prepare: From the environments and a directory of its own to what it runs in.
+        prepare: Returns its environment, given the environments and a directory.
         engine: Arguments of ``LLM``.
         switches: Environment variables.
-        batches: Its requests; the whole workload by default.
+        batches: Its requests; default: the whole workload.
     """
 
     prepare: Callable[[Environments, Path], Environment]
@@ -46,11 +46,11 @@ class Environments:
 
     Attributes:
         release: The vLLM.
-        wheels: The overlay's and the runtime's.
-        plain: vLLM alone.
-        runtime: With the runtime.
+        wheels: The wheels of the overlay and the runtime.
+        plain: vLLM without our wheels.
+        runtime: With only the runtime.
         overlay: With both.
-        all_hooks: With the runtime and an overlay that has the opt-in hooks, too.
+        all_hooks: With the runtime and an overlay that also has the opt-in hooks.
     """
 
     release: str
@@ -87,7 +87,7 @@ def _all_hooks(environments: Environments, _: Path) -> Environment:
 
 
 def _tampered(environments: Environments, directory: Path) -> Environment:
-    """A module that only workers load has one more line than was reviewed."""
+    """Return an environment in which a rewritten module that only workers load has an extra line."""
     environment = with_overlay(environments.release, directory / "env", environments.wheels)
     with (environment.overlay / "modules" / TAMPERED).open("a", encoding="utf-8") as file:
         file.write("# not reviewed\n")
@@ -95,7 +95,7 @@ def _tampered(environments: Environments, directory: Path) -> Environment:
 
 
 def _edited(environments: Environments, directory: Path) -> Environment:
-    """A copy of vLLM, in front of the real one, in which a module that only EngineCore loads was edited."""
+    """Return an environment with an edited copy of a vLLM module that only EngineCore loads."""
     environment = with_overlay(environments.release, directory / "env", environments.wheels)
     copy = environment.site / "vllm"
     subprocess.run(["cp", "-rs", environments.plain.site / "vllm", copy], check=True)  # noqa: S607
@@ -132,7 +132,7 @@ class Runs:
         return self._shared.get(f"engine {name}", lambda: self._run(name))
 
     def directory(self, name: str) -> Path:
-        """Where a scenario keeps its files."""
+        """Return the directory of a scenario's files."""
         return self._shared.directory / name.replace(" ", "-")
 
     def _run(self, name: str) -> Run:

@@ -1,4 +1,4 @@
-"""What is made once for all test processes, by whichever needs it first."""
+"""Results that are computed once for all test processes, by the first that needs them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Shared:
-    """Results by name; a process that wants one waits while another makes it.
+    """Results by name; a process waits while another one computes the result.
 
     Args:
-        directory: Where they are kept; the same for all processes of a run.
+        directory: Their directory, the same for all processes of a run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -27,7 +27,7 @@ class Shared:
         directory.mkdir(exist_ok=True)
 
     def get(self, name: str, make: Callable[[], T]) -> T:
-        """A result; it, or the exception that ended its making, is the same in all processes."""
+        """Return a result, or raise its exception; all processes get the same."""
         if name not in self._known:
             file = self.directory / f"{name.replace(' ', '-')}.pickle"
             with locked(file.with_suffix(".lock")):
@@ -50,7 +50,7 @@ def _outcome(make: Callable[[], Any]) -> Any:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes out; the file is made."""
+    """Lock a file, which is created if missing, against other processes."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Engines with a sparse method: each runs once, and serves many assertions."""
+"""Engines with a sparse method: each runs once, for many assertions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def run_sparse(
     """Run an engine to its end.
 
     Args:
-        environment: A vLLM with the overlay.
+        environment: An environment with the overlay.
         directory: A new one for its files.
-        method: A method's name with its options; None for a dense engine. Modules of `tests.e2e.inside` may be named.
+        method: A method's name with its options; None for a dense engine. It may be in a module of `tests.e2e.inside`.
         engine: Arguments of ``LLM`` that differ from the usual ones.
         batches: The requests; those of `tests.e2e.workload` by default.
-        in_process: Whether scheduler and worker are in the main process, which starts in half the time.
+        in_process: Whether scheduler and worker run in the main process, which starts in half the time.
     """
     directory.mkdir()
     settings: dict[str, Any] = {} if method is None else {"additional_config": {"ucm_sparse_config": method}}
@@ -47,14 +47,14 @@ def run_sparse(
 def run_script(
     environment: Environment, directory: Path, script: str, specification: Mapping[str, Any], **switches: str
 ) -> Any:
-    """What a script of `tests.e2e.inside` tells.
+    """Run a script of `tests.e2e.inside`; return its output.
 
     Args:
-        environment: A vLLM.
+        environment: An environment with vLLM.
         directory: A new one for its files.
         script: The file's name.
-        specification: What it is told.
-        switches: Variables of its environment.
+        specification: Its input.
+        switches: Environment variables.
     """
     directory.mkdir()
     told, result, log = directory / "spec.json", directory / "result.json", directory / "log.txt"
@@ -74,5 +74,5 @@ def run_script(
 
 
 def prompts() -> int:
-    """The requests of the workload."""
+    """Return the number of requests in the workload."""
     return sum(len(list(itertools.chain(*batches))) for batches in phases().values())

@@ -1,6 +1,6 @@
 """vLLM Ascend's schedulers on the CPU, in a real EngineCore, through both overlays: `nox -s e2e -- 0.23.0`.
 
-torch-npu is a stand-in (`inside/torch_npu`), the platform is vLLM's CPU: this says nothing about an NPU.
+torch-npu is a stand-in (`inside/torch_npu`), and the platform is vLLM's CPU, so nothing here is tested on an NPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.older]
 
 RELEASE = "0.23.0"
 REQUESTS, PROMPT, ANSWER = 4, 60, 80
-#: So few blocks of 32 tokens that four requests, each of up to five, preempt each other.
+#: So few blocks of 32 tokens that four requests of up to five blocks preempt each other.
 SCARCE: dict[str, Any] = {"num_gpu_blocks_override": 13, "max_model_len": 256, "async_scheduling": False}
 #: Each scheduler, as an installed platform would set it up. The first relies on a patch of vLLM's own, which wraps
 #: functions that vLLM's overlay hooks. The second does not know an argument of this vLLM's. The third derives from the
@@ -51,9 +51,9 @@ from vllm_ascend.core.scheduler_profiling_chunk import ProfilingChunkScheduler
 from vllm_ascend.patch.platform.patch_balance_schedule import BalanceScheduler
 """,
 }
-#: What a platform's user sets.
+#: The settings that a user of the platform makes.
 SETTINGS: dict[str, dict[str, Any]] = {"BalanceScheduler": {"enable_balance_scheduling": True}}
-#: It keeps two blocks of the four or five that a request would have.
+#: It keeps two of the four or five blocks of a request.
 ESA: dict[str, Any] = {"ESA": {"token_budget": 32, "sink_tokens": 4, "window_tokens": 32}}
 PREEMPTIONS = "vllm:num_preemptions"
 BLOCK_TABLE = "vllm_ascend.worker.block_table"
@@ -75,7 +75,7 @@ def ascend(release: str) -> Environment:
 
 
 def test_the_schedulers_are_imported_from_the_overlay(ascend: Environment, tmp_path: Path) -> None:
-    """In one interpreter; the platform and, by default, the block tables stay vLLM Ascend's own."""
+    """Checked in one interpreter; the platform and, by default, the block tables are vLLM Ascend's own."""
     code = "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).__spec__.origin)"
     command = [str(ascend.python), "-c", code, "vllm_ascend.platform", BLOCK_TABLE, *SCHEDULERS]
     done = subprocess.run(command, cwd=tmp_path, env=variables(tmp_path), capture_output=True, text=True, check=False)
@@ -103,7 +103,7 @@ class Engines:
     scheduler: str
 
     def run(self, directory: Path, method: dict[str, Any], batches: dict[str, Any], engine: dict[str, Any]) -> Run:
-        """Run one to its end, in one process."""
+        """Run one engine to its end, in one process."""
         (directory / "plugin").mkdir(parents=True)
         (directory / "plugin" / "patched.py").write_text(PATCHED[self.scheduler], encoding="utf-8")
         settings = {"ucm_sparse_config": method, **SETTINGS.get(self.scheduler, {})}
@@ -134,7 +134,7 @@ def test_the_hooks_of_a_step_and_of_a_preemption(engines: Engines, tmp_path: Pat
 
 
 def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Path) -> None:
-    """A request that was preempted while it answered goes through its answer token by token again."""
+    """A request that was preempted while it generated recomputes its answer token by token."""
     engines = Engines(ascend, "RecomputeScheduler")
     batches = requests()
     one_by_one = {"alone": [[request] for request in batches["crowd"][0]]}
@@ -147,14 +147,14 @@ def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def patches(ascend: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """With three of vLLM Ascend's patches as transforms, beside UCM's, in one overlay."""
+    """An environment whose overlay has UCM's transforms and three of vLLM Ascend's patches as transforms."""
     from tests.e2e.ascend import with_patches  # noqa: PLC0415 - as above
 
     return with_patches(ascend.release, tmp_path_factory.mktemp("locks"))
 
 
 def test_a_scheduler_measures_its_chunks_in_a_spawned_engine_core(patches: Environment, tmp_path: Path) -> None:
-    """A patch at run time has to find its way into that process; a CPU's worker then has nothing to measure with."""
+    """A run-time patch would have to be applied in that process, too; a CPU worker cannot measure anything then."""
     (tmp_path / "plugin").mkdir()
     scheduler = "ProfilingChunkScheduler"
     (tmp_path / "plugin" / "patched.py").write_text(PATCHED[scheduler], encoding="utf-8")
@@ -173,7 +173,7 @@ def test_a_scheduler_measures_its_chunks_in_a_spawned_engine_core(patches: Envir
 
 
 def test_readers_of_two_ranks_look_again(patches: Environment, tmp_path: Path) -> None:
-    """The wait of a worker that has nothing to do, in its own process, through the rewritten queue."""
+    """An idle worker in its own process waits through the rewritten queue."""
     code = """\
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from ascend_patches import hooks
@@ -210,7 +210,7 @@ if __name__ == "__main__":
 
 
 def test_a_mamba_group_asks_for_the_block_of_a_load(patches: Environment, tmp_path: Path) -> None:
-    """vLLM's own manager and pool, with as many blocks of a hit here, elsewhere, and loaded in the step, as said."""
+    """Uses vLLM's own manager and pool, with local hits, external hits, and hits loaded in the step."""
     code = """\
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager

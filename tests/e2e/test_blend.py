@@ -1,6 +1,6 @@
-"""BlendConnector in real engines: what is recomputed as a whole is exact, and what is not is found by nobody.
+"""BlendConnector in real engines: fully recomputed stretches are exact, and no other request hits blended blocks.
 
-A model with random weights tells apart every difference of KV; how much blending loses is asked of a trained one.
+A model with random weights reveals every difference of KV; a trained one measures how much blending loses.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-#: Chunks of lengths that fit no block, and what is asked about them.
+#: Chunks whose lengths are not multiples of the block size, and their questions.
 CHUNKS = {name: prompt(length, f"chunk {name}") for name, length in {"A": 100, "B": 90, "C": 75, "D": 131}.items()}
 SYSTEM, QUESTION = prompt(40, "system"), prompt(20, "question")
-#: Settings under which all of a blended stretch is computed, by blending.
+#: Settings that recompute all of a blended stretch.
 ALL: dict[str, Any] = {"select": "edges", "edge_tokens": 4096}
 REUSED, COMPUTED = "ucm:blend_reused_tokens_total", "ucm:blend_computed_tokens_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -35,7 +35,7 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt of pieces: names of `CHUNKS`, or tokens that are no chunk."""
+    """A prompt of parts: names of `CHUNKS`, or tokens outside of chunks."""
 
     pieces: tuple[Any, ...]
 
@@ -66,7 +66,7 @@ def case(*pieces: Any) -> Case:
 
 
 ALONE = [case(name) for name in CHUNKS]
-#: In new orders, with and without gaps; a chunk that is not stored; a prompt that ends within a chunk.
+#: Chunks in new orders, with and without gaps; one that is not stored; a prompt that ends within a chunk.
 ORDERS = [
     case("B", "C", "A", QUESTION),
     case(SYSTEM, "C", "A", "B", QUESTION),
@@ -74,7 +74,7 @@ ORDERS = [
     case("D", "C", prompt(200, "long question")),
     case("C", "D"),
 ]
-#: More at once than there is room for, once they have generated so many tokens.
+#: More requests than fit once they have generated this many tokens.
 LONG = 120
 CROWD = [
     case(*random.Random(number).sample(sorted(CHUNKS), 3), prompt(8 + number, "crowd"))  # noqa: S311 - no secrets
@@ -104,11 +104,11 @@ def blending(
 
 
 def store_chunks(engine: PrefixEngine) -> None:
-    """Each chunk by a request of its own; then until they can be found."""
+    """Save each chunk with its own request, and wait until all can be found."""
     engine.generate([each.marked(1) for each in ALONE])
     for attempt in range(100):
         before = engine.counters()
-        # Nothing else begins like this: what is computed here is found by no other request.
+        # No other prompt starts like this, so no other request hits these blocks.
         engine.generate([case(prompt(9, f"attempt {attempt}"), *CHUNKS, QUESTION).marked(1)])
         after = engine.counters()
         if (
@@ -122,7 +122,7 @@ def store_chunks(engine: PrefixEngine) -> None:
 def test_what_is_recomputed_as_a_whole_is_exact(
     environments: Environments, reference: PrefixEngine, tmp_path: Path
 ) -> None:
-    """In new orders, behind exact prefixes of any length, two in a step, in chunks of steps, aborted and preempted."""
+    """In new orders, after exact prefixes of any length, two in a step, in several steps, aborted and preempted."""
     wanted = [answer.tokens for answer in reference.generate([each.plain() for each in ORDERS])]
     crowd = [answer.tokens for answer in reference.generate([each.plain(LONG) for each in CROWD])]
     with blending(environments, tmp_path / "engine", tmp_path / "store", **ALL) as engine:
@@ -135,7 +135,7 @@ def test_what_is_recomputed_as_a_whole_is_exact(
             end = one.marks[-1][1] if one.tokens[-1] == QUESTION[-1] or len(one.pieces) == 3 else len(one.tokens) - 1
             assert answer.cached == end // BLOCK * BLOCK
             assert engine.counters()[COMPUTED] - before[COMPUTED] > 0
-        # Behind an exact prefix that ends anywhere: within a chunk, at its end, in a gap (UCM's issues 867 and 906).
+        # After an exact prefix that ends within a chunk, at its end, or in a gap (UCM's issues 867 and 906).
         for known in (BLOCK, 3 * BLOCK, 4 * BLOCK, 6 * BLOCK):
             engine.reset()
             prefix = ORDERS[1].tokens[:known]
@@ -160,7 +160,7 @@ def test_what_is_recomputed_as_a_whole_is_exact(
 def test_what_was_blended_is_found_by_nobody(
     environments: Environments, reference: PrefixEngine, tmp_path: Path
 ) -> None:
-    """Not under exact names: in vLLM's own cache, in the store, after a restart; nor what was generated behind it."""
+    """Not under exact hashes: in vLLM's own cache, in the store, after a restart; nor tokens generated after it."""
     from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
 
@@ -172,13 +172,13 @@ def test_what_was_blended_is_found_by_nobody(
         longer = case(one.tokens, blended.tokens, QUESTION)
         shorter = case(one.tokens[: 6 * BLOCK], QUESTION)
         (exact, behind, sharing) = reference.generate([one.plain(2 * BLOCK), longer.plain(), shorter.plain()])
-        # The test can fail: what was blended is not what the model would have computed.
+        # The blended result differs from the exact one, so the test can fail.
         assert blended.tokens != exact.tokens
         answers = engine.generate([longer.plain(), shorter.plain()])
         assert [answer.tokens for answer in answers] == [behind.tokens, sharing.tokens]
         (plain,) = engine.generate([one.plain(2 * BLOCK)])
         assert plain.tokens == exact.tokens
-        # And the other way round: exact blocks are taken before chunks are.
+        # Conversely, exact blocks take precedence over chunks.
         (again,) = engine.generate([one.marked(2 * BLOCK)])
         assert again.tokens == exact.tokens
     arguments = connector(posix(store))
@@ -189,13 +189,13 @@ def test_what_was_blended_is_found_by_nobody(
 
 @pytest.mark.newest_only
 def test_two_workers(environments: Environments, tmp_path: Path) -> None:
-    """Each with heads and chunks of its own; they agree on what is computed, or their sums would not end."""
+    """Each has its own heads and chunks; they must agree on what to compute, or all-reduces would hang."""
     from tests.e2e.prefix_models import SHARED, write_tiny_model  # noqa: PLC0415 - needs the build's packages
 
     model = write_tiny_model(environments.runtime, "shared", SHARED)
     two = {"model": str(model), "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with blending(environments, tmp_path / "engine", tmp_path / "store", two, **ALL) as engine:
-        # Under a salt of their own: what is computed here is found by no other request.
+        # With a separate salt, so that no other request hits these blocks.
         wanted = engine.generate([{**each.plain(), "salt": "exact"} for each in ORDERS])
         store_chunks(engine)
         before = engine.counters()
@@ -206,7 +206,7 @@ def test_two_workers(environments: Environments, tmp_path: Path) -> None:
 
 @pytest.mark.newest_only
 def test_what_it_loses_is_what_the_table_says(environments: Environments) -> None:
-    """With a model that can fail: records over two chunks want edges, references into another chunk the deviation."""
+    """Uses a model that can fail: split records need edges, references to other chunks the deviation."""
     from tests.e2e.blend.asking import FULL, NAIVE, WAYS, ask  # noqa: PLC0415 - needs the build's packages
 
     wrong_base = {"select": "edges", "edge_tokens": 8, "wrong_table": True}
@@ -224,7 +224,7 @@ def test_what_it_loses_is_what_the_table_says(environments: Environments) -> Non
     assert results["edges 8"].share < 0.15
     assert results["deviation 15%"].accuracy == full.accuracy
     assert results["deviation 15%"].share < 0.2
-    # Keys that are turned wrongly are seen, and computed instead; then the model is refused.
+    # Wrongly rotated keys are detected and recomputed; then the model is refused.
     assert results["wrong"].answers == full.answers
     assert results["wrong"].gate_failures
     assert results["refused"].answers == full.answers

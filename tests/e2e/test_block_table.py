@@ -1,4 +1,4 @@
-"""Our `clear_row` against the real tables of an installed vLLM."""
+"""Our `clear_row` on the real tables of an installed vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE = torch.device("cpu")
 
 
 def _make(table: Any, **arguments: Any) -> Any:
-    """A table of a release that takes these arguments, or some of them."""
+    """Return a release's table, made with those of the arguments that it takes."""
     known = inspect.signature(table).parameters
     arguments |= {"pin_memory": False, "device": DEVICE}
     return table(**{name: value for name, value in arguments.items() if name in known})

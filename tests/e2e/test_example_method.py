@@ -1,4 +1,4 @@
-"""The example package of a sparse method, built and installed, in a real engine that finds it by its entry point."""
+"""The example sparse-method package, built, installed, and found by its entry point in a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every hook of the V1 CPU path, also an opt-in one, fires in its process, and as often as it must."""
+"""Every hook of the V1 CPU path, including opt-in ones, fires in its process as often as expected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PER_LAYER = {
     )
     for end in ends
 }
-#: Of the V2 runner (`test_v2_runner.py`), and of models with MLA.
+#: Hooks of the V2 runner (`test_v2_runner.py`), and of models with MLA.
 ELSEWHERE = {"requests_added", "requests_updated", "append_block_ids", "mla_begin", "mla_finished"}
 NUM_REQUESTS = sum(len(list(itertools.chain(*batches))) for batches in phases().values())
 

@@ -1,4 +1,4 @@
-"""Engines whose blocks are not the same do not meet in one store."""
+"""Engines with different blocks do not share them in one store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 
 def test_engines_with_and_without_hybrid_groups_share_nothing(environments: Environments, tmp_path: Path) -> None:
-    """The second one would be promised blocks of the first one that it cannot read."""
+    """Otherwise the second one would hit blocks of the first one that it cannot read."""
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_models import HYBRID, write_tiny_model  # noqa: PLC0415
     from tests.e2e.prefix_runs import IN_PROCESS, wait_for_quiet  # noqa: PLC0415
@@ -44,7 +44,7 @@ def test_engines_with_and_without_hybrid_groups_share_nothing(environments: Envi
 
 
 def other_weights(model: Path, directory: Path) -> Path:
-    """A copy of a model in which every value projection has another sign."""
+    """Write a copy of a model with negated value projections."""
     shutil.copytree(model, directory)
     path = directory / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -59,7 +59,7 @@ def other_weights(model: Path, directory: Path) -> Path:
 
 
 def test_weights_that_change_in_place_start_anew(environments: Environments, tmp_path: Path) -> None:
-    """Reloaded with a plain reset of vLLM's cache; then changed by hand, without torch's counting it."""
+    """Reloaded with a plain reset of vLLM's cache; then changed by hand, bypassing torch's version counter."""
     from tests.e2e.engine import MODEL  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.model import write_model  # noqa: PLC0415
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415

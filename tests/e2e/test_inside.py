@@ -1,4 +1,4 @@
-"""The tests that need vLLM's own objects run with the interpreter that has it, against the installed runtime."""
+"""Tests that need vLLM's own objects run in an environment with vLLM, against the installed runtime."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NEWEST_ONLY = (
 
 @pytest.fixture(scope="module")
 def wrong(request: pytest.FixtureRequest, environments: Environments) -> dict[str, str]:
-    """What went wrong, by file; all the files that are wanted run in one interpreter."""
+    """The problems, by file; all selected files run in one interpreter."""
     items = [item for item in request.session.items if item.path == request.path]
     wanted = [str(item.callspec.params["file"]) for item in items if isinstance(item, pytest.Function)]
     return run_inside(environments.overlay.python, wanted)

@@ -1,4 +1,4 @@
-"""What an environment gets beside the wheel of its vLLM: which torch, and what of it is left out."""
+"""The packages installed besides vLLM's wheel: which torch, and which of its dependencies are left out."""
 
 from __future__ import annotations
 

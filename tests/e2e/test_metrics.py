@@ -1,4 +1,4 @@
-"""UCM's metrics in a real vLLM: through its own classes, and out of a running engine."""
+"""UCM's metrics in a real vLLM: through its own classes, and from a running engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_with_vllms_own_classes(environment: Environment) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """What came of the engine of `tests/e2e/inside/metrics_engine.py`."""
+    """The result of the engine of `tests/e2e/inside/metrics_engine.py`."""
 
     tokens: list[list[int]]
     block: int
@@ -47,7 +47,7 @@ class Engine:
         return sum(value for found, _, value in self.values if found == f"ucm:{name}")
 
     def at(self, name: str, **labels: str) -> float:
-        """The value at fixed labels."""
+        """Return the value at given labels."""
         return sum(value for found, at, value in self.values if found == f"ucm:{name}" and at == labels)
 
 
@@ -85,7 +85,7 @@ def test_what_was_moved(engine: Engine) -> None:
     assert engine["load_duration_seconds_count"] >= 1
     assert engine["save_blocks_total"] >= blocks
     assert engine["save_bytes_total"] > 0
-    assert engine["load_bytes_total"] % loaded == 0  # every block is as large as every other
+    assert engine["load_bytes_total"] % loaded == 0  # all blocks have the same size
     assert engine.at("tier_capacity_bytes", tier="posix") == 1 << 30
 
 

@@ -1,6 +1,6 @@
-"""Beside vLLM's own connector, within its MultiConnector: the tokens are those of an engine without connectors.
+"""UCM's and vLLM's own connector in a MultiConnector: the tokens equal those of an engine without connectors.
 
-Each connector loads what the other has lost, and UCM saves nothing that the other has loaded.
+Each connector loads what the other one has lost, and UCM does not save what the other one has loaded.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 OURS, EXAMPLE = "UCMConnector", "ExampleConnector"
-#: What becomes of each group of prompts: which connector still has it when it is asked for again.
+#: The groups of prompts, by the connectors that still have them when they are repeated.
 GROUPS = ("both", OURS, EXAMPLE, "neither")
-#: Prompts of one step, as vLLM's example saves wrong blocks of others; one ends with a block.
+#: Prompts of one step, because vLLM's example saves wrong blocks of longer ones; one ends with a full block.
 LENGTHS = (2 * BLOCK + 5, 3 * BLOCK, TOKENS_PER_STEP - 1)
-#: Less than a block together with what is behind a prompt's last block, so that only prompts have blocks.
+#: Less than a block together with a prompt's last partial block, so that only prompts have full blocks.
 ANSWER = 12
 
 
@@ -38,7 +38,7 @@ def requests(group: str) -> list[Request]:
 
 
 def connectors(first: str, ours: Path, example: Path) -> dict[str, Any]:
-    """Arguments of ``LLM`` for both connectors; the first that finds a prompt loads it."""
+    """Return arguments of ``LLM`` for both connectors; the first that finds a prompt loads it."""
     from tests.e2e.prefix_engine import MODULE, posix  # noqa: PLC0415 - needs the build's packages
 
     settings = {"store": {**posix(ours), "lookup_cache_seconds": 0}, "save_decode_blocks": False}
@@ -59,7 +59,7 @@ def connectors(first: str, ours: Path, example: Path) -> dict[str, Any]:
 
 @dataclass
 class Played:
-    """The tokens and cached tokens of a group's requests, and how many of these the example loaded."""
+    """The tokens and cached tokens of a group's requests, and how many of the latter the example loaded."""
 
     tokens: list[list[int]]
     cached: list[int | None]
@@ -68,13 +68,13 @@ class Played:
 
 @dataclass
 class Runs:
-    """Three engines: one without connectors, one that starts with nothing, and one with what that has left.
+    """Three engines: one without connectors, one with empty stores, and one with the stores that it left.
 
     Attributes:
-        reference: By group, the tokens of the first.
-        cold: By group, what the second did when it knew nothing.
-        lost: The same engine, when some of both stores had been deleted, and its own prefix cache was empty.
-        warm: A new engine, with the connectors the other way round.
+        reference: The tokens of the first, by group.
+        cold: The results of the second with empty stores, by group.
+        lost: Its results after parts of both stores were deleted, with an empty prefix cache.
+        warm: The results of a new engine, with the connectors in the reverse order.
         saved: The names of UCM's blocks before and after the last.
     """
 
@@ -86,7 +86,7 @@ class Runs:
 
 
 def play(engine: PrefixEngine, group: str) -> Played:
-    """One request after the other."""
+    """Run one request after the other."""
     loads = engine.log.count("Inject KV cache of")
     answers = [engine.generate([one])[0] for one in requests(group)]
     loaded = engine.log.count("Inject KV cache of") - loads
@@ -128,7 +128,7 @@ def runs(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -
                 shutil.rmtree(path)
         assert engine.reset()
         made.lost = {group: play(engine, group) for group in GROUPS[:3]}
-    for path in of[OURS][1]:  # the example has saved anew what it has not loaded itself
+    for path in of[OURS][1]:  # the example has saved again what it did not load itself
         shutil.rmtree(path)
     made.saved.append(set(block_files(ours)))
     with start(environments.runtime, base / "warm", connectors(EXAMPLE, ours, example)) as engine:

@@ -1,6 +1,6 @@
-"""What works on a release that is not run in every session: `nox -s e2e -- 0.16.0 0.12.0`.
+"""Tests for releases that are not run in every session: `nox -s e2e -- 0.16.0 0.12.0`.
 
-Tokens with each connector and method, as `test_v2_runner.py` has them on the newest release, and `ucm doctor --run`.
+Tokens with each connector and method, like `test_v2_runner.py` on the newest release, and `ucm doctor --run`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From inside each process: the shadowed modules come from the overlay, and from vLLM where they are switched off."""
+"""In each process, shadowed modules come from the overlay, or from vLLM if they are switched off."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def manifest(runs: Runs) -> Manifest:
 
 
 def _shadowed(run: Run, manifest: Manifest) -> dict[str, dict[str, bool]]:
-    """For each process, which shadowed modules it has loaded, and whether from the overlay."""
+    """Return the shadowed modules that each process has loaded, and whether from the overlay."""
     found = {}
     for report in run.reports:
         process = "Worker" if "Worker" in report["process"] else report["process"].partition("_")[0]

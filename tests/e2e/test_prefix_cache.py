@@ -1,4 +1,4 @@
-"""A second engine on the same store answers with loaded KV and the very tokens of an engine without a connector."""
+"""A second engine on the same store loads KV and generates exactly the tokens of an engine without a connector."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.e2e
 COLD = ("cold direct", "cold layer-wise")
 WARM = ("warm direct", "warm layer-wise")
 DAMAGED = ("damaged direct", "damaged layer-wise")
-#: Both sides of a restart; each connector once in three processes.
+#: Both sides of a restart, and each connector once with three processes.
 CORE = {"cold direct", "warm layer-wise"}
 LOCAL, STORED = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
 LOADED = "ucm:hit_tokens_total{tier=posix}"
 
 
 def of(*names: str) -> list[Any]:
-    """The scenarios to look at; those of the core are marked."""
+    """Return the scenarios as parameters; the core ones are marked."""
     return [pytest.param(name, marks=[pytest.mark.core] if name in CORE else []) for name in names]
 
 
@@ -45,7 +45,7 @@ def test_its_outputs_depend_on_the_whole_context(prefix_runs: PrefixRuns) -> Non
         for answer in phase.answers:
             for token, follower in itertools.pairwise(answer.tokens):
                 followers[token].add(follower)
-    # Were the next token a function of the last one alone, wrong KV would not show.
+    # If the next token depended only on the last one, wrong KV would not show.
     assert sum(len(found) > 2 for found in followers.values()) > 150
 
 
@@ -53,7 +53,7 @@ def test_its_outputs_depend_on_the_whole_context(prefix_runs: PrefixRuns) -> Non
 def test_tokens_are_those_of_the_reference(prefix_runs: PrefixRuns, name: str) -> None:
     reference, record = prefix_runs["reference"].phases, dict(prefix_runs[name].phases)
     if name == "damaged layer-wise":
-        # vLLM drops what a step with a failed load has sampled, but not the random numbers that were drawn for it.
+        # vLLM discards the tokens sampled in a step with a failed load, but not the random numbers drawn for them.
         del record["seeded"]
     assert {phase: played.tokens for phase, played in record.items()} == {
         phase: reference[phase].tokens for phase in record
@@ -69,7 +69,7 @@ def test_conditions_were_met(prefix_runs: PrefixRuns, name: str) -> None:
     assert chunked.counters["vllm:iteration_tokens_total_count"] >= computed / TOKENS_PER_STEP > 3
     cut = [a for r, a in zip(phases[ABORTED].requests, phases[ABORTED].answers, strict=True) if "abort_after" in r]
     assert len(cut) == 3
-    # The engine's core may be far ahead of the process that aborts.
+    # EngineCore may be far ahead of the aborting process.
     assert any(len(answer.tokens) < 200 for answer in cut)
 
 
@@ -105,7 +105,7 @@ def test_what_was_not_computed_was_loaded_or_in_the_engine(prefix_runs: PrefixRu
             continue
         rise = played.counters
         assert rise.get(LOCAL, 0) + rise.get(STORED, 0) == sum(a.cached or 0 for a in played.answers), phase
-        # A request that resumes after a preemption loads as well, which vLLM counts elsewhere.
+        # A request that resumes after a preemption also loads, which vLLM counts elsewhere.
         loaded = rise.get(LOADED, 0)
         assert loaded >= rise.get(STORED, 0) if phase == "preempted" else loaded == rise.get(STORED, 0), phase
         total += loaded

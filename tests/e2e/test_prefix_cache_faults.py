@@ -1,4 +1,4 @@
-"""Damaged, lost and vanishing blocks: recomputed with the same tokens, counted, said once; the engine goes on."""
+"""Damaged, lost and vanishing blocks are recomputed with the same tokens, counted, and logged once."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 KINDS = ("UCMDirectConnector", "UCMLayerWiseConnector")
-#: A directory that failed is tried again soon; a key that was seen is believed for long.
+#: A failed directory is soon tried again; lookups are cached for long.
 STORE: dict[str, Any] = {"rest_seconds": 0.2, "lookup_cache_seconds": 600}
-#: Resets, and seconds between them, until the engine has let go of all its blocks.
+#: The maximum number of resets, and seconds between them, until the engine has freed all its blocks.
 RESETS, PAUSE = 100, 0.1
 
 
 @dataclass
 class Bench:
-    """An engine, its store, and what a plain vLLM answers."""
+    """An engine, its store, and a plain vLLM's answers."""
 
     engine: PrefixEngine
     store: Path
     expected: dict[str, list[list[int]]]
 
     def tokens(self, requests: list[Request]) -> list[list[int]]:
-        """What the engine generates."""
+        """Return the tokens that the engine generates."""
         return [answer.tokens for answer in self.engine.generate(requests)]
 
     def blocks_of(self, one: Request) -> list[Path]:
-        """Have a request computed and stored; the files of its prompt's blocks, first block first."""
+        """Have a request computed and stored; return the files of its prompt's blocks, in order."""
         from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415 - needs the build's packages
 
         self.settle()
@@ -56,7 +56,7 @@ class Bench:
         return found
 
     def settle(self) -> None:
-        """Have everything that was asked for before become visible: the last blocks do so with the next step."""
+        """Make all earlier saves visible; the last blocks become so with the next step."""
         from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - needs the build's packages
 
         self.forget()
@@ -67,7 +67,7 @@ class Bench:
             time.sleep(2 * PAUSE)
 
     def forget(self) -> None:
-        """Empty the engine's own prefix cache."""
+        """Reset the engine's own prefix cache."""
         for _ in range(RESETS):
             if self.engine.reset():
                 return
@@ -75,7 +75,7 @@ class Bench:
         pytest.fail("the engine keeps blocks")
 
     def failures(self, operation: str = "load") -> dict[str, float]:
-        """Blocks that failed so far, by cause."""
+        """Return the number of failed blocks so far, by cause."""
         return {
             name.partition("cause=")[2].partition(",")[0]: value
             for name, value in self.engine.counters().items()
@@ -145,7 +145,7 @@ def test_requests_that_share_the_block_at_once(bench: Bench) -> None:
     files = bench.blocks_of(requests[0])
     DAMAGES["a bit of the first layer"](files[3], files[5])
     assert bench.tokens(requests) == bench.expected["shared alike"]
-    # What the engine keeps is right as well.
+    # The engine's own cache is also right.
     assert bench.tokens(requests[::-1]) == bench.expected["shared alike"][::-1]
 
 
@@ -182,12 +182,12 @@ def test_the_store_vanishes_and_comes_back(bench: Bench) -> None:
     stored, lost, back = victim("beside"), victim("lost"), victim("back")
     bench.blocks_of(stored)
     before = bench.failures(), bench.failures("save")
-    bench.store.rename(bench.store.with_name("gone"))  # at once: it may be written into
+    bench.store.rename(bench.store.with_name("gone"))  # atomically, because it may be written to
     assert bench.tokens([stored]) == bench.expected["beside"]
     assert bench.tokens([lost]) == bench.expected["lost"]
     assert bench.tokens(crowd()) == bench.expected["crowd"]
     assert bench.failures() != before[0]
-    # The first save makes the directory anew.
+    # The first save creates the directory again.
     assert bench.failures("save") == before[1]
     bench.forget()
     assert bench.tokens([lost]) == bench.expected["lost"]
@@ -198,7 +198,7 @@ def test_the_store_vanishes_and_comes_back(bench: Bench) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file or directory is there."""
+    """Wait until a file or directory exists."""
     for _ in range(RESETS):
         if path.exists():
             return

@@ -1,4 +1,4 @@
-"""Models whose KV cache is not one group of keys and values: sliding windows beside full attention, latent KV."""
+"""Models with other KV caches than one group of keys and values: mixed sliding windows, latent KV."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 EXAMPLE = "ExampleConnector"
-#: The only block size of vLLM's reference of latent attention on the CPU.
+#: The only block size of vLLM's reference implementation of latent attention on the CPU.
 MLA_BLOCK = 16
 
 
 def requests() -> list[list[Request]]:
-    """Batches: shorter than a window and much longer, with a common prefix, more at once than there is room for."""
+    """Return batches: shorter than a window and much longer, with a common prefix, more than fit at once."""
     lengths = (5, 31, 32, 33, 64, 97, 128, 257, 400, 700)
     common = prompt(7 * BLOCK, "common")
     shared = [request([*common, *prompt(9 + n, f"shared {n}")]) for n in range(4)]
@@ -43,7 +43,7 @@ def run(
     store: Path | None = None,
     switches: Mapping[str, str] | None = None,
 ) -> tuple[list[Answer], str]:
-    """What a fresh engine answers, and its log; ends when all blocks are in the store."""
+    """Return a new engine's answers and log, once all blocks are in the store."""
     from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
@@ -67,7 +67,7 @@ class Hybrid:
 
         environment = runs.environments[False]
         model = write_tiny_model(environment, "hybrid", HYBRID)
-        # Room for two requests of the greatest length, in each of three groups.
+        # Room for two requests of maximum length in each of three groups.
         engine = {"model": str(model), "num_gpu_blocks_override": 151}
         store, damaged = directory / "store", directory / "damaged"
         self.reference, _ = run(runs.environments[None], directory / "reference", engine)
@@ -117,7 +117,7 @@ class Latent:
 
         environment = runs.environments[False]
         model = write_tiny_model(environment, "latent", MLA)
-        # vLLM would take another where the processor has AMX, which computes in bfloat16 only.
+        # On a CPU with AMX, vLLM would choose another backend, which only supports bfloat16.
         backend = {"attention_backend": "CPU_MLA", "block_size": MLA_BLOCK}
         engine = {"model": str(model), "num_gpu_blocks_override": None, **backend}
         extra = {"shared_storage_path": str(directory / "example")}
@@ -141,7 +141,7 @@ class Latent:
         return str(caught.value)
 
     def warm_again(self) -> list[Answer]:
-        """Answers of one more engine on the same store."""
+        """Return the answers of another engine on the same store."""
         return run(*self._again)[0]
 
 
@@ -153,7 +153,7 @@ def latent(release: str, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempP
 
 
 def alone() -> list[bool]:
-    """Whether each request has its steps for itself."""
+    """Return whether each request runs alone in its steps."""
     return [len(batch) == 1 for batch in requests() for _ in batch]
 
 
@@ -165,7 +165,7 @@ def test_latent_kv_that_vllm_does_not_continue_is_refused(latent: Latent) -> Non
 
 
 def test_saving_latent_kv_changes_nothing(latent: Latent) -> None:
-    """Of requests that have their steps for themselves: the others share them with whoever was looked up as fast."""
+    """Compared for requests that run alone; the steps of others depend on the speed of lookups."""
     pairs = zip(latent.cold, latent.example_cold, alone(), strict=True)
     computed = [(ours, example) for ours, example, single in pairs if single and ours.cached == example.cached == 0]
     assert len(computed) > 5
@@ -173,10 +173,10 @@ def test_saving_latent_kv_changes_nothing(latent: Latent) -> None:
 
 
 def test_latent_kv_is_that_which_vllms_own_connector_loads(latent: Latent) -> None:
-    """vLLM's latent attention on the CPU does not go on from loaded KV as it would from computed KV.
+    """vLLM's latent attention on the CPU gives other results with loaded KV than with computed KV.
 
-    It does not decode as it prefills either, and disables its own prefix cache there. So what is loaded is compared
-    with what vLLM's own connector loads, where both load the same tokens and no other request is in the step.
+    Its decode and prefill also differ, and it disables its own prefix cache there. So the results are compared
+    with those of vLLM's own connector, where both load the same tokens and no other request is in the step.
     """
     prompts = [one["prompt"] for batch in requests() for one in batch]
     assert [a.cached for a in latent.warm] == [(len(tokens) - 1) // MLA_BLOCK * MLA_BLOCK for tokens in prompts]
@@ -189,6 +189,6 @@ def test_latent_kv_is_that_which_vllms_own_connector_loads(latent: Latent) -> No
 
     ours, example = compared(latent.warm)
     if ours != example:
-        # Seen once in six runs, from a request's sixth token on. A wrong block would be as wrong the next time.
+        # A difference was seen once in six runs, from a request's sixth token on. A wrong block would fail again.
         ours, example = compared(latent.warm_again())
     assert ours == example

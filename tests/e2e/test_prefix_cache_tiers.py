@@ -1,4 +1,4 @@
-"""Stores in memory, in files and in both, restarts, and two engines at the same time on one store."""
+"""Stores in memory, in files and in both; restarts; two concurrent engines on one store."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
-#: What the reference has answered; each prompt once.
+#: The phases with the reference's answers; each prompt once.
 PHASES = ("boundary", "chunked", "document", "base")
-#: Every lookup looks.
+#: Lookups are not cached.
 STORE: dict[str, Any] = {"lookup_cache_seconds": 0}
 
 
@@ -50,7 +50,7 @@ def start(runs: PrefixRuns, directory: Path, store: dict[str, Any]) -> PrefixEng
 
 
 def wait_for_all(store: Path, known: list[Played]) -> None:
-    """Wait until a directory has all blocks, and no more."""
+    """Wait until a directory has exactly all blocks."""
     from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415 - needs the build's packages
 
     number = len(computed_blocks(known))
@@ -63,7 +63,7 @@ def requests_of(known: list[Played]) -> list[Request]:
 
 
 def check(engine: PrefixEngine, known: list[Played], *, loaded: bool, rows: Sequence[int] | None = None) -> None:
-    """An engine answers as the reference did; with KV that it loads, all of it that can be, or none."""
+    """Check that an engine answers like the reference, loading either all possible KV or none."""
     requests, tokens = requests_of(known), [tokens for phase in known for tokens in phase.tokens]
     chosen = range(len(requests)) if rows is None else rows
     answers = engine.generate([requests[row] for row in chosen])
@@ -78,7 +78,7 @@ def check(engine: PrefixEngine, known: list[Played], *, loaded: bool, rows: Sequ
 
 
 def loaded_from(engine: PrefixEngine, tier: str) -> float:
-    """Tokens whose KV an engine has loaded from a tier."""
+    """Return the number of tokens whose KV an engine has loaded from a tier."""
     return engine.counters()[f"ucm:hit_tokens_total{{tier={tier}}}"]
 
 
@@ -87,7 +87,7 @@ def test_two_engines_at_once_on_one_store(prefix_runs: PrefixRuns, known: list[P
 
     store = posix(tmp_path / "store")
     count = len(requests_of(known))
-    # Each computes two thirds, so that both write some blocks at the same time.
+    # Each computes two thirds, so that both save some blocks at the same time.
     parts = [range(2 * count // 3), range(count // 3, count)]
     with start(prefix_runs, tmp_path / "one", store) as one, start(prefix_runs, tmp_path / "other", store) as other:
         one.wait_until_started()
@@ -140,11 +140,11 @@ def test_memory_above_two_directories(
         assert loaded_from(engine, "posix") == 0
     for path in block_files(memory / "store").values():
         path.unlink()
-    # Each time another engine, which has staged nothing yet.
+    # A new engine each time, which has staged nothing yet.
     with start(prefix_runs, tmp_path / "below", store) as engine:
         check(engine, known, loaded=True)
         assert loaded_from(engine, "posix") > 0
-        # What is loaded from below is there again the next time.
+        # Blocks loaded from the lower tier are promoted.
         wait_for_blocks(memory / "store", 20)
     with start(prefix_runs, tmp_path / "above", store) as engine:
         check(engine, known, loaded=True)

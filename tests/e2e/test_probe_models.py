@@ -1,4 +1,4 @@
-"""The hooks inside the models: on a tiny one of each family with rewritten layers all fire, and no token changes."""
+"""The hooks in model layers all fire on a tiny model of each rewritten family, and change no token."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {**_QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
     "Qwen3-MoE": {**_QWEN, **_EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
 }
-#: vLLM would take another back end where the processor has AMX, which computes in bfloat16 only.
+#: On a CPU with AMX, vLLM would choose another backend, which only supports bfloat16.
 ARGUMENTS: dict[str, dict[str, Any]] = {"MLA": {"attention_backend": "CPU_MLA", "block_size": 16}}
 QWEN = [name for name in MODELS if name != "MLA"]
 ATTENTION = {"attention_begin", "attention_finished"}
@@ -55,7 +55,7 @@ LATENT = {"mla_begin", "mla_finished"}
 
 
 def phases() -> dict[str, list[list[Request]]]:
-    """A prompt in chunks, others beside it, and decodes."""
+    """Return a prompt in chunks, concurrent ones, and decodes."""
     lengths = (5, 40, TOKENS_PER_STEP + 70)
     return {"some": [[request(prompt(length, "models"), 6) for length in lengths]]}
 
@@ -72,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def engines(models: dict[str, Path], reports: Path | None = None) -> dict[str, Engine]:
-    """One for each model; with the Probe where there is a directory for its reports."""
+    """Return one engine per model, with the Probe if there is a directory for its reports."""
     found = {}
     for name, model in models.items():
         arguments: dict[str, Any] = {"model": str(model), "load_format": "dummy", **ARGUMENTS.get(name, {})}
@@ -126,7 +126,7 @@ def test_each_layer_calls_its_hooks_in_each_forward(name: str, probed: dict[str,
 
 
 def test_latent_attention_calls_its_hooks_in_each_forward(probed: dict[str, Record], reports: Path) -> None:
-    """Once for the operator, and for each half of it that has tokens; the layers of DeepSeek are not rewritten."""
+    """Once for the operator and once for each half with tokens; the layers of DeepSeek are not rewritten."""
     counts = counts_of("MLA", probed, reports)
     forwards = LAYERS * counts["execute_begin"]
     assert {counts[hook] for hook in ATTENTION} == {forwards}

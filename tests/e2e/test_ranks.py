@@ -1,8 +1,8 @@
-"""Engines of two workers: each has heads of its own, blocks of its own in the store, its own part of a method.
+"""Engines of two workers, each with its own heads, stored blocks and part of a method.
 
-They are compared with an engine of two workers without UCM: sums over ranks round differently from one worker's.
-Pipeline parallelism cannot be run here: vLLM 0.32.0 itself fails on the CPU, for its second stage has no tensors to
-receive into.
+They are compared with an engine of two workers without UCM, because all-reduces round differently.
+Pipeline parallelism cannot be tested here: vLLM 0.32.0 itself fails on the CPU, because its second stage has no tensors
+to receive into.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 RANKS = 2
-#: Chooses among all blocks, checks what it keeps of them, and reads all.
+#: Selects among all blocks, checks its representatives, and reads all blocks.
 TOP_K: dict[str, Any] = {
     "checked_topk:CheckedTopK": {
         "token_budget": 4 * BLOCK,
@@ -38,12 +38,12 @@ TOP_K: dict[str, Any] = {
         "dense_layers": 0,
     }
 }
-#: Moves all that is computed to a store, and brings all of it back.
+#: Moves all computed KV to a store, and loads all of it back.
 ESA, ESA_OPTIONS = "eager_esa:EagerESA", {"token_budget": 700, "sink_tokens": 1, "window_tokens": 1}
 
 
 def batches() -> list[list[Request]]:
-    """Alone and together, in chunks, with a common prefix, and more at once than there is room for."""
+    """Return requests alone and together, in chunks, with a common prefix, and more than fit at once."""
     common = prompt(4 * BLOCK, "common to ranks")
     alone = [[request(prompt(length, "ranks"), 8)] for length in (7, BLOCK, 5 * BLOCK + 1, 600)]
     shared = [request([*common, *prompt(11 + 30 * n, f"shared {n}")], 8) for n in range(4)]
@@ -53,7 +53,7 @@ def batches() -> list[list[Request]]:
 
 @dataclass(frozen=True)
 class Played:
-    """What one engine did."""
+    """The result of one engine."""
 
     answers: list[Answer]
     preemptions: float
@@ -61,7 +61,7 @@ class Played:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Of each request."""
+        """The generated tokens of each request."""
         return [answer.tokens for answer in self.answers]
 
 
@@ -69,8 +69,8 @@ class TwoWorkers:
     """Engines with tensor parallelism.
 
     Args:
-        environment: A vLLM with the overlay.
-        directory: For their files.
+        environment: An environment with the overlay.
+        directory: The directory of their files.
     """
 
     def __init__(self, environment: Environment, directory: Path) -> None:
@@ -82,16 +82,16 @@ class TwoWorkers:
 
     @cached_property
     def reference(self) -> Played:
-        """Without UCM's settings; runs when it is first asked for."""
+        """The result without UCM's settings; runs on first use."""
         return self.run("reference")
 
     def run(self, name: str, method: Mapping[str, Any] | None = None, store: str = "") -> Played:
         """Run one engine.
 
         Args:
-            name: For its files.
+            name: The name of its directory.
             method: The value of ``ucm_sparse_config``, if any.
-            store: The name of the connector's store; no connector if it is empty.
+            store: The name of the connector's store; empty for no connector.
         """
         from tests.e2e.engine import INSIDE  # noqa: PLC0415 - needs the build's packages
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
@@ -112,7 +112,7 @@ class TwoWorkers:
         return Played(answers, preemptions, engine.log)
 
     def esa(self, name: str) -> dict[str, Any]:
-        """ESA with a store of its own."""
+        """Return ESA's settings with a separate store."""
         from tests.e2e.prefix_engine import posix  # noqa: PLC0415 - needs the build's packages
 
         return {ESA: {**ESA_OPTIONS, "store": posix(self._directory / name)}}
@@ -128,7 +128,7 @@ def found(played: Played) -> list[int | None]:
 
 
 def all_whole_blocks() -> list[int]:
-    """Of each prompt, the tokens that can be found: not the last one, from which the first answer is computed."""
+    """Return the tokens of each prompt that can be hit: not the last one, which must be computed."""
     return [(len(one["prompt"]) - 1) // BLOCK * BLOCK for batch in batches() for one in batch]
 
 
@@ -148,7 +148,7 @@ def test_block_top_k_of_two_workers(two: TwoWorkers) -> None:
 
 
 def test_esa_of_two_workers_beside_the_connector(two: TwoWorkers) -> None:
-    """What one engine with the method has stored, the next one loads, moves out of the cache and brings back."""
+    """An engine with the method loads what an earlier one stored, moves it out of the cache and back."""
     cold = two.run("esa-cold", two.esa("middle-cold"), "esa-store")
     warm = two.run("esa-warm", two.esa("middle-warm"), "esa-store")
     assert cold.tokens == warm.tokens == two.reference.tokens

@@ -1,4 +1,4 @@
-"""A real engine refuses to run half rewritten: it ends, with our message, in whichever process it was found."""
+"""A real engine refuses to run partly rewritten: it ends with our message, whichever process notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in one process, each with its own method or none: the tokens of each are those that it gives alone."""
+"""Several engines in one process, with different methods or none, generate the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def requests() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    """What each gives that has the process to itself, but for engines that have ended."""
+    """The tokens of each engine when it is the only running one in the process."""
     engines = {
         "dense": engine(None),
         "own worker": engine(WINDOW, worker_cls="own_worker.OwnWorker"),
@@ -59,7 +59,7 @@ def alone(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def together(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> Turns:
     names = ["window", "dense", "top-k"]
-    # vLLM takes the groups of all engines of a process down with the first that ends.
+    # vLLM destroys the process groups of all engines in a process when the first one ends.
     plan = [names[:1], names[1:2], names[:2], names, [*(f"-{name}" for name in names), "dense"]]
     spec = {
         "engines": {"window": engine(WINDOW), "dense": engine(None), "top-k": engine(TOP_K)},
@@ -73,7 +73,7 @@ def together(environments: Environments, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_methods_make_a_difference(alone: dict[str, list[list[int]]]) -> None:
-    """Or the tests below would show nothing."""
+    """Otherwise the tests below would prove nothing."""
     assert alone["window"] != alone["dense"] != alone["top-k"] != alone["window"]
 
 
@@ -89,7 +89,7 @@ def test_a_worker_of_another_platform_runs_its_half(alone: dict[str, list[list[i
 
 
 def test_an_engine_whose_worker_does_not_run_its_half_is_refused(environments: Environments, tmp_path: Path) -> None:
-    """Before the first request, by name."""
+    """Before the first request, with an error that names it."""
     run = run_sparse(
         environments.overlay,
         tmp_path / "run",

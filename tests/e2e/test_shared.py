@@ -1,4 +1,4 @@
-"""What test processes share is made once, and fails for all."""
+"""Shared results are computed once, and a failure is raised in all processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Block top-k in real engines: dense to the token with a full budget, fewer blocks with a small one, none stale.
+"""Block top-k in real engines: with a full budget the tokens equal dense ones, with a small one it reads fewer blocks.
 
-The workload has requests that stay dense beside those that do not, prompts in chunks, prefix hits, preemption with
-resumption, and requests that end and join while others run.
+The workload mixes dense and sparse requests, prompts in chunks, prefix hits, preemption with
+resumption, and requests that start and end while others run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SUMMARY = re.compile(
 )
 
 
-#: Sinks, recent blocks, and none to choose.
+#: Room for sinks and recent blocks, but none to choose.
 TOO_SMALL = {"BlockTopK": {**SMALL, "token_budget": 127}}
 
 
 @pytest.fixture(scope="module")
 def engines(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Two of them in processes of their own, as by default; all are compared with vLLM alone."""
+    """The engines; two run in separate processes, as by default. All are compared with plain vLLM."""
     directory: Path = tmp_path_factory.mktemp("block-topk")
     environment = runs.environments.overlay
     found = {
@@ -55,7 +55,7 @@ def engines(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
 
 
 def last_summary(run: Run) -> list[int]:
-    """Decodes, steps, blocks read, blocks held, representatives, requests that failed, failures."""
+    """Return decodes, steps, blocks read, blocks held, representatives, failed requests, failures."""
     return [int(number) for number in SUMMARY.findall(run.log)[-1]]
 
 
@@ -67,7 +67,7 @@ def test_a_full_budget_gives_a_dense_engines_tokens(engines: dict[str, Run]) -> 
 
 @pytest.mark.parametrize("name", ["checked", "checked codes"])
 def test_all_of_the_work_changes_no_token_where_everything_is_read(engines: dict[str, Run], name: str) -> None:
-    """With representatives made, blocks scored and tables restricted; a stale representative would be a failure."""
+    """Representatives are made, blocks scored and tables restricted; a stale representative counts as a failure."""
     run = engines[name]
     assert "scored slowly" not in run.log
     assert run.tokens == engines["dense"].tokens
@@ -84,7 +84,7 @@ def test_the_workload_is_what_it_is_said_to_be(engines: dict[str, Run]) -> None:
 
 
 def test_requests_of_a_failed_step_end_densely_and_the_others_go_on(engines: dict[str, Run]) -> None:
-    """Three steps fail with one cause: it is told once, counted each time, and later requests are sparse again."""
+    """Three steps fail for one cause: it is logged once, counted each time, and later requests are sparse again."""
     run = engines["checked"]
     told = [line for line in run.log.splitlines() if "CheckedTopK failed in" in line]
     assert len(told) == 1
@@ -105,11 +105,11 @@ def test_a_small_budget_reads_fewer_blocks(engines: dict[str, Run]) -> None:
 
 
 def test_a_small_budget_changes_tokens_but_not_those_before_it_applies(engines: dict[str, Run]) -> None:
-    """Prompts are computed densely, so first tokens are the same; what fits into the budget is the same to its end."""
+    """Prompts are dense, so first tokens are the same; requests within the budget are the same to their end."""
     dense, small = engines["dense"].tokens, engines["small"].tokens
     assert small["short"] == dense["short"]
     for name, batch in dense.items():
-        if name != "preempted":  # a resumed request computes its tokens again, from its prompt on
+        if name != "preempted":  # a resumed request recomputes its tokens from its prompt on
             assert [tokens[0] for tokens in small[name]] == [tokens[0] for tokens in batch]
     assert small["chunked"] != dense["chunked"]
 

@@ -1,8 +1,8 @@
-"""The same request gets the same answer in any company: with every method, in real engines, in float32.
+"""A request gets the same answer whatever other requests run: with every method, in real engines, in float32.
 
-Alone, in a random crowd, after a hit of vLLM's own cache and of the connector's store, in other chunks, preempted, as
-the second turn of a conversation, and with two ranks. Each method has two engines in one process, and those whose ranks
-choose have one with two ranks.
+Alone, in a random crowd, after hits in vLLM's own cache and in the connector's store, in other chunks, preempted, as
+the second turn of a conversation, and with two ranks. Each method has two engines in one process; methods whose ranks
+select blocks also have one with two ranks.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "LeakyReRoPE": {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}},
     "SinkWindow, dense prompts": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100, "prefill": "dense"}},
 }
-#: Methods that serve what a request asks for; the others serve it like all.
+#: Methods that support per-request settings; the others ignore them.
 STEERED = ("GSAOnDevice", "SinkWindow, dense prompts")
-#: What each of the targets asks for: to be dense, a budget of its own, nothing, and what makes no sense.
+#: The targets' own settings: dense, a budget, none, and an invalid one.
 ASKED = (False, '{"token_budget": 160}', None, "nonsense")
-#: Methods whose ranks choose what they read, or put it together.
+#: Methods whose ranks select what they read, or assemble it.
 ON_TWO_RANKS = ("GSAOnDevice", "ESA", "ESA, ahead", "LeakyReRoPE")
 REROPE_TOKENS = "ucm:sparse_rerope_tokens_total"
-#: How `inside/rerope_reference.py` is told of a method.
+#: The arguments of `inside/rerope_reference.py` for a method.
 REFERENCES = {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}}
-#: Chunks of eight tiles' size, and of less than one; blocks for all, and for so few that requests are preempted.
+#: Chunks of eight tiles and blocks for all; chunks of less than a tile and so few blocks that requests are preempted.
 ROOMY = {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 600}
 TIGHT = {"max_num_batched_tokens": 100, "num_gpu_blocks_override": LONGEST // BLOCK + 6}
 
@@ -62,15 +62,15 @@ def request(tokens: list[int], salt: str, count: int = ANSWER, asked: Any = None
     return {"prompt": tokens, "salt": salt, "params": params, **about}
 
 
-#: They grow until others have to go.
+#: Requests that grow until others are preempted.
 GROWING = [request(prompt(30, 50 + number), "tight", 300) for number in range(6)]
-#: One of a whole number of blocks, one that ends with a tile, others.
+#: One of full blocks, one that ends with a tile, and others.
 TARGETS = [prompt(length, length) for length in (480, 640, 555, 901)]
 OTHERS = [prompt(length, length) for length in (30, 700, 333, 129, 512)]
 
 
 def crowd(salt: str, spread: int, asked: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """The targets first, with what they ask for; all arrive at random."""
+    """Return the targets with their settings, then others; all arrive at random times."""
     source = random.Random(f"crowd {salt}")  # noqa: S311 - no secret
     steered = [*asked, *[None] * len(TARGETS + OTHERS)]
     return [
@@ -84,7 +84,7 @@ def second_turn(salt: str, first: str) -> list[dict[str, Any]]:
 
 
 def alone(name: str, requests: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Each in a phase of its own."""
+    """Return one phase per request."""
     return {f"{name} {number}": [one] for number, one in enumerate(requests)}
 
 
@@ -108,7 +108,7 @@ TIGHT_PHASES = {
 
 
 class Company:
-    """What the engines of one method told."""
+    """The results of one method's engines."""
 
     def __init__(self, environments: Environments, directory: Path, method: str) -> None:
         directory.mkdir()
@@ -146,7 +146,7 @@ class Company:
 
     @property
     def answers(self) -> list[list[int]]:
-        """To each target, when it is alone."""
+        """The answer to each target when it is alone."""
         return [self.roomy[f"alone {number}"][0]["tokens"] for number in range(len(TARGETS))]
 
 
@@ -166,7 +166,7 @@ def two_ranks(company: Company) -> list[list[int]]:
 
 
 def test_as_the_reference(company: Company, environments: Environments, tmp_path: Path) -> None:
-    """What has one is compared with plain torch, which knows no cache and no chunks; other settings differ from it."""
+    """Methods with a reference in plain torch, without cache and chunks, equal it; other settings differ from it."""
     if company.method not in REFERENCES:
         pytest.skip("it has no reference here")
     ways: list[dict[str, Any]] = [REFERENCES[company.method], {}, {"window": 150}]
@@ -185,7 +185,7 @@ def test_in_a_crowd(company: Company) -> None:
 
 
 def test_each_request_is_served_as_it_asks(company: Company) -> None:
-    """In a crowd as alone; a dense one reads what it reads with a budget for all of its context."""
+    """In a crowd as well as alone; a dense one reads as much as with a budget for its whole context."""
     alone = [company.roomy[f"steered alone {number}"][0]["tokens"] for number in range(len(TARGETS))]
     assert tokens(company.roomy["steered crowd"]) == alone
     assert alone[2] == company.answers[2]
@@ -202,14 +202,14 @@ def test_what_is_left_out_and_who_is_dense_is_exported(company: Company) -> None
     (found,) = company.roomy["exported"]
     assert {name.partition(".")[0] for name in found} == {name for name in METRICS if name.startswith("ucm:sparse_")}
     merged = {name: value for name, value in found.items() if name.startswith("ucm:sparse_rerope_")}
-    if company.method.endswith("ReRoPE"):  # it leaves nothing out; with engines beside it, nothing is compiled
+    if company.method.endswith("ReRoPE"):  # it reads everything; with other engines in the process, nothing is compiled
         assert {name for name, value in found.items() if value} == merged.keys() - {f"{REROPE_TOKENS}.compiled"}
         assert found["ucm:sparse_rerope_rows_total"] <= found[f"{REROPE_TOKENS}.torch"]
         return
     assert not any(merged.values())
     assert found["ucm:sparse_rows_total"] > 0
     assert 0 < found["ucm:sparse_read_tokens_total"] < found["ucm:sparse_held_tokens_total"]
-    # Alone and in the crowd; with a window, a budget of its own is as wrong as nonsense, also where all is to be read.
+    # Alone and in the crowd; for a window method, a budget is as invalid as the nonsense, even if everything is read.
     opted_out, refused = {"GSAOnDevice": (2, 2), "SinkWindow, dense prompts": (2, 5)}.get(company.method, (0, 0))
     assert found["ucm:sparse_requests_total.opted_out"] == opted_out
     assert found["ucm:sparse_requests_total.refused"] == refused

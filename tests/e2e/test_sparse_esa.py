@@ -1,6 +1,6 @@
-"""ESA in real engines: dense to the token where all comes back from the store, and memory that does not grow.
+"""ESA in real engines: if all blocks are loaded back, tokens equal dense ones; memory does not grow.
 
-vLLM's own scheduler with random steps is in `tests/ucm/sparse/esa_steps`, which `test_inside.py` runs where vLLM is.
+`tests/ucm/sparse/esa_steps` uses vLLM's own scheduler with random steps; `test_inside.py` runs it with vLLM.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 LONGEST = 8192
-#: For some requests at a time; one of the greatest length would just fit, as vLLM requires.
+#: Blocks for some requests at a time; one of maximum length just fits, as vLLM requires.
 BLOCKS = LONGEST // BLOCK + 1
 SINKS, WINDOW, BUDGET = 1, 100, 8 * BLOCK
 #: Sinks; a window before a tile, which does not begin with a block; a chunk; what comes back; what the prefix cache
 #: holds back.
 MOST_HELD = 1 + -(-(WINDOW + TILE - 1 + TOKENS_PER_STEP) // BLOCK) + 2 + BUDGET // BLOCK
-#: Everything comes back, from the first block on that is beyond a window that is as short as may be.
+#: The shortest possible window, and a budget that loads all blocks beyond it.
 ALL = {"token_budget": MAX_LENGTH, "sink_tokens": 1, "window_tokens": 1}
 
 
@@ -44,7 +44,7 @@ def request(length: int, count: int, seed: int) -> dict[str, Any]:
 
 
 def store_in(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """A store's directory, made, and its settings."""
+    """Create a store's directory; return it and its settings."""
     root = directory / "store"
     root.mkdir(mode=0o700)
     return root, {"pipeline": "Posix", "directories": [str(root)]}
@@ -63,7 +63,7 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run
 
 
 def test_a_budget_that_brings_all_back_gives_a_dense_engine_s_tokens(whole: dict[str, Run]) -> None:
-    """In chunks, after prefix hits, preempted and resumed, joining and ending beside others."""
+    """In chunks, after prefix hits, preempted and resumed, starting and ending while others run."""
     assert whole["retrieving"].tokens == whole["dense"].tokens
     assert prompts() >= 40
     told = [line for line in whole["retrieving"].log.splitlines() if "ESA restricted" in line]
@@ -132,7 +132,7 @@ def test_what_does_not_fit_the_budget_comes_from_the_store(small: dict[str, Any]
 
 
 def test_requests_go_on_without_their_store(small: dict[str, Any]) -> None:
-    """What was lost is computed anew; what is released from then on stays in host memory."""
+    """Lost blocks are recomputed; blocks freed from then on stay in host memory."""
     before, at, after = (small[name] for name in ("crowd", "store goes", "after it"))
     assert [(len(of["tokens"]), of["finish"]) for of in at["requests"]] == [(60, "length")] * 4
     assert at["store"]["lost"] > 0

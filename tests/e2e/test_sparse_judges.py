@@ -1,4 +1,4 @@
-"""A model that was given nothing to make selectors look good, and what each of them lets it find."""
+"""What each selector lets a model find that was not trained to favour any of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_codes_find_what_the_oracle_finds(verdicts: Verdicts, task: str) -> None
 @pytest.mark.parametrize("selector", ["mean", "random"])
 @pytest.mark.parametrize("task", TASKS)
 def test_the_tasks_cannot_be_answered_from_a_summary_or_by_chance(verdicts: Verdicts, task: str, selector: str) -> None:
-    """Else they would judge nothing; it is what was wrong with the first of these models."""
+    """Otherwise they would test nothing, as with the first of these models."""
     assert verdicts[task, selector].score <= 0.5
 
 

@@ -1,4 +1,4 @@
-"""`ucm sparse probe` on a real engine: what it prints, and what it says where it cannot measure."""
+"""`ucm sparse probe` on a real engine: its output, and its errors if it cannot measure."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_it_measures_every_layer(environments: Environments, tmp_path: Path) -> 
     done = probe(environments.overlay, tmp_path, "--json", "--every", "2", "--budgets", "0.5", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    # The first token comes with the prompt; both requests decode the others together.
+    # The prompt's step samples the first token; both requests decode the others together.
     assert found["lengths"] == [LENGTHS[0] + 2, LENGTHS[1] + TOKENS - 1]
     assert [name.split(".")[2] for name in found["layers"]] == ["0", "1", "2", "3"]
     for layer in found["layers"].values():
         assert layer["samples"] == len(LENGTHS) * (TOKENS - 1) // 2
-        assert list(layer["kept"]) == ["0.5"]  # with all of the context there is nothing to choose
+        assert list(layer["kept"]) == ["0.5"]  # a budget of the whole context leaves nothing to choose
         kept = layer["kept"]["0.5"]
         assert list(kept) == ["oracle", "bounds", "codes", "mean", "random"]
         assert max(kept.values()) == kept["oracle"] < 1

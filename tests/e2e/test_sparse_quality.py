@@ -1,4 +1,4 @@
-"""What sparse methods lose on retrieval from long contexts, by a model that can do it, in a real engine."""
+"""The accuracy that sparse methods lose on retrieval from long contexts, with a capable model in a real engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ COUNT = 64
 LENGTHS = (1_024, 4_096)
 LONG, BUDGET = LENGTHS[-1], 0.1
 METHODS = known_methods()
-#: These cannot find what they have let go of.
+#: Methods that cannot find what is outside their window.
 WINDOWS = {"SinkWindow"}
-#: The least share of dense attention's right answers. The goal is 0.95 for all; a method whose prefill is sparse too
-#: is at 0.95 to 0.97, and another processor trains another model: one of 64 questions is 1.6 points.
+#: The minimum share of dense attention's right answers. The goal is 0.95 for all; a method with sparse prefill
+#: reaches 0.95 to 0.97, and each CPU trains a slightly different model: one of 64 questions is 1.6 points.
 LEAST = {"ESA": 0.9}
 GOAL = 0.95
 RETRIEVING = [method for method in METHODS if class_of(method) not in WINDOWS]
@@ -65,7 +65,7 @@ def test_a_window_finds_what_lies_within_it_and_nothing_else(results: dict[Setti
     result = results[Setting(method, LONG, BUDGET)]
     assert not result.error
     window = result.setting.tokens - BLOCK  # the budget without the sinks' block
-    # The answer's own tokens move the window on; whole blocks are read, up to one beyond it, and one for the sinks.
+    # The answer's tokens move the window; full blocks are read, up to one beyond it, and one for the sinks.
     assert result.accuracy_of(0, window - RECORD - VALUE) >= 0.95
     assert result.accuracy_of(window + BLOCK, LONG - 2 * BLOCK) < 0.1
     assert result.accuracy < 0.5 * results[Setting(DENSE, LONG, 1.0)].accuracy

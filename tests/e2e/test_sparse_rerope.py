@@ -1,7 +1,7 @@
-"""ReRoPE in real engines: every style of plain rotary embedding as a reference has it, and others refused by name.
+"""ReRoPE in real engines: every plain rotary embedding equals a reference, and others are refused.
 
-That an answer is the reference's in any company, after hits, restarts and preemptions, and with two ranks, is in
-`test_sparse_company.py`; the V2 runner in `test_v2_runner.py`.
+`test_sparse_company.py` compares answers in any company, after hits, restarts and preemptions, and with two ranks;
+`test_v2_runner.py` tests the V2 runner.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 WINDOW, ANSWER = 120, 16
 METHOD = {"ReRoPE": {"window": WINDOW}}
-#: From within the window to six of them; one ends where it does, one crosses it while it is answered.
+#: From less than a window to six windows; one ends with it, one crosses it while generating.
 PROMPTS = [prompt(length, "rerope") for length in (50, WINDOW - ANSWER, WINDOW - 5, WINDOW, 130, 241, 500, 6 * WINDOW)]
 WITHIN = 2
 
 
 @dataclass(frozen=True)
 class Style:
-    """A model that rotates in some way, and how the reference is told.
+    """A model with some rotary embedding, and the reference's arguments.
 
     Attributes:
-        config: What differs in its configuration.
+        config: The differences in its configuration.
         reference: Arguments of the reference.
     """
 
@@ -45,7 +45,7 @@ class Style:
     reference: dict[str, Any] = field(default_factory=dict)
 
     def write(self, directory: Path) -> Path:
-        """The tiny model with this configuration."""
+        """Write the tiny model with this configuration."""
         plain = write_model(MODEL)
         directory.mkdir()
         for file in plain.iterdir():
@@ -64,7 +64,7 @@ STYLES = {
     "neighbours": Style(ERNIE, {"neighbours": True}),
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": MAX_LENGTH}
-#: Arguments of ``LLM``, variables, and what the log says.
+#: Arguments of ``LLM``, variables, and the expected log text.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "another rotary embedding": (
         {"hf_overrides": {"rope_parameters": YARN, "max_position_embeddings": 2 * MAX_LENGTH}},
@@ -87,7 +87,7 @@ def with_method(method: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def records(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     directory = tmp_path_factory.mktemp("rerope")
-    # As a prompt each, one after the other; then all at once, in chunks beside each other.
+    # First each prompt alone; then all at once, in chunks.
     alone = [[request(tokens, ANSWER, ignore_eos=True)] for tokens in PROMPTS]
     together = [[request(tokens, ANSWER, ignore_eos=True) for tokens in PROMPTS]]
     engines = {
@@ -99,7 +99,7 @@ def records(environments: Environments, tmp_path_factory: pytest.TempPathFactory
     }
     engines["dense"] = Engine({"num_gpu_blocks_override": 200}, {"alone": alone})
     for name, (arguments, switches, _) in REFUSED.items():
-        # One request, for what is only seen when a layer runs.
+        # One request, for problems that only a running layer reveals.
         engines[name] = Engine({**with_method(METHOD), **arguments}, {"alone": alone[:1]}, switches=switches)
     return run_engines(environments.overlay, directory / "engines", engines, {"VLLM_CPU_KVCACHE_SPACE": "1"})
 

@@ -1,7 +1,7 @@
-"""Sinks and a window in real engines: dense to the token where the window holds all, else a reference's, and flat.
+"""Sinks and a window in real engines: tokens equal dense ones if all fits, else a reference's; memory stays constant.
 
-The reference (`inside/window_reference.py`) is the same model in plain torch with a mask; vLLM's own scheduler with
-random steps is in `tests/ucm/sparse/accounting`, which `test_inside.py` runs where vLLM is.
+The reference (`inside/window_reference.py`) is the same model in plain torch with a mask. `tests/ucm/sparse/accounting`
+uses vLLM's own scheduler with random steps; `test_inside.py` runs it with vLLM.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BLOCKS = LONGEST // BLOCK
 #: Two blocks of sinks.
 SINKS, WINDOW = 40, 100
 SMALL = {"StreamingLLM": {"sink_tokens": SINKS, "window_tokens": WINDOW}}
-#: Sinks; a window before a tile, which does not begin with a block; a chunk.
+#: Sinks; a window before a tile, not aligned to blocks; a chunk.
 MOST_HELD = 2 + -(-(WINDOW + TILE - 1 + TOKENS_PER_STEP) // BLOCK) + 2
 CROWD = 12
-#: More than the steps that it takes until the last of them has begun.
+#: More than the number of steps until the last of them has started.
 CROWD_ANSWERS = 240
 
 
@@ -46,7 +46,7 @@ def request(tokens: list[int], count: int) -> dict[str, Any]:
 
 FIRST, LONG, SHORT = prompt(700, 1), prompt(4000, 2), prompt(20, 3)
 AGAIN = [*FIRST, *prompt(50, 4)]
-#: The blocks of the first prompt, all of them full, that the second finds.
+#: The tokens in full blocks of the first prompt, which the second one hits.
 KNOWN = len(FIRST) // BLOCK * BLOCK
 PHASES = {
     "in chunks": [request(FIRST, 24)],
@@ -57,7 +57,7 @@ PHASES = {
 }
 
 
-#: Of other masks, which must give other tokens.
+#: The windows of other masks, which must give other tokens.
 OTHER_WINDOWS = (WINDOW - BLOCK, WINDOW + BLOCK, LONGEST)
 CALLS = [
     [
@@ -92,7 +92,7 @@ def small(environments: Environments, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def reference(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
-    """For each of `CALLS` its answers; then for the first of them those with each of `OTHER_WINDOWS`."""
+    """The answers to each of `CALLS`; then to the first one with each of `OTHER_WINDOWS`."""
     directory = tmp_path_factory.mktemp("sink-window") / "reference"
     models = [{"window": WINDOW, "calls": calls} for calls in CALLS]
     models += [{"window": window, "calls": CALLS[0]} for window in OTHER_WINDOWS]
@@ -112,7 +112,7 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run
 
 @pytest.mark.core
 def test_a_window_that_holds_all_gives_a_dense_engine_s_tokens(whole: dict[str, Run]) -> None:
-    """In chunks, after prefix hits, preempted and resumed, joining and ending beside others."""
+    """In chunks, after prefix hits, preempted and resumed, starting and ending while others run."""
     assert whole["windowed"].tokens == whole["dense"].tokens
     assert prompts() >= 40
     assert "SinkWindow is active on the scheduler side" in whole["windowed"].log
@@ -138,7 +138,7 @@ def test_tokens_are_the_reference_s(small: dict[str, Any], reference: list[list[
 
 
 def test_the_mask_makes_a_difference(reference: list[list[list[int]]]) -> None:
-    """Or the test above would show nothing: another window, or dense attention, gives other tokens."""
+    """Another window, or dense attention, gives other tokens; otherwise the test above would prove nothing."""
     others = reference[len(CALLS) :]
     assert len(others) == len(OTHER_WINDOWS)
     for other in others:
@@ -154,12 +154,12 @@ def test_the_blocks_of_a_request_stay_flat(small: dict[str, Any], phase: str) ->
     assert max(count for _, count in held) <= MOST_HELD
     settled = [count for computed, count in held if computed > len(LONG if phase == "long" else SHORT) + WINDOW + 64]
     if phase == "growing":
-        # Sinks, the window with the block that it begins in, the tile, and what the prefix cache holds back.
+        # Sinks, the window including its first partial block, the tile, and blocks retained for the prefix cache.
         assert max(settled) <= 2 + (WINDOW + TILE - 1) // BLOCK + 2
 
 
 def test_more_requests_fit_into_the_same_blocks(small: dict[str, Any]) -> None:
-    """Whole, four of them would fit."""
+    """Only four dense ones would fit."""
     crowd = small["crowd"]
     assert BLOCKS // -(-2000 // BLOCK) == 4
     assert crowd["most"] == CROWD

@@ -1,4 +1,4 @@
-"""With no feature configured a real engine gives the very tokens of plain vLLM, whatever the scheduler has to do."""
+"""Without a configured feature a real engine generates exactly plain vLLM's tokens, in all scheduling conditions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_workload_meets_every_condition(runs: Runs, name: str) -> None:
     assert counters["preempted"]["vllm:num_preemptions"] > 0
     assert counters["prefix"]["vllm:prefix_cache_hits"] >= 8 * 5 * BLOCK
     assert run.phases["prefix"]["cached"][1:] == [5 * BLOCK] * 8
-    # A step computes no more than its budget, so a longer prompt took several.
+    # A step computes at most its budget, so a longer prompt took several steps.
     assert run.about["chunked_prefill"]
     assert run.about["tokens_per_step"] == TOKENS_PER_STEP
     assert all(len(request["prompt"]) > 2 * TOKENS_PER_STEP for request in REQUESTS["chunked"])
@@ -45,7 +45,7 @@ def test_outputs_depend_on_the_whole_context(runs: Runs) -> None:
     for tokens in greedy:
         for token, follower in itertools.pairwise(tokens):
             followers[token].add(follower)
-    # Were the next token a function of the last one alone, each would have a single follower.
+    # If the next token depended only on the last one, each would have a single successor.
     assert sum(len(found) > 2 for found in followers.values()) > 100
 
 

@@ -1,4 +1,4 @@
-"""`ucm try` beside a real engine: the same namespace, and what the engine has stored is found."""
+"""`ucm try` uses the same namespace as a real engine, and finds what the engine has stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_finds_what_an_engine_stored(prefix_runs: PrefixRuns, tmp_path: Path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"namespace    {namespace}\n" in done.stdout
-    # Of whole blocks the last one is computed: it has the one token that must be.
+    # The last block is computed even if full, because at least one token must be.
     found, count = len(prompt) - BLOCK, len(prompt)
     assert f"{found} of {count} tokens of the prompt found: {found / count:.0%}" in done.stdout
     assert "8 blocks, 524,288 bytes: intact, from posix" in done.stdout
@@ -93,7 +93,7 @@ def test_vllms_refusal_is_one_error(prefix_runs: PrefixRuns, tmp_path: Path) -> 
 
 @pytest.mark.newest_only
 def test_an_engine_prints_the_lines_of_the_page(prefix_runs: PrefixRuns, tmp_path: Path) -> None:
-    """Each line with other numbers and names: one engine computes and saves a prompt, and another loads it."""
+    """With other numbers and names: one engine computes and saves a prompt, and another loads it."""
     from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - likewise
     from tests.e2e.prefix_runs import wait_for_blocks  # noqa: PLC0415 - likewise
@@ -117,6 +117,6 @@ def test_an_engine_prints_the_lines_of_the_page(prefix_runs: PrefixRuns, tmp_pat
 
 
 def shape(line: str) -> str:
-    """What a line of the page looks like in any engine."""
+    """Return a line with its numbers and names replaced by placeholders."""
     words = re.split(r"(\d+|/\S+|llama-\w+)", line)
     return "".join(re.escape(word) if place % 2 == 0 else r".+?" for place, word in enumerate(words))

@@ -1,6 +1,6 @@
 """vLLM's V2 model runner, the default for all models from 0.29 on: hooks, connectors and methods on a real engine.
 
-What V2 does is compared with V2 without the overlay, and with the V1 runner where vLLM itself gives the same tokens.
+V2 is compared with V2 without the overlay, and with the V1 runner where vLLM itself generates the same tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 OVERLAID = [name for name, scenario in SCENARIOS.items() if scenario.overlay and scenario.v2]
 CONNECTED = [name for name, scenario in SCENARIOS.items() if scenario.connector]
-#: What changes no token.
+#: Scenarios that change no token.
 EXACT = [name for name in OVERLAID if name not in METHODS]
-#: Nothing in these is longer than what every method reads.
+#: Phases whose requests all fit into what every method reads.
 WHOLE = ("short", "boundary", SEEDED)
 STORED, LOADED = "vllm:external_prefix_cache_hits_total", "ucm:hit_tokens_total{tier=posix}"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -46,7 +46,7 @@ SCHEDULER = {
 PER_STEP = {"update_states", "requests_added", "requests_updated"}
 PER_LAYER = {f"{part}_{end}" for part in ("kv_write", "attention", "layer", "ffn") for end in ("begin", "finished")}
 OTHERS = {"requests_finished", "append_block_ids", "execute_begin", "execute_finished"}
-#: Of the V1 runner, and of models with MLA.
+#: Hooks of the V1 runner, and of models with MLA.
 ELSEWHERE = {"blocks_updated", "mla_begin", "mla_finished"}
 
 
@@ -128,7 +128,7 @@ def test_direct_and_layer_wise_find_the_same(v2: Runs) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_small_budget_leaves_out_the_same_with_either_runner(v2: Runs, name: str) -> None:
-    """The scheduler decides alike for both, so both compute the same steps; the restriction must be the same, too."""
+    """The scheduler decides the same for both, so their steps are the same; the restriction must be the same, too."""
     record, dense = finished(v2, name), finished(v2, "plain").tokens
     assert greedy(record) == greedy(finished(v2, f"{name} V1"))
     assert record.tokens["chunked"] != dense["chunked"], "nothing was left out"
@@ -147,7 +147,7 @@ def test_each_method_counts_what_it_left_out(v2: Runs) -> None:
 
 
 def test_with_a_full_budget_the_work_is_done(v2: Runs) -> None:
-    """Their tokens are those of plain vLLM, see above; here, that this is no silent dense run."""
+    """The tests above show that their tokens equal plain vLLM's; this one, that they did not silently run dense."""
     checked = finished(v2, "BlockTopK full").log
     assert re.search(r"CheckedTopK restricted \d+ decodes in 32 steps", checked)
     assert "stale" not in checked
@@ -182,7 +182,7 @@ def test_hooks_fire_as_often_as_they_must(v2: Runs, report: ProcessReport) -> No
     assert {counts[name] for name in PER_STEP} == {counts[METADATA_RECEIVED]} == {steps}
     assert counts["append_block_ids"] >= requests
     assert counts["execute_begin"] == counts["execute_finished"]
-    # A step without tokens, which only tells what has ended, runs no model.
+    # A step without tokens, which only reports ended requests, runs no model.
     assert 0 < counts["execute_begin"] <= steps
     assert {name: counts[name] for name in PER_LAYER} == dict.fromkeys(PER_LAYER, LAYERS * counts["execute_begin"])
 

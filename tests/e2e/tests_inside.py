@@ -1,4 +1,4 @@
-"""Runs tests of ours with another environment's interpreter, where vLLM is."""
+"""Run our tests with the interpreter of an environment with vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
-#: Warnings of torch and vLLM are no concern of ours; what conftest.py and the usual options need is not there.
+#: Ignores warnings of torch and vLLM; conftest.py and the usual options need packages that are not installed there.
 OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "-q")
 WRONG = {"failure", "error", "skipped"}
 USUAL = ("-o", "addopts=--import-mode=importlib", "-o", "junit_family=xunit1")
@@ -25,17 +25,17 @@ def run_inside(python: Path, files: Sequence[str]) -> dict[str, str]:
 
     Args:
         python: The interpreter.
-        files: The files, from the root of the project on.
+        files: The files, relative to the project's root.
 
     Returns:
-        For each file that did not pass as a whole what went wrong: a failure, a test that was skipped, no test at all.
+        The problem of each file that did not fully pass: a failure, a skipped test, or no tests.
     """
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
         done = subprocess.run(
             [python, "-P", "-m", "pytest", *OPTIONS, *USUAL, f"--junitxml={report}", *files],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # tensors are small, and threads that wait are busy
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # tensors are small, and waiting threads spin
             capture_output=True,
             text=True,
             check=False,
@@ -45,7 +45,9 @@ def run_inside(python: Path, files: Sequence[str]) -> dict[str, str]:
         cases = ET.parse(report).iter("testcase")  # noqa: S314 - pytest's
     found: dict[str, list[str]] = defaultdict(list)
     for case in cases:
-        file = case.get("file") or f"{case.get('name', '').replace('.', '/')}.py"  # a file that could not be imported
+        file = (
+            case.get("file") or f"{case.get('name', '').replace('.', '/')}.py"
+        )  # for a file that could not be imported
         wrong = [f"{case.get('name')}: {of.tag}: {of.get('message')}\n{of.text}" for of in case if of.tag in WRONG]
         found[file] += wrong
     told = {file: "\n".join(found[file]) if file in found else "no tests were run" for file in files}

@@ -1,4 +1,4 @@
-"""The requests of the end-to-end runs: each phase is made to meet one condition in the scheduler."""
+"""The requests of the end-to-end runs: each phase causes one condition in the scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tests.e2e.model import MAX_LENGTH, VOCABULARY
 
 BLOCK = 32
-#: Far less than the long prompts, so that these are computed in chunks.
+#: Far less than the long prompts, so that they are computed in chunks.
 TOKENS_PER_STEP = 128
 #: Blocks for two requests of the greatest length, so that many at once preempt each other.
 BLOCKS = 2 * MAX_LENGTH // BLOCK + 1
@@ -32,7 +32,7 @@ Request = dict[str, Any]
 
 
 def phases() -> dict[str, list[list[Request]]]:
-    """For each phase its batches; a batch is handed to the engine when the one before has ended."""
+    """Return the batches of each phase; a batch is submitted when the previous one has ended."""
     source = random.Random(1)  # noqa: S311 - prompts, no secrets
 
     def prompt(length: int) -> list[int]:
@@ -48,7 +48,7 @@ def phases() -> dict[str, list[list[Request]]]:
     shared = prompt(5 * BLOCK)
     prefix = [request([*shared, *prompt(length)], 10) for length in (1, 7, BLOCK, BLOCK + 1, 50, 90, 130, 200)]
     crowd = [request(prompt(40 + 7 * i), 160, ignore_eos=True) for i in range(14)]
-    # Together less than a step: vLLM on the CPU cannot compute a request with a seed in chunks.
+    # Together less than a step: vLLM on the CPU cannot compute seeded requests in chunks.
     sampled = [
         request(prompt(3 + i), 24 + i, temperature=0.7 + 0.1 * i, seed=i, top_p=0.95, top_k=40 + i) for i in range(10)
     ]

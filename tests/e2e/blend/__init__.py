@@ -1,1 +1,1 @@
-"""What blending loses: a trained model that is asked about prompts put together from chunks."""
+"""The accuracy that blending loses, measured with a trained model on prompts assembled from chunks."""

@@ -1,4 +1,4 @@
-"""Ask a real engine in several ways of blending, and count the right answers."""
+"""Run questions on a real engine with several blend settings, and count the right answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BLOCK = 32
 FULL, NAIVE = "full", "naive reuse"
-#: How each way is told; None computes all, and comes last: from then on the store has every prompt as a whole.
+#: The settings; None computes everything and comes last, because then the store has every prompt as a whole.
 WAYS: dict[str, dict[str, Any] | None] = {
     NAIVE: {"select": "none"},
     **{f"edges {tokens}": {"select": "edges", "edge_tokens": tokens} for tokens in (8, 16, 32)},
@@ -48,15 +48,15 @@ PATIENCE = 900.0
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one way.
+    """The result of one setting.
 
     Attributes:
-        questions: What was asked.
-        answers: Of each, the first token.
-        cached: Of each, the tokens of the prompt that vLLM did not compute.
+        questions: The questions.
+        answers: The first token of each answer.
+        cached: The prompt tokens of each that vLLM did not compute.
         reused: Tokens taken from chunks.
         computed: Tokens of the blended stretches that were computed.
-        gate_failures: Chunks that failed the gate.
+        gate_failures: Chunks that failed the check.
     """
 
     questions: Sequence[Question]
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """The share of right answers for each kind of question, 0 to 1."""
+        """Return the share of right answers for each kind of question, 0 to 1."""
         both = list(zip(self.questions, self.answers, strict=True))
         found = {}
         for kind in KINDS:
@@ -78,12 +78,12 @@ class Result:
 
     @property
     def share(self) -> float:
-        """Of the blended stretches, what was computed, 0 to 1."""
+        """The computed share of the blended stretches, 0 to 1."""
         return self.computed / max(1, self.computed + self.reused)
 
 
 def connector(directory: Path, **blend: Any) -> dict[str, Any]:
-    """Arguments of ``LLM`` for BlendConnector over a store in a directory."""
+    """Return arguments of ``LLM`` for BlendConnector with a store in a directory."""
     extra = {"store": posix(directory), "blend": blend}
     transfer = {"kv_connector": "BlendConnector", "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
     return {"kv_transfer_config": {**transfer, "kv_connector_extra_config": extra}}
@@ -92,12 +92,12 @@ def connector(directory: Path, **blend: Any) -> dict[str, Any]:
 def ask(
     environment: Environment, chunks: int, count: int, ways: Mapping[str, dict[str, Any] | None]
 ) -> dict[str, Result]:
-    """The results of some ways, all of one engine.
+    """Run some settings on one engine; return their results.
 
     Args:
-        environment: A vLLM with the runtime.
-        chunks: Chunks of each prompt.
-        count: Questions.
+        environment: An environment with vLLM and the runtime.
+        chunks: The number of chunks in each prompt.
+        count: The number of questions.
         ways: See `WAYS`.
 
     Raises:

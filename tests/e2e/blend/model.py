@@ -1,4 +1,4 @@
-"""The model that is asked: a Llama of three layers, trained here within a minute or so."""
+"""The model of the blend tests: a Llama of three layers, trained here in about a minute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TRAINERS = (INSIDE / "blend_train.py", INSIDE / "needle_train.py")
-#: The longest prompt with its answer.
+#: The maximum length of a prompt with its answer.
 MAX_LENGTH = 2_048
 
 LLAMA: dict[str, Any] = {
@@ -31,11 +31,11 @@ LLAMA: dict[str, Any] = {
     "head_dim": 64,
     "vocab_size": task.VOCABULARY,
     "max_position_embeddings": MAX_LENGTH,
-    # As in `tests.e2e.needle.model`: half of the rotations are slow enough to compare content by.
+    # As in `tests.e2e.needle.model`: half of the rotations are slow enough for matching by content.
     "rope_theta": 1e8,
 }
 
-#: Short sequences first, whose positions are stretched over as many as the model is to serve; then true lengths.
+#: First short sequences with positions spread over the model's full range, then full lengths.
 TRAINING: dict[str, Any] = {
     "seed": 0,
     "rate": 1e-3,
@@ -53,10 +53,10 @@ TRAINING: dict[str, Any] = {
 
 
 def write_model(python: Path) -> Path:
-    """The directory of the trained model; training it for the first time takes a minute or so.
+    """Return the directory of the trained model; the first call trains it in about a minute.
 
     Args:
-        python: An interpreter that has torch and safetensors.
+        python: An interpreter with torch and safetensors.
     """
     recipe = json.dumps({"model": LLAMA, "training": TRAINING}, sort_keys=True)
     made_by = b"".join(trainer.read_bytes() for trainer in TRAINERS)

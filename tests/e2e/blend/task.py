@@ -1,13 +1,13 @@
-"""The task: prompts of chunks in ever other orders, and questions that reused KV may get wrong.
+"""The task: prompts of chunks in changing orders, and questions that reused KV may answer wrongly.
 
 A record is a key and its value; both are symbols, and the rest of a chunk is filler. A reference is a symbol and the
-key of a record in another chunk: its value is that record's. Three kinds of questions are asked:
+key of a record in another chunk; its value is that record's. There are three kinds of questions:
 
-- *inside*: of a record within a chunk, which is right however the chunk is reused;
-- *split*: of a record whose key is the last token of a chunk and whose value is the first of the next one. Computed
-  alone, the second chunk knows nothing of the key;
-- *reference*: of a reference in the middle of a chunk, whose record stands in a chunk before it. Where the chunk was
-  computed alone, the reference led nowhere.
+- *inside*: a record within a chunk, which is answered correctly however the chunk is reused;
+- *split*: a record whose key is the last token of a chunk and whose value is the first of the next one. Computed
+  alone, the second chunk does not depend on the key;
+- *reference*: a reference in the middle of a chunk to a record in an earlier chunk. If the chunk was
+  computed alone, the record was missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUESTION = 3
 FILLER = range(4, 64)
 SYMBOLS = range(64, 1024)
 VOCABULARY = SYMBOLS.stop
-#: Tokens of a chunk, and of these, how many each record or reference has for itself.
+#: The tokens of a chunk, and the tokens per record or reference in it.
 CHUNK = 112
 SPACING = 16
 KINDS = ("inside", "split", "reference")
@@ -32,8 +32,8 @@ class Question:
 
     Attributes:
         kind: One of `KINDS`.
-        chunks: The chunks, in the prompt's order; behind them come `QUESTION` and what is asked for.
-        asked: That.
+        chunks: The chunks in the prompt's order; `QUESTION` and the asked symbol follow.
+        asked: The asked symbol.
         answer: The value.
     """
 
@@ -49,18 +49,18 @@ class Question:
 
     @property
     def marks(self) -> list[list[int]]:
-        """The chunks as ``ucm_chunks`` has them."""
+        """Return the chunks in the form of ``ucm_chunks``."""
         ends = [sum(map(len, self.chunks[: number + 1])) for number in range(len(self.chunks))]
         return [[start, end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def questions(chunks: int, count: int, seed: int = 0) -> list[Question]:
-    """Questions of all kinds in turn, each over chunks of its own in a shuffled order.
+    """Return questions of all kinds in turn, each with its own chunks in random order.
 
     Args:
-        chunks: How many a prompt has.
-        count: How many questions.
-        seed: Other questions.
+        chunks: The number of chunks per prompt.
+        count: The number of questions.
+        seed: The random seed.
     """
     source = random.Random(f"{chunks} {seed}")  # noqa: S311 - contexts, no secrets
     return [_question(source, chunks, KINDS[number % len(KINDS)]) for number in range(count)]
@@ -69,7 +69,7 @@ def questions(chunks: int, count: int, seed: int = 0) -> list[Question]:
 def _question(source: random.Random, count: int, kind: str) -> Question:
     free = iter(source.sample(SYMBOLS, len(SYMBOLS)))
     chunks = [[source.choice(FILLER) for _ in range(CHUNK)] for _ in range(count)]
-    #: In the middle of each chunk, records at even places; the odd ones are left to references.
+    #: In the middle of each chunk, records are at even places and references at odd ones.
     places = range(SPACING, CHUNK - SPACING, SPACING)
     records: list[list[tuple[int, int]]] = []
     for chunk in chunks:
@@ -81,7 +81,7 @@ def _question(source: random.Random, count: int, kind: str) -> Question:
             own.append((own_record[0], own_record[1]))
         records.append(own)
     order = source.sample(range(count), count)
-    # References lead to the chunk that comes before, whatever the order in which the chunks were stored.
+    # References point to the previous chunk, whatever the order in which the chunks were stored.
     references = []
     for before, here in pairwise(order):
         targets = source.sample(records[before], min(2, len(records[before])))
