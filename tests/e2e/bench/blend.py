@@ -144,10 +144,8 @@ def _measure(engine: PrefixEngine, length: int, chunks: int) -> Times:
     source = random.Random(length)  # noqa: S311 - prompts, no secrets
     size = (length - QUESTION) // chunks
     texts = [[source.randrange(3, LLAMA["vocab_size"]) for _ in range(size)] for _ in range(chunks)]
-    for text in texts:
-        engine.generate([_request(text, [[0, size]])])
     marks = [[number * size, (number + 1) * size] for number in range(chunks)]
-    _wait_for(engine, texts)
+    _store(engine, texts)
     times = Times()
     for _ in range(ROUNDS):
         question = [source.randrange(3, LLAMA["vocab_size"]) for _ in range(QUESTION)]
@@ -170,17 +168,22 @@ def _measure(engine: PrefixEngine, length: int, chunks: int) -> Times:
     return times
 
 
-def _wait_for(engine: PrefixEngine, texts: list[list[int]]) -> None:
-    """Until all chunks can be found; a prompt with a beginning of its own finds nothing else."""
+def _store(engine: PrefixEngine, texts: list[list[int]]) -> None:
+    """Store chunks until all can be found; a prompt with a beginning of its own finds nothing else.
+
+    What is computed before the weights are identified is not stored, so each attempt offers all of them.
+    """
     until = time.monotonic() + SAVED
     for attempt in range(3, LLAMA["vocab_size"]):
+        for text in texts:
+            engine.generate([_request(text, [[0, len(text)]])])
         begin = [attempt] * BLOCK
         places = [BLOCK + sum(map(len, texts[:number])) for number in range(len(texts) + 1)]
         marks = [[start, end] for start, end in pairwise(places)]
         before = _counted(engine)[0]
         engine.generate([_request([*begin, *(token for text in texts for token in text), 3], marks)])
         found = _counted(engine)[0] - before
-        if found > 0.9 * places[-1] or time.monotonic() > until:
+        if found > places[-1] - BLOCK - 0.9 * min(map(len, texts)) or time.monotonic() > until:
             return
 
 

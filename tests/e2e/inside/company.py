@@ -14,6 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+#: Labels of the series beside vLLM's own.
+LABELS = {"kernel", "outcome"}
+
 
 class Engine:
     """One ``LLM``, and what it has answered."""
@@ -71,7 +74,7 @@ class Engine:
 def exported() -> dict[str, float]:
     """What this process exports of a sparse method: each series' value, by its name and its labels but vLLM's own."""
     return {
-        ".".join([sample.name, *(value for label, value in sample.labels.items() if label == "outcome")]): sample.value
+        ".".join([sample.name, *(value for label, value in sample.labels.items() if label in LABELS)]): sample.value
         for family in import_module("prometheus_client").REGISTRY.collect()  # vLLM brings it
         for sample in family.samples
         if sample.name.startswith("ucm:sparse_") and sample.name.endswith("_total")
