@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from ucm.overlay.finder import State
 
-#: Seconds that all workers together may take; they have nothing else to do.
-DEADLINE = 60.0
+#: The time limit for all workers together, in seconds: a method may compile its kernels then.
+DEADLINE = 180.0
 WORKER, MODEL_RUNNER = "WORKER", "MODEL_RUNNER"
 SAME = "install the same runtime and overlay on every node, and give all of vLLM's processes the same environment"
 
