@@ -78,16 +78,16 @@ class SparseMethod:
         self.options = options
 
     def figures(self) -> Mapping[str, float]:
-        """What the worker's side has counted since it started: ``ucm:sparse_<name>_total`` by ``<name>``.
+        """The worker side's counters since it started: ``ucm:sparse_<name>_total`` by ``<name>``.
 
-        UCM's connector exports them (docs/metrics.md). The value of a label, if the series has one, stands behind a
-        point: ``requests.failed``.
+        UCM's connector exports them (docs/metrics.md). The value of a label, if the series has one, follows a
+        dot: ``requests.failed``.
         """
         return {}
 
     @cached_property
     def complaints(self) -> Complaints:
-        """Where the worker's side says what requests ask for and do not get; see `StepBatch.asked`."""
+        """The worker side's log of client requests that the method refuses; see `StepBatch.asked`."""
         from ucm.sparse.steering import Complaints  # noqa: PLC0415 - most processes have no method
 
         return Complaints(type(self).__name__, int(self.vllm_config.parallel_config.rank))
@@ -96,7 +96,7 @@ class SparseMethod:
 
     @classmethod
     def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What shapes the KV of tokens computed under the method, beside the model, as plain values.
+        """Return what shapes the KV of tokens computed under the method, besides the model, as plain values.
 
         By default: the class, its `revision`, and the parsed options except those in `MethodOptions.beside_kv`.
 
@@ -113,13 +113,13 @@ class SparseMethod:
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """Whether the KV of a prompt is the KV that an engine without the method computes."""
+        """Return whether the KV of a prompt is the KV that an engine without the method computes."""
         del options
         return False
 
     @classmethod
     def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """How many tokens of a request, from its start, have KV that depends on these tokens alone.
+        """Return how many tokens of a request, from its start, have KV that depends on these tokens alone.
 
         The KV of later tokens depends on where the prompt ends, so another request with the same tokens must not use
         it. A method that returns fewer than all calls `keep_apart`, which keeps later blocks out of other requests'
@@ -134,10 +134,10 @@ class SparseMethod:
 
     @classmethod
     def advice(cls, options: Mapping[str, Any]) -> list[str]:
-        """What an operator has to know of the engine that these options want, for `ucm doctor --config`; one line each.
+        """Return what an operator must know about the engine that these options need, one line each.
 
         Args:
-            options: Valid ones, as the operator wrote them.
+            options: Valid options, as the operator wrote them.
         """
         del options
         return []
@@ -162,12 +162,12 @@ class SparseMethod:
         """
 
     def limit_new_tokens(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """How many tokens of a request the next step may compute; called once per step, for running and waiting ones.
+        """Return how many tokens of a request the next step may compute; called once per step.
 
         Args:
             request: vLLM's ``Request``, running or waiting.
-            num_computed_tokens: Its computed tokens; of a waiting request, those found in caches included.
-            num_new_tokens: The known tokens behind them; may be 0.
+            num_computed_tokens: Its computed tokens, including, for a waiting request, those found in caches.
+            num_new_tokens: The known tokens after them; may be 0.
 
         Returns:
             ``num_new_tokens`` or fewer, but at least 1 if there are any. vLLM limits them further.

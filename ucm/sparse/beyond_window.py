@@ -1,7 +1,7 @@
-"""The tokens of a step that see keys before their window, and which keys these are: counted on the host.
+"""Plan, on the host, which tokens of a step read keys before their window, and which keys.
 
-A piece is what one request has of such tokens. Its far keys are read, and turned, in runs of whole blocks; runs of
-several requests share a group, which is read at once. All of it is the same for all layers, so it is made once a step.
+A piece is the set of such tokens of one request. Its far keys are read and rotated in runs of full blocks; runs of
+several requests form a group, which is read at once. The plan is the same for all layers, so it is made once per step.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
     from ucm.sparse.attention import StepBatch
 
-#: Queries of a row whose dense attention is not wanted, which is done with as many keys.
+#: The number of queries per row, and of keys read, where the dense attention's result is not used.
 UNWANTED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Some far keys of a piece, and the queries that see any of them.
+    """Consecutive far keys of a piece, and the queries that see any of them.
 
     Attributes:
-        row: The request's, in the step.
-        begin: The position of the first key; a block begins there.
-        end: Behind that of the last one.
-        causal: Queries of which each sees the keys up to a window before it: as places among the tokens that are
-            beyond their window, from and to; and how many of the keys the last one sees.
-        whole: Queries, likewise, that see all of the keys.
+        row: The request's row in the step.
+        begin: The position of the first key, which is the start of a block.
+        end: The position after the last key.
+        causal: Queries that each see the keys up to one window before them: their first and last index among the tokens
+            of `BeyondWindow`, and the number of keys that the last one sees.
+        whole: Queries that see all of the keys, likewise as indices.
     """
 
     row: int
@@ -51,8 +51,8 @@ class Part:
 
     Attributes:
         causal: See `Run`.
-        spans: What they read, among the group's blocks.
-        tokens: Which they are among the tokens beyond their window: ``[n]``, int64, or a slice.
+        spans: The parts of the group's blocks that they read.
+        tokens: Their indices among the tokens of `BeyondWindow`: ``[n]``, int64, or a slice.
     """
 
     causal: bool
@@ -62,13 +62,13 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs that are read and turned at once.
+    """Runs that are read and rotated at once.
 
     Attributes:
-        rows: ``[num_blocks]``, int64: of the block table, of each block.
-        columns: ``[num_blocks]``, int64: of the block table.
-        positions: ``[num_blocks * block_size]``, int64, or a slice: of the keys; they go on behind the end of a run.
-        parts: Who reads them.
+        rows: ``[num_blocks]``, int64: each block's row in the block table.
+        columns: ``[num_blocks]``, int64: each block's column in the block table.
+        positions: ``[num_blocks * block_size]``, int64, or a slice: the keys' positions, continued past a run's end.
+        parts: The queries that read them.
     """
 
     rows: Tensor
@@ -78,7 +78,7 @@ class Group:
 
     @classmethod
     def of(cls, runs: list[Run], block_size: int, device: Any) -> Group:
-        """Some runs, each of another request."""
+        """Make a group of runs, each of a different request."""
         counts = [-(-(run.end - run.begin) // block_size) for run in runs]
         rows = np.repeat([run.row for run in runs], counts)
         columns = np.concatenate(
@@ -101,16 +101,16 @@ class Group:
         return cls(_on(rows, device), _on(columns, device), positions, parts)
 
     def block_ids(self, table: Tensor) -> Tensor:
-        """``[num_blocks]``, int64: the blocks to read, by the step's block table."""
+        """Return the blocks to read, ``[num_blocks]``, int64, by the step's block table."""
         return table[self.rows, self.columns].long()
 
 
 class BeyondWindow:
-    """The tokens of a step that see keys before their window, in the step's order.
+    """The tokens of a step that read keys before their window, in the step's order.
 
     Args:
         batch: The step.
-        window: Tokens that a query sees at their true distances, itself among them.
+        window: The number of tokens that a query sees at their true distances, including itself.
     """
 
     def __init__(self, batch: StepBatch, window: int) -> None:
@@ -122,22 +122,22 @@ class BeyondWindow:
         self._groups: dict[tuple[int, int], list[Group]] = {}
 
     def __len__(self) -> int:
-        """How many they are."""
+        """The number of these tokens."""
         return int((self.pieces.ends - self.pieces.begins).sum())
 
     @cached_property
     def queries(self) -> Queries:
-        """The tokens as a kernel for the CPU takes them."""
+        """Return the tokens in the form that a CPU kernel takes."""
         return Queries(self.pieces, self._batch)
 
     @cached_property
     def windows(self) -> list[Span]:
-        """Of each piece, its queries and all keys up to the last one of them, from its request's first block on."""
+        """Return each piece's queries with all keys from its request's first block up to its last query."""
         ends = zip(self.pieces.begins.tolist(), self.pieces.ends.tolist(), strict=True)
         return [Span(end - begin, 0, end) for begin, end in ends]
 
     def on(self, device: Any) -> _Placed:
-        """The same on the attention's device."""
+        """Return the tensors on the attention's device."""
         if self._placed is None:
             pieces, batch = self.pieces, self._batch
             starts = np.cumsum(batch.num_new_tokens) - batch.num_new_tokens - batch.num_computed_tokens
@@ -149,10 +149,10 @@ class BeyondWindow:
         return self._placed
 
     def spared(self) -> tuple[QueryPieces, np.ndarray[Any, np.dtype[np.int64]]]:
-        """The step's rows cut such that a back end does hardly anything for these tokens.
+        """Cut the step's rows such that a back end does almost no work for these tokens.
 
         Returns:
-            The rows, and how many keys each reads, int64: all, where its tokens are within their window.
+            The rows, and how many keys each reads, int64: all keys if its tokens are within their window.
         """
         window = self._window
         whole = QueryPieces.of_rows(self._batch)
@@ -164,12 +164,12 @@ class BeyondWindow:
         return pieces, np.where(pieces.begins < window, pieces.ends, pieces.ends - pieces.begins)
 
     def groups(self, block_size: int, at_once: int, device: Any) -> list[Group]:
-        """The far keys, a group after the other.
+        """Return the far keys, in groups.
 
         Args:
             block_size: Tokens in a block.
-            at_once: Keys of a group, at most; one block at least.
-            device: The attention's.
+            at_once: The maximum number of keys in a group; a group has at least one block.
+            device: The attention's device.
         """
         key = block_size, at_once
         if key not in self._groups:
@@ -181,7 +181,7 @@ class BeyondWindow:
         room = 0
         for run in self._runs(block_size, at_once):
             needed = -(-(run.end - run.begin) // block_size) * block_size
-            # Within a part no token may come twice, so each run of a group is of another request.
+            # A part must not contain a token twice, so each run of a group is of a different request.
             if not packed or needed > room or packed[-1][-1].row == run.row:
                 packed.append([])
                 room = at_once
@@ -194,10 +194,10 @@ class BeyondWindow:
         step = max(1, at_once // block_size) * block_size
         pieces = (of.tolist() for of in (self.pieces.rows, self.pieces.begins, self.pieces.ends))
         for row, begin, end in zip(*pieces, strict=True):
-            at = before - begin  # from a position to a place
+            at = before - begin  # converts a position to an index
             for first in range(0, end - window, step):
                 last = min(first + step, end - window)
-                # From here on, queries see all keys of the run; of the request's last run, none but the last query.
+                # From here on, queries see all keys of the run; in the request's last run, only the last query does.
                 sees_all = end if last == end - window else max(begin, last - 1 + window)
                 sees_some = max(begin, first + window)
                 some = (sees_some + at, sees_all + at, sees_all - window - first)
@@ -211,9 +211,9 @@ class _Placed:
     """Tensors on the attention's device, all int64.
 
     Attributes:
-        places: ``[num_tokens]``: of these tokens among the step's.
-        positions: ``[num_tokens]``: in their requests.
-        rows: ``[pieces]``: of the step's requests.
+        places: ``[num_tokens]``: the tokens' indices in the step.
+        positions: ``[num_tokens]``: their positions in the requests.
+        rows: ``[pieces]``: each piece's row in the step.
     """
 
     places: Tensor

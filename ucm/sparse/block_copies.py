@@ -1,4 +1,4 @@
-"""Whole blocks of a worker's KV caches, byte for byte, as a method that moves them sees them."""
+"""Copies of whole blocks of a worker's KV caches, for methods that move blocks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class BlockCopies(Protocol):
 
     @property
     def layer_names(self) -> Sequence[str]:
-        """The layers, in the order in which they are counted here."""
+        """The layers, in the order of their indices here."""
         ...
 
     @property
     def geometry(self) -> BlockGeometry:
-        """What a store needs to know of a block; each layer is one layer slice."""
+        """The geometry of a block for a store; each layer is one layer slice."""
         ...
 
     def host_rows(self, layer: int, blocks: int) -> Tensor:
-        """Host memory for blocks of a layer, page-locked beside a device: ``[blocks, bytes of a block]``, uint8."""
+        """Allocate host memory for blocks of a layer, pinned for a device: ``[blocks, bytes of a block]``, uint8."""
         ...
 
     def read(self, block_ids: Sequence[int]) -> list[Tensor]:
-        """Copies of blocks: per layer ``[blocks, bytes of a block]``, uint8, complete on return."""
+        """Copy blocks to host memory: per layer ``[blocks, bytes of a block]``, uint8, complete on return."""
         ...
 
     def write(self, layer: int, block_ids: Sequence[int], rows: Tensor) -> None:
-        """Write into blocks of a layer, in the order of the device's work.
+        """Write into blocks of a layer, in stream order.
 
         Args:
-            layer: Its place among `layer_names`.
+            layer: Its index in `layer_names`.
             block_ids: The blocks.
             rows: ``[blocks, bytes of a block]``, uint8, in memory from `host_rows`.
         """
@@ -47,13 +47,13 @@ class BlockCopies(Protocol):
 
 
 class CopyingView(AttentionView, Protocol):
-    """The attention layers of one worker, with copies of their blocks."""
+    """An `AttentionView` that can also copy blocks."""
 
     def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
-        """Copies of whole blocks.
+        """Return an interface for copies of whole blocks.
 
         Args:
-            kv_caches: The caches by layer, as `SparseMethod.attention_begin` was given them.
+            kv_caches: The caches by layer, as passed to `SparseMethod.attention_begin`.
 
         Raises:
             UcmError: If the blocks of a layer cannot be located.

@@ -1,7 +1,7 @@
-"""Kernels for a CPU: compiled by numba, which vLLM brings, and run by torch's threads.
+"""CPU kernels: compiled by numba, a dependency of vLLM, and run by torch's threads.
 
-A kernel runs in the OpenMP threads that torch computes in, through the entry that compilers call. numba's own threads
-would compete with them, and would all run on the one core that vLLM binds a worker's main thread to.
+A kernel runs in torch's OpenMP threads, through the entry point that compilers call. numba's own threads
+would compete with them, and would all run on the single core to which vLLM binds a worker's main thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Kernel = TypeVar("Kernel")
 
 @dataclass(frozen=True)
 class Threads:
-    """What a kernel asks while it runs, as numba calls it.
+    """The thread functions that a kernel calls, in a form that numba can compile.
 
     Attributes:
-        own: The number of the thread that asks.
-        count: How many run.
-        wait: Returns when all threads have called it.
+        own: The number of the calling thread.
+        count: The number of running threads.
+        wait: A barrier: returns when all threads have called it.
     """
 
     own: Any
@@ -41,14 +41,14 @@ class Threads:
 
 
 def for_engine(what: str, make: Callable[[], Kernel]) -> Kernel | None:
-    """What ``make`` compiles, but None in a process that was not started for one engine alone.
+    """Compile a kernel with ``make``; return None in a process that was not started for a single engine.
 
-    When vLLM 0.32.0 starts an engine it looks at all that the modules of the process hold, and fails at llvmlite's,
-    which numba loads. So after a kernel was compiled no further engine could start in the same process.
+    When vLLM 0.32.0 starts an engine it inspects the contents of all modules in the process, and fails at llvmlite's,
+    which numba loads. After compiling a kernel, no other engine could start in the same process.
 
     Args:
-        what: What is done slowly where there is no kernel, for the log.
-        make: Called where a kernel may be compiled.
+        what: The operation that is slow without a kernel, for the log.
+        make: Called if a kernel may be compiled.
     """
     if multiprocessing.parent_process() is not None:
         return make()
@@ -58,7 +58,7 @@ def for_engine(what: str, make: Callable[[], Kernel]) -> Kernel | None:
 
 @functools.cache
 def _say_why_slow(what: str) -> None:
-    """Once in a process: each layer asks for the kernel."""
+    """Log once per process, although each layer requests the kernel."""
     get_logger(__name__).info(
         "[UCM.Sparse] %s slowly, without numba: with it, no further engine would start in this process. "
         "VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default, gives each engine a process of its own",
@@ -70,17 +70,17 @@ def compile_kernel(what: str, write: Callable[[Any, Threads], Callable[[Any], No
     """Compile a kernel; takes about a second.
 
     Args:
-        what: As `for_engine`.
-        write: Given numba and `Threads`, returns the function to compile. It is run by each thread with the address of
+        what: As in `for_engine`.
+        write: Given numba and `Threads`, returns the function to compile. Each thread runs it with the address of
             the kernel's arguments, an array of int64.
 
     Returns:
-        What runs it in all threads, with tensors, which it is given the addresses of, and integers. None where numba
+        A function that runs it in all threads, with tensors, passed by address, and integers. None if numba
         is missing, which is logged.
     """
     try:
         numba: Any = importlib.import_module("numba")
-        everywhere = ctypes.CDLL(None)  # torch's OpenMP is there
+        everywhere = ctypes.CDLL(None)  # contains torch's OpenMP
         threaded = hasattr(everywhere, "GOMP_parallel")
         threads = _threads_of(everywhere) if threaded else Threads(*map(numba.njit, (_zero, _one, _zero)))
         signature = numba.types.void(numba.types.CPointer(numba.types.int64))
@@ -120,12 +120,12 @@ def _threads_of(everywhere: Any) -> Threads:
 
 @dataclass(frozen=True)
 class Intrinsics:
-    """Single instructions, as numba calls them.
+    """Single instructions that numba can call.
 
     Attributes:
-        ones: Of an int64, how many bits are set.
-        as_float: The float32 that the lower half of an int64 is the bits of.
-        at: What is at an address, for ``carray``.
+        ones: The number of set bits in an int64.
+        as_float: The float32 whose bits are the lower half of an int64.
+        at: A pointer to an address, for ``carray``.
     """
 
     ones: Any
@@ -134,7 +134,7 @@ class Intrinsics:
 
 
 def intrinsics(numba: Any) -> Intrinsics:
-    """Compiled where they are called."""
+    """Return the intrinsics, which are compiled inline."""
     ir: Any = importlib.import_module("llvmlite.ir")
     types = numba.types
 

@@ -1,8 +1,8 @@
-"""Counters of one process in a memory-mapped file: current at every moment, and left behind by any kind of death.
+"""Counters of one process in a memory-mapped file: always current, and preserved when the process dies.
 
-A file ``<stem>-<pid>.bin`` is a header (magic, version, a bit per role, the length of what follows), a JSON object with
+A file ``<stem>-<pid>.bin`` has a header (magic, version, a bit per role, the length of the JSON), a JSON object with
 the process and the names of its counters, and from the next multiple of eight on one u64 per name. All numbers have
-the byte order of the machine, which is also the reader's. A file appears under its name complete, by a rename; an
+the machine's byte order. A file gets its name by a rename when it is complete; an
 earlier one of the same process id is replaced.
 """
 
@@ -32,13 +32,13 @@ _ROLES = tuple(Role)
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """What one process has counted.
+    """The counters of one process.
 
     Attributes:
-        pid: Its id.
+        pid: The process id.
         process: Its name, as `multiprocessing` has it: ``MainProcess``, ``EngineCore``, ``Worker``, ….
         roles: The sides of the engine that it serves.
-        counts: The counters in the order of their declaration, zeros included.
+        counts: The counters in the order of their declaration, including zeros.
     """
 
     pid: int
@@ -48,14 +48,14 @@ class ProcessReport:
 
 
 class Counters:
-    """The counters of whichever process uses them: a forked child starts a file of its own, from zero.
+    """The counters of the current process: a forked child starts its own file, from zero.
 
     There is no lock, which a fork could leave locked: a counter has one writing thread at a time.
 
     Args:
-        directory: Where the files go; it must exist.
-        stem: The start of their names.
-        names: The counters.
+        directory: The directory of the files; it must exist.
+        stem: The prefix of their names.
+        names: The names of the counters.
     """
 
     def __init__(self, directory: Path, stem: str, names: Sequence[str]) -> None:
@@ -68,18 +68,18 @@ class Counters:
         self._values: memoryview
 
     def enter(self, role: Role) -> None:
-        """Note that this process serves a role; creates the file at the first call in a process.
+        """Record that this process serves a role; the first call in a process creates the file.
 
         Raises:
             OSError: If the file cannot be created.
         """
-        # The process name is only final some time after a fork, so this is no business of os.register_at_fork.
+        # The process name is set some time after a fork, so os.register_at_fork would be too early.
         if os.getpid() != self._pid:
             self._create()
         self._memory[_ROLES_OFFSET] |= 1 << _ROLES.index(role)
 
     def add(self, name: str, role: Role) -> None:
-        """Count one event, seen by a role."""
+        """Count one event of a role."""
         self.enter(role)
         self._values[self._places[name]] += 1
 
@@ -100,7 +100,7 @@ class Counters:
 
 
 def read_counters(path: Path) -> ProcessReport:
-    """What a process has counted until now; it may be running.
+    """Return the current counters of a process, which may be running.
 
     Raises:
         UcmError: If the file cannot be read, or is not one of `Counters`.

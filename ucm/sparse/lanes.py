@@ -1,7 +1,7 @@
-"""Vectors of 16 numbers in functions that numba compiles.
+"""Vectors of 16 numbers for functions that numba compiles.
 
-numba leaves it to LLVM to find vectors in loops over arrays. It does not keep sums of several vectors in registers, and
-checks before each short loop whether its arrays overlap. Here a vector is a value of its own, in a register.
+numba relies on LLVM to vectorise loops over arrays. LLVM does not keep sums of several vectors in registers, and
+checks before each short loop whether its arrays overlap. Here a vector is a value in a register.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Numbers of a vector, all float32: a register of AVX-512; of narrower ones the compiler takes several.
+#: The float32 numbers in a vector: one AVX-512 register; with narrower registers the compiler uses several.
 LANES = 16
-#: Of a power of two below this nothing is left in a sum with one of 1.
+#: Powers of two below this exponent vanish in a sum with 1.
 LEAST_POWER = -126.0
-#: A power of two for a fraction of at most one half: to the sixth order, right to 1.2e-7.
+#: The series of 2**x for a fraction of at most one half: sixth order, accurate to 1.2e-7.
 SERIES = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
 
 
 @functools.cache
 def _vector_type() -> Any:
-    """The type of a vector, made known to numba once."""
+    """Return the type of a vector, registered with numba once."""
     numba: Any = importlib.import_module("numba")
     extending: Any = importlib.import_module("numba.extending")
     ir: Any = importlib.import_module("llvmlite.ir")
@@ -42,26 +42,26 @@ def _vector_type() -> Any:
 
 
 class Lanes:
-    """Functions of vectors, for functions that numba compiles to call; an *address* is an int64.
+    """Vector functions that numba-compiled functions can call; an *address* is an int64.
 
     Args:
-        half: Whether the numbers of the KV cache are bfloat16, or else float32.
+        half: Whether the KV cache is bfloat16, or else float32.
 
     Attributes:
         load: The vector at an address.
         store: ``store(address, vector)``.
-        whole: The int64 at an address.
+        whole: Returns the int64 at an address.
         number: The float32 at an address.
-        stored: The number of the cache's dtype at an address.
-        keep: ``keep(address, vector)``, in the cache's dtype.
-        put: ``put(address, number)``, float32.
-        splat: A vector of one number.
-        add: Of two vectors the sum; as ``sub``, ``mul``.
-        fma: Of three vectors the product of the first two, plus the third.
-        greater: Of two vectors the greater of each lane.
-        greatest: The greatest number of a vector.
-        total: The sum of a vector's numbers.
-        exp2: Two to the power of each number; of those below `LEAST_POWER`, to that.
+        stored: Returns the number of the cache's dtype at an address.
+        keep: ``keep(address, vector)``: stores in the cache's dtype.
+        put: ``put(address, number)``: stores a float32.
+        splat: Returns a vector with a number in all lanes.
+        add: Returns the sum of two vectors; ``sub`` and ``mul`` likewise.
+        fma: Returns the product of two vectors plus a third.
+        greater: Returns the lane-wise maximum of two vectors.
+        greatest: Returns the maximum of a vector's numbers.
+        total: Returns the sum of a vector's numbers.
+        exp2: Returns two to the power of each number, clamped to at least `LEAST_POWER`.
         within: ``within(vector, low, high, number)``: the number in lanes before ``low`` and from ``high`` on.
     """
 
@@ -96,11 +96,11 @@ class Lanes:
         self.within = make(vector, (vector, address, address, number), self._within)
 
     def reading(self, step: int) -> Any:
-        """The vector of numbers of the cache's dtype from an address on, so many numbers apart."""
+        """Return a function that loads a vector of the cache's dtype from an address, with a stride in numbers."""
         return self._intrinsic(_vector_type(), (self._address,), lambda b, at: self._read(b, at, step))
 
     def stack(self, size: int) -> Any:
-        """The address of so many bytes, the same at each call from one function: ``stack()``."""
+        """Return a function ``stack()`` that gives the address of this many bytes, constant within one function."""
 
         def write(builder: Any) -> Any:
             kind = self._ir.ArrayType(self._vector, -(-size // (4 * LANES)))
@@ -111,21 +111,21 @@ class Lanes:
     def product(
         self, rows: int, weights_apart: int, sums_apart: int, vectors: tuple[int, ...], step: int | None
     ) -> Any:
-        """A product of two matrices that keeps its sums in registers.
+        """Return a matrix product that keeps its sums in registers.
 
         Args:
-            rows: Of the first matrix and of the result; these many times ``vectors`` sums are kept.
-            weights_apart: Bytes between rows of the first matrix, float32.
-            sums_apart: Bytes between rows of the result, float32.
-            vectors: Of a row of the second matrix, the places of its vectors behind the first one's, in bytes; the
-                result's vectors follow each other.
-            step: Numbers of the second matrix' rows are of the cache's dtype and so many numbers apart; None for
-                float32 that follow each other.
+            rows: The rows of the first matrix and the result; ``rows`` times ``vectors`` sums are kept.
+            weights_apart: The row stride of the first matrix (float32), in bytes.
+            sums_apart: The row stride of the result (float32), in bytes.
+            vectors: The offsets of a row's vectors in the second matrix from the first one, in bytes; the
+                result's vectors are contiguous.
+            step: The stride of numbers in the second matrix's rows, which have the cache's dtype; None for
+                contiguous float32.
 
         Returns:
-            ``product(weights, matrix, offsets, begin, end, sums, fresh)``: addresses of both matrices, of the places of
-            the second one's rows in bytes (int64), the rows ``begin`` to ``end`` to take of it, and the address of the
-            result, which is added to what it holds unless ``fresh`` is 1.
+            ``product(weights, matrix, offsets, begin, end, sums, fresh)``: the addresses of both matrices and of the
+            second one's row offsets in bytes (int64), the range of its rows to use, and the address of the
+            result, to which the product is added unless ``fresh`` is 1.
         """
         address = self._address
 
@@ -167,7 +167,7 @@ class Lanes:
         return self._intrinsic(None, (address,) * 7, write)
 
     def _intrinsic(self, result: Any, arguments: tuple[Any, ...], write: Callable[..., Any]) -> Any:
-        """A function of these types that is compiled where it is called, from what ``write`` writes."""
+        """Return an inlined function of these types, with the code that ``write`` emits."""
         signature = (self._nothing if result is None else result)(*arguments)
 
         def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
@@ -218,7 +218,7 @@ class Lanes:
         return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
     def _folded(self, builder: Any, vector: Any, fold: Callable[[Any, Any, Any], Any]) -> Any:
-        """Lanes folded by halves, always in this order."""
+        """Fold the lanes by halves, always in the same order."""
         width = LANES // 2
         while width:
             places = [(lane + width) % LANES for lane in range(LANES)]
@@ -286,7 +286,7 @@ class Lanes:
             return
         bits = builder.bitcast(vector, self._ir.VectorType(self._word, LANES))
         upper, one = self._all(self._word, 16), self._all(self._word, 1)
-        even = builder.and_(builder.lshr(bits, upper), one)  # to the nearest, halves to even
+        even = builder.and_(builder.lshr(bits, upper), one)  # round to nearest, ties to even
         rounded = builder.lshr(builder.add(builder.add(bits, self._all(self._word, 0x7FFF)), even), upper)
         shorts = self._ir.VectorType(self._ir.IntType(16), LANES)
         builder.store(builder.trunc(rounded, shorts), self._at(builder, address, shorts), align=2)

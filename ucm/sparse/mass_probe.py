@@ -38,7 +38,7 @@ TARGETS = (0.9, 0.95, 0.99)
 
 
 class KeyMeans(Representatives):
-    """The mean of each block's keys: the plainest representative."""
+    """The mean of each block's keys: the simplest representative."""
 
     def __init__(self, num_blocks: int, keys: Tensor) -> None:
         super().__init__(num_blocks, keys)
@@ -46,11 +46,11 @@ class KeyMeans(Representatives):
         self._kept = keys.new_zeros((num_blocks, *keys.shape[2:]))
 
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
-        """Keep the means of these keys."""
+        """Store the means of these keys."""
         self._kept[block_ids] = keys.mean(1)
 
     def scores(self, query: Tensor, block_ids: Tensor) -> Tensor:
-        """The product of each query head with each block's mean key."""
+        """Return the product of each query head with each block's mean key."""
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
         means = self._kept[block_ids].float()
@@ -62,12 +62,12 @@ class KeyMeans(Representatives):
 
 
 _REPRESENTATIVES: Mapping[str, type[Representatives]] = {**SELECTORS, MEAN: KeyMeans}
-#: In the order in which they are reported: the best possible, the shipped ones, and what these must beat.
+#: In the order of the report: the best possible selector, the shipped ones, and those that these must beat.
 COMPARED = (ORACLE, *_REPRESENTATIVES, RANDOM)
 
 
 class MassProbeOptions(MethodOptions):
-    """What `ucm sparse probe` sets.
+    """The options that `ucm sparse probe` sets.
 
     Attributes:
         budgets: Shares of the context's blocks that a decode step may read, each above 0 and at most 1; rounded up.
@@ -94,11 +94,11 @@ class LayerMasses:
     """Sums over the samples of one layer.
 
     Attributes:
-        samples: Decodes that were measured.
-        kept: By budget and selector, the share of the attention that the selection keeps, summed.
-        counted: By budget, the samples in it: those whose context is large enough for a choice.
-        needed: By target, the smallest share of the context's blocks that holds so much of the attention, summed.
-        worst: The same, the largest.
+        samples: The number of measured decodes.
+        kept: The sum of the shares of attention that the selection keeps, by budget and selector.
+        counted: The number of samples by budget: those whose context is large enough for a choice.
+        needed: The sum of the smallest shares of the context's blocks that have the target's attention, by target.
+        worst: The largest of these shares, by target.
     """
 
     samples: int = 0
@@ -108,7 +108,7 @@ class LayerMasses:
     worst: dict[float, float] = field(default_factory=lambda: defaultdict(float))
 
     def as_data(self) -> dict[str, Any]:
-        """Means, as plain data; the keys are this class's attributes."""
+        """Return the means as plain data; the keys are this class's attributes."""
         return {
             "samples": self.samples,
             "kept": {
@@ -125,8 +125,8 @@ class MassProbe(SparseMethod):
     """Measures the attention that budgets of blocks would keep; reads everything.
 
     Attributes:
-        layers: What was measured, by layer name.
-        lengths: The shortest and the longest context that was measured, in tokens.
+        layers: The measurements, by layer name.
+        lengths: The shortest and the longest measured context, in tokens.
 
     Raises:
         ConfigError: An option is wrong.
@@ -141,27 +141,27 @@ class MassProbe(SparseMethod):
         require_hooks(type(self).__name__, self.needed_hooks)
         self._options = parse_options(MassProbeOptions, type(self).__name__, options)
         self._steps = 0
-        #: Of the step: the row, the place of its query among the step's tokens, and the length of its context.
+        #: The step's measured rows: the row, the index of its query among the step's tokens, and its context length.
         self._rows: list[tuple[int, int, int]] = []
         self.layers: dict[str, LayerMasses] = defaultdict(LayerMasses)
         self.lengths: tuple[int, int] | None = None
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """They are, as everything else is."""
+        """Return True: everything is dense."""
         del options
         return True
 
     def worker_started(self) -> None:
-        """Refuses an engine whose keys cannot be read."""
+        """Refuse an engine whose keys cannot be read."""
         self.attention.require_engine()
 
     def layer_seen(self, layer_name: str) -> None:
-        """Refuses a layer whose keys cannot be read."""
+        """Refuse a layer whose keys cannot be read."""
         self.attention.require(layer_name, reads_keys=True)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
-        """Chooses the decodes that are measured in this step."""
+        """Choose the decodes to measure in this step."""
         batch = self.attention.batch(runner, scheduler_output, input_batch)
         self._rows = []
         decodes = np.flatnonzero(batch.decodes).tolist()
@@ -174,7 +174,7 @@ class MassProbe(SparseMethod):
     def attention_finished(
         self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:
-        """Measures the layer: the step's keys are in the cache now."""
+        """Measure the layer, now that the step's keys are in the cache."""
         del output
         if not self._rows:
             return
@@ -188,7 +188,7 @@ class MassProbe(SparseMethod):
             self.lengths = min(shortest, tokens), max(longest, tokens)
 
     def report(self) -> dict[str, Any]:
-        """What was measured of the layers of this worker, as plain data; of all heads, also those on other workers.
+        """Return the measurements of this worker's layers as plain data, for all heads, including other workers'.
 
         Returns:
             ``layers``, `LayerMasses` by layer name; ``lengths``, the shortest and the longest context or None.
@@ -202,10 +202,10 @@ class MassProbe(SparseMethod):
         """Add one decode.
 
         Args:
-            layer: Where to.
+            layer: The layer's sums.
             query: ``[1, num_heads, head_size]``.
             keys: ``[blocks, block_size, num_kv_heads, head_size]``: the whole context.
-            tokens: How many tokens of that there are.
+            tokens: The number of tokens in it.
         """
         blocks, size = keys.shape[:2]
         masses = self._over_ranks(block_masses(query, keys[None], tokens)[0].double() * WHOLE) / WHOLE
@@ -213,7 +213,7 @@ class MassProbe(SparseMethod):
         layer.samples += 1
         ordered = masses.sort(descending=True).values.cumsum(0)
         for target in TARGETS:
-            # The whole context suffices, whatever rounding makes of the sum.
+            # The whole context suffices, even if rounding makes the sum smaller than the target.
             share = min(int((ordered < target).sum()) + 1, blocks) / blocks
             layer.needed[target] += share
             layer.worst[target] = max(layer.worst[target], share)
@@ -225,7 +225,7 @@ class MassProbe(SparseMethod):
                 layer.kept[share][name] += always + kept
 
     def _budgets(self, size: int, blocks: int) -> Iterator[tuple[float, BlockBudget]]:
-        """The budgets that leave blocks to choose and others to leave out."""
+        """Yield the budgets with which there are blocks to choose and blocks to leave out."""
         options = self._options
         for share in options.budgets:
             read = math.ceil(share * blocks) * size
@@ -234,13 +234,13 @@ class MassProbe(SparseMethod):
                 yield share, budget
 
     def _kept(self, query: Tensor, keys: Tensor, masses: Tensor, chosen: int) -> Iterator[tuple[str, float]]:
-        """What each selector's choice among some blocks holds of the attention.
+        """Yield the share of the attention that each selector's choice among some blocks keeps.
 
         Args:
             query: ``[1, num_heads, head_size]``.
             keys: ``[blocks, block_size, num_kv_heads, head_size]``.
             masses: ``[blocks]``: the true shares of the attention.
-            chosen: How many blocks are chosen.
+            chosen: The number of blocks to choose.
         """
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
@@ -254,7 +254,7 @@ class MassProbe(SparseMethod):
         yield RANDOM, float(masses.sum()) * chosen / len(masses)
 
     def _over_ranks(self, shares: Tensor) -> Tensor:
-        """Sum shares over the workers that have a layer's other heads: a choice is the same on all of them."""
+        """Sum shares over the workers with a layer's other heads, because all make the same choice."""
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
         return self.attention.sum_over_ranks(shares.to(torch.int64))

@@ -1,4 +1,4 @@
-"""The switches that would leave a method without the hooks it needs, and an engine silently dense."""
+"""Check that no kill switch removes the hooks that a method needs, which would leave the engine silently dense."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ucm.errors import SparseMethodError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: What an operator writes to leave a switch alone.
+#: Values with which a switch counts as unset.
 OFF = frozenset({"", "0", "false", "no", "off"})
 
 
@@ -18,7 +18,7 @@ def require_hooks(name: str, groups: Iterable[str]) -> None:
     """Refuse to run a method without its hooks.
 
     Args:
-        name: The method's.
+        name: The method's name.
         groups: Groups of rewritten modules, as their switches name them: ``ATTENTION``, ``WORKER``, ….
 
     Raises:

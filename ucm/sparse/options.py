@@ -1,4 +1,4 @@
-"""A sparse method's own settings: declared as a pydantic model, refused by name when they are wrong."""
+"""A sparse method's own settings: declared as a pydantic model, with errors that name the wrong option."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ucm.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-#: The key that all methods' settings stand under.
+#: The key of all methods' settings.
 SECTION = "ucm_sparse_config"
 
 
 class MethodOptions(BaseModel):
-    """The base of a method's options: unknown keys and values of another type are refused.
+    """The base class of a method's options: unknown keys and values of another type are refused.
 
     Attributes:
-        beside_kv: Options that have no influence on the KV of the tokens that are computed under the method, so that
-            engines which differ in them can share it.
+        beside_kv: Options that do not influence the KV of tokens computed under the method, so that
+            engines that differ in them can share it.
     """
 
     beside_kv: ClassVar[frozenset[str]] = frozenset()
@@ -35,7 +35,7 @@ _short.maxstring = _short.maxother = 160
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it, however long it is, and however deeply nested."""
+    """Format a value for a message, however long or deeply nested it is."""
     return _short.repr(value)
 
 
@@ -43,16 +43,16 @@ Options = TypeVar("Options", bound=MethodOptions)
 
 
 def parse_options(model: type[Options], name: str, given: Mapping[str, Any], section: str = SECTION) -> Options:
-    """A method's options as an operator wrote them.
+    """Parse a method's options as an operator wrote them.
 
     Args:
         model: The method's options.
         name: The method's name, for messages.
-        given: What stands under the method's name.
-        section: What the method's name stands under.
+        given: The value under the method's name.
+        section: The key that contains the method's name.
 
     Raises:
-        ConfigError: For all options that are wrong, each with its place and what would be right.
+        ConfigError: For all wrong options, each with its place and the remedy.
     """
     try:
         return model.model_validate(dict(given))
@@ -63,12 +63,12 @@ def parse_options(model: type[Options], name: str, given: Mapping[str, Any], sec
 
 
 def plain_options(model: type[MethodOptions], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a method's options shapes KV, with the defaults of those that are not given; as `parse_options`."""
+    """Return the options that shape KV, including defaults; errors as in `parse_options`."""
     return parse_options(model, name, given).model_dump(mode="json", exclude=set(model.beside_kv))
 
 
 def _refused(model: type[MethodOptions], name: str, error: Mapping[str, Any], place: str) -> ConfigError:
-    """What one of pydantic's errors says of an option."""
+    """Convert one of pydantic's errors."""
     option = ".".join(str(part) for part in error["loc"])
     place = f"{place}.{option}" if option else place
     if error["type"] == "extra_forbidden":
@@ -85,7 +85,7 @@ def _meant(given: str, known: Iterable[str]) -> str:
 
 
 def _instead(model: type[MethodOptions], option: str) -> str:
-    """What may be meant; of options of an option, only that one knows."""
+    """Suggest the intended option; for nested options only the outer one is known."""
     if "." in option:
         return f"remove it, or correct it: {_about(model, option.partition('.')[0])}"
     return f"{_meant(option, model.model_fields)}There are {', '.join(model.model_fields)}"
@@ -96,7 +96,7 @@ def _message(text: str) -> str:
 
 
 def _about(model: type[MethodOptions], option: str) -> str:
-    """What an option is, from its declaration."""
+    """Describe an option, from its declaration."""
     field = model.model_fields.get(option)
     if field is None or field.description is None:
         return f"correct it; the options are {', '.join(model.model_fields)}"

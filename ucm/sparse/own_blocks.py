@@ -1,8 +1,8 @@
-"""Keeping a request's blocks apart from other requests' in vLLM's own prefix cache.
+"""Keep a request's blocks from being hit by other requests in vLLM's own prefix cache.
 
-vLLM names a full block by the tokens in it and before it. A token whose KV depends on more than these, as that of a
-generated token under a method that leaves prompts dense, must not be found by another request's prompt. From there on
-the names are the request's own: it finds its blocks again when it is preempted, and nobody else does.
+vLLM hashes a full block by the tokens in it and before it. A token whose KV depends on more than these, such as a
+generated token under a method with dense prompts, must not be hit by another request's prompt. From that token on
+the hashes are unique to the request: it finds its blocks again after a preemption, and no other request does.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: Where a request keeps what hashes its full blocks: from 0.12.0 on, and from 0.10.1 on; before, there is none.
+#: The attribute of a request with its block hasher: from 0.12.0 on, and from 0.10.1 on; earlier releases have none.
 HASHERS = ("_block_hasher", "get_hash_new_full_blocks")
 
-#: Where vLLM keeps how many tokens a hash covers; most often only the last of them is there.
+#: The settings with the number of tokens that a hash covers; most releases only have the last one.
 SIZES = ("hash_block_size", "prefix_match_unit", "block_size")
 
 
 def keep_apart(request: Any, first_token: int, cache_config: Any) -> None:
-    """Give blocks with a token from some position on names of their request's own; at once for those that have names.
+    """Give blocks with tokens from a position on hashes unique to their request, including already hashed blocks.
 
-    Called before the request's first allocation, and as often as one likes.
+    Call it before the request's first allocation; further calls change nothing.
 
     Args:
         request: vLLM's ``Request``.
         first_token: The position.
-        cache_config: vLLM's ``CacheConfig``, which tells how many tokens a hash covers.
+        cache_config: vLLM's ``CacheConfig``, with the number of tokens that a hash covers.
     """
     name = next((name for name in HASHERS if getattr(request, name, None) is not None), None)
     if name is None:
@@ -43,7 +43,7 @@ def keep_apart(request: Any, first_token: int, cache_config: Any) -> None:
 
 
 def rename_own(request: Any) -> None:
-    """Give the blocks that have names of their request's own others, so that what was computed is not found again."""
+    """Change the request's unique hashes, so that the computed blocks are not found again."""
     for name in HASHERS:
         hasher = getattr(request, name, None)
         if isinstance(hasher, _OwnNames):
@@ -51,12 +51,12 @@ def rename_own(request: Any) -> None:
 
 
 class _OwnNames:
-    """A request's hasher.
+    """A request's block hasher.
 
     Args:
-        hasher: vLLM's.
-        hashes: The request's, which grow with what is returned here.
-        first: The first block with names of its own.
+        hasher: vLLM's hasher.
+        hashes: The request's hashes, to which vLLM appends the returned ones.
+        first: The first block with unique hashes.
     """
 
     def __init__(self, hasher: Callable[..., list[Any]], hashes: list[Any], first: int) -> None:
@@ -66,20 +66,20 @@ class _OwnNames:
         self._secret = os.urandom(16)
 
     def __call__(self, *request: Any) -> list[Any]:
-        """The hashes of blocks that are full since the last call."""
+        """Return the hashes of blocks that became full since the last call."""
         return self.of(self._hasher(*request), len(self._hashes))
 
     def of(self, hashes: Sequence[Any], start: int) -> list[Any]:
-        """Some hashes, from that of a block on."""
+        """Make hashes unique, if they are at or after the first block."""
         shared = max(0, self._first - start)
         return [*hashes[:shared], *(self._own(of) for of in hashes[shared:])]
 
     def rename(self) -> None:
-        """Change the names of the request's own."""
+        """Change the unique hashes."""
         self._secret = os.urandom(16)
         self._hashes[:] = self.of(self._hashes, 0)
 
     def _own(self, of: Any) -> Any:
         if isinstance(of, bytes):
             return hashlib.sha256(self._secret + of).digest()
-        return of._replace(extra_keys=(of.extra_keys, self._secret))  # 0.10.1: a tuple that names what it is made of
+        return of._replace(extra_keys=(of.extra_keys, self._secret))  # 0.10.1: a named tuple with the hash's parts

@@ -1,7 +1,7 @@
 """Rows of a step, cut into pieces whose queries read the same blocks.
 
-Attention back ends take rows of any number of queries, which stand at the end of what the row reads. So a piece is a
-row of its own, with a block table and a length of its own, and a back end needs nothing but other metadata for it.
+Attention back ends take rows of any number of queries, which are at the end of the tokens that the row reads. A piece
+is such a row, with its own block table and length, so a back end only needs other metadata for it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class QueryPieces:
     """Pieces in the order of the step's tokens; all arrays are on the host.
 
     Attributes:
-        rows: ``[pieces]``, int64: the row of the step that each is of.
-        begins: ``[pieces]``, int64: the position of its first token in the request.
-        ends: ``[pieces]``, int64: the position behind its last one.
+        rows: ``[pieces]``, int64: the row of the step that contains it.
+        begins: ``[pieces]``, int64: the position of its first token.
+        ends: ``[pieces]``, int64: the position after its last token.
     """
 
     rows: NDArray[np.int64]
@@ -37,14 +37,14 @@ class QueryPieces:
 
     @classmethod
     def of_rows(cls, batch: StepBatch) -> QueryPieces:
-        """Each row as one piece."""
+        """Return each row as one piece."""
         return cls(np.arange(len(batch.request_ids)), batch.num_computed_tokens, batch.seq_lens)
 
     def cut(self, cuts: Sequence[Sequence[int]]) -> QueryPieces:
-        """Smaller pieces.
+        """Cut pieces into smaller ones.
 
         Args:
-            cuts: Of each piece, the positions within it where new ones begin, in order.
+            cuts: The positions in each piece at which new pieces begin, in order.
         """
         counts = np.array([1 + len(of_piece) for of_piece in cuts], np.int64)
         firsts = zip(self.begins.tolist(), cuts, strict=True)
@@ -64,7 +64,7 @@ class QueryPieces:
         return np.flatnonzero(np.diff(self.rows, append=-1))
 
     def split(self, device: Any) -> QuerySplit | None:
-        """The pieces as a back end wants them; None if each is a whole row."""
+        """Return the pieces in the form for a back end; None if each is a whole row."""
         if self.whole:
             return None
         import torch  # noqa: PLC0415 - vLLM brings it

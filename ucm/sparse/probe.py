@@ -1,9 +1,9 @@
-"""A sparse method that changes nothing and counts which hooks fired in each process: for tests and ``ucm doctor``.
+"""A sparse method that changes nothing and counts the hooks that fire in each process: for tests and ``ucm doctor``.
 
-Its one option is ``report_dir``, a directory for one counter file per process (see `ucm.sparse.counters`); a new run
-needs an empty one, for nothing tells its files from those of an earlier run.
+Its only option is ``report_dir``, a directory for one counter file per process (see `ucm.sparse.counters`). Use an
+empty directory for each run, because files of earlier runs look the same.
 
-What torch.compile traces, and what a replayed CUDA graph skips, runs no Python and is not counted.
+Code that torch.compile traces, or that a replayed CUDA graph skips, runs no Python and is not counted.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["HOOKS", "METADATA_RECEIVED", "Probe", "ProcessReport", "read_reports"]
 
-#: What no rule of a transform calls: the seam itself does.
+#: Methods that the seam itself calls, not a rule's insertion.
 _OF_THE_SEAM = ("scheduler_started", "worker_started", "asks_workers", "confirms", "figures", "layer_seen")
-#: The methods that are counted, in their order in `SparseMethod`.
+#: The counted methods, in their order in `SparseMethod`.
 HOOKS = tuple(
     name
     for name, member in vars(SparseMethod).items()
     if callable(member) and not name.startswith("_") and name not in _OF_THE_SEAM
 )
-#: Counts the steps that brought the worker what `Probe.build_metadata` had returned in EngineCore.
+#: Counts the steps with which the worker received the result of `Probe.build_metadata` in EngineCore.
 METADATA_RECEIVED = "metadata_received"
-#: The methods that run inside the model's forward: torch.compile may trace them, and must find no state to touch.
+#: The methods that run in the model's forward: torch.compile may trace them, so they must not modify state.
 IN_MODEL = tuple(name for name in HOOKS if name.startswith(("kv_write_", "attention_", "mla_", "layer_", "ffn_")))
 
 _STEM = "probe"
@@ -40,10 +40,10 @@ _WHERE = "ucm_sparse_config.Probe"
 
 
 class Probe(SparseMethod):
-    """Counts its calls, and otherwise does what `SparseMethod` does: nothing.
+    """Counts its calls, and otherwise does nothing.
 
     Raises:
-        ConfigError: If an option is missing or unknown, or the directory cannot be had.
+        ConfigError: If an option is missing or unknown, or the directory cannot be created.
     """
 
     optional_hooks = True
@@ -64,14 +64,14 @@ class Probe(SparseMethod):
             ) from error
 
     def build_metadata(self, scheduler_output: Any) -> object:
-        """The number of the step, for the workers to receive."""
+        """Return the number of the step, for the workers."""
         del scheduler_output
         self._count("build_metadata")
         self._step += 1
         return {"step": self._step}
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
-        """Counts the step, and what came with it."""
+        """Count the step, and its metadata."""
         del runner
         self._count("update_states")
         if getattr(scheduler_output, "ucm_sparse_meta", None) is not None:
@@ -106,7 +106,7 @@ for _name in HOOKS:
 
 
 def read_reports(directory: Path) -> list[ProcessReport]:
-    """What each process has counted until now, by process id; the processes may be running.
+    """Return the current counters of each process, by process id; the processes may be running.
 
     Raises:
         UcmError: If the directory or a report in it cannot be read.
@@ -118,7 +118,7 @@ def read_reports(directory: Path) -> list[ProcessReport]:
 
 @functools.cache
 def _counters(directory: Path) -> Counters:
-    """Both roles of a process count in one file."""
+    """Return the counters of a directory, which both roles of a process share."""
     return Counters(directory, _STEM, (*HOOKS, METADATA_RECEIVED))
 
 

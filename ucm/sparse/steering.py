@@ -1,7 +1,7 @@
-"""What a client asks of the sparse method for its own request: ``ucm_sparse`` in ``SamplingParams.extra_args``.
+"""Per-request settings of the sparse method: ``ucm_sparse`` in ``SamplingParams.extra_args``.
 
-The API server's ``vllm_xargs`` become ``extra_args``, but hold no objects, and their booleans arrive as 0 and 1. So an
-object may be written as JSON text, and 0 and 1 are booleans.
+The API server's ``vllm_xargs`` become ``extra_args``, but cannot contain objects, and booleans arrive as 0 and 1. An
+object may therefore be JSON text, and 0 and 1 count as booleans.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ucm.sparse.options import MethodOptions, parse_options, shown
 if TYPE_CHECKING:
     from ucm.sparse.base import SparseMethod
 
-#: Clients choose what they write, so there is an end to what is logged of it.
+#: The maximum number of logged refusals, because clients control their number.
 MOST_TOLD = 20
-#: An object with what may be asked is shorter; what is nested deeply is not even read.
+#: The maximum length of the JSON text; valid settings are shorter, and deeply nested text is not parsed.
 LONGEST = 200
 
 
 class RequestOptions(MethodOptions):
-    """What a request may ask for.
+    """The settings that a request may have.
 
     Attributes:
-        token_budget: Tokens that a decode step reads of this request in a layer, instead of the method's own; None
-            leaves that.
+        token_budget: Tokens of this request that a decode step reads in a layer, instead of the method's budget; None
+            keeps the method's.
     """
 
     token_budget: int | None = Field(default=None, ge=1, description="a number of tokens, 1 or more")
 
 
 def parse_asked(asked: object) -> RequestOptions | None:
-    """What a request asks for; None if it asks to be dense.
+    """Parse a request's settings; return None if the request is to be dense.
 
     Args:
-        asked: What `asked_of` found: a boolean (or 0 or 1), `RequestOptions` as a mapping, or that as JSON text.
+        asked: The result of `asked_of`: a boolean (or 0 or 1), `RequestOptions` as a mapping, or that as JSON text.
 
     Raises:
         ConfigError: If it is none of these, or an option is wrong.
@@ -63,11 +63,11 @@ def parse_asked(asked: object) -> RequestOptions | None:
 
 
 class Complaints:
-    """Warnings to the operator of what requests ask for and do not get: vLLM has no way to refuse a request here.
+    """Warnings about refused per-request settings: vLLM cannot reject a request at this point.
 
     Args:
-        name: The method's.
-        rank: The worker's; all see the same, and one says it.
+        name: The method's name.
+        rank: The worker's rank; all see the same, and only one logs it.
     """
 
     def __init__(self, name: str, rank: int = 0) -> None:
@@ -76,12 +76,12 @@ class Complaints:
         self._told: set[str] = set()
 
     def tell(self, request_id: str, error: ConfigError, instead: str) -> None:
-        """Log why a request does not get what it asks for; once for each reason, and no more than `MOST_TOLD` of them.
+        """Log why a request's settings are refused; once per reason, and at most `MOST_TOLD` reasons.
 
         Args:
-            request_id: The request.
-            error: What is wrong.
-            instead: What happens to it.
+            request_id: The request's id.
+            error: The problem.
+            instead: How the request is served instead.
         """
         why = str(error)[:1000]
         if self._rank == 0 and why not in self._told and len(self._told) < MOST_TOLD:
@@ -93,10 +93,10 @@ class Complaints:
 
 
 def refuse_asked(asked: Mapping[str, object], method: SparseMethod) -> None:
-    """Say that a method serves all requests alike, if one asks for anything else.
+    """Log that a method has no per-request settings, if a request has any.
 
     Args:
-        asked: Of a step; see `StepBatch`.
+        asked: The settings of a step's requests; see `StepBatch`.
         method: The method.
     """
     for request_id, of in asked.items():

@@ -1,12 +1,12 @@
-"""Which blocks of a request attention reads under a method of sinks and a window; both sides of the engine ask here.
+"""The blocks that attention reads of a request with sinks and a window, for both sides of the engine.
 
-What a token reads is a function of its position alone (and of the prompt's length, where prompts are dense). Positions
-are taken in tiles of `TILE` tokens, counted from the request's start: the window of all tokens of a tile begins at the
-same block. So an answer does not depend on the chunks in which a prompt was computed, on what was found in a cache, or
+What a token reads depends only on its position (and on the prompt's length, if prompts are dense). Positions
+are grouped into tiles of `TILE` tokens, counted from the request's start: the window of all tokens in a tile begins at
+the same block. So an answer does not depend on the chunks in which a prompt was computed, on cache hits, or
 on the other requests of a step.
 
-The scheduler's side gives back what the worker's side will not read. So that the two cannot come to disagree, both use
-the same integers and the same function of them.
+The scheduler side frees the blocks that the worker side will not read. To ensure that they agree, both use
+the same function of the same integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ucm.sparse.attention import StepBatch
 
-#: Tokens of a tile: as many queries as one thread block of an attention kernel takes at once.
+#: The tokens of a tile: the number of queries that one thread block of an attention kernel handles at once.
 TILE = 128
 
 
@@ -30,13 +30,13 @@ TILE = 128
 class SinksAndWindow:
     """The first tokens of a request, and the last ones before a token's tile.
 
-    Whole blocks are read: at least the tokens asked for, and up to ``block_size - 1`` more on either side.
+    Full blocks are read: at least these tokens, and up to ``block_size - 1`` more on either side.
 
     Args:
         sink_tokens: Tokens from the start that are always read.
         window_tokens: Tokens before a token's tile that are always read.
-        dense_prefill: Whether the tokens of the prompt read everything.
-        tile: Tokens of a tile.
+        dense_prefill: Whether prompt tokens read everything.
+        tile: The tokens of a tile.
     """
 
     sink_tokens: int
@@ -45,21 +45,21 @@ class SinksAndWindow:
     tile: int = TILE
 
     def sink_blocks(self, block_size: int) -> int:
-        """The blocks that hold the sinks."""
+        """Return the number of blocks with sinks."""
         return -(-self.sink_tokens // block_size)
 
     def skipped(
         self, positions: NDArray[np.int64], num_prompt_tokens: NDArray[np.int64], block_size: int
     ) -> NDArray[np.int64]:
-        """How many blocks behind the sinks tokens do not read.
+        """Return how many blocks after the sinks tokens do not read.
 
         Args:
-            positions: ``[n]``: of the tokens.
-            num_prompt_tokens: ``[n]``: of their requests.
+            positions: ``[n]``: the tokens' positions.
+            num_prompt_tokens: ``[n]``: the prompt lengths of their requests.
             block_size: Tokens per block.
 
         Returns:
-            ``[n]``, never negative; it grows with the position.
+            ``[n]``, never negative and never decreasing with the position.
         """
         first = (positions // self.tile * self.tile - self.window_tokens) // block_size
         skipped: NDArray[np.int64] = (first - self.sink_blocks(block_size)).clip(min=0)
@@ -68,21 +68,21 @@ class SinksAndWindow:
         return skipped
 
     def skipped_by(self, position: int, num_prompt_tokens: int, block_size: int) -> int:
-        """The same for one token; no later token reads what it skips."""
+        """Do the same for one token; no later token reads the blocks that it skips."""
         if self.dense_prefill and position < num_prompt_tokens:
             return 0
         first = (position // self.tile * self.tile - self.window_tokens) // block_size
         return max(0, first - self.sink_blocks(block_size))
 
     def cut(self, batch: StepBatch, block_size: int) -> tuple[QueryPieces, NDArray[np.int64]]:
-        """A step's rows, cut where what is read changes.
+        """Cut a step's rows where the read blocks change.
 
         Args:
             batch: The step.
             block_size: Tokens per block.
 
         Returns:
-            The pieces, and of each the blocks behind the sinks that all of its tokens skip, int64.
+            The pieces, and the number of blocks after the sinks that all tokens of each skip, int64.
         """
         whole = QueryPieces.of_rows(batch)
         first = self.skipped(whole.begins, batch.num_prompt_tokens, block_size)
@@ -107,12 +107,12 @@ class SinksAndWindow:
         return pieces, self.skipped(pieces.begins, batch.num_prompt_tokens[pieces.rows], block_size)
 
     def most_blocks(self, new_tokens: int, block_size: int) -> int:
-        """The most blocks that a request holds after its first step, if it prefills in windows.
+        """Return the maximum blocks that a request holds after its first step, if it prefills in windows.
 
         Args:
-            new_tokens: The most tokens that the steps in flight compute for it.
+            new_tokens: The maximum tokens that the steps in flight compute for it.
             block_size: Tokens per block.
         """
-        # One more where the window does not begin with a block, and the last block that the prefix cache knows.
+        # Plus one if the window starts within a block, and one for the last block that the prefix cache retains.
         tokens = self.window_tokens + self.tile - 1 + new_tokens
         return self.sink_blocks(block_size) + -(-tokens // block_size) + 2
