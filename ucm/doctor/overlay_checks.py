@@ -13,10 +13,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucm.doctor.distributions import normalised, package_directories
 from ucm.doctor.findings import Finding, Status
 from ucm.doctor.settings import PLUGIN
 from ucm.doctor.startup import OVERLAY_PACKAGE
+from ucm.doctor.vllm_install import normalised, package_directories
 from ucm.overlay.activation import GROUP as OVERLAYS
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError

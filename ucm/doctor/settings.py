@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ucm
-from ucm.doctor.distributions import package_directories, providers
 from ucm.doctor.findings import Finding, Status
+from ucm.doctor.vllm_install import package_directories, providers
 from ucm.overlay.switches import ALL, is_set, variable_of
 
 if TYPE_CHECKING:

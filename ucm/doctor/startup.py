@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucm.doctor.distributions import providers
 from ucm.doctor.findings import Finding, Status
+from ucm.doctor.vllm_install import providers
 from ucm.overlay.activation import overlay_packages
 
 if TYPE_CHECKING:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
-from ucm.doctor.distributions import providers
 from ucm.doctor.findings import Finding, Status
 from ucm.overlay.finder import sha256_of
 
@@ -127,3 +128,44 @@ def _not_installed(wanted: str | None) -> Finding:
             "or run the doctor with the Python that runs vLLM: /path/to/that/python -m ucm.cli doctor",
         ),
     )
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A distribution that provides a package.
+
+    Attributes:
+        name: Its normalised name.
+        version: Its version.
+        site: The directory in which it is installed.
+    """
+
+    name: str
+    version: str
+    site: Path
+
+
+def normalised(name: str) -> str:
+    """Return a distribution's normalised name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def providers(package: str) -> list[Provider]:
+    """Return the distributions whose records list a package, in the order of ``sys.path``, each location once.
+
+    An editable installation records no files of the package; a distribution of the package's own name counts instead.
+    """
+    found = []
+    for distribution in metadata.distributions():
+        name = normalised(distribution.metadata["Name"] or "")
+        if name == package or f"\n{package}/__init__.py," in f"\n{distribution.read_text('RECORD') or ''}":
+            provider = Provider(name, distribution.version, Path(str(distribution.locate_file(""))).resolve())
+            if provider not in found:
+                found.append(provider)
+    return found
+
+
+def package_directories(package: str) -> list[Path]:
+    """Return every directory of a package's name on ``sys.path``; the one that Python imports comes first."""
+    entries = [Path(entry or ".").resolve() / package for entry in sys.path]
+    return [entry for entry in dict.fromkeys(entries) if (entry / "__init__.py").is_file()]

@@ -35,7 +35,7 @@ from ucm.sparse.middle_roots import store_roots
 from ucm.sparse.needed_hooks import require_hooks
 from ucm.sparse.options import parse_options
 from ucm.sparse.own_blocks import keep_apart, rename_own
-from ucm.sparse.releasing import ReleasingMethod, require_own_connector
+from ucm.sparse.released_blocks import ReleasingMethod, require_own_connector
 from ucm.sparse.steering import refuse_asked
 from ucm.sparse.window import TILE
 from ucm.store.factory import open_store

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.sparse.rotation import Rotary
+    from ucm.rotary import Rotary
     from ucm.sparse.window_kernel import HeadLayout
 
 #: Queries that share a mask: few enough that little is computed to be hidden.

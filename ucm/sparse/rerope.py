@@ -5,7 +5,7 @@ query sees the keys of a window at their true distances, and all keys before it 
 or at distances that grow more slowly from there on (Leaky ReRoPE). So no distance is one that training has never shown.
 
 The cache stays vLLM's, with the keys that it has rotated. Within the window these are right. Those before it are turned
-to the other angle when they are read (`ucm.sparse.rotation`), and attention over the two parts is put together
+to the other angle when they are read (`ucm.rotary`), and attention over the two parts is put together
 (`ucm.sparse.partial_attention`). A token within the first window has no second part, and vLLM computes it.
 
 Each token's output depends on its position and the tokens before it alone: not on chunks, on what was found in a cache,
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ucm.rotary import Rotary
     from ucm.sparse.base import Role
     from ucm.sparse.partial_attention import PartsView
-    from ucm.sparse.rotation import Rotary
     from ucm.sparse.window_kernel import HeadLayout, WindowKernel
 
 #: Keys that are turned at once: what that takes of memory is bounded, and on a CPU stays in its cache.

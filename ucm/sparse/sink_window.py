@@ -28,8 +28,7 @@ from ucm.sparse.attention import KEY, asked_of
 from ucm.sparse.needed_hooks import require_hooks
 from ucm.sparse.options import MethodOptions, parse_options
 from ucm.sparse.own_blocks import keep_apart
-from ucm.sparse.released_blocks import ReleasedBlocks
-from ucm.sparse.releasing import ReleasingMethod, require_own_connector
+from ucm.sparse.released_blocks import ReleasedBlocks, ReleasingMethod, require_own_connector
 from ucm.sparse.steering import parse_asked, refuse_asked
 from ucm.sparse.window import TILE, SinksAndWindow
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucm.sparse.codes import KeyCodes
-from ucm.sparse.mass import block_masses
-from ucm.sparse.mass_probe import KeyMeans
+from ucm.sparse.mass_probe import KeyMeans, block_masses
 from ucm.sparse.representatives import KeyBounds, ranked
 from ucm.sparse.selection import BlockBudget
 

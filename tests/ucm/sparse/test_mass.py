@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 
 import torch
 
-from ucm.sparse.mass import block_masses
+from ucm.sparse.mass_probe import block_masses
 
 
 def test_masses_are_those_of_attention() -> None:

@@ -9,8 +9,8 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 import torch
 
 from tests.ucm.integration.vllm.sparse.rerope_truth import BASE, HEAD, STYLES, Style, turned
+from ucm.rotary import Rotary
 from ucm.rotary import turned as turned_by
-from ucm.sparse.rotation import Rotary
 
 LENGTH, HEADS = 4096, 4
 

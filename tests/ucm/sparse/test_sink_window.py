@@ -18,8 +18,7 @@ from ucm.errors import ConfigError, SparseMethodError
 from ucm.sparse.attention import AttentionView, StepBatch
 from ucm.sparse.base import Role
 from ucm.sparse.factory import create_method
-from ucm.sparse.released_blocks import ReleasedBlocks
-from ucm.sparse.releasing import require_own_connector
+from ucm.sparse.released_blocks import ReleasedBlocks, require_own_connector
 from ucm.sparse.sink_window import SinkWindow
 from ucm.sparse.window import SinksAndWindow
 

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.sides import BlendSchedulerSide, BlendWorkerSide
-from ucm.integration.vllm.connector.refusal import refusals_logged
+from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.ucm_connector import StepMetadata, UCMDirectConnector
 
 if TYPE_CHECKING:

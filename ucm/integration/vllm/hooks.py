@@ -73,7 +73,7 @@ def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMe
         UcmError: Why it cannot be; the log has it in one record, for vLLM prints it among its tracebacks.
     """
     from ucm.integration.vllm.config import KEY, sparse_method_config  # noqa: PLC0415
-    from ucm.integration.vllm.connector.refusal import refusals_logged  # noqa: PLC0415
+    from ucm.integration.vllm.connector.failures import refusals_logged  # noqa: PLC0415
 
     with refusals_logged("UCM.Sparse"):
         configured = sparse_method_config(vllm_config)

@@ -20,7 +20,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     refuse_what_cannot_work,
     runs_micro_batches,
 )
-from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.options import choose_backend, leave_out, no_whole_graphs
 from ucm.integration.vllm.sparse.requirements import require_engine
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.e2e.inside.eager_esa import EagerESA
 from tests.ucm.stepping.rows import Rows, fresh
-from ucm.integration.vllm.sparse.raw_blocks import RawBlocks
+from ucm.integration.vllm.sparse.layers import RawBlocks
 from ucm.sparse.attention import StepBatch
 from ucm.sparse.esa import ESA
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.blend.chunks import FORMAT, PIECE
 from ucm.blend.position_free import Rotation
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.sparse.layers import AttentionLayers
 from ucm.sparse.attention import QuerySplit
 from ucm.store.base import BlockGeometry

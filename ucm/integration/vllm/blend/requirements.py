@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.integration.vllm.blend.isolation import names_are_kept_apart
 from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.engine_facts import runs_micro_batches
-from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.options import leave_out
 
 if TYPE_CHECKING:

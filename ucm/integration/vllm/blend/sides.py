@@ -12,12 +12,12 @@ from ucm.integration.vllm.blend.requirements import require_alone, require_engin
 from ucm.integration.vllm.blend.scheduler import BlendScheduler
 from ucm.integration.vllm.blend.staging import ChunkStager
 from ucm.integration.vllm.blend.worker import BlendWorker
-from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.live_weights import running_model
 from ucm.integration.vllm.connector.scheduler import left_alone
 from ucm.integration.vllm.connector.worker import CLOSE_SECONDS
-from ucm.sparse.in_flight import batches_in_flight
+from ucm.sparse.released_blocks import batches_in_flight
 from ucm.store.factory import open_store
 from ucm.store.opening import OpeningStore
 from ucm.store.slab import Slab, default_bytes

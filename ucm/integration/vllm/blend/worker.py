@@ -14,8 +14,7 @@ from ucm.blend.chunks import PIECE, Chunk
 from ucm.blend.planning import Run, gaps_and_edges, most_deviating, passes, reused_spans, runs_of
 from ucm.blend.position_free import differs, tolerance
 from ucm.integration.vllm.blend.scheduler import REFUSED
-from ucm.integration.vllm.connector.confirmation import Unconfirmed
-from ucm.integration.vllm.connector.worker import STILL_SECONDS
+from ucm.integration.vllm.connector.worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
 from ucm.store.slab import SlabReader

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.integration.vllm.connector.failures import UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

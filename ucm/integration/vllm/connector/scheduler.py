@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.other_connectors import OtherLoads
-from ucm.integration.vllm.connector.scheduled import admitted_requests, block_ids_by_group, grown_requests
+from ucm.integration.vllm.connector.scheduled import OtherLoads, admitted_requests, block_ids_by_group, grown_requests
 from ucm.integration.vllm.connector.staging import Lookup, Query
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ from ucm.hashing.rank_geometry import rank_tags
 from ucm.integration.vllm.connector.engine_facts import (
     asks_again,
     drafts_look_ahead,
+    lasting_tokens,
     load_policy,
+    method_identity,
     outer_transfer,
     ranks,
     refuse_kv_that_is_not_continued,
@@ -25,12 +27,11 @@ from ucm.integration.vllm.connector.engine_facts import (
 )
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.metadata import geometries_of
-from ucm.integration.vllm.connector.method_identity import lasting_tokens, method_identity
 from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
-from ucm.sparse.in_flight import batches_in_flight
+from ucm.sparse.released_blocks import batches_in_flight
 from ucm.store.factory import open_store
 from ucm.store.identity_file import write_identity
 from ucm.store.slab import Slab, default_bytes

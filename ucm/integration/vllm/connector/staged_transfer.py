@@ -26,7 +26,7 @@ from ucm.store.slab import CopyTask
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucm.integration.vllm.connector.device_memory import DeviceMemory
+    from ucm.integration.vllm.connector.memory import DeviceMemory
     from ucm.store.base import BlockKey, Buffer, KVStore
     from ucm.store.errors import StoreError
     from ucm.store.slab import SlabReader

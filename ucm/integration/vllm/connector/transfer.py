@@ -13,7 +13,7 @@ from ucm.store.slab import CopyTask
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucm.integration.vllm.connector.host_memory import HostMemory
+    from ucm.integration.vllm.connector.memory import HostMemory
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task, TaskResult
     from ucm.store.slab import SlabReader
 

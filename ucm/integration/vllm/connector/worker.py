@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from ucm.background import call_within, wait_while_it_shrinks
-from ucm.integration.vllm.connector.confirmation import Unconfirmed
-from ucm.integration.vllm.connector.errors import PromisedBlockLostError
-from ucm.integration.vllm.connector.failures import FailureLog
+from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLostError
 from ucm.integration.vllm.connector.transfer import Staged
 from ucm.logger import get_logger
 from ucm.store.errors import IncompleteBlockError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
@@ -327,3 +325,60 @@ class TransferWorker:
             failed = {key: e for key, e in result.failed.items() if not isinstance(e, IncompleteBlockError)}
             self._count_failures("save", save.group, failed, self.save_failures)
         self._under_way = still
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[T]):
+    item: T
+    step: int
+    epoch: int
+
+
+class Unconfirmed(Generic[T]):
+    """Holds back saved items until their step is confirmed: no rank's weights had changed by then.
+
+    Each rank checks only its own weights, and a change need not show there: the later layers of a pipeline may be
+    unchanged, and a sample may miss the change. But the KV of all ranks belongs to the changed model. So with several
+    ranks, each reports its checks to the scheduler, and the scheduler tells all ranks up to which step none found a
+    change.
+
+    Args:
+        commit: Makes an item visible.
+        discard: Drops an item.
+    """
+
+    def __init__(self, commit: Callable[[T], None], discard: Callable[[T], None]) -> None:
+        self._commit = commit
+        self._discard = discard
+        self._waiting: list[_Waiting[T]] = []
+        self._confirmed: int | None = None
+        self._epoch = 0
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step: commit what its plan confirms, and discard unconfirmed items of earlier epochs."""
+        self._confirmed, self._epoch = plan.confirmed, plan.epoch
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if one.epoch < plan.epoch:
+                self._discard(one.item)
+            else:
+                self._commit_or_keep(one)
+
+    def add(self, item: T, step: int) -> None:
+        """Add a saved item whose KV was computed in steps up to ``step``."""
+        self._commit_or_keep(_Waiting(item, step, self._epoch))
+
+    def close(self) -> None:
+        """Discard all unconfirmed items."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            self._discard(one.item)
+
+    def _commit_or_keep(self, one: _Waiting[T]) -> None:
+        if self._confirmed is None or one.step <= self._confirmed:
+            self._commit(one.item)
+        else:
+            self._waiting.append(one)

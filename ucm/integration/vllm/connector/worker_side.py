@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
 from ucm.integration.vllm import hooks
-from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.engine_facts import (
     load_policy,
     ranks,
@@ -17,10 +16,9 @@ from ucm.integration.vllm.connector.engine_facts import (
     weights_move,
 )
 from ucm.integration.vllm.connector.groups import cache_groups
-from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
-from ucm.integration.vllm.connector.live_adapters import LiveAdapters
-from ucm.integration.vllm.connector.live_weights import LiveWeights, running_model
+from ucm.integration.vllm.connector.live_weights import LiveAdapters, LiveWeights, running_model
+from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer

@@ -1,28 +1,37 @@
-"""The attention layers of a worker: `AttentionView` over whatever backend each layer has."""
+"""The attention layers of a worker: `AttentionView` over whatever backend each layer has, and the step they run in.
+
+V1's runner keeps a persistent batch with all counts on the host. V2's batch is built per step and has them on the
+device in some releases, so there `StepBatch` is made from the scheduler's output, which has them in all.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
+import numpy as np
+
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.integration.vllm.connector.memory import DeviceMemory
+from ucm.integration.vllm.connector.scheduled import admitted_requests
 from ucm.integration.vllm.options import choose_backend
 from ucm.integration.vllm.sparse import paged, requirements
 from ucm.integration.vllm.sparse.cpu import CpuBackend
 from ucm.integration.vllm.sparse.paged import PagedBackend
-from ucm.integration.vllm.sparse.raw_blocks import RawBlocks
 from ucm.integration.vllm.sparse.rotary import Rotaries
-from ucm.integration.vllm.sparse.step import step_batch
+from ucm.sparse.attention import StepBatch, asked_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
-    from ucm.sparse.attention import QuerySplit, StepBatch
+    from ucm.rotary import Rotary
+    from ucm.sparse.attention import QuerySplit
     from ucm.sparse.block_copies import BlockCopies
     from ucm.sparse.partial_attention import Span
-    from ucm.sparse.rotation import Rotary
     from ucm.sparse.window_kernel import HeadLayout
 
 
@@ -270,3 +279,93 @@ class AttentionLayers:
                 )
             found = self._found[layer_name] = layer, backend
         return found
+
+
+class RawBlocks:
+    """Implements `BlockCopies` on a device or on the host.
+
+    Args:
+        kv_caches: The caches by layer, all with as many blocks, on one device.
+        block_size: Tokens in a block.
+
+    Raises:
+        UnknownLayoutError: If the blocks of a layer cannot be located.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, Tensor], block_size: int) -> None:
+        self._memory = DeviceMemory(CacheGroup(0, block_size, None, {}, tuple(kv_caches)), kv_caches, None, {})
+        self.layer_names = tuple(layout.name for layout in self._memory.layouts)
+        self.geometry = self._memory.geometry
+
+    def host_rows(self, layer: int, blocks: int) -> Tensor:
+        """See `BlockCopies.host_rows`."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        pinned = self._memory.device.type != "cpu"
+        return torch.empty((blocks, self._memory.layouts[layer].block_bytes), dtype=torch.uint8, pin_memory=pinned)
+
+    def read(self, block_ids: Sequence[int]) -> list[Tensor]:
+        """See `BlockCopies.read`."""
+        rows = self._memory.staging(len(block_ids))
+        self._memory.gather(block_ids, range(len(self.layer_names)), rows)
+        self._wait()
+        return rows
+
+    def write(self, layer: int, block_ids: Sequence[int], rows: Tensor) -> None:
+        """See `BlockCopies.write`."""
+        staged: list[Any] = [rows] * (layer + 1)
+        self._memory.scatter(range(len(block_ids)), block_ids, range(layer, layer + 1), staged)
+
+    def _wait(self) -> None:
+        """Until the copies that were asked for are in host memory."""
+        if self._memory.device.type != "cpu":
+            import torch  # noqa: PLC0415 - vLLM brings it
+
+            getattr(torch, self._memory.device.type).current_stream().synchronize()
+
+
+def step_batch(runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
+    """The requests of a step, in the order of the rows of its metadata.
+
+    Args:
+        runner: vLLM's model runner, V1 or V2.
+        scheduler_output: vLLM's ``SchedulerOutput`` of the step.
+        input_batch: The runner's persistent batch (V1), or the step's (V2).
+    """
+    request_ids = list(input_batch.req_ids)
+    rows = hasattr(input_batch, "idx_mapping_np")  # V2: the batch's rows point to rows of the runner's states
+    states = np.asarray(input_batch.idx_mapping_np[: len(request_ids)]) if rows else None
+    if states is None:
+        computed = input_batch.num_computed_tokens_cpu[: len(request_ids)]
+        prompt = input_batch.num_prompt_tokens[: len(request_ids)]
+    else:
+        computed = _scheduled_computed(scheduler_output, request_ids)
+        prompt = _prompt_lengths(runner)[states]
+    admitted = {request_id for request_id, _, _ in admitted_requests(scheduler_output)}
+    return StepBatch(
+        request_ids,
+        np.array([scheduler_output.num_scheduled_tokens[i] for i in request_ids], np.int64),
+        np.array(computed, np.int64),
+        np.array(prompt, np.int64),
+        np.array([i in admitted for i in request_ids], np.bool_),
+        {
+            data.req_id: asked
+            for data in scheduler_output.scheduled_new_reqs
+            if (asked := asked_of(data.sampling_params)) is not None
+        },
+    )
+
+
+def _scheduled_computed(scheduler_output: Any, request_ids: Sequence[str]) -> list[int]:
+    """The tokens that each request has from before the step, as the scheduler counts them."""
+    known = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    known.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [known[i] for i in request_ids]
+
+
+def _prompt_lengths(runner: Any) -> NDArray[Any]:
+    """V2: the prompts' lengths by row of the states; an array, from 0.17.1 on one that a device sees too."""
+    lengths = runner.req_states.prompt_len
+    found: NDArray[Any] = getattr(lengths, "np", lengths)
+    return found

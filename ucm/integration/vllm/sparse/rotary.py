@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import SparseMethodError
-from ucm.sparse.rotation import Rotary
+from ucm.rotary import Rotary
 
 if TYPE_CHECKING:
     from collections.abc import Callable

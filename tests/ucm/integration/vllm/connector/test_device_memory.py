@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import LAYOUTS, layer_views, tensor
-from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.host_memory import HostMemory
+from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
 
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 

@@ -20,8 +20,8 @@ from ucm.integration.vllm.connector.engine_facts import (
     refuse_what_cannot_work,
     runs_micro_batches,
 )
-from ucm.integration.vllm.connector.errors import UnsupportedModelError
-from ucm.sparse.in_flight import batches_in_flight
+from ucm.integration.vllm.connector.failures import UnsupportedModelError
+from ucm.sparse.released_blocks import batches_in_flight
 
 
 def config(

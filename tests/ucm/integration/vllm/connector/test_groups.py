@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucm.integration.vllm.connector.errors import UnsupportedModelError
+from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups, cache_groups, longest_hit
 
 

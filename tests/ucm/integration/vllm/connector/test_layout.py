@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ucm.integration.vllm.connector.tensors import LAYOUTS, Tensor, layer_views, tensor
-from ucm.integration.vllm.connector import host_memory
-from ucm.integration.vllm.connector.errors import UnknownLayoutError
+from ucm.integration.vllm.connector import memory
+from ucm.integration.vllm.connector.failures import UnknownLayoutError
 from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.host_memory import HostMemory
-from ucm.integration.vllm.connector.layout import LayerLayout, fingerprint, group_layouts, layer_layout
+from ucm.integration.vllm.connector.memory import HostMemory, LayerLayout, fingerprint, group_layouts, layer_layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -260,7 +259,7 @@ def test_a_layer_without_a_cache_is_told() -> None:
 
 @pytest.fixture
 def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_storage", lambda tensor: memoryview(tensor.raw))
+    monkeypatch.setattr(memory, "_storage", lambda tensor: memoryview(tensor.raw))
 
 
 @pytest.mark.usefixtures("_without_torch")

@@ -10,7 +10,7 @@ import pytest
 
 from ucm.config import load_connector_config
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector.refusal import refusals_logged
+from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.logger import FORMAT, get_logger
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import tensor
-from ucm.integration.vllm.connector.device_memory import DeviceMemory
 from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.integration.vllm.connector.memory import DeviceMemory
 from ucm.store.base import BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store

@@ -12,11 +12,10 @@ import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import tensor
 from tests.ucm.integration.vllm.connector.test_worker import Counts
-from ucm.integration.vllm.connector import host_memory, worker
-from ucm.integration.vllm.connector.device_memory import DeviceMemory
+from ucm.integration.vllm.connector import memory, worker
 from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.host_memory import HostMemory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
+from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import HostTransfer
@@ -78,7 +77,7 @@ class Setup:
             nbytes, geometry = device.geometry.nbytes, device.geometry
             make: Callable[..., GroupTransfer] = partial(StagedTransfer, device, staging_bytes=4 * nbytes)
         else:
-            with patch.object(host_memory, "_storage", lambda found: memoryview(found.raw)):
+            with patch.object(memory, "_storage", lambda found: memoryview(found.raw)):
                 host = HostMemory(group, self.caches, BLOCKS, {})
             nbytes, geometry = host.geometry.nbytes, host.geometry
             make = partial(HostTransfer, host)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.integration.vllm.connector import worker
-from ucm.integration.vllm.connector.errors import PromisedBlockLostError
+from ucm.integration.vllm.connector.failures import PromisedBlockLostError
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged

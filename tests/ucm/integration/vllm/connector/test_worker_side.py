@@ -16,11 +16,10 @@ from tests.ucm.store.conftest import Clock
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.config.load import load_connector_config
 from ucm.integration.vllm import hooks
-from ucm.integration.vllm.connector import host_memory, worker_side
+from ucm.integration.vllm.connector import memory, worker_side
 from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.host_memory import HostMemory
-from ucm.integration.vllm.connector.live_adapters import LiveAdapters
-from ucm.integration.vllm.connector.live_weights import LiveWeights
+from ucm.integration.vllm.connector.live_weights import LiveAdapters, LiveWeights
+from ucm.integration.vllm.connector.memory import HostMemory
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan, WeightsReport
 from ucm.integration.vllm.connector.worker import TransferWorker
 from ucm.integration.vllm.connector.worker_side import WorkerSide
@@ -216,7 +215,7 @@ class Begun:
         self.side.counters = self.counts  # type: ignore[assignment] # as much of them as is used
         group = CacheGroup(0, 4, None, {}, ("layer",))
         self.cache = tensor((2, 4, 4, 8))
-        with patch.object(host_memory, "_storage", lambda found: memoryview(found.raw)):
+        with patch.object(memory, "_storage", lambda found: memoryview(found.raw)):
             self.side._memories = [HostMemory(group, {"layer": self.cache}, 4, {})]
         self._step = 0
 

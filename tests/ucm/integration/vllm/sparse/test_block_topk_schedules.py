@@ -27,7 +27,7 @@ from tests.ucm.stepping.engine import CheckedEngine
 from tests.ucm.stepping.rows import Rows
 from tests.ucm.stepping.setting import EngineSetting
 from tests.ucm.stepping.vllm_objects import engine_config
-from ucm.integration.vllm.sparse.step import step_batch
+from ucm.integration.vllm.sparse.layers import step_batch
 from ucm.sparse.base import Role
 
 if TYPE_CHECKING:

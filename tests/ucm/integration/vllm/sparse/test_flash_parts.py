@@ -22,9 +22,9 @@ from tests.ucm.integration.vllm.sparse.rerope_truth import HEAD, STYLES, Style, 
 from tests.ucm.sparse.steps import step
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.sparse.layers import AttentionLayers
+from ucm.rotary import Rotary
 from ucm.sparse.base import Role
 from ucm.sparse.rerope import LeakyReRoPE, ReRoPE
-from ucm.sparse.rotation import Rotary
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ucm.integration.vllm.sparse.step import step_batch
+from ucm.integration.vllm.sparse.layers import step_batch
 
 IDS = ["running", "new", "resumed"]
 SCHEDULED = {"resumed": 9, "running": 1, "new": 5}

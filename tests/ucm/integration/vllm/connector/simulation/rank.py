@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 from unittest.mock import patch
 
 from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
-from ucm.integration.vllm.connector import host_memory
-from ucm.integration.vllm.connector.device_memory import DeviceMemory
-from ucm.integration.vllm.connector.host_memory import HostMemory
+from ucm.integration.vllm.connector import memory
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
+from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
@@ -109,7 +108,7 @@ class Rank:
             store = self._open_store(self.number, group.index, device.geometry)
             room = setting.rows * device.geometry.nbytes
             return StagedTransfer(device, store, self.slab, 2 * device.geometry.nbytes, save_queue_bytes=room)
-        with patch.object(host_memory, "_storage", lambda tensor: memoryview(tensor.raw)):
+        with patch.object(memory, "_storage", lambda tensor: memoryview(tensor.raw)):
             host = HostMemory(group, caches, setting.blocks, {})
         self.geometries[group.index] = host.geometry
         store = self._open_store(self.number, group.index, host.geometry)
