@@ -1,6 +1,6 @@
 """ESA in real engines: if all blocks are loaded back, tokens equal dense ones; memory does not grow.
 
-`tests/ucm/sparse/esa_steps` uses vLLM's own scheduler with random steps; `test_inside.py` runs it with vLLM.
+`tests/ucm/sparse/esa` uses vLLM's own scheduler with random steps; `test_inside.py` runs it with vLLM.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_budget_that_brings_all_back_gives_a_dense_engine_s_tokens(whole: dict
     assert prompts() >= 40
     told = [line for line in whole["retrieving"].log.splitlines() if "ESA restricted" in line]
     print(told[-1])
-    numbers = re.search(r"(\d+) of (\d+) middle blocks read, (\d+) fetched, (\d+) of them from the store", told[-1])
+    numbers = re.search(r"(\d+) of (\d+) offloaded blocks read, (\d+) fetched, (\d+) of them from the store", told[-1])
     assert numbers
     read, stored, fetched, loaded = (int(number) for number in numbers.groups())
     assert read == stored > 10_000

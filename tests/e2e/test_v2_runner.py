@@ -141,7 +141,7 @@ def test_each_method_counts_what_it_left_out(v2: Runs) -> None:
     assert 0 < int(read) < int(held)
     left, held = re.findall(r"SinkWindow left out (\d+) of (\d+) blocks", told["SinkWindow"])[-1]
     assert 0 < int(left) < int(held)
-    read, held = re.findall(r"ESA restricted .*: (\d+) of (\d+) middle blocks read", told["ESA"])[-1]
+    read, held = re.findall(r"ESA restricted .*: (\d+) of (\d+) offloaded blocks read", told["ESA"])[-1]
     assert 0 < int(read) < int(held)
     assert re.search(r"ReRoPE put the attention of [1-9]\d* tokens together", told["ReRoPE"])
 
@@ -153,7 +153,7 @@ def test_with_a_full_budget_the_work_is_done(v2: Runs) -> None:
     assert "stale" not in checked
     assert "AssertionError" not in checked
     read, held, fetched, stored = re.findall(
-        r"ESA restricted .*: (\d+) of (\d+) middle blocks read, (\d+) fetched, (\d+) of them from the store",
+        r"ESA restricted .*: (\d+) of (\d+) offloaded blocks read, (\d+) fetched, (\d+) of them from the store",
         finished(v2, "ESA full").log,
     )[-1]
     assert int(read) == int(held) > 500

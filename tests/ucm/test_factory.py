@@ -8,9 +8,9 @@ import pytest
 
 from ucm.errors import ConfigError
 from ucm.sparse.base import Role, SparseMethod
-from ucm.sparse.block_topk import BlockTopK
 from ucm.sparse.factory import METHODS, create_method
 from ucm.sparse.probe import Probe
+from ucm.sparse.topk.method import BlockTopK
 
 if TYPE_CHECKING:
     from pathlib import Path

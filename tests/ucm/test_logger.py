@@ -18,7 +18,7 @@ from ucm.logger import LEVEL_VARIABLE, VLLM_CONFIGURES, VLLM_LEVEL_VARIABLE, get
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAMES = ("ucm", "ucm.sparse.esa", "vllm")
+NAMES = ("ucm", "ucm.sparse.esa.method", "vllm")
 
 
 @pytest.fixture(autouse=True)
@@ -71,19 +71,19 @@ def test_a_message_names_its_process(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_module_has_a_logger_of_its_own() -> None:
-    logger = get_logger("ucm.sparse.esa")
-    assert logger.name == "ucm.sparse.esa"
+    logger = get_logger("ucm.sparse.esa.method")
+    assert logger.name == "ucm.sparse.esa.method"
     assert logger.getEffectiveLevel() == logging.INFO
     assert len(get_logger().handlers) == 1
 
 
 def test_records_go_through_a_configured_formatter_once() -> None:
     stream = io.StringIO()
-    logger = get_logger("ucm.sparse.esa")  # before vLLM has configured anything
+    logger = get_logger("ucm.sparse.esa.method")  # before vLLM has configured anything
     vllm_logs_to(stream, Json())
     logger.info("[UCM.Sparse] %d blocks", 3)
     assert [json.loads(line) for line in stream.getvalue().splitlines()] == [
-        {"level": "INFO", "logger": "ucm.sparse.esa", "text": "[UCM.Sparse] 3 blocks"}
+        {"level": "INFO", "logger": "ucm.sparse.esa.method", "text": "[UCM.Sparse] 3 blocks"}
     ]
 
 
@@ -98,8 +98,8 @@ def test_where_vllm_configures_nothing_the_root_logger_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VLLM_CONFIGURES, "0")
-    get_logger("ucm.sparse.esa").warning("[UCM.Sparse] told")
-    assert ("ucm.sparse.esa", logging.WARNING, "[UCM.Sparse] told") in caplog.record_tuples
+    get_logger("ucm.sparse.esa.method").warning("[UCM.Sparse] told")
+    assert ("ucm.sparse.esa.method", logging.WARNING, "[UCM.Sparse] told") in caplog.record_tuples
     assert capsys.readouterr().err == ""
 
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "ucm.sparse_methods"
 #: The methods that come with UCM. An entry point cannot take one of their names.
 METHODS = {
-    "BlockRetrieval": "ucm.sparse.esa:ESA",
-    "BlockTopK": "ucm.sparse.block_topk:BlockTopK",
-    "ESA": "ucm.sparse.esa:ESA",
-    "GSAOnDevice": "ucm.sparse.block_topk:GSAOnDevice",
+    "BlockRetrieval": "ucm.sparse.esa.method:ESA",
+    "BlockTopK": "ucm.sparse.topk.method:BlockTopK",
+    "ESA": "ucm.sparse.esa.method:ESA",
+    "GSAOnDevice": "ucm.sparse.topk.method:GSAOnDevice",
     "LeakyReRoPE": "ucm.sparse.rerope:LeakyReRoPE",
     "Probe": "ucm.sparse.probe:Probe",
     "ReRoPE": "ucm.sparse.rerope:ReRoPE",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ucm.sparse.block_topk import BlockTopK
-from ucm.sparse.representatives import KeyBounds
+from ucm.sparse.topk.method import BlockTopK
+from ucm.sparse.topk.representatives import KeyBounds
 
 INJECTED = "a failure on purpose"
 #: Of the restricted steps, by their number; the first one stays whole.

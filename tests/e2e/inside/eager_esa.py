@@ -1,4 +1,4 @@
-"""ESA that moves the middle to the store from its first block on, and keeps nothing of it: all that is read comes back.
+"""ESA that offloads from the first block on and keeps nothing of it: every block that is read comes back.
 
 With a budget that holds all, ESA itself would leave every request as it is.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ucm.sparse.esa import ESA
+from ucm.sparse.esa.method import ESA
 
 
 class EagerESA(ESA):

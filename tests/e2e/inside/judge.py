@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ucm.sparse.codes import KeyCodes
-from ucm.sparse.mass_probe import KeyMeans, block_masses
-from ucm.sparse.representatives import KeyBounds, ranked
-from ucm.sparse.selection import BlockBudget
+from ucm.sparse.topk.codes import KeyCodes
+from ucm.sparse.topk.probe import KeyMeans, block_masses
+from ucm.sparse.topk.representatives import KeyBounds, ranked
+from ucm.sparse.topk.selection import BlockBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.e2e.inside.needle_train import Llama, causal
-    from ucm.sparse.representatives import Representatives
+    from ucm.sparse.topk.representatives import Representatives
 else:
     from needle_train import Llama, causal
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ucm.sparse.block_topk import SELECTORS
+from ucm.sparse.topk.method import SELECTORS
 
 ROUNDS = 150
 

@@ -42,10 +42,10 @@ from transforms.pipeline.product import UCM
 from transforms.pipeline.sbom import make_sbom
 from transforms.pipeline.sources.tree import Artefact, sha256
 from ucm.sparse.base import SparseMethod
-from ucm.sparse.block_topk import BlockTopK
-from ucm.sparse.esa import ESA
+from ucm.sparse.esa.method import ESA
 from ucm.sparse.probe import HOOKS
 from ucm.sparse.sink_window import SinkWindow
+from ucm.sparse.topk.method import BlockTopK
 
 if TYPE_CHECKING:
     from pathlib import Path

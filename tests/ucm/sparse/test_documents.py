@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.sparse.block_topk import BlockTopKOptions
-from ucm.sparse.esa_options import ESAOptions
+from ucm.sparse.esa.method import ESAOptions
 from ucm.sparse.factory import METHODS
 from ucm.sparse.rerope import LeakyReRoPEOptions, ReRoPEOptions
 from ucm.sparse.sink_window import SinkWindowOptions
+from ucm.sparse.topk.method import BlockTopKOptions
 
 if TYPE_CHECKING:
     from ucm.sparse.options import MethodOptions

@@ -56,7 +56,8 @@ IDENTITY, MAX_IDENTITY_BYTES = "identity.json", 1 << 22
 TEMPORARY = "tmp"
 #: The quarantine's directory; its name is part of the format on the medium.
 QUARANTINE = "aside"
-#: The first part of namespaces whose blocks belong to one process: to a request, while it runs.
+#: The first part of namespaces whose blocks belong to one process: to a request, while it runs. Like `QUARANTINE` a
+#: part of the format on the medium.
 PRIVATE = "middle"
 MAX_NAMESPACE = 200
 _MAX_MARKER_BYTES = 4096

@@ -15,7 +15,7 @@ from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, 
 from tests.ucm.integration.vllm.sparse.test_real_layers import assert_close, reference
 from tests.ucm.sparse.steps import step
 from ucm.sparse.base import Role
-from ucm.sparse.block_topk import BlockTopK
+from ucm.sparse.topk.method import BlockTopK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,177 @@
+"""ESA's worker side on the installed vLLM's own layer and kernel: released blocks are overwritten, and still read."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
+
+import torch
+
+from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
+from tests.ucm.integration.vllm.sparse.test_real_layers import assert_close, reference
+from tests.ucm.sparse.steps import step
+from ucm.sparse.base import Role
+from ucm.sparse.esa.method import ESA
+from ucm.sparse.esa.offloaded import OffloadedNews, Released
+from ucm.store.posix.layout import owner_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZE, HEAD = 32, 64
+TOKENS = 9 * SIZE + 5
+#: After one block of sinks five blocks are offloaded; the next ones are still where they were, then comes the window.
+FIRST, STORED = 1, 5
+WINDOW = 90
+BLOCKS = list(range(2, 14))
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RealLayer:
+    return real_layer(tmp_path_factory.mktemp("model"), request.param, SIZE, HEAD, blocks=40)
+
+
+class Tiles(ESA):
+    """With tiles of a token, so that the offloaded context grows within a test."""
+
+    tile = 1
+
+
+class Case:
+    """One request whose offloaded context has been released, on a layer."""
+
+    def __init__(self, real: RealLayer, directory: Path, resident: list[int], retrieval: str, budget: int) -> None:
+        self.real, self.resident = real, resident
+        self._source = torch.Generator().manual_seed(len(resident))
+        self.keys, self.values = self.draw(TOKENS, KV_HEADS), self.draw(TOKENS, KV_HEADS)
+        self._write(0)
+        directory.mkdir(mode=0o700)
+        store = {"pipeline": "Posix", "directories": [str(directory)]}
+        options = {"retrieval": retrieval, "store": store, "token_budget": budget * SIZE, "window_tokens": WINDOW}
+        self.method = Tiles(real.config, Role.WORKER, options)
+        self.method.attention = real.view
+        self.method.worker_started()
+        self.method.reader.caches[NAME] = real.kv_cache  # as the step of its admission has left it
+        released = tuple(BLOCKS[FIRST : FIRST + STORED])
+        news = OffloadedNews(owner_name(), "", (), (Released("0", 0, FIRST, released, tuple(resident)),))
+        self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=news))
+        self._clobber(released)
+
+    def draw(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn((tokens, heads, HEAD), generator=self._source).to(self.real.kv_cache.dtype)
+
+    def run(self, new: int) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
+        """One step of so many tokens: their queries, what attention gave, and the blocks that each read, by place.
+
+        Several tokens are the last ones of a longer prompt, as of a session's next turn; one answers.
+        """
+        self.keys = torch.cat((self.keys, self.draw(new, KV_HEADS)))
+        self.values = torch.cat((self.values, self.draw(new, KV_HEADS)))
+        before = len(self.keys) - new
+        self._write(before)
+        query = self.draw(new, HEADS)
+        self.method.update_states(None, SimpleNamespace(ucm_sparse_meta=None))
+        self.method.reader.begin(step(("0", before, new, TOKENS if new == 1 else len(self.keys))))
+        dense = self.real.metadata([BLOCKS], [len(self.keys)], [new])
+        key, value = self.keys[before:], self.values[before:]
+        used = self.method.attention_begin(NAME, query, key, value, self.real.kv_cache, dense)[3]
+        output = self.real.attend(query, used)
+        self.method.attention_finished(NAME, query, self.real.kv_cache, used, output)
+        self.method.execute_finished(None, None, None)
+        spread = [end - begin for begin, end in pairwise(used.query_start_loc.tolist())]
+        holds = self.method.reader._offloaded["0"].layers[NAME]._holds
+        content = dict(zip(self.resident, holds, strict=False))
+        places: list[list[int]] = []
+        for row, length, count in zip(used.block_table.tolist(), used.seq_lens.tolist(), spread, strict=True):
+            held = [(content.get(block), block) for block in row[: -(-length // SIZE)]]
+            places += [[BLOCKS.index(block) if place is None else place for place, block in held]] * count
+        return query, output, places
+
+    def check(self, new: int) -> list[int]:
+        """One step gives what attention to the tokens of the blocks that were read gives; the last token's blocks."""
+        query, output, of_tokens = self.run(new)
+        for at, places in enumerate(of_tokens):
+            assert places == sorted(set(places))
+            known = len(self.keys) - new + at + 1
+            read = [p for block in places for p in range(block * SIZE, min(known, (block + 1) * SIZE))]
+            assert_close(output[at : at + 1], reference(query[at : at + 1], self.keys[read], self.values[read]))
+        return of_tokens[-1]
+
+    @property
+    def offloaded(self) -> range:
+        """The blocks between the sinks and the window of the newest token."""
+        return range(FIRST, (len(self.keys) - 1 - WINDOW) // SIZE)
+
+    def saved(self) -> None:
+        """Wait until the store has what was released: from here on, nothing of it is in host memory."""
+        store = self.method.reader._opened
+        for saving in store._saving:
+            store._store.wait(saving.commit)
+        store.settle()
+        assert not any(admission.copies for admission in store._kept.values())
+
+    def _write(self, start: int) -> None:
+        places = torch.arange(start, len(self.keys))
+        slots = torch.tensor(BLOCKS)[places // SIZE] * SIZE + places % SIZE
+        self.real.write(self.keys[start:], self.values[start:], slots)
+
+    def _clobber(self, blocks: tuple[int, ...]) -> None:
+        slots = (torch.tensor(blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()
+        self.real.write(self.draw(len(slots), KV_HEADS), self.draw(len(slots), KV_HEADS), slots)
+
+
+@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
+def test_with_room_for_all_everything_is_read(real: RealLayer, tmp_path: Path, retrieval: str) -> None:
+    case = Case(real, tmp_path / "store", [30, 3, 25, 4, 39], retrieval, 20)
+    for new in (1, 7, 1, 20, 1):
+        assert case.check(new) == list(range(-(-len(case.keys) // SIZE)))
+
+
+@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
+def test_with_room_for_two_just_these_are_read(real: RealLayer, tmp_path: Path, retrieval: str) -> None:
+    case = Case(real, tmp_path / "store", [3, 20], retrieval, 2)
+    seen = set()
+    for at, new in enumerate((1, 6, *[1] * 20)):
+        if at == 3:
+            case.saved()
+        places = case.check(new)
+        offloaded = [place for place in places if place in case.offloaded]
+        assert len(offloaded) == 2
+        seen.update(offloaded)
+        assert set(places) - set(offloaded) == {0, *range(case.offloaded.stop, -(-len(case.keys) // SIZE))}
+    assert len(seen) > 2, "queries that differ want different blocks"
+    assert case.method.reader._opened.counts["loaded"] > 0
+
+
+def test_a_token_that_a_query_looks_for_is_read(
+    real: RealLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One head of six looks for one token of the offloaded context; the others look nowhere in particular."""
+    case = Case(real, tmp_path / "store", [3], "exact", 1)
+    wanted = 3 * case.keys[(FIRST + 3) * SIZE + 9, 1]
+    draw = case.draw
+
+    def drawn(tokens: int, heads: int) -> torch.Tensor:
+        found = draw(tokens, heads)
+        if heads == HEADS:  # only queries have so many
+            found[:, -1] = wanted
+        return found
+
+    monkeypatch.setattr(case, "draw", drawn)
+    assert FIRST + 3 in case.check(1)
+
+
+def test_the_first_token_of_a_turn_chooses_for_itself(real: RealLayer, tmp_path: Path) -> None:
+    """Not what the last token of the turn before was going to want next."""
+    chosen: dict[str, list[list[int]]] = {}
+    for retrieval in ("exact", "ahead"):
+        case = Case(real, tmp_path / retrieval, [3, 20], retrieval, 2)
+        turns = [case.check(new) for new in (6, *[1] * 12, 5, *[1] * 12, 9)]
+        chosen[retrieval] = [turns[0], turns[13], turns[26]]
+        assert len({tuple(of) for of in turns}) > 3
+    assert chosen["ahead"] == chosen["exact"]

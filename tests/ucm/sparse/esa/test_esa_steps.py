@@ -1,0 +1,240 @@
+"""ESA on both sides of vLLM's scheduler, through hundreds of random steps over a real store."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside.py runs these beside it")
+
+import torch
+from vllm.v1.request import RequestStatus
+
+from tests.ucm.sparse.esa.engine import BLOCK, Engine, Setting
+from tests.ucm.sparse.esa.toy import TILE, VOCABULARY
+from ucm.sparse.esa.offloaded import tell_loss
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS = 150
+ALL = {"token_budget": 400, "sink_tokens": 3, "window_tokens": 10}
+SOME = {"token_budget": 16, "sink_tokens": 3, "window_tokens": 10}
+ENGINES = {
+    "all comes back": Setting(ALL, at_once=True, blocks=160),
+    "all comes back, few blocks": Setting(ALL, at_once=True, blocks=60, running=8),
+    "all comes back, asynchronous": Setting(ALL, at_once=True, asynchronous=True, blocks=160),
+    "all comes back, ahead": Setting({**ALL, "retrieval": "ahead"}, at_once=True, blocks=160),
+    "all fits": Setting(ALL, blocks=160),
+    "some": Setting(SOME),
+    "some, ahead": Setting({**SOME, "retrieval": "ahead"}),
+    "some, few blocks": Setting(SOME, blocks=40, running=8),
+    "some, asynchronous": Setting(SOME, asynchronous=True),
+    "some, asynchronous, few blocks, ahead": Setting(
+        {**SOME, "retrieval": "ahead"}, asynchronous=True, blocks=40, running=8
+    ),
+    "some, no prefix cache": Setting(SOME, caching=False),
+    "one block, no sinks": Setting({"token_budget": 4, "sink_tokens": 0, "window_tokens": 1}),
+}
+
+
+def prompts(chance: random.Random) -> list[list[int]]:
+    """Some that share beginnings, short and long."""
+    stems = [[chance.randrange(VOCABULARY) for _ in range(length)] for length in (5, 30, 80)]
+    ends = [[chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 40))] for _ in range(4)]
+    return [[*stem, *end] for stem in stems for end in ends]
+
+
+def run(engine: Engine) -> None:
+    """Random steps, and then to the end of all requests."""
+    chance = engine.chance
+    some = prompts(chance)
+    while engine.happened["steps"] < STEPS:
+        if len(engine.requests) < 8 and chance.random() < 0.3:
+            engine.submit(list(chance.choice(some)), chance.choice((1, 5, 20, 40)))
+        if engine.requests and chance.random() < 0.03:
+            engine.abort(chance.choice(list(engine.requests.values())))
+        if chance.random() < 0.01:
+            engine.reset()
+        engine.turn()
+    engine.drain()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_random_steps(name: str, tmp_path: Path) -> None:
+    setting = ENGINES[name]
+    engine = Engine(setting, tmp_path, random.Random(name))  # noqa: S311 - no secret
+    run(engine)
+    counts = engine.worker.reader.counts
+    print(name, dict(engine.happened), engine.worker.reader.summary(), dict(engine.held))
+    assert len(engine.answers) > 8
+    assert (counts["copied_out"] == 0) == (name == "all fits")
+    assert (engine.device.left_out == 0) == name.startswith("all")
+    if "few blocks" in name:
+        assert engine.happened["preempted answers"]
+    if name.startswith("all"):
+        for prompt, answer, _ in engine.answers.values():
+            assert answer == engine.device.model.generate(prompt, len(answer))
+    longest: dict[str, tuple[list[int], torch.Tensor]] = {}
+    for prompt, answer, kv in engine.answers.values():
+        known = longest.setdefault(str(prompt), (answer, kv))
+        both = min(len(answer), len(known[0]))
+        assert answer[:both] == known[0][:both], "the same prompt is answered alike, whatever becomes of it"
+        both = min(len(kv), len(known[1]))
+        torch.testing.assert_close(kv[:both], known[1][:both], rtol=1e-4, atol=1e-4)
+    assert len(longest) < len(engine.answers)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_copying_out_too_late_shows(tmp_path: Path, late: bool) -> None:
+    """When the step's new blocks may hold anything already."""
+    engine = Engine(Setting(SOME, caching=False, blocks=40, running=8), tmp_path, random.Random(3))  # noqa: S311
+    if late:
+        _copy_out_late(engine.worker)
+    for _ in range(12):
+        engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(90)], 30)
+    if late:
+        with pytest.raises(AssertionError, match="reads what is not its own"):
+            engine.drain()
+    else:
+        engine.drain()
+
+
+def _copy_out_late(worker: Any) -> None:
+    begin, arrived = worker.execute_begin, worker.update_states
+    outputs: list[Any] = []
+    worker.update_states = lambda _, output: outputs.append(output)
+
+    def begin_late(*arguments: Any) -> None:
+        for output in outputs:
+            arrived(None, output)
+        outputs.clear()
+        begin(*arguments)
+
+    worker.execute_begin = begin_late
+
+
+def test_resident_blocks_that_are_given_back_too_early_show(tmp_path: Path) -> None:
+    engine = Engine(Setting(SOME, caching=False, blocks=60), tmp_path, random.Random(1))  # noqa: S311
+    engine._check_blocks = lambda: None  # type: ignore[method-assign] # it would see it first
+    news = engine.method._blocks.news
+
+    def give_back() -> Any:
+        found = news()
+        for offloaded in engine.method._blocks._offloaded.values():
+            if len(offloaded.resident) > 1:
+                engine.pool.free_blocks([offloaded.resident.pop()])
+        return found
+
+    engine.method._blocks.news = give_back
+    with pytest.raises(AssertionError, match=r"reads what is not its own|tokens are read once"):
+        run(engine)
+
+
+def test_what_a_request_holds_is_flat(tmp_path: Path) -> None:
+    engine = Engine(Setting(SOME, blocks=140), tmp_path, random.Random(1))  # noqa: S311
+    engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(300)], 180)
+    engine.drain()
+    most = 1 + 16 // BLOCK + (10 + TILE + engine.setting.budget) // BLOCK + 3
+    assert engine.held[4] <= engine.held[1] <= most
+    assert engine.worker.reader.counts["copied_out"] > 100
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_request_that_has_lost_blocks_goes_alone(tmp_path: Path, policy: str) -> None:
+    engine = Engine(Setting(SOME, blocks=300, policy=policy), tmp_path, random.Random(2))  # noqa: S311
+    requests = [engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(60)], 60) for _ in range(5)]
+    while len(engine.method._blocks._offloaded) < len(requests):
+        engine.turn()
+    first = requests[0]
+    priority, blocks = first.priority, engine.method._blocks
+    give_way = blocks.give_way
+    blocks.give_way = lambda request: [give_way(request) for _ in range(2)]  # as often as anybody likes
+    tell_loss(engine.method._blocks._losses.path, engine.method._blocks._offloaded[first.request_id].admission)
+    engine.drain()
+    assert [request.num_preemptions for request in requests] == [1, 0, 0, 0, 0]
+    assert first.priority == priority
+    assert len(engine.answers) == len(requests)
+
+
+def test_a_streaming_session_that_has_lost_blocks_begins_its_turn(tmp_path: Path) -> None:
+    """It waits with its blocks, and who waits cannot be preempted: refused, it would keep all behind it waiting."""
+    engine = Engine(Setting(SOME, blocks=300), tmp_path, random.Random(2))  # noqa: S311
+    request = engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(60)], 60)
+    while not engine.method._blocks._offloaded:
+        engine.turn()
+    engine.method._blocks._lost = {engine.method._blocks._offloaded[request.request_id].admission}
+    asked = {}
+    for status in ("WAITING", "RUNNING"):
+        request.status = RequestStatus[status]
+        asked[status] = engine.method.before_allocation(request)
+    assert asked == {"WAITING": True, "RUNNING": False}
+    engine.method._blocks._lost = set()
+    engine.drain()
+
+
+def test_what_was_found_in_the_cache_is_copied_out_in_portions(tmp_path: Path) -> None:
+    engine = Engine(Setting(SOME, blocks=140), tmp_path, random.Random(1))  # noqa: S311
+    prompt = [engine.chance.randrange(VOCABULARY) for _ in range(300)]
+    engine.submit(prompt, 1)
+    engine.drain()
+    portions: list[int] = []
+    news = engine.method._blocks.news
+
+    def noted() -> Any:
+        found = news()
+        portions.extend(len(released.block_ids) for released in (found.released if found else ()))
+        return found
+
+    engine.method._blocks.news = noted
+    engine.submit(prompt, 30)
+    engine.drain()
+    assert engine.happened["hits"] == 1
+    assert sum(portions) > 60
+    assert max(portions) == 2 * engine.setting.budget // BLOCK
+
+
+def test_a_store_that_goes_away_has_requests_computed_anew(tmp_path: Path) -> None:
+    engine = Engine(Setting(SOME), tmp_path, random.Random(2))  # noqa: S311
+    for _ in range(4):
+        engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(100)], 60)
+    for _ in range(40):
+        engine.turn()
+    before = engine.happened["preemptions"]
+    engine.root.rename(tmp_path / "gone")  # at once: it is being written into
+    engine.drain()
+    counts = engine.worker.reader._opened.counts
+    print(counts, engine.happened)
+    assert len(engine.answers) == 4
+    assert counts["lost"] > 0
+    assert counts["kept"] > 0, "what is released later stays in host memory"
+    assert engine.happened["preemptions"] > before
+    loaded = counts["loaded"]
+    engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(200)], 60)
+    engine.drain()
+    assert (len(engine.answers), counts["loaded"]) == (5, loaded)
+
+
+@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_request_that_is_computed_anew_goes_on_alike(tmp_path: Path, retrieval: str, *, caching: bool) -> None:
+    """With a prefix cache it may find blocks of its answer again, and none under the old names where that matters."""
+    answers = []
+    for lost in (False, True):
+        (tmp_path / str(lost)).mkdir()
+        setting = Setting({**SOME, "retrieval": retrieval}, blocks=300, caching=caching)
+        engine = Engine(setting, tmp_path / str(lost), random.Random(2))  # noqa: S311 - no secret
+        request = engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(90)], 80)
+        while lost and request.num_output_tokens < 40:
+            engine.turn()
+        if lost:
+            tell_loss(
+                engine.method._blocks._losses.path, engine.method._blocks._offloaded[request.request_id].admission
+            )
+        engine.drain()
+        assert request.num_preemptions == lost
+        answers.append(engine.answers[request.request_id])
+    assert answers[0][1] == answers[1][1]
+    torch.testing.assert_close(answers[0][2], answers[1][2], rtol=1e-4, atol=1e-4)

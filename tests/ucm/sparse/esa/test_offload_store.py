@@ -1,0 +1,293 @@
+"""A worker's store on real files: nothing is given up before the store has it, nothing damaged ever comes back."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; tests/e2e/test_inside.py runs these beside it")
+
+import torch
+
+from tests.ucm.store.frozen import FrozenDirectory
+from ucm.sparse.esa import offload_store
+from ucm.sparse.esa.offload_store import OffloadStore, remove_leftovers
+from ucm.store import pool
+from ucm.store.base import BlockGeometry
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.posix import layout as posix_layout
+from ucm.store.posix.index import evict, scan
+from ucm.store.posix.layout import Layout, owner_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from ucm.store.base import KVStore
+
+SIZES = (48, 80)
+
+
+def config(root: Path, **others: Any) -> StoreConfig:
+    root.mkdir(mode=0o700, exist_ok=True)
+    return StoreConfig(directories=(str(root),), **others)
+
+
+def copies() -> Any:
+    """What the store asks of a worker's layers."""
+
+    def host_rows(layer: int, blocks: int) -> Tensor:
+        return torch.zeros(blocks, SIZES[layer], dtype=torch.uint8)
+
+    return SimpleNamespace(geometry=BlockGeometry(SIZES, bytes(16)), host_rows=host_rows)
+
+
+def blocks(count: int, seed: int = 0) -> list[Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (count, size), generator=chance, dtype=torch.uint8) for size in SIZES]
+
+
+def files(root: Path) -> list[Path]:
+    return [path for path in root.glob("middle+*/??/*") if path.is_file()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[OffloadStore]:
+    found = OffloadStore(config(tmp_path / "root"), copies(), owner_name(), 0)
+    yield found
+    found._end()
+
+
+def settle(store: OffloadStore) -> None:
+    for saving in store._saving:
+        store._store.wait(saving.commit)
+    store.settle()
+
+
+def fetched(store: OffloadStore, layer: int, *wanted: tuple[int, int]) -> Tensor:
+    fetch = store.fetch(layer, wanted)
+    assert store.wait(fetch) == []
+    return fetch.rows
+
+
+def test_blocks_come_from_host_memory_and_then_from_the_store(store: OffloadStore) -> None:
+    first, second = blocks(5), blocks(2, seed=1)
+    store.save(7, 3, first)
+    store.save(8, 0, second)
+    for origin in ("from_host", "loaded"):
+        before = store.counts[origin]
+        for layer in range(len(SIZES)):
+            got = fetched(store, layer, (7, 6), (8, 1), (7, 3))
+            assert torch.equal(got, torch.stack((first[layer][3], second[layer][1], first[layer][0])))
+        assert store.counts[origin] - before == 3 * len(SIZES)
+        settle(store)
+    assert not store._kept[7].copies
+
+
+def test_nothing_of_a_request_is_left_when_it_has_ended(store: OffloadStore, tmp_path: Path) -> None:
+    store.save(1, 0, blocks(4))
+    store.save(2, 0, blocks(3))
+    settle(store)
+    assert len(files(tmp_path / "root")) == 7
+    store.drop(1)
+    store.save(3, 0, blocks(2))
+    store.drop(3)  # while it is being written
+    store.save(4, 0, blocks(5))
+    settle(store)
+    store.save(4, 5, blocks(1))
+    store.drop(4)  # while the last of it is being written
+    settle(store)
+    store._cleaner.close()
+    assert len(files(tmp_path / "root")) == 3
+
+
+def test_what_the_store_does_not_take_stays_in_host_memory_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = OffloadStore(config(tmp_path / "root", save_queue_bytes=200), copies(), owner_name(), 0)
+    data = blocks(20)
+    every = [(1, place) for place in range(20)]
+    store.save(1, 0, data)
+    settle(store)
+    refused = store.counts["kept"]
+    assert refused > 0
+    assert not store._saving, "it is left alone for a while"
+    assert torch.equal(fetched(store, 1, *every), data[1])
+    assert (store.counts["from_host"], store.counts["loaded"]) == (refused, 20 - refused)
+    monkeypatch.setattr(offload_store, "RETRY_SECONDS", 0.0)
+    store._retry_at = 0.0
+    for _ in range(60):
+        settle(store)
+    assert store.counts["kept"] == 0
+    assert not store._kept[1].copies
+    assert torch.equal(fetched(store, 1, *every), data[1])
+    assert store.counts["loaded"] == 40 - refused
+    store._end()
+
+
+def test_a_live_block_is_not_evicted(store: OffloadStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, evicted, data = str(tmp_path / "root"), list[str](), blocks(30)
+    store.save(1, 0, data)
+    settle(store)
+    evict(root, scan(root), 1 << 30, evicted.append)
+    assert not evicted
+    assert torch.equal(fetched(store, 0, *((1, place) for place in range(30))), data[0])
+    monkeypatch.setattr(posix_layout, "is_stale", lambda *_: True)  # as if the process had died
+    evict(root, scan(root), 1 << 30, evicted.append)
+    assert len(evicted) == 30
+
+
+def test_a_damaged_block_is_lost_and_later_ones_stay_in_host_memory(store: OffloadStore) -> None:
+    data = blocks(4)
+    store.save(1, 0, data)
+    settle(store)
+    hit = Path(store._layouts[0].block(store._kept[1].keys[2]))
+    content = bytearray(hit.read_bytes())
+    content[-1] ^= 1  # of the last layer
+    hit.write_bytes(content)
+    fetch = store.fetch(1, [(1, 1), (1, 2), (1, 3)])
+    assert store.wait(fetch) == [1]
+    assert torch.equal(fetch.rows[[0, 2]], data[1][[1, 3]])
+    assert (store.counts["retried"], store.counts["lost"]) == (1, 1)
+    store.save(1, 4, blocks(1))
+    assert not store._saving
+    assert 4 in store._kept[1].copies
+
+
+def test_a_directory_that_is_gone_costs_what_was_in_it(store: OffloadStore, tmp_path: Path) -> None:
+    store.save(1, 0, blocks(2))
+    settle(store)
+    shutil.rmtree(tmp_path / "root")
+    assert store.wait(store.fetch(0, [(1, 0), (1, 1)])) == [0, 1]
+    later = blocks(3, seed=2)
+    store.save(2, 0, later)
+    settle(store)
+    assert torch.equal(fetched(store, 0, (2, 0), (2, 2)), later[0][[0, 2]])
+
+
+def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    one = OffloadStore(config(root), copies(), owner_name(), 0)
+    one.save(1, 0, blocks(1))
+    settle(one)
+    assert len(list(root.glob("middle+*"))) == 1
+    one._end()
+    assert not list(root.glob("middle+*"))
+    host, _, _, *rest = owner_name().split("-")
+    for namespace in (f"middle/{host}-999999999-1-{'-'.join(rest)}/0", f"middle/{owner_name()}/0", "others"):
+        Layout(str(root), namespace).make()
+    remove_leftovers(str(root))
+    there = sorted(path.name for path in root.iterdir() if path.is_dir())
+    left = [name for name in there if "999999999" not in name]
+    assert len(left) == len(there) == 2
+
+
+class Clock:
+    """What tells when a thread counts as stuck."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def gets_on(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for the directory"
+
+
+def test_a_directory_that_does_not_answer_keeps_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, root = Clock(), tmp_path / "root"
+    monkeypatch.setattr(pool, "time", clock)
+    options = config(root)
+    frozen = FrozenDirectory(monkeypatch, str(root))
+    made: list[OffloadStore] = []
+    gets_on(lambda: made.append(OffloadStore(options, copies(), owner_name(), 0)))
+    [store], data = made, blocks(6)
+    assert frozen.held.wait(60)
+
+    def work() -> None:
+        store.save(1, 0, data)
+        store.settle()
+        assert store._saving, "what waits for the store waits in host memory"
+        clock.now += options.stuck_seconds
+        store.settle()
+        assert not store._saving
+        assert torch.equal(fetched(store, 1, *((1, place) for place in range(6))), data[1])
+        store.drop(1)
+
+    gets_on(work)
+    assert (store.counts["kept"], store.counts["lost"]) == (6, 0)
+    frozen.thawed.set()
+    deadline = time.monotonic() + 60
+    while not store._store.stats() and time.monotonic() < deadline:
+        store._store.flush(60)
+    store.save(2, 0, data)
+    settle(store)
+    assert torch.equal(fetched(store, 0, (2, 5), (2, 0)), data[0][[5, 0]])
+    assert store.counts["loaded"] == 2
+    store._end()
+    assert not list(root.glob("middle+*"))
+
+
+def test_what_is_released_while_the_store_opens_goes_to_it_when_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, opens, may_open = Clock(), threading.Event(), threading.Event()
+
+    def open_late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
+        opens.set()
+        may_open.wait(60)
+        return open_store(config, namespace, geometry)
+
+    monkeypatch.setattr(pool, "time", clock)
+    monkeypatch.setattr(offload_store, "open_store", open_late)
+    monkeypatch.setattr(offload_store, "RETRY_SECONDS", 0.0)
+    options = config(tmp_path / "root")
+    store, data = OffloadStore(options, copies(), owner_name(), 0), blocks(6)
+    assert opens.wait(60)
+    store.save(1, 0, data)
+    clock.now += options.stuck_seconds
+    settle(store)
+    assert store._refused or store._saving, "they are tried again"
+    may_open.set()
+    deadline = time.monotonic() + 60
+    while store._kept[1].copies and time.monotonic() < deadline:
+        store._store.flush(60)
+        settle(store)
+    assert store.counts["kept"] == 0
+    assert torch.equal(fetched(store, 1, *((1, place) for place in range(6))), data[1])
+    assert store.counts["loaded"] == 6
+    store._end()
+
+
+def test_a_directory_that_does_not_answer_any_more_does_not_keep_the_end(
+    store: OffloadStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(1, 0, blocks(2))
+    settle(store)
+    frozen = FrozenDirectory(monkeypatch, str(tmp_path / "root"))
+    clock = Clock()
+    monkeypatch.setattr(pool, "time", clock)
+    store.drop(1)
+    assert frozen.held.wait(60)
+    ending = threading.Thread(target=store._end, daemon=True)
+    ending.start()
+    deadline = time.monotonic() + 60
+    while ending.is_alive() and time.monotonic() < deadline:
+        clock.now += 10.0
+        ending.join(0.1)
+    ended = not ending.is_alive()
+    frozen.thawed.set()
+    ending.join()
+    assert ended, "it waits for the directory"

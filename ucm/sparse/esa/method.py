@@ -1,0 +1,277 @@
+"""Essential sparse attention: most of a context is offloaded to a store, and the blocks that a query wants come back.
+
+Source: UCM's ESA (ModelEngine, unified-cache-management): representatives of the context's blocks stay with the model,
+the blocks go to a store, and the few that are essential to a query are retrieved. Xiao et al., "InfLLM: Training-Free
+Long-Context Extrapolation for LLMs with an Efficient Context Memory" (NeurIPS 2024, arXiv:2402.04617): sinks, a local
+window, and a context memory looked up chunk by chunk in prefill and token by token in decode. Tang et al., "Quest"
+(ICML 2024, arXiv:2406.10774): channel-wise bounds of a block's keys as its representative.
+
+The scheduler's side (`ucm.sparse.esa.offloaded`) gives a request's blocks between sinks and window back to vLLM's pool
+and tells the workers, who copy them out before anything else of the step is done. From then on a request holds its
+sinks, its window, the tokens of the steps under way and a bounded number of resident blocks, whatever its length;
+beside them each worker keeps the bounds of the keys: ``1 / block_size`` of what the KV of the offloaded context would
+take, and up to a quarter more to grow into, in the device's memory and not counted by vLLM.
+
+A request whose blocks between sinks and window fit into the budget is left as it is: it is dense, and costs nothing.
+
+What a worker cannot bring back (its store has failed twice) is left out of what can be chosen in that step, and the
+scheduler is told: it has the request computed anew from its prompt. From then on released blocks stay in host memory,
+so nothing more is lost.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from ucm.config.store_settings import StoreSettings
+from ucm.errors import ConfigError
+from ucm.logger import get_logger
+from ucm.sparse.esa.offload_store import store_roots
+from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
+from ucm.sparse.esa.worker import OffloadedReader
+from ucm.sparse.needed_hooks import require_hooks
+from ucm.sparse.options import MethodOptions, parse_options
+from ucm.sparse.own_blocks import keep_apart, rename_own
+from ucm.sparse.released_blocks import ReleasingMethod, require_own_connector
+from ucm.sparse.steering import refuse_asked
+from ucm.sparse.window import TILE, SinksAndWindow
+from ucm.store.config import default_dram_directory
+from ucm.store.factory import open_store
+from ucm.store.opening import opens_within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from ucm.sparse.base import Role
+    from ucm.sparse.block_copies import CopyingView
+    from ucm.sparse.esa.offloaded import OffloadedNews
+
+NAME = "ESA"
+
+
+def default_store() -> StoreSettings:
+    """Shared memory, in a directory apart from the prefix cache's: one does not evict the other's blocks."""
+    return StoreSettings(pipeline="Dram", dram_directory=f"{default_dram_directory()}-middle")
+
+
+class ESAOptions(MethodOptions):
+    """What an operator may set.
+
+    Attributes:
+        token_budget: Tokens between the sinks and the window that a step reads of a request in a layer, in whole
+            blocks: what a request holds in vLLM's memory beyond sinks, window and the tokens of the steps under way.
+        sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
+        window_tokens: Tokens before the newest that are always read.
+        retrieval: ``exact``: each step reads what its own query wants, and waits for what is not there. ``ahead``: it
+            reads what the query of the step before wanted, which is brought while the model runs.
+        store: Where the offloaded context is kept, as the connector's ``store`` section. By default the Dram tier.
+    """
+
+    beside_kv = frozenset({"store"})
+    token_budget: int = Field(default=2048, ge=1, description="a number of tokens, 1 or more")
+    sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
+    window_tokens: int = Field(default=1024, ge=1, description="a number of tokens, 1 or more")
+    retrieval: Literal["exact", "ahead"] = Field(default="exact", description="`exact` or `ahead`")
+    store: StoreSettings = Field(default_factory=default_store, description="a `store` section, as the connector's")
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _section(cls, value: object) -> object:
+        return StoreSettings.model_validate(value) if isinstance(value, dict) else value
+
+    def window(self, tile: int = TILE) -> SinksAndWindow:
+        """What is always read."""
+        return SinksAndWindow(self.sink_tokens, self.window_tokens, tile=tile)
+
+
+class ESA(ReleasingMethod[OffloadedReleases]):
+    """Store-backed retrieval of essential blocks; see the module and `ESAOptions`.
+
+    Attributes:
+        tile: Tokens whose windows begin at the same block.
+        at_once: Whether blocks are released before a offloaded context is longer than the budget.
+
+    Raises:
+        ConfigError: If an option is wrong.
+    """
+
+    attention: CopyingView
+    options_type = ESAOptions
+    at_once = False
+    tile: ClassVar[int] = TILE
+
+    def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
+        super().__init__(vllm_config, role, options)
+        self._options = parse_options(ESAOptions, NAME, options)
+        self._reader: OffloadedReader | None = None
+        #: Requests that are computed anew in this step.
+        self._anew: set[str] = set()
+
+    @classmethod
+    def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """With the size of a tile."""
+        return {**super().identity(options), "tile": cls.tile}
+
+    @classmethod
+    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        """From the prompt's last token on, each chooses; those before it do not."""
+        del options
+        return num_prompt_tokens - 1
+
+    # The scheduler's side
+
+    def scheduler_started(self, scheduler: Any) -> None:
+        """Refuse what blocks cannot be released beside."""
+        require_hooks(NAME, self.needed_hooks)
+        require_own_connector(scheduler.connector, NAME)
+        block_size = int(self.vllm_config.cache_config.block_size)
+        self.releases = OffloadedReleases(
+            scheduler, self._options.window(self.tile), self._budget(block_size), at_once=self.at_once
+        )
+
+    def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Has a request that was preempted while it answered go through its answer token by token again.
+
+        Each of these tokens brings back other blocks, and there is room for what one of them wants.
+        """
+        last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
+        if num_new_tokens <= 1 or last < prompt or self._blocks.reads_all(last, prompt):
+            return num_new_tokens
+        return max(1, prompt - num_computed_tokens)
+
+    def before_allocation(self, request: Any) -> bool:
+        """Keeps what was answered apart from prompts, and releases blocks."""
+        keep_apart(request, request.num_prompt_tokens - 1, self.vllm_config.cache_config)
+        return super().before_allocation(request)
+
+    def request_preempted(self, request: Any) -> None:
+        """What it has answered is computed anew where each token reads what the one before it wanted."""
+        super().request_preempted(request)
+        if self._options.retrieval == "ahead":
+            rename_own(request)
+
+    def tell_lost(self, request: Any) -> None:
+        """Log once per step; vLLM asks again as it preempts others."""
+        if request.request_id not in self._anew:
+            self._anew.add(request.request_id)
+            get_logger(__name__).warning(
+                "[UCM.Sparse] request %s is computed anew: blocks of it are lost, or it was taken back to where they "
+                "are released (token %d)",
+                request.request_id,
+                request.num_computed_tokens,
+            )
+
+    def asks_workers(self) -> str:
+        """Whether they can say what they lose."""
+        return self._blocks.losses
+
+    def build_metadata(self, scheduler_output: Any) -> OffloadedNews | None:
+        """What the workers have to copy out, and what they may forget."""
+        del scheduler_output
+        self._anew.clear()
+        return self._blocks.news()
+
+    # The worker's side
+
+    def worker_started(self) -> None:
+        """Refuse an engine that cannot be served, and a store that cannot be opened; not one that does not answer."""
+        require_hooks(NAME, self.needed_hooks)
+        self.attention.require_engine()
+        block_size = getattr(self.vllm_config.cache_config, "block_size", None)
+        if block_size:
+            self._budget(int(block_size))
+        config = self._options.store.as_store_config()
+        if not opens_within(partial(open_store, config, "middle/trial", None), config.stuck_seconds):
+            get_logger(__name__).warning(
+                "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, what is released stays "
+                "in host memory",
+                NAME,
+                config.stuck_seconds,
+                ", ".join(store_roots(config)) or config.pipeline,
+            )
+        self._reader = OffloadedReader(
+            self.attention,
+            self.vllm_config.cache_config,
+            config,
+            int(self.vllm_config.parallel_config.rank),
+            self._options,
+            self.tile,
+        )
+
+    def confirms(self, question: str) -> str:
+        """Whether what this worker loses reaches the scheduler."""
+        return out_of_reach(question)
+
+    def layer_seen(self, layer_name: str) -> None:
+        """Refuse a layer that cannot be served."""
+        self.attention.require(layer_name, reads_keys=True)
+
+    def update_states(self, runner: Any, scheduler_output: Any) -> None:
+        """Copy out what is released with this step, before anything of it is done."""
+        del runner
+        self.reader.step_arrived(getattr(scheduler_output, "ucm_sparse_meta", None))
+
+    def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
+        """Forget them."""
+        del runner
+        self.reader.forget(request_ids)
+
+    def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
+        """Note the rows with a offloaded context."""
+        batch = self.attention.batch(runner, scheduler_output, input_batch)
+        refuse_asked(batch.asked, self)
+        self.reader.begin(batch)
+
+    def attention_begin(
+        self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Bring what is wanted into the resident blocks, and have the layer read them."""
+        reader = self.reader
+        reader.caches[layer_name] = kv_cache
+        if reader.restricts:
+            began = perf_counter()
+            attn_metadata = reader.restrict(layer_name, query, key, kv_cache, attn_metadata)
+            reader.select_seconds += perf_counter() - began
+        return query, key, value, attn_metadata
+
+    def attention_finished(
+        self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
+    ) -> None:
+        """Begin to bring what the next step is expected to want."""
+        del kv_cache, attn_metadata, output
+        if self.reader.restricts:
+            self.reader.look_ahead(layer_name, query)
+
+    def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
+        """The step is over."""
+        del runner, scheduler_output, model_output
+        if self.reader.restricts:
+            self.reader.finish()
+
+    def figures(self) -> dict[str, float]:
+        """See `OffloadedReader.figures`."""
+        return {} if self._reader is None else self._reader.figures()
+
+    @property
+    def reader(self) -> OffloadedReader:
+        """The worker's state."""
+        if self._reader is None:
+            raise RuntimeError("a worker's method was asked before it was started")
+        return self._reader
+
+    def _budget(self, block_size: int) -> int:
+        """The resident blocks of a request."""
+        blocks = self._options.token_budget // block_size
+        if blocks < 1:
+            raise ConfigError(
+                f"a budget of {self._options.token_budget} tokens leaves no block of {block_size} to bring back",
+                where=f"ucm_sparse_config.{NAME}.token_budget",
+                fix=f"let it be {block_size} or more, or start vLLM with a smaller --block-size",
+            )
+        return blocks

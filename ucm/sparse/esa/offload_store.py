@@ -1,0 +1,336 @@
+"""A worker's store for the offloaded context of its requests.
+
+A block is kept in host memory until the store has it for good, and for as long as its request lives where the store
+does not take it, or has lost one before. One that is full, or too far behind, is asked again. Keys are never used
+twice, and the namespace is this engine start's and this worker's own; what the store returns is what was saved, or
+nothing: it verifies checksums. It is opened, and at the end deleted, by threads that a directory which does not answer
+may keep; the worker waits for none.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING
+
+from ucm.background import call_later
+from ucm.logger import get_logger
+from ucm.sparse.esa.offloaded import block_key
+from ucm.store.base import BlockTransfer
+from ucm.store.errors import StoreFullError, StoreTimeoutError
+from ucm.store.factory import open_store
+from ucm.store.opening import OpeningStore
+from ucm.store.pool import Pool
+from ucm.store.posix.layout import PRIVATE, Layout, is_stale, namespaces
+from ucm.store.posix.paths import names_in, unlink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from ucm.sparse.block_copies import BlockCopies
+    from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, Task
+    from ucm.store.config import StoreConfig
+    from ucm.store.errors import StoreError
+
+#: What is saved of blocks of this age may be taken for forgotten: older than any request gets.
+STALE_SECONDS = 7 * 86400.0
+#: How long a store that had no room, or was too far behind, is left alone.
+RETRY_SECONDS = 1.0
+_DELETED_AT_ONCE = 256
+
+
+@dataclass(slots=True)
+class _Admission:
+    """What is kept of a request.
+
+    Attributes:
+        copies: Of each block in host memory, its bytes by layer.
+        keys: Of each block that was handed to the store, its name.
+    """
+
+    copies: dict[int, list[Tensor]] = field(default_factory=dict)
+    keys: dict[int, BlockKey] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """Blocks that are being written: their save, and their commit."""
+
+    admission: int
+    places: tuple[int, ...]
+    save: Task
+    commit: Task
+
+
+class Fetch:
+    """Blocks of one layer on their way into host memory.
+
+    Args:
+        rows: ``[blocks, bytes of a block]``, uint8: where they come to lie.
+        wanted: Admission and place of each.
+        loads: Of those that the store brings, their rows.
+        task: The store's, if there are any.
+    """
+
+    def __init__(
+        self, rows: Tensor, wanted: Sequence[tuple[int, int]], loads: list[tuple[int, BlockTransfer]], task: Task | None
+    ) -> None:
+        self.rows = rows
+        self.wanted = tuple(wanted)
+        self.loads = loads
+        self.task = task
+
+
+class OffloadStore:
+    """Saves blocks, and brings back single layers of them.
+
+    All calls come from the worker's own thread; transfers run in the store's.
+
+    Args:
+        config: The store's options; ``stale_seconds`` is raised to `STALE_SECONDS`.
+        copies: The worker's layers.
+        engine: Names the start of the engine.
+        rank: The worker's.
+
+    Attributes:
+        counts: ``saved``, ``loaded`` and ``from_host`` (block-layers), ``kept`` (blocks that stay in host memory),
+            ``retried`` and ``lost`` loads.
+    """
+
+    def __init__(self, config: StoreConfig, copies: BlockCopies, engine: str, rank: int) -> None:
+        self._copies = copies
+        self._engine = engine
+        config = replace(config, stale_seconds=max(config.stale_seconds, STALE_SECONDS))
+        #: Where blocks may lie, once the store is open.
+        self._layouts: list[Layout] = []
+        make = partial(_open, config, f"{PREFIX}/{engine}/{rank}", copies.geometry, self._layouts)
+        self._store: KVStore = OpeningStore(make, config.stuck_seconds)
+        self._cleaner = _cleaner(config.stuck_seconds)
+        self._kept: dict[int, _Admission] = {}
+        self._saving: list[_Saving] = []
+        #: Admissions and places that the store did not take yet, and when they may be tried again.
+        self._refused: list[tuple[int, int]] = []
+        self._retry_at = 0.0
+        self._at_once = max(1, config.save_queue_bytes // 2 // copies.geometry.nbytes)
+        self._trusted = True
+        self._logged: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        ours = self._store, self._cleaner, self._layouts, config.stuck_seconds
+        self._end = Finalize(self, _end, ours, exitpriority=10)
+
+    def save(self, admission: int, first: int, layers: Sequence[Tensor]) -> None:
+        """Take blocks that follow each other.
+
+        Args:
+            admission: Of their request.
+            first: The place of the first one.
+            layers: Per layer ``[blocks, bytes of a block]``, uint8, in host memory; not to be changed from here on.
+        """
+        kept = self._kept.setdefault(admission, _Admission())
+        places = range(first, first + layers[0].shape[0])
+        kept.copies.update({place: [layer[place - first] for layer in layers] for place in places})
+        self.counts["saved"] += len(places)
+        if self._trusted:
+            self._save(admission, places)
+        else:
+            self.counts["kept"] += len(places)
+
+    def settle(self) -> None:
+        """Give back the host memory of what the store has by now; called once per step."""
+        if not self._saving and not self._refused:
+            return
+        under_way = []
+        for saving in self._saving:
+            if self._store.check(saving.save) and self._store.check(saving.commit):
+                self._settle(saving)
+            else:
+                under_way.append(saving)
+        self._saving = under_way
+        if self._refused and not under_way and time.monotonic() >= self._retry_at:
+            self._save_refused()
+
+    def fetch(self, layer: int, wanted: Sequence[tuple[int, int]]) -> Fetch:
+        """Begin to bring back one layer of some blocks.
+
+        Args:
+            layer: The layer.
+            wanted: Admission and place of each; none twice.
+        """
+        rows = self._copies.host_rows(layer, len(wanted))
+        loads: list[tuple[int, BlockTransfer]] = []
+        for row, (admission, place) in enumerate(wanted):
+            kept = self._kept[admission]
+            copy = kept.copies.get(place)
+            if copy is not None:
+                rows[row].copy_(copy[layer])
+            else:
+                loads.append((row, BlockTransfer(kept.keys[place], [_memory(rows[row])], layer)))
+        self.counts["from_host"] += len(wanted) - len(loads)
+        task = self._store.load([transfer for _, transfer in loads]) if loads else None
+        return Fetch(rows, wanted, loads, task)
+
+    def wait(self, fetch: Fetch) -> list[int]:
+        """Wait until the blocks are there.
+
+        Returns:
+            The rows of those that are lost: their request has been dropped meanwhile, or the store has failed twice.
+        """
+        if fetch.task is None:
+            return []
+        result = self._store.wait(fetch.task)
+        self.counts["loaded"] += len(result.done)
+        return [row for row, transfer in fetch.loads if transfer.key in result.failed and not self._again(fetch, row)]
+
+    def abandon(self, fetch: Fetch) -> None:
+        """Nobody will look at these blocks; their memory stays until they are there."""
+        if fetch.task is not None:
+            self._store.wait(fetch.task)
+
+    def drop(self, admission: int) -> None:
+        """A request has ended: nothing of it is wanted any more."""
+        kept = self._kept.pop(admission, None)
+        if kept is not None:
+            writing = {place for saving in self._saving if saving.admission == admission for place in saving.places}
+            self._forget([key for place, key in kept.keys.items() if place not in writing])
+
+    def _save(self, admission: int, places: Sequence[int]) -> None:
+        kept = self._kept[admission]
+        transfers = []
+        for place in places:
+            key = kept.keys[place] = block_key(self._engine, admission, place)
+            transfers.append(BlockTransfer(key, [_memory(rows) for rows in kept.copies[place]]))
+        save = self._store.save(transfers)
+        commit = self._store.commit([transfer.key for transfer in transfers])
+        self._saving.append(_Saving(admission, tuple(places), save, commit))
+
+    def _save_refused(self) -> None:
+        some, self._refused = self._refused[: self._at_once], self._refused[self._at_once :]
+        by_admission: dict[int, list[int]] = {}
+        for admission, place in some:
+            if admission in self._kept:
+                by_admission.setdefault(admission, []).append(place)
+        if self._trusted:
+            for admission, places in by_admission.items():
+                self.counts["kept"] -= len(places)
+                self._save(admission, places)
+
+    def _settle(self, saving: _Saving) -> None:
+        result = self._store.wait(saving.commit)
+        # What was not saved cannot be committed: why, the save tells.
+        failed = {**result.failed, **self._store.wait(saving.save).failed}
+        kept = self._kept.get(saving.admission)
+        if kept is None:  # dropped while it was written
+            self._forget([block_key(self._engine, saving.admission, place) for place in saving.places])
+            return
+        held = set(result.done)
+        for place in saving.places:
+            if kept.keys[place] in held and self._trusted:
+                del kept.copies[place]
+            else:
+                self.counts["kept"] += 1
+                # A store that is full, or still being opened, takes them later.
+                if isinstance(failed.get(kept.keys[place]), StoreFullError | StoreTimeoutError):
+                    self._refused.append((saving.admission, place))
+                    self._retry_at = time.monotonic() + RETRY_SECONDS
+        for error in failed.values():
+            self._tell("blocks stay in host memory, for the store does not take them", error)
+
+    def _again(self, fetch: Fetch, row: int) -> bool:
+        """Load a block once more."""
+        if fetch.wanted[row][0] not in self._kept:
+            return False
+        self.counts["retried"] += 1
+        transfers = [transfer for at, transfer in fetch.loads if at == row]
+        result = self._store.wait(self._store.load(transfers))
+        for error in result.failed.values():
+            # What it still has may go the same way: from here on host memory keeps what is released.
+            self._trusted = False
+            self.counts["lost"] += 1
+            self._tell("a block of a request is lost, and released blocks stay in host memory from here on", error)
+        return not result.failed
+
+    def _forget(self, keys: Iterable[BlockKey]) -> None:
+        names = list(keys)
+        some = [names[at : at + _DELETED_AT_ONCE] for at in range(0, len(names), _DELETED_AT_ONCE)]
+        with suppress(ValueError):
+            self._cleaner.submit([partial(_delete, self._layouts, of_job) for of_job in some])
+
+    def _tell(self, what: str, error: StoreError) -> None:
+        label = f"{what}: {error.cause}"
+        if label not in self._logged:
+            self._logged.add(label)
+            get_logger(__name__).error("[UCM.Sparse] %s (logged once, counted from now on): %s", what, error)
+
+
+def _open(config: StoreConfig, namespace: str, geometry: BlockGeometry, layouts: list[Layout]) -> KVStore:
+    roots = store_roots(config)
+    layouts += [Layout(root, namespace) for root in roots]
+    store = open_store(config, namespace, geometry)
+    call_later(partial(_remove_leftovers, roots), "ucm-leftovers")  # there may be much of it, and blocks wait
+    return store
+
+
+def _remove_leftovers(roots: Sequence[str]) -> None:
+    for root in roots:
+        remove_leftovers(root)
+
+
+def _cleaner(patience: float) -> Pool:
+    return Pool("ucm-offload", 1, 19, patience=patience)
+
+
+def _delete(layouts: Sequence[Layout], keys: Sequence[BlockKey]) -> None:
+    for layout in layouts:
+        for key in keys:
+            with suppress(OSError):
+                unlink(layout.block(key))
+
+
+def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout], patience: float) -> None:
+    """The worker ends, and with it all of its requests."""
+    cleaner.close()
+    store.close()
+    last = _cleaner(patience)
+    for layout in layouts:
+        # A few blocks at a time: one job that takes longer than the patience is taken for one that never ends.
+        last.submit([partial(_remove_bucket, f"{layout.base}/{number:02x}") for number in range(256)])
+        last.submit([partial(shutil.rmtree, layout.base, ignore_errors=True)])
+    last.close()
+
+
+def _remove_bucket(path: str) -> None:
+    with suppress(OSError):
+        for name in names_in(path):
+            unlink(f"{path}/{name}")
+
+
+def _memory(rows: Tensor) -> Buffer:
+    return memoryview(rows.numpy())
+
+
+#: The first part of the namespaces: what a dead engine left can be told, and what a living one has is not evicted.
+PREFIX = PRIVATE
+
+
+def store_roots(config: StoreConfig) -> list[str]:
+    """The directories of a store that hold its namespaces; none of others' stores."""
+    tiers = [name.strip() for name in config.pipeline.split("|")]
+    found = list(config.directories) if "Posix" in tiers else []
+    return found + ([config.dram_directory] if {"Dram", "Cache"} & set(tiers) else [])
+
+
+def remove_leftovers(root: str) -> None:
+    """Delete the offloaded contexts of engines that are gone: nobody can read them any more."""
+    with suppress(OSError):
+        for layout in namespaces(root):
+            first, _, rest = layout.namespace.partition("/")
+            owner = rest.rpartition("/")[0]
+            if first == PREFIX and owner and is_stale(owner, 0.0, float("inf")):
+                shutil.rmtree(layout.base, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""Which blocks the tokens of a step read under `ucm.sparse.esa.method`, and the tables that say so.
+
+What a token reads depends on its request's content and its own position alone. While the offloaded context before its
+tile fits into the budget, it reads everything. Beyond that, a token of the prompt reads the sinks and the window, and
+one that answers (the prompt's last one, whose logits give the first generated token, and each generated one) reads as
+well the blocks of the offloaded context that it wants most. There is room for what one token wants, so a step has at
+most one such token of a request, its last; after a preemption the scheduler's side sees to that
+(`ucm.sparse.esa.method.ESA.limit_new_tokens`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucm.errors import SparseMethodError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ucm.sparse.attention import StepBatch
+    from ucm.sparse.pieces import QueryPieces
+    from ucm.sparse.window import SinksAndWindow
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a step reads; all arrays are on the host.
+
+    Attributes:
+        pieces: The step's rows, cut where that changes.
+        skipped: ``[pieces]``, int64: the blocks behind the sinks that nothing of is read.
+        choosing: Of the pieces whose one token chooses, the offloaded blocks that it may choose from, by piece.
+    """
+
+    pieces: QueryPieces
+    skipped: NDArray[np.int64]
+    choosing: dict[int, int]
+
+
+def reading(batch: StepBatch, window: SinksAndWindow, budget: int, block_size: int) -> Reading:
+    """What a step reads, by the positions of its tokens.
+
+    Args:
+        batch: The step.
+        window: What is always read.
+        budget: Blocks of the offloaded context that a token reads.
+        block_size: Tokens in a block.
+
+    Raises:
+        SparseMethodError: Several tokens of a row would choose.
+    """
+    pieces, between = window.cut(batch, block_size)
+    last = batch.seq_lens - 1
+    answers = last >= batch.num_prompt_tokens - 1
+    chooses = answers & (window.skipped(last, batch.num_prompt_tokens, block_size) > budget)
+    ends = pieces.lasts
+    if (chooses & (batch.num_new_tokens > 1) & (last >= batch.num_prompt_tokens)).any():
+        raise SparseMethodError(
+            "several tokens of an answer came in one step, and there is room for what one of them wants",
+            where="the hook limit_new_tokens of the scheduler",
+            fix="build the overlay anew (`nox -s build-overlay`), and install it in every environment of the engine",
+        )
+    alone = chooses & (pieces.begins[ends] < last)
+    if alone.any():
+        cuts: list[list[int]] = [[] for _ in pieces.rows]
+        for row in np.flatnonzero(alone).tolist():
+            cuts[int(ends[row])] = [int(last[row])]
+        between = between.repeat([1 + len(of) for of in cuts])
+        pieces = pieces.cut(cuts)
+        ends = pieces.lasts
+    choosing = {int(ends[row]): int(between[ends[row]]) for row in np.flatnonzero(chooses).tolist()}
+    skipped = np.where(between > budget, between, 0)
+    skipped[list(choosing)] = 0
+    return Reading(pieces, skipped, choosing)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A piece that reads blocks of its offloaded context by name.
+
+    Attributes:
+        piece: Its place among the pieces.
+        extent: Blocks behind the sinks of which the named ones are.
+        reads: How many are named.
+    """
+
+    piece: int
+    extent: int
+    reads: int
+
+
+class OffloadedTables:
+    """What all layers of a step have in common.
+
+    Args:
+        found: What the step reads.
+        listed: The pieces that read blocks by name.
+        block_table: ``[num_reqs or more, max_blocks]``, int32, on the attention's device.
+        sinks: Blocks before the offloaded context.
+        block_size: Tokens in a block.
+    """
+
+    def __init__(
+        self, found: Reading, listed: Sequence[Listed], block_table: Tensor, sinks: int, block_size: int
+    ) -> None:
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        pieces, skipped = found.pieces, found.skipped.copy()
+        behind = np.full_like(skipped, sinks)
+        for of in listed:
+            skipped[of.piece] = of.extent - of.reads
+            behind[of.piece] = sinks + of.reads
+        lens = pieces.ends - skipped * block_size
+        self.max_seq_len = int(lens.max())
+        device = block_table.device
+        self.seq_lens = torch.from_numpy(lens.astype(np.int32)).to(device)
+        self.split = pieces.split(device)
+        columns = np.arange(-(-self.max_seq_len // block_size))
+        # Columns behind a row's own end are never read; they only must not point outside the table.
+        moved = columns + skipped[:, None] * (columns >= behind[:, None])
+        index = torch.from_numpy(moved.clip(max=block_table.shape[1] - 1)).to(device)
+        self._whole = block_table
+        self._base = block_table[torch.from_numpy(pieces.rows).to(device)[:, None], index]
+        lines = np.repeat([of.piece for of in listed], [of.reads for of in listed]).astype(np.int64)
+        self._rows = torch.from_numpy(pieces.rows[lines]).to(device)
+        columns = np.concatenate([np.arange(sinks, sinks + of.reads) for of in listed] or [lines])
+        #: Where the named blocks stand.
+        self._cells = torch.from_numpy(lines).to(device), torch.from_numpy(columns).to(device)
+
+    def naming(self, places: Sequence[int], blocks: Sequence[int]) -> Tensor:
+        """A layer's table.
+
+        Args:
+            places: The places in their requests of the blocks that the listed pieces read, piece by piece.
+            blocks: Of each the block that it was brought back into; -1 if it is where it was.
+
+        Returns:
+            ``[pieces, blocks]``, int32.
+        """
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        table = self._base.clone()
+        if places:
+            both = torch.tensor([places, blocks], dtype=torch.int64).to(table.device)
+            held = self._whole[self._rows, both[0]]
+            table[self._cells] = torch.where(both[1] < 0, held, both[1].to(table.dtype))
+        return table

@@ -1,0 +1,450 @@
+"""The worker's side of ESA: copying the offloaded context out, choosing of it, bringing it back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucm.errors import SparseMethodError
+from ucm.logger import get_logger
+from ucm.sparse.esa.offload_store import OffloadStore
+from ucm.sparse.esa.offloaded import tell_loss
+from ucm.sparse.esa.resident import OffloadedContext
+from ucm.sparse.esa.tables import Listed, OffloadedTables, Reading, reading
+from ucm.sparse.topk.representatives import ranked
+from ucm.sparse.topk.selection import FreshBlocks, with_new_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from ucm.sparse.attention import StepBatch
+    from ucm.sparse.block_copies import BlockCopies, CopyingView
+    from ucm.sparse.esa.method import ESAOptions
+    from ucm.sparse.esa.offload_store import Fetch
+    from ucm.sparse.esa.offloaded import OffloadedNews, Released
+    from ucm.sparse.esa.resident import ResidentLayer
+    from ucm.store.config import StoreConfig
+
+
+class _Row:
+    """A row of a step whose request has an offloaded context.
+
+    Args:
+        row: Its place in the batch.
+        token: The place of its last token among the step's.
+        computed: The position of its first token.
+        offloaded: Of its request.
+        listed: Of each piece that reads blocks by name, the blocks behind the sinks of which these are.
+        choosing: The blocks from which its last token chooses; 0 if it does not.
+        is_first: Whether that token is the first to choose: its prompt's last.
+    """
+
+    def __init__(
+        self,
+        row: int,
+        token: int,
+        computed: int,
+        offloaded: OffloadedContext,
+        listed: dict[int, int],
+        choosing: int,
+        *,
+        is_first: bool,
+    ) -> None:
+        self.row, self.token, self.computed = row, token, computed
+        self.offloaded = offloaded
+        self.listed = listed
+        self.choosing = choosing
+        self.is_first = is_first
+
+
+class OffloadedReader:
+    """The offloaded contexts of the requests that one worker runs.
+
+    Args:
+        attention: The worker's layers.
+        cache_config: vLLM's ``CacheConfig``, whose block size is final once there is a cache.
+        config: The store's options.
+        rank: The worker's.
+        options: The method's.
+        tile: Tokens of a tile.
+
+    Attributes:
+        counts: ``steps`` and ``rows`` with an offloaded context, ``blocks_read`` and ``blocks_stored`` of these rows in
+            all layers, ``fetched`` into resident blocks, ``copied_out``.
+        select_seconds: What the worker's thread has spent on choosing, and on waiting for what it brings back.
+    """
+
+    def __init__(
+        self, attention: CopyingView, cache_config: Any, config: StoreConfig, rank: int, options: ESAOptions, tile: int
+    ) -> None:
+        self.attention = attention
+        self.counts: Counter[str] = Counter()
+        self.select_seconds = 0.0
+        self._cache_config = cache_config
+        self._config = config
+        self._rank = rank
+        self._options = options
+        self._window = options.window(tile)
+        self._ahead = options.retrieval == "ahead"
+        #: Of each layer, as its attention has last seen it.
+        self.caches: dict[str, Tensor] = {}
+        self._copies: BlockCopies | None = None
+        self._places: dict[str, int] = {}
+        self._losses = ""
+        #: The new keys of the layer whose attention is running.
+        self._key: Tensor
+        self._store: OffloadStore | None = None
+        self._offloaded: dict[str, OffloadedContext] = {}
+        self._reading: Reading | None = None
+        self._rows: list[_Row] = []
+        #: The metadata that the step's tables were made from, with the counts of named blocks that they are for.
+        self._tables: tuple[Any, list[Listed], OffloadedTables] | None = None
+
+    def step_arrived(self, news: OffloadedNews | None) -> None:
+        """Copy out what is released with a step, before anything of it is done."""
+        if self._store is not None:
+            self._store.settle()
+        if news is None:
+            return
+        self._losses = news.losses
+        if news.dropped:
+            self._drop(news.dropped)
+        for released in news.released:
+            self._copy_out(news.engine, released)
+
+    def begin(self, batch: StepBatch) -> None:
+        """Note what the step reads."""
+        size, budget = self._size, self._options.token_budget // self._size
+        self._tables = self._reading = None
+        self._rows.clear()
+        for request_id in (batch.request_ids[row] for row in np.flatnonzero(batch.admitted).tolist()):
+            if request_id in self._offloaded and self._offloaded[request_id].admission is None:
+                del self._offloaded[request_id]
+        found = reading(batch, self._window, budget, size)
+        rows = [] if not self._offloaded and not found.choosing else self._rows_of(batch, found)
+        if rows or found.skipped.any():
+            self._reading, self._rows = found, rows
+            self.counts["steps"] += 1
+            self.counts["rows"] += len(np.unique([*found.pieces.rows[found.skipped > 0], *(row.row for row in rows)]))
+
+    def _rows_of(self, batch: StepBatch, found: Reading) -> list[_Row]:
+        """The rows that read blocks of an offloaded context by name."""
+        rows = []
+        lasts, ends = found.pieces.lasts, batch.num_new_tokens.cumsum()
+        for row, request_id in enumerate(batch.request_ids):
+            choosing = found.choosing.get(int(lasts[row]), 0)
+            offloaded = self._offloaded.get(request_id)
+            if offloaded is None and choosing:
+                offloaded = self._offloaded[request_id] = OffloadedContext(None, self._window.sink_blocks(self._size))
+            if offloaded is None:
+                continue
+            # What reads everything reads what is released by name, and the rest where it is.
+            pieces = np.flatnonzero(found.pieces.rows == row).tolist()
+            listed = {piece: offloaded.stored for piece in pieces if offloaded.stored and not found.skipped[piece]}
+            if choosing:
+                listed[int(lasts[row])] = choosing
+            if listed:
+                computed = int(batch.num_computed_tokens[row])
+                is_first = bool(batch.seq_lens[row] <= batch.num_prompt_tokens[row])
+                token = int(ends[row]) - 1
+                rows.append(_Row(row, token, computed, offloaded, listed, choosing, is_first=is_first))
+        return rows
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests have ended; of those of which something was released, the scheduler's side tells."""
+        for request_id in request_ids:
+            if request_id in self._offloaded and self._offloaded[request_id].admission is None:
+                del self._offloaded[request_id]
+
+    @property
+    def restricts(self) -> bool:
+        """Whether any row of the step does not read everything where it is."""
+        return self._reading is not None
+
+    def look_ahead(self, layer_name: str, query: Tensor) -> None:
+        """Begin to bring what a layer is expected to want in the next step."""
+        if not self._ahead:
+            return
+        rows = [row for row in self._rows if row.choosing]
+        for row, ranks in zip(rows, self._ranked(layer_name, query, rows), strict=True):
+            offloaded, layer = row.offloaded, row.offloaded.layers[layer_name]
+            chosen = self._best(row, ranks)
+            missing = layer.missing([place for place in chosen if place < offloaded.first + offloaded.stored])
+            fetch = None
+            if missing:
+                fetch = self._opened.fetch(
+                    self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
+                )
+            layer.ahead = chosen, fetch
+
+    def finish(self) -> None:
+        """The step is over; one that no layer has asked about was not restricted, and that must not go unnoticed."""
+        if self._reading is not None and self._tables is None:
+            raise SparseMethodError(
+                "ESA was not asked by any layer of this step: released blocks were read",
+                where="the attention hooks of this worker",
+                fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
+            )
+        self._tables = self._reading = None
+        self._rows = []
+        steps = self.counts["steps"]
+        if steps and steps.bit_count() == 1 and self.counts["told"] < steps:  # at 1, 2, 4, …
+            self.counts["told"] = steps
+            get_logger(__name__).info("[UCM.Sparse] %s", self.summary())
+
+    def figures(self) -> dict[str, float]:
+        """See `SparseMethod.figures`; of the tokens between sinks and window, and of rows that read them by name."""
+        size = self._size
+        return {
+            "rows": self.counts["rows"],
+            "read_tokens": self.counts["blocks_read"] * size,
+            "held_tokens": self.counts["blocks_stored"] * size,
+            "select_seconds": self.select_seconds,
+            "fetched_blocks": self.counts["fetched"],
+            "lost_blocks": self._store.counts["lost"] if self._store is not None else 0,
+        }
+
+    def summary(self) -> str:
+        """What was done until now, in one line."""
+        counts, stored = self.counts, self._store.counts if self._store else Counter[str]()
+        return (
+            f"ESA restricted {counts['rows']} rows in {counts['steps']} steps: {counts['blocks_read']} of "
+            f"{counts['blocks_stored']} offloaded blocks read, {counts['fetched']} fetched, {stored['loaded']} of them "
+            f"from the store; {stored['saved']} blocks saved, {stored['kept']} kept in host memory, "
+            f"{stored['lost']} lost"
+        )
+
+    def restrict(self, layer_name: str, query: Tensor, key: Tensor, kv_cache: Tensor, attn_metadata: Any) -> Any:
+        """Bring what is wanted into the resident blocks, and have the layer read what the step says."""
+        self._key = key
+        table = self.attention.block_table(attn_metadata)
+        for row in self._rows:
+            self._bound(row, layer_name, table, kv_cache)
+            if row.is_first:  # what the last turn of a session wanted
+                self._abandon(row.offloaded.layers[layer_name])
+        fresh = [row for row in self._rows if row.choosing and row.offloaded.layers[layer_name].ahead is None]
+        # Asked for once: all ranks ask alike, whatever one of them has lost.
+        ranks = {row.row: of for row, of in zip(fresh, self._ranked(layer_name, query, fresh), strict=True)}
+        ahead = {row.row: of[0] for row in self._rows if (of := row.offloaded.layers[layer_name].ahead) is not None}
+        while True:
+            chosen = [
+                self._best(row, ranks[row.row]) if row.row in ranks else self._expected(row, ahead.get(row.row))
+                for row in self._rows
+            ]
+            if self._bring(layer_name, [self._released(row, of) for row, of in zip(self._rows, chosen, strict=True)]):
+                break  # else something was lost: choose again from what is left
+        return self._restricted(layer_name, kv_cache, attn_metadata, chosen)
+
+    def _restricted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, chosen: list[list[int]]) -> Any:
+        listed, places, blocks = [], [], []
+        for row, of_row in zip(self._rows, chosen, strict=True):
+            offloaded = row.offloaded
+            last = max(row.listed)
+            for piece, extent in row.listed.items():
+                named = of_row if row.choosing and piece == last else self._released(row, None)
+                released = [place for place in named if place < offloaded.first + offloaded.stored]
+                held = [offloaded.resident[slot] for slot in offloaded.layers[layer_name].slots(released)]
+                listed.append(Listed(piece, extent, len(named)))
+                places += named
+                blocks += [*held, *[-1] * (len(named) - len(held))]
+                self.counts["blocks_read"] += len(named)
+                self.counts["blocks_stored"] += extent
+        tables = self._tables_for(layer_name, kv_cache, attn_metadata, listed)
+        table = tables.naming(places, blocks)
+        return self.attention.restricted(
+            layer_name, attn_metadata, table, tables.seq_lens, tables.max_seq_len, tables.split
+        )
+
+    def _tables_for(
+        self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, listed: list[Listed]
+    ) -> OffloadedTables:
+        """The step's tables: one set for all layers, unless a loss leaves a layer less to read."""
+        if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != listed:
+            if self._reading is None:
+                raise RuntimeError(f"{layer_name} ran outside a step")
+            self._require_size(layer_name, kv_cache)
+            table, sinks = self.attention.block_table(attn_metadata), self._window.sink_blocks(self._size)
+            self._tables = attn_metadata, listed, OffloadedTables(self._reading, listed, table, sinks, self._size)
+        return self._tables[2]
+
+    def _bound(self, row: _Row, layer_name: str, table: Tensor, kv_cache: Tensor) -> None:
+        """Make the bounds that are missing of what the row chooses from: of blocks that are in their place."""
+        offloaded, bounds = row.offloaded, row.offloaded.bounds[layer_name]
+        if bounds.size >= row.choosing:
+            return
+        begin, end = offloaded.first + bounds.size, offloaded.first + row.choosing
+        ids = table[row.row, begin:end].long()
+        known = min(max(row.computed // self._size, begin), end)
+        bounds.append(ids[: known - begin], partial(self.attention.read_keys, layer_name, kv_cache))
+        if known < end:
+            start = row.token + 1 - self._new_tokens(row)
+            fresh = FreshBlocks(0, known, end, row.computed, start)
+            keys = self.attention.read_keys(layer_name, kv_cache, ids[known - begin :])
+            bounds.append_keys(with_new_keys(keys, self._key, fresh))
+
+    def _new_tokens(self, row: _Row) -> int:
+        if self._reading is None:
+            raise RuntimeError("asked outside a step")
+        pieces = self._reading.pieces
+        return int(pieces.ends[pieces.lasts[row.row]]) - row.computed
+
+    def _ranked(self, layer_name: str, query: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
+        """Of rows that choose, the order in which the heads of all ranks want the blocks; see `ranked`."""
+        if not rows:
+            return []
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        wanted = [
+            row.offloaded.bounds[layer_name].wanted(query[row.token], self._key[row.token], row.choosing)
+            for row in rows
+        ]
+        summed = self.attention.sum_over_ranks(torch.cat(wanted))
+        return [ranked(of[None])[0] for of in summed.split([row.choosing for row in rows])]
+
+    def _best(self, row: _Row, ranks: Tensor) -> list[int]:
+        """The places that come first, in the order of their positions."""
+        lost = [place for place in row.offloaded.lost if place < row.choosing]
+        if lost:
+            ranks = ranks.index_fill(0, ranks.new_tensor(lost), -1)
+        count = min(self._options.token_budget // self._size, row.choosing - len(lost))
+        return sorted(row.offloaded.first + place for place in ranks.topk(count, sorted=False).indices.tolist())
+
+    def _expected(self, row: _Row, ahead: Sequence[int] | None) -> list[int]:
+        """The places that the query of the step before wanted; in place of lost ones, the latest."""
+        offloaded = row.offloaded
+        if ahead is None:
+            return []
+        known = {place for place in ahead if place - offloaded.first not in offloaded.lost}
+        for place in range(offloaded.first + row.choosing - 1, offloaded.first - 1, -1):
+            if len(known) == len(ahead):
+                break
+            if place - offloaded.first not in offloaded.lost:
+                known.add(place)
+        return sorted(known)
+
+    def _released(self, row: _Row, chosen: Sequence[int] | None) -> list[int]:
+        """Those of a row's places that are released: all of these if it reads everything, or some piece of it does."""
+        offloaded = row.offloaded
+        if chosen is None or len(row.listed) > 1 or not row.choosing:
+            return [
+                place
+                for place in range(offloaded.first, offloaded.first + offloaded.stored)
+                if place - offloaded.first not in offloaded.lost
+            ]
+        return [place for place in chosen if place < offloaded.first + offloaded.stored]
+
+    def _bring(self, layer_name: str, wanted: Sequence[Sequence[int]]) -> bool:
+        """Have all released places that rows read in resident blocks; whether nothing was found to be lost."""
+        sound = True
+        for row, chosen in zip(self._rows, wanted, strict=True):
+            layer = row.offloaded.layers[layer_name]
+            ahead, layer.ahead = layer.ahead, None
+            if ahead is not None and ahead[1] is not None:
+                sound &= self._place(layer_name, row.offloaded, ahead[1], chosen)
+        fetches: list[tuple[OffloadedContext, Fetch, Sequence[int]]] = []
+        for row, chosen in zip(self._rows, wanted, strict=True):
+            offloaded = row.offloaded
+            missing = [
+                p for p in offloaded.layers[layer_name].missing(chosen) if p - offloaded.first not in offloaded.lost
+            ]
+            if missing:
+                places = [(_admitted(offloaded), place) for place in missing]
+                fetches.append((offloaded, self._opened.fetch(self._places[layer_name], places), chosen))
+        for offloaded, fetch, chosen in fetches:
+            sound &= self._place(layer_name, offloaded, fetch, chosen)
+        return sound
+
+    def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, chosen: Sequence[int]) -> bool:
+        """Wait for blocks and write them into resident ones; whether all came."""
+        lost = set(self._opened.wait(fetch))
+        if lost:
+            if not offloaded.lost:
+                tell_loss(self._losses, _admitted(offloaded))
+            offloaded.lost |= {fetch.wanted[row][1] - offloaded.first for row in lost}
+        keep = set(chosen)
+        rows = [row for row, (_, place) in enumerate(fetch.wanted) if row not in lost and place in keep]
+        if rows:
+            layer = offloaded.layers[layer_name]
+            places = [fetch.wanted[row][1] for row in rows]
+            slots = layer.assign(places, chosen, len(offloaded.resident))
+            data = fetch.rows if len(rows) == len(fetch.wanted) else fetch.rows[rows]
+            self._known_copies.write(self._places[layer_name], [offloaded.resident[slot] for slot in slots], data)
+            self.counts["fetched"] += len(rows)
+        return not lost
+
+    def _copy_out(self, engine: str, released: Released) -> None:
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        copies = self._known_copies
+        if self._store is None:
+            self._store = OffloadStore(self._config, copies, engine, self._rank)
+        offloaded = self._offloaded.get(released.request_id)
+        if offloaded is None or offloaded.admission not in {released.admission, None}:
+            offloaded = self._offloaded[released.request_id] = OffloadedContext(released.admission, released.first)
+        offloaded.admission = released.admission
+        if released.first != offloaded.first + offloaded.stored:
+            raise RuntimeError(
+                f"request {released.request_id}: block {released.first} does not follow the offloaded ones"
+            )
+        for name in copies.layer_names:
+            cache, bounds = self.caches[name], offloaded.bounds[name]
+            ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache.device)
+            bounds.append(ids[bounds.size - offloaded.stored :], partial(self.attention.read_keys, name, cache))
+        self._store.save(released.admission, released.first, copies.read(released.block_ids))
+        offloaded.stored += len(released.block_ids)
+        offloaded.resident += released.resident
+        self.counts["copied_out"] += len(released.block_ids)
+
+    def _drop(self, admissions: Sequence[int]) -> None:
+        ended = set(admissions)
+        for request_id in [r for r, offloaded in self._offloaded.items() if offloaded.admission in ended]:
+            offloaded = self._offloaded.pop(request_id)
+            for layer in offloaded.layers.values():
+                self._abandon(layer)
+            self._opened.drop(_admitted(offloaded))
+
+    def _abandon(self, layer: ResidentLayer) -> None:
+        """Do without what was expected to be wanted."""
+        ahead, layer.ahead = layer.ahead, None
+        if ahead is not None and ahead[1] is not None:
+            self._opened.abandon(ahead[1])
+
+    @property
+    def _size(self) -> int:
+        """Tokens in a block."""
+        return int(self._cache_config.block_size)
+
+    def _require_size(self, layer_name: str, kv_cache: Tensor) -> None:
+        size = self.attention.block_size(layer_name, kv_cache)
+        if size != self._size:
+            raise SparseMethodError(
+                f"the attention backend splits vLLM's blocks of {self._size} tokens into blocks of {size}",
+                where=f"layer {layer_name}",
+                fix=f"start vLLM with --block-size {size}",
+            )
+
+    @property
+    def _known_copies(self) -> BlockCopies:
+        if self._copies is None:
+            self._require_size(*next(iter(self.caches.items())))
+            self._copies = self.attention.block_copies(self.caches)
+            self._places = {name: place for place, name in enumerate(self._copies.layer_names)}
+        return self._copies
+
+    @property
+    def _opened(self) -> OffloadStore:
+        if self._store is None:
+            raise RuntimeError("the store was asked for before anything was released")
+        return self._store
+
+
+def _admitted(offloaded: OffloadedContext) -> int:
+    """The admission of an offloaded context of which something is released."""
+    if offloaded.admission is None:
+        raise RuntimeError("nothing of this request's offloaded context is released")
+    return offloaded.admission

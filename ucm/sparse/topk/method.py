@@ -1,0 +1,380 @@
+"""On-device block top-k: a decode step reads the blocks that its query wants most, within a budget of tokens.
+
+Source: Quest (Tang et al., ICML 2024, arXiv:2406.10774) for the bounds by which blocks are ranked, and for leaving the
+first layers and prefill dense; UCM's GSAOnDevice, after which the method with codes is also named, for choosing on the
+device, per layer, one set of blocks for all heads of a request, so that it fits into any backend's block table, and for
+codes of keys.
+
+The KV cache itself stays whole: what a step does not read, a later one may. Whatever a block holds has been put there
+by vLLM (computed, found in the prefix cache, loaded by a connector). Its representative is made from what is in the
+cache after the first step in which the block is complete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ucm.errors import ConfigError, SparseMethodError
+from ucm.logger import get_logger
+from ucm.sparse.attention import KEY
+from ucm.sparse.base import Role, SparseMethod
+from ucm.sparse.needed_hooks import require_hooks
+from ucm.sparse.options import MethodOptions, parse_options, plain_options
+from ucm.sparse.own_blocks import keep_apart
+from ucm.sparse.steering import parse_asked
+from ucm.sparse.topk.codes import KeyCodes
+from ucm.sparse.topk.representatives import KeyBounds
+from ucm.sparse.topk.selection import (
+    BlockBudget,
+    CompletedBlocks,
+    RestrictedTables,
+    SelectionPlan,
+    SelectionPlanner,
+    completed_ids,
+    with_new_keys,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from ucm.sparse.attention import StepBatch
+    from ucm.sparse.topk.representatives import Representatives
+
+#: The groups of rewritten modules whose hooks it hangs on: the scheduler's keep what it generates from prompts.
+NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
+#: What may be kept of each block, by the name of the selector that ranks blocks by it.
+SELECTORS: Mapping[str, type[Representatives]] = {"bounds": KeyBounds, "codes": KeyCodes}
+
+
+class BlockTopKOptions(MethodOptions):
+    """What an operator may set.
+
+    Attributes:
+        token_budget: Tokens that a decode step reads of each request in a layer, in whole blocks; a request with fewer
+            is dense. A request may have a budget of its own (`ucm.sparse.steering`).
+        min_context: Tokens below which a request is dense, even where it has more than its budget.
+        sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
+        recent_tokens: Tokens before the newest that are always read; rounded up to whole blocks.
+        dense_layers: Layers from the first on that read everything.
+        selector: What blocks are ranked by: ``bounds`` of each block's keys, or ``codes`` of each key.
+    """
+
+    token_budget: int = Field(default=2048, ge=1, description="a number of tokens, 1 or more")
+    min_context: int = Field(default=0, ge=0, description="a number of tokens, 0 or more")
+    sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
+    recent_tokens: int = Field(default=64, ge=0, description="a number of tokens, 0 or more")
+    dense_layers: int = Field(default=2, ge=0, description="a number of layers, 0 or more")
+    selector: Literal["bounds", "codes"] = Field(default="bounds", description="`bounds` or `codes`")
+
+
+class GSAOnDeviceOptions(BlockTopKOptions):
+    """As those of `BlockTopK`; codes are the default."""
+
+    selector: Literal["bounds", "codes"] = Field(default="codes", description="`bounds` or `codes`")
+
+
+class BlockTopK(SparseMethod):
+    """Restricts each decode to the blocks to which its query attends most, by what their representatives say.
+
+    All choosing is on the worker's side. A step whose requests fit into their budgets costs a comparison of their
+    lengths.
+
+    Attributes:
+        counts: ``steps`` and ``rows`` that were restricted, ``blocks_read`` and ``blocks_held`` of these rows in each
+            restricted layer, ``representatives`` made, ``failures``, and the requests that are dense because they
+            failed (``requests_failed``), asked for it (``requests_opted_out``) or asked for what there is not
+            (``requests_refused``), and those of which something was left out (``requests_restricted``).
+        select_seconds: What the worker's thread has spent on choosing.
+
+    Raises:
+        ConfigError: If an option is wrong.
+        SparseMethodError: If its hooks are switched off.
+    """
+
+    options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
+    needed_hooks = NEEDED
+
+    def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
+        super().__init__(vllm_config, role, options)
+        self._name = type(self).__name__
+        require_hooks(self._name, self.needed_hooks)
+        self._options = parse_options(self.options_type, self._name, options)
+        self._logger = get_logger(__name__)
+        self._planner: SelectionPlanner | None = None
+        self._representatives: dict[str, Representatives] = {}
+        self._batch: StepBatch | None = None
+        self._plan: SelectionPlan | None = None
+        self._tables: tuple[Any, RestrictedTables] | None = None
+        self._completed: tuple[CompletedBlocks, ...] = ()
+        #: A layer's metadata, and the ids of the blocks that are completed by the step's tokens.
+        self._completed_ids: tuple[Any, Tensor] | None = None
+        self._asked = False  #: whether a layer of this step has asked
+        self._dense: set[str] = set()
+        self._steered: set[str] = set()  #: those that have asked for something
+        self._causes: set[str] = set()
+        self._restricted: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self.select_seconds = 0.0
+
+    @classmethod
+    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
+        """They are."""
+        del options
+        return True
+
+    @classmethod
+    def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
+        """The prompt's: it is dense, whatever follows."""
+        del options
+        return num_prompt_tokens
+
+    def before_allocation(self, request: Any) -> bool:
+        """Keeps generated blocks apart from those of prompts, and leaves the allocation to vLLM."""
+        keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
+        return True
+
+    def worker_started(self) -> None:
+        """Refuses what cannot be served, and a budget that leaves nothing to choose."""
+        self.attention.require_engine()
+        model = getattr(self.vllm_config, "model_config", None)
+        layers = getattr(getattr(model, "hf_text_config", None), "num_hidden_layers", None)
+        if layers is not None and self._options.dense_layers >= layers:
+            raise ConfigError(
+                f"{self._options.dense_layers} dense layers leave none of the model's {layers} to restrict",
+                where=f"ucm_sparse_config.{self._name}.dense_layers",
+                fix=f"let it be {layers - 1} or fewer",
+            )
+        block_size = getattr(self.vllm_config.cache_config, "block_size", None)
+        if block_size:
+            self._budget(int(block_size))
+
+    def layer_seen(self, layer_name: str) -> None:
+        """Refuses a layer that cannot be served."""
+        self.attention.require(layer_name, reads_keys=not self._is_dense(layer_name))
+
+    def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
+        """Forgets them."""
+        del runner
+        for request_id in request_ids:
+            self._dense.discard(request_id)
+            self._steered.discard(request_id)
+            self._restricted.discard(request_id)
+            if self._planner is not None:
+                self._planner.forget(request_id)
+
+    def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
+        """Decides from the lengths which rows are sparse in this step."""
+        self._batch = self.attention.batch(runner, scheduler_output, input_batch)
+        self._tables, self._completed_ids, self._asked = None, None, False
+        self._plan, self._completed = None, ()
+        if self._planner is not None:  # before the first layer that has a cache, nobody knows how it counts blocks
+            self._take_plan(self._planner, self._batch)
+
+    def attention_begin(
+        self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Restricts the step's sparse rows to the blocks that their queries want."""
+        began = perf_counter()
+        self._asked = True
+        if self._planner is None and self._batch is not None:
+            self.attention.require(layer_name)
+            self._planner = SelectionPlanner(
+                self._budget(self.attention.block_size(layer_name, kv_cache)), self._options.min_context
+            )
+            self._take_plan(self._planner, self._batch)
+        if self._is_dense(layer_name):
+            return query, key, value, attn_metadata
+        if self._completed and (self._completed_ids is None or self._completed_ids[0] is not attn_metadata):
+            ids = completed_ids(self._completed, self.attention.block_table(attn_metadata))
+            self._completed_ids = attn_metadata, ids
+        if self._plan is not None:
+            self.attention.require(layer_name, reads_keys=True)
+            with self._dense_on_failure(layer_name, self._plan.request_ids):
+                attn_metadata = self._restrict(self._plan, layer_name, query, key, kv_cache, attn_metadata)
+            self.select_seconds += perf_counter() - began
+        return query, key, value, attn_metadata
+
+    def attention_finished(
+        self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
+    ) -> None:
+        """Makes the representatives of the blocks that the step's tokens complete: they are in the cache now."""
+        del query, attn_metadata, output
+        if self._completed and self._completed_ids is not None and not self._is_dense(layer_name):
+            with self._dense_on_failure(layer_name, [of.request_id for of in self._completed]):
+                self._make(layer_name, kv_cache, self._completed_ids[1])
+
+    def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
+        """Counts the step; one that no layer has asked about was not restricted, and that must not go unnoticed."""
+        del runner, scheduler_output, model_output
+        plan, self._plan, batch, self._batch = self._plan, None, self._batch, None
+        self._completed, self._completed_ids = (), None
+        if batch is not None and not self._asked:
+            raise SparseMethodError(
+                f"{self._name} was not asked by any layer of this step: its attention was dense",
+                where="the attention hooks of this worker",
+                fix="unset UCM_DISABLE_ATTENTION_PATCH, and leave out full CUDA graphs",
+            )
+        if (
+            plan is None or self._tables is None
+        ):  # nothing was sparse, or all of this worker's layers are among the dense ones: a first stage of a pipeline
+            return
+        self._tables = None
+        self.counts["steps"] += 1
+        self.counts["rows"] += len(plan.rows)
+        self.counts["requests_restricted"] += len(set(plan.request_ids) - self._restricted)
+        self._restricted.update(plan.request_ids)
+        if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
+            self._logger.info("[UCM.Sparse] %s", self.summary())
+
+    def figures(self) -> dict[str, float]:
+        """See `SparseMethod.figures`."""
+        size = self._planner.budget.block_size if self._planner is not None else 0
+        outcomes = ("restricted", "opted_out", "refused", "failed")
+        return {
+            **{f"requests.{outcome}": self.counts[f"requests_{outcome}"] for outcome in outcomes},
+            "rows": self.counts["rows"],
+            "read_tokens": self.counts["blocks_read"] * size,
+            "held_tokens": self.counts["blocks_held"] * size,
+            "select_seconds": self.select_seconds,
+        }
+
+    def summary(self) -> str:
+        """What was done until now, in one line."""
+        counts = self.counts
+        share = counts["blocks_read"] / max(1, counts["blocks_held"])
+        return (
+            f"{self._name} restricted {counts['rows']} decodes in {counts['steps']} steps: "
+            f"{counts['blocks_read']} of {counts['blocks_held']} blocks read ({share:.1%}), "
+            f"{counts['representatives']} representatives made, {counts['requests_failed']} requests dense after "
+            f"{counts['failures']} failures, {counts['requests_opted_out']} because they asked for it, "
+            f"{counts['requests_refused']} because they asked for what there is not"
+        )
+
+    def _restrict(
+        self, plan: SelectionPlan, layer_name: str, query: Tensor, key: Tensor, kv_cache: Tensor, attn_metadata: Any
+    ) -> Any:
+        if self._tables is None or self._tables[0] is not attn_metadata:
+            table = self.attention.block_table(attn_metadata)
+            self._tables = attn_metadata, RestrictedTables(plan, table)
+        tables = self._tables[1]
+        if tables.missing is not None:
+            self._make(layer_name, kv_cache, tables.missing)
+        made = self._representatives_of(layer_name, kv_cache, tables.candidates[0, :1])
+        for block_ids, fresh in tables.fresh:
+            made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
+        wanted = made.shares(query[tables.tokens], tables.candidates, tables.hidden)
+        chosen = tables.choose(self.attention.sum_over_ranks(wanted))
+        found = self.attention.restricted(
+            layer_name, attn_metadata, chosen, tables.seq_lens, tables.max_seq_len, tables.split
+        )
+        self.counts["blocks_read"] += int(plan.totals.sum())
+        self.counts["blocks_held"] += int(plan.blocks.sum())
+        return found
+
+    def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
+        for request_id, asked in batch.asked.items():
+            self._steer(planner, request_id, asked)
+        self._plan = planner.plan(batch, self._dense)
+        self._completed = planner.completed(batch, self._dense)
+
+    def _steer(self, planner: SelectionPlanner, request_id: str, asked: object) -> None:
+        """Have a request served as it asks, or densely; in some releases it asks again when it is resumed."""
+        if request_id in self._steered:
+            return
+        self._steered.add(request_id)
+        try:
+            options = parse_asked(asked)
+            if options is not None and options.token_budget is not None:
+                planner.give(request_id, self._budget(planner.budget.block_size, options.token_budget))
+        except ConfigError as error:
+            self.counts["requests_refused"] += 1
+            self.complaints.tell(request_id, error, "it is dense")
+        else:
+            if options is not None:
+                return
+            self.counts["requests_opted_out"] += 1
+        self._dense.add(request_id)
+
+    def _make(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
+        """Make the representatives of blocks from what is in the cache."""
+        made = self._representatives_of(layer_name, kv_cache, block_ids[:1])
+        made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
+        self.counts["representatives"] += len(block_ids)
+
+    def _representatives_of(self, layer_name: str, kv_cache: Tensor, any_block: Tensor) -> Representatives:
+        """The layer's representatives, with room for all blocks of the cache."""
+        found = self._representatives.get(layer_name)
+        if found is None:
+            keys = self.attention.read_keys(layer_name, kv_cache, any_block)
+            num_blocks = kv_cache.numel() // (2 * keys.numel())
+            found = self._representatives[layer_name] = SELECTORS[self._options.selector](num_blocks, keys)
+        return found
+
+    @contextmanager
+    def _dense_on_failure(self, layer_name: str, request_ids: Sequence[str]) -> Iterator[None]:
+        """Whatever fails, these requests can still be computed densely; but not on one of several ranks alone."""
+        try:
+            yield
+        except SparseMethodError:
+            raise
+        except Exception as error:
+            if self.attention.ranks > 1:
+                raise
+            self._fail(request_ids, layer_name, error)
+
+    def _fail(self, request_ids: Sequence[str], layer_name: str, error: Exception) -> None:
+        """These requests are dense from here on, in this step's further layers too; the others go on."""
+        self._dense.update(request_ids)
+        planned = self._plan.request_ids if self._plan is not None else ()
+        for request_id in {*planned, *(of.request_id for of in self._completed)}:
+            if self._planner is not None:  # what this step does not make in the layers behind, a later one does
+                self._planner.forget_made(request_id)
+        self._plan, self._completed = None, ()
+        self.counts["failures"] += 1
+        self.counts["requests_failed"] += len(request_ids)
+        cause = f"{type(error).__name__}: {error}"
+        if cause not in self._causes:
+            self._causes.add(cause)
+            self._logger.error(
+                "[UCM.Sparse] %s failed in %s; %d requests are dense from here on: %s",
+                *(self._name, layer_name, len(request_ids), cause),
+                exc_info=error,
+            )
+
+    def _budget(self, block_size: int, token_budget: int | None = None) -> BlockBudget:
+        """What a decode reads, of a request with a budget of its own if that is given."""
+        options = self._options
+        tokens = token_budget or options.token_budget
+        budget = BlockBudget.of_tokens(block_size, tokens, options.sink_tokens, options.recent_tokens)
+        if budget.chosen < 1:
+            fix = f"let it be {budget.least_tokens} or more"
+            raise ConfigError(
+                f"a budget of {tokens} tokens leaves no block of {block_size} to choose: it is "
+                f"{budget.total} blocks, and {budget.sinks + budget.recent} of sinks and recent tokens are always read",
+                where=f"ucm_sparse_config.{self._name}.token_budget" if token_budget is None else f"extra_args.{KEY}",
+                fix=fix if token_budget else f"{fix}, or start vLLM with a smaller --block-size",
+            )
+        return budget
+
+    def _is_dense(self, layer_name: str) -> bool:
+        number = re.search(r"\.(\d+)\.", layer_name)
+        return number is not None and int(number[1]) < self._options.dense_layers
+
+
+class GSAOnDevice(BlockTopK):
+    """The same with codes, by the name that it has in UCM, which its messages and its log lines then bear."""
+
+    options_type = GSAOnDeviceOptions
+
+    @classmethod
+    def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """That of `BlockTopK` with the same options."""
+        return {**BlockTopK.identity({}), "options": plain_options(cls.options_type, cls.__name__, options)}
