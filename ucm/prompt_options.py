@@ -1,15 +1,19 @@
-"""The options of commands about a deployment and a prompt: settings, model, engine arguments, and the prompt."""
+"""What commands share: their options for a deployment and a prompt, and their output."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ucm.errors import UcmError
 from ucm.logger import LEVEL_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) -> None:
@@ -28,7 +32,7 @@ def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) ->
     )
     parser.add_argument(
         "--engine-args",
-        type=_arguments,
+        type=engine_args,
         default={},
         metavar="JSON",
         help='other engine arguments, for instance \'{"dtype": "float16"}\'; some of them change the namespace',
@@ -52,7 +56,12 @@ def read_prompt(options: argparse.Namespace) -> list[int] | None:
     return None if options.prompt is None else _tokenize(options.model, options.prompt)
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def engine_args(text: str) -> dict[str, Any]:
+    """Return the engine arguments that were given as JSON.
+
+    Raises:
+        ArgumentTypeError: The text is not a JSON object.
+    """
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
@@ -84,3 +93,9 @@ def _tokenize(model: Path, text: str) -> list[int]:
             fix="give the token ids with --tokens",
         ) from error
     return found
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Write lines to standard output at once."""
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()

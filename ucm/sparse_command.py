@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import UcmError
-from ucm.logger import LEVEL_VARIABLE
+from ucm.prompt_options import engine_args, quieten, write_lines
 
 if TYPE_CHECKING:
     import argparse
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
 TOKENS, EVERY = 32, 4
 #: Engine arguments that the measurement sets itself.
-_OWN = ("model", "additional_config", "worker_extension_cls", "enforce_eager")
+_OWN = frozenset({"model", "additional_config", "worker_extension_cls", "enforce_eager"})
 _METHOD = "ucm.sparse.topk.probe:MassProbe"
 
 
@@ -68,7 +66,8 @@ def add_parser(commands: Any) -> None:
     )
     probe.add_argument(
         "--engine-args",
-        default="{}",
+        type=engine_args,
+        default={},
         metavar="JSON",
         help="other engine arguments, for instance '{\"max_model_len\": 32768}'",
     )
@@ -82,7 +81,9 @@ def handle(options: argparse.Namespace) -> int:
     Raises:
         UcmError: An argument is wrong, the engine does not start, or the overlay is not active.
     """
-    arguments = _engine_arguments(options.engine_args)
+    arguments = options.engine_args
+    if own := sorted(_OWN & arguments.keys()):
+        raise UcmError(f"--engine-args sets {', '.join(own)}, which the measurement sets itself", fix="remove it")
     if options.max_tokens < 1 or options.every < 1:
         raise UcmError("--max-tokens and --every must be at least 1", fix="leave them out for the defaults")
     if not all(0 < share <= 1 for share in options.budgets):
@@ -91,14 +92,13 @@ def handle(options: argparse.Namespace) -> int:
             fix="write 0.1 for a tenth of the context",
         )
     prompts = read_prompts(options.prompts)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
+    quieten()
     reports = _measure(options, arguments, prompts)
     found = {"model": options.model, "prompts": len(prompts), **merged(reports)}
     if options.json:
-        _say([json.dumps(found)])
+        write_lines([json.dumps(found)])
     else:
-        _say(lines_of(found))
+        write_lines(lines_of(found))
     return 0 if found["layers"] else 1
 
 
@@ -139,14 +139,13 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ``lengths``, the shortest and the longest context in tokens or None; ``layers``, by name in the model's order,
         with the keys of `LayerMasses`.
     """
-    layers: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    layers: dict[str, Mapping[str, Any]] = {}
     for report in reports:
-        for name, layer in report["layers"].items():
-            layers[name].append(layer)
+        layers |= report["layers"]
     lengths = [report["lengths"] for report in reports if report["lengths"]]
     return {
         "lengths": [min(least for least, _ in lengths), max(most for _, most in lengths)] if lengths else None,
-        "layers": {name: _mean(layers[name]) for name in sorted(layers, key=_place)},
+        "layers": {name: layers[name] for name in sorted(layers, key=_place)},
     }
 
 
@@ -233,20 +232,6 @@ def _measure(
     return list(reports)
 
 
-def _engine_arguments(text: str) -> dict[str, Any]:
-    fix = 'write a JSON object, for instance {"max_model_len": 32768}'
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise UcmError(f"it is not JSON: {error}", where=f"--engine-args {text}", fix=fix) from error
-    if not isinstance(found, dict):
-        raise UcmError("it is not a JSON object", where=f"--engine-args {text}", fix=fix)
-    own = sorted(set(found) & set(_OWN))
-    if own:
-        raise UcmError(f"the measurement sets {', '.join(own)} itself", where=f"--engine-args {text}", fix="remove it")
-    return found
-
-
 def _is_prompt(prompt: object) -> bool:
     if not isinstance(prompt, dict) or len(prompt) != 1:
         return False
@@ -254,21 +239,6 @@ def _is_prompt(prompt: object) -> bool:
     if isinstance(text, str) and text:
         return True
     return isinstance(tokens, list) and bool(tokens) and all(type(token) is int and token >= 0 for token in tokens)
-
-
-def _mean(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the means over the workers that report the same layer."""
-
-    def over(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return {key: sum(of[key] for of in values) / len(values) for key in values[0]}
-
-    return {
-        "samples": layers[0]["samples"],
-        "kept": {share: over([layer["kept"][share] for layer in layers]) for share in layers[0]["kept"]},
-        "counted": dict(layers[0]["counted"]),
-        "needed": over([layer["needed"] for layer in layers]),
-        "worst": {target: max(layer["worst"][target] for layer in layers) for target in layers[0]["worst"]},
-    }
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -287,8 +257,3 @@ def _row(first: str, cells: Iterable[str]) -> str:
 
 def _spaced(values: Iterable[object]) -> str:
     return " ".join(map(str, values))
-
-
-def _say(lines: Iterable[str]) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)
-    sys.stdout.flush()

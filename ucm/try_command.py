@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import UcmError
-from ucm.prompt_options import add_deployment, quieten, read_prompt
+from ucm.prompt_options import add_deployment, quieten, read_prompt, write_lines
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from ucm.debug import DebugConnector, Found, RoundTrip
 
@@ -66,16 +65,16 @@ def handle(options: argparse.Namespace) -> int:
     with open_connector(
         options.config, options.model, engine_args=options.engine_args, device=options.device
     ) as connector:
-        _say(_about(connector))
+        write_lines(_about(connector))
         token_ids = _prompt(options, connector)
         with connector.profile(options.profile) if options.profile is not None else nullcontext():
             found = [connector.lookup(token_ids) for _ in range(LOOKUPS)]
             trips = connector.roundtrip(options.blocks, LOADS)
-        _say(_lookups(found, given=options.prompt is not None or options.tokens is not None))
+        write_lines(_lookups(found, given=options.prompt is not None or options.tokens is not None))
         for trip in trips:
-            _say(_trip(trip))
+            write_lines(_trip(trip))
         if options.profile is not None:
-            _say([f"trace        {options.profile}"])
+            write_lines([f"trace        {options.profile}"])
     return int(any(trip.problems for trip in trips))
 
 
@@ -129,8 +128,3 @@ def _trip(trip: RoundTrip) -> list[str]:
 
 def _times(seconds: Sequence[float]) -> str:
     return f"median {median(seconds) * 1e3:.3f} ms, slowest {max(seconds) * 1e3:.3f} ms"
-
-
-def _say(lines: Iterable[str]) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)
-    sys.stdout.flush()

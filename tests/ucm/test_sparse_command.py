@@ -69,9 +69,7 @@ def test_a_file_that_holds_no_prompts_is_one_error(tmp_path: Path, content: str,
         (["--budgets", "0.1", "0"], "not 0.1 0.0"),
         (["--max-tokens", "0"], "--max-tokens and --every must be at least 1"),
         (["--every", "0"], "--max-tokens and --every must be at least 1"),
-        (["--engine-args", "{"], "it is not JSON"),
-        (["--engine-args", "[]"], "it is not a JSON object"),
-        (["--engine-args", '{"enforce_eager": false, "model": "a"}'], "sets enforce_eager, model itself"),
+        (["--engine-args", '{"enforce_eager": false, "model": "a"}'], "--engine-args sets enforce_eager, model"),
         (["--prompts", "missing.jsonl"], "the file with prompts cannot be read"),
     ],
 )
@@ -82,16 +80,23 @@ def test_a_wrong_argument_is_one_error(
     assert (code, what in (told := capsys.readouterr()).err) == (cli.USAGE, True), told.err
 
 
-def test_workers_with_other_heads_and_other_layers_are_merged() -> None:
-    first = {"lengths": [10, 20], "layers": {"model.layers.2.attn": layer(oracle=1.0), "model.layers.10.attn": layer()}}
-    second = {"lengths": [9, 21], "layers": {"model.layers.2.attn": {**layer(oracle=0.5), "worst": {"0.9": 1.0}}}}
-    second["layers"]["model.layers.2.attn"]["worst"]["0.99"] = 0.5  # type: ignore[index]
+@pytest.mark.parametrize(("given", "what"), [("{", "not JSON"), ("[]", "write a JSON object")])
+def test_engine_arguments_are_a_json_object(
+    prompts: Path, capsys: pytest.CaptureFixture[str], given: str, what: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sparse", "probe", "--model", "model", "--prompts", str(prompts), "--engine-args", given])
+    assert (ended.value.code, what in capsys.readouterr().err) == (cli.USAGE, True)
+
+
+def test_workers_with_other_layers_are_merged() -> None:
+    shared = {"model.layers.2.attn": layer(oracle=0.75)}
+    first = {"lengths": [10, 20], "layers": {**shared, "model.layers.10.attn": layer()}}
+    second = {"lengths": [9, 21], "layers": shared}
     found = sparse_command.merged([first, second, {"lengths": None, "layers": {}}])
     assert found["lengths"] == [9, 21]
     assert list(found["layers"]) == ["model.layers.2.attn", "model.layers.10.attn"]
-    merged = found["layers"]["model.layers.2.attn"]
-    assert merged["kept"] == {"0.1": {"oracle": 0.75}}
-    assert merged["worst"] == {"0.9": 1.0, "0.99": 0.75}
+    assert found["layers"]["model.layers.2.attn"] == shared["model.layers.2.attn"]
 
 
 def test_a_line_per_budget_and_one_per_layer() -> None:

@@ -82,16 +82,16 @@ class BlendConnector(UCMDirectConnector):
         if exact is None:
             return None, False
         self._planning.take_note()
-        blended = self._planning.planner.matched(request, num_computed_tokens, exact)
+        blended = self._planning.scheduler.matched(request, num_computed_tokens, exact)
         # vLLM runs a step's loads ahead of its forward only where they belong to that step.
         return (blended, False) if blended != 0 else (exact, between_steps)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to fill them with."""
-        if self._planning.planner.allocated(request, blocks, num_external_tokens):
+        if self._planning.scheduler.allocated(request, blocks, num_external_tokens):
             super().update_state_after_alloc(request, blocks, 0)
             # Whatever is computed behind blended KV is approximate, too.
-            self._scheduler.planner.exclude(request)
+            self._scheduler.scheduler.exclude(request)
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -102,7 +102,7 @@ class BlendConnector(UCMDirectConnector):
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """The request is forgotten."""
-        self._planning.planner.finished(request)
+        self._planning.scheduler.finished(request)
         return super().request_finished(request, block_ids)
 
     # The worker's side

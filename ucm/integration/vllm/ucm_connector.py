@@ -152,7 +152,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         None tells vLLM to ask again with the next step.
         """
         self._scheduler.poll()
-        tokens = self._scheduler.planner.matched_tokens(request, num_computed_tokens)
+        tokens = self._scheduler.scheduler.matched_tokens(request, num_computed_tokens)
         logger.debug(
             "[UCM.Load] request %s: %s of %d tokens found behind the first %d",
             request.request_id,
@@ -164,7 +164,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""
-        self._scheduler.planner.allocated(request, blocks, num_external_tokens)
+        self._scheduler.scheduler.allocated(request, blocks, num_external_tokens)
         logger.debug("[UCM.Load] request %s: %d tokens to load", request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
@@ -179,7 +179,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Never delays the free: what is still being read is waited for before it is written again."""
-        self._scheduler.planner.finished(request)
+        self._scheduler.scheduler.finished(request)
         logger.debug("[UCM.Save] request %s: ended after %d tokens", request.request_id, request.num_computed_tokens)
         return False, None
 
@@ -232,24 +232,24 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         """Load the step's blocks."""
         if self._worker.has_begun:
             plan = self._plan()
-            self._worker.mover.load(plan)
+            self._worker.worker.load(plan)
             _log_moves("[UCM.Load] request %s: %d blocks of KV-cache group %d to load", plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for one layer, where blocks are loaded layer by layer."""
         if self._worker.has_begun:
-            self._worker.mover.wait_for_layer(layer_name)
+            self._worker.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Save one layer, where blocks are saved layer by layer."""
         if self._worker.has_begun:
-            self._worker.mover.layer_computed(layer_name)
+            self._worker.worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Start the step's saves."""
         if self._worker.has_begun:
             plan = self._plan()
-            self._worker.mover.save(plan)
+            self._worker.worker.save(plan)
             _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002
@@ -257,7 +257,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         if not self._takes_stats:
             self._worker.counters.take_data()
         self._worker.end()
-        loaded = self._worker.mover.take_loaded() if self._worker.has_begun else set()
+        loaded = self._worker.worker.take_loaded() if self._worker.has_begun else set()
         for request_id in loaded:
             logger.debug("[UCM.Load] request %s: its blocks are there", request_id)
         return None, loaded or None
@@ -269,7 +269,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks whose tokens have to be computed again."""
-        return self._worker.mover.take_failed_blocks() if self._worker.has_begun else set()
+        return self._worker.worker.take_failed_blocks() if self._worker.has_begun else set()
 
     def shutdown(self) -> None:
         """Finish what is under way."""

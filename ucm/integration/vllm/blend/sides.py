@@ -68,7 +68,7 @@ class BlendSchedulerSide:
         self._epoch = 0
         transfer = vllm_config.kv_transfer_config
         slab = Slab(settings.staging or default_bytes(), len(self._tags))
-        self.planner = BlendScheduler(
+        self.scheduler = BlendScheduler(
             blend,
             group.block_size,
             slab,
@@ -89,8 +89,8 @@ class BlendSchedulerSide:
             plan: What else they do in it; it is told which blocks are filled.
         """
         self.take_note()
-        found = self.planner.plan(scheduler_output)
-        written = self.planner.written(found)
+        found = self.scheduler.plan(scheduler_output)
+        written = self.scheduler.written(found)
         plan.fresh_block_ids |= written
         plan.looks = bool(found.blends or found.saves)
         plan.late_saves = left_alone(plan.late_saves, written, self._exact.counters)
@@ -100,14 +100,14 @@ class BlendSchedulerSide:
         """Begin once it is known whose chunks these are; start anew where the connector for exact prefixes has."""
         if not self._prepared and self._exact.namespace:
             self._prepared = True
-            self.planner.prepare(len(self._tags), self._open)
-        if self._exact.planner.epoch != self._epoch:
-            self._epoch = self._exact.planner.epoch
-            self.planner.start_anew()
+            self.scheduler.prepare(len(self._tags), self._open)
+        if self._exact.scheduler.epoch != self._epoch:
+            self._epoch = self._exact.scheduler.epoch
+            self.scheduler.start_anew()
 
     def close(self) -> None:
         """Close the stores."""
-        self.planner.close()
+        self.scheduler.close()
         for store in self._stores:
             call_within(store.close, "ucm-close", CLOSE_SECONDS)
 

@@ -197,7 +197,7 @@ class SchedulerSide:
         self._new_stager = partial(
             Stager, groups, seconds=settings.staging_deadline, rest_seconds=self._config.rest_seconds
         )
-        self.planner = PrefixCacheScheduler(
+        self.scheduler = PrefixCacheScheduler(
             groups,
             self._keys,
             self._new_stager(self._slab),
@@ -225,7 +225,7 @@ class SchedulerSide:
     @property
     def namespace(self) -> str:
         """The namespace of the engine's blocks; empty until the weights are identified."""
-        return self.planner.namespace
+        return self.scheduler.namespace
 
     def bind(self, block_pool: Any) -> None:
         """Keep vLLM's block pool and note its prefix cache."""
@@ -243,21 +243,22 @@ class SchedulerSide:
             if self._outlived:
                 self.start_anew()
             if self._table is not None:
-                self.planner.doubt(waits=self.hears_workers and not self.policy.between_steps)
-                self.planner.forget_others()
+                self.scheduler.doubt(waits=self.hears_workers and not self.policy.between_steps)
+                self.scheduler.forget_others()
             self._table, self._outlived = table, False
-        if not self.planner.namespace and self._weights.namespace:
-            self.planner.namespace = self._weights.namespace
-            self.planner.prepares = self._slab is not None
+        if not self.scheduler.namespace and self._weights.namespace:
+            self.scheduler.namespace = self._weights.namespace
+            self.scheduler.prepares = self._slab is not None
             if self._slab is None:
-                get_logger(__name__).info("[UCM.Connector] namespace %s, nothing is looked up", self.planner.namespace)
-        if self.planner.prepares or self._opened is not None:
+                where = self.scheduler.namespace
+                get_logger(__name__).info("[UCM.Connector] namespace %s, nothing is looked up", where)
+        if self.scheduler.prepares or self._opened is not None:
             self._prepare()
 
     def plan(self, scheduler_output: Any) -> StepPlan:
         """Return the workers' part of a step."""
         self.poll()
-        plan = self.planner.plan(scheduler_output)
+        plan = self.scheduler.plan(scheduler_output)
         if self._slab is not None and self._opening is None:
             plan.slab = self._slab.address
             self._offered = self._offered or plan.step
@@ -266,19 +267,19 @@ class SchedulerSide:
     def _prepare(self) -> None:
         """Open the stores once every rank has reported its block geometry."""
         if self._opened is not None:
-            self.planner.prepares = False
+            self.scheduler.prepares = False
             self._opened()
         if self._opening is not None:
             # No request waits for a medium that cannot be opened or does not answer.
             over = not self._opening.is_alive() or time.monotonic() >= self._ready_by
-            self.planner.prepares = self.planner.prepares and not over
+            self.scheduler.prepares = self.scheduler.prepares and not over
             return
         if self._slab is None:
             return
         records = self._slab.records()
         if len(records) == self._ranks:
             self._begin_opening(records)
-        elif self._offered and self.planner.step - self._batches >= self._offered:
+        elif self._offered and self.scheduler.step - self._batches >= self._offered:
             # Every rank has run a step that sent it the address.
             self._do_without_slab(set(range(self._ranks)) - set(records))
 
@@ -289,7 +290,7 @@ class SchedulerSide:
                 "could not be recomputed here; set connector: direct, with vLLM 0.11.1 or newer",
                 sorted(missing),
             )
-            self.planner.prepares = False
+            self.scheduler.prepares = False
             return
         get_logger(__name__).warning(
             "[UCM.Load] ranks %s do not share this host's memory: every rank reads the store itself, and blocks are "
@@ -297,12 +298,12 @@ class SchedulerSide:
             sorted(missing),
         )
         self._slab = None
-        self.planner.stager.close()
-        self.planner.stager = self._new_stager(None)
+        self.scheduler.stager.close()
+        self.scheduler.stager = self._new_stager(None)
         self._begin_opening({})
 
     def _begin_opening(self, records: dict[int, dict[str, Any]]) -> None:
-        where = self.planner.namespace
+        where = self.scheduler.namespace
 
         def work() -> None:
             try:
@@ -326,11 +327,11 @@ class SchedulerSide:
                     self.counters.watch(store)
                 count = f"{len(opened)} {'store' if len(opened) == 1 else 'stores'}"
                 get_logger(__name__).info("[UCM.Connector] namespace %s, %s to look up", where, count)
-                self.planner.stager.begin(stores, geometries)
+                self.scheduler.stager.begin(stores, geometries)
 
             self._opened = begin
 
-        self._ready_by = time.monotonic() + self.planner.stager.seconds
+        self._ready_by = time.monotonic() + self.scheduler.stager.seconds
         self._opening = threading.Thread(target=work, name="ucm-open", daemon=True)
         self._opening.start()
 
@@ -347,14 +348,14 @@ class SchedulerSide:
         """Process the workers' report of their weights."""
         for number in report.adapters:
             self._keys.adapter_replaced(number)
-        if self.planner.reported(report):
+        if self.scheduler.reported(report):
             self.start_anew()
 
     def start_anew(self) -> None:
         """Use keys from now on that were never used before."""
         self._outlived = getattr(self.block_pool, "cached_block_hash_to_block", None) is self._table
         self._keys.start_anew()
-        self.planner.start_anew()
+        self.scheduler.start_anew()
 
     def take_stats(self) -> Any:
         """Return the counts since the last call; None if there are none."""
@@ -367,7 +368,7 @@ class SchedulerSide:
         if self._opening is not None:
             self._opening.join(CLOSE_SECONDS)
             self._prepare()
-        self.planner.stager.close()
+        self.scheduler.stager.close()
         self.counters.close()
         call_within(self._close_stores, "ucm-close", CLOSE_SECONDS)
 

@@ -60,7 +60,7 @@ class WorkerSide:
         self.counters = create_counters(vllm_config, settings)
         self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
-        self._mover: TransferWorker | None = None
+        self._worker: TransferWorker | None = None
         self._slab = SlabReader()
         self._offered: SlabAddress | None = None
         self._weights: LiveWeights | None = None
@@ -74,14 +74,14 @@ class WorkerSide:
 
         Graph capture and memory profiling happen before any step.
         """
-        return self._mover is not None
+        return self._worker is not None
 
     @property
-    def mover(self) -> TransferWorker:
+    def worker(self) -> TransferWorker:
         """The transfer worker, once ``has_begun``."""
-        if self._mover is None:
+        if self._worker is None:
             raise RuntimeError("vLLM asked for a transfer before it began a step that may have one")
-        return self._mover
+        return self._worker
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Locate the blocks in the KV caches.
@@ -116,15 +116,15 @@ class WorkerSide:
         if plan.slab is not None and plan.slab != self._offered:
             self._offered = plan.slab
             self._answer(plan.slab)
-        if self._mover is None:
+        if self._worker is None:
             if not plan.namespace:
                 return
-            self._mover = self._create_mover(plan.namespace)
+            self._worker = self._create_worker(plan.namespace)
         if plan.epoch <= self.report.changed:
-            self._mover.refuse(plan)
+            self._worker.refuse(plan)
         elif self.report.adapters:
-            self._mover.refuse(plan, self.report.adapters)
-        self._mover.begin(plan)
+            self._worker.refuse(plan, self.report.adapters)
+        self._worker.begin(plan)
 
     def _answer(self, address: SlabAddress) -> None:
         """Open the slab and write this rank's block geometries into it."""
@@ -181,14 +181,14 @@ class WorkerSide:
                 "[UCM.Connector] the weights were changed in place: nothing is loaded or saved under their old name"
             )
 
-    def _create_mover(self, namespace: str) -> TransferWorker:
+    def _create_worker(self, namespace: str) -> TransferWorker:
         config = self._vllm_config
         groups = [memory.group for memory in self._memories]
         policy = load_policy(self._connector_base, len(groups), self._settings.connector)
         # A layer of a micro-batch is computed before the same layer of the whole batch.
         layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config)
         kind = LayerWiseWorker if layer_by_layer else TransferWorker
-        mover = kind(
+        worker = kind(
             {memory.group.index: self._transfer(memory, namespace) for memory in self._memories},
             self.counters,
             places={group.index: self._place(group) for group in groups},
@@ -196,11 +196,11 @@ class WorkerSide:
             between_steps=policy.between_steps,
             background=policy.background,
         )
-        mover.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
-        if isinstance(mover, LayerWiseWorker):
+        worker.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
+        if isinstance(worker, LayerWiseWorker):
             # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
-            mover.overlaps = self._on_host or hasattr(self._connector_base, "requires_piecewise_for_cudagraph")
-        return mover
+            worker.overlaps = self._on_host or hasattr(self._connector_base, "requires_piecewise_for_cudagraph")
+        return worker
 
     def _place(self, group: CacheGroup) -> int:
         """Return this rank's index among the ranks with different KV of a group."""
@@ -233,7 +233,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish transfers and close everything."""
-        if self._mover is not None:
-            self._mover.close()
+        if self._worker is not None:
+            self._worker.close()
         self._slab.close()
         self.counters.close()

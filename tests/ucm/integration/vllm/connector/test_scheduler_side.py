@@ -256,7 +256,7 @@ def test_an_empty_table_of_vllms_own_cache_puts_the_weights_in_doubt(tmp_path: P
     for table in (*before_the_reset, tables[1], tables[1]):
         pool.cached_block_hash_to_block = table
         side.poll()
-        said.append(side.planner.plan(step).verify)
+        said.append(side.scheduler.plan(step).verify)
     assert said == [*[False] * requests_before, True, False]
     side.close()
 
@@ -311,12 +311,12 @@ def test_blocks_are_staged_once_every_rank_has_answered(tmp_path: Path, log: pyt
     side = create(write_model(tmp_path / "model"), tmp_path)
     first = side.plan(STEP)
     assert first.slab is not None
-    waits = [side.planner.prepares]
+    waits = [side.scheduler.prepares]
     reader = SlabReader()
     assert reader.attach(first.slab, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
-    plan_until(side, lambda: side.planner.stager.has_begun)
-    assert [*waits, side.planner.prepares] == [True, False]
-    assert not side.planner.stager.promises_names
+    plan_until(side, lambda: side.scheduler.stager.has_begun)
+    assert [*waits, side.scheduler.prepares] == [True, False]
+    assert not side.scheduler.stager.promises_names
     assert side.plan(STEP).slab is None
     assert any("1 store to look up" in text for text in log.messages)
     side.close()
@@ -327,8 +327,8 @@ def test_blocks_are_staged_once_every_rank_has_answered(tmp_path: Path, log: pyt
 @pytest.mark.usefixtures("later")
 def test_ranks_on_other_hosts_read_the_store_themselves(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     side = create(write_model(tmp_path / "model"), tmp_path)
-    plan_until(side, lambda: side.planner.stager.has_begun)
-    assert side.planner.stager.promises_names
+    plan_until(side, lambda: side.scheduler.stager.has_begun)
+    assert side.scheduler.stager.promises_names
     assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
     side.close()
 
@@ -338,8 +338,8 @@ def test_where_a_load_must_not_fail_nothing_is_loaded_without_shared_memory(
     tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     side = create(write_model(tmp_path / "model"), tmp_path, "layerwise")
-    plan_until(side, lambda: not side.planner.prepares)
-    assert not side.planner.stager.has_begun
+    plan_until(side, lambda: not side.scheduler.prepares)
+    assert not side.scheduler.stager.has_begun
     assert [text for text in log.messages if "nothing is loaded, because a load that fails" in text]
     side.close()
 
@@ -354,8 +354,8 @@ def test_ranks_that_cannot_be_understood_cost_the_loads_and_not_the_engine(
     reader = SlabReader()
     assert reader.attach(address, 0, {"groups": {"0": geometry_record(7, GEOMETRY)}})
     plan_until(side, lambda: any("nothing is loaded" in text for text in log.messages))
-    plan_until(side, lambda: not side.planner.prepares)
-    assert not side.planner.stager.has_begun
+    plan_until(side, lambda: not side.scheduler.prepares)
+    assert not side.scheduler.stager.has_begun
     side.close()
     reader.close()
 
@@ -372,14 +372,14 @@ def test_stores_that_take_long_to_open_keep_no_request_waiting(tmp_path: Path, m
 
     monkeypatch.setattr(scheduler_side, "open_store", late)
     side = create(write_model(tmp_path / "model"), tmp_path)
-    side.planner.stager.seconds = 0.05
+    side.scheduler.stager.seconds = 0.05
     address = side.plan(STEP).slab
     assert address is not None
     reader = SlabReader()
     assert reader.attach(address, 0, {"groups": {"0": geometry_record(0, GEOMETRY)}})
-    plan_until(side, lambda: not side.planner.prepares)
-    assert not side.planner.stager.has_begun
+    plan_until(side, lambda: not side.scheduler.prepares)
+    assert not side.scheduler.stager.has_begun
     answers.set()
-    plan_until(side, lambda: side.planner.stager.has_begun)
+    plan_until(side, lambda: side.scheduler.stager.has_begun)
     side.close()
     reader.close()

@@ -87,7 +87,7 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tm
 def visible(engine: VllmEngine) -> Counter[Path]:
     """Return the number of stored blocks of each rank."""
     until = time.monotonic() + PATIENCE
-    while any(worker._worker_side.mover._left() for worker in engine.workers):
+    while any(worker._worker_side.worker._left() for worker in engine.workers):
         time.sleep(IDLE)
         assert time.monotonic() < until, "a save does not end"
     files = (path for path in engine.store_directory.rglob("*") if path.is_file())

@@ -48,7 +48,7 @@ class Side:
         self.mover: Any = create_autospec(TransferWorker, instance=True)
         self.weights: Any = create_autospec(LiveWeights, instance=True)
         self.weights.changed.return_value = False
-        monkeypatch.setattr(self.side, "_create_mover", self._made)
+        monkeypatch.setattr(self.side, "_create_worker", self._made)
         self.side._weights = self.weights
         self.namespaces: list[str] = []
 
@@ -227,8 +227,8 @@ class Begun:
 
         def run() -> None:
             self.side.begin(plan)
-            self.side.mover.load(plan)
-            self.side.mover.save(plan)
+            self.side.worker.load(plan)
+            self.side.worker.save(plan)
 
         gets_on(run)
 
