@@ -83,7 +83,7 @@ def handle(options: argparse.Namespace) -> int:
     """
     arguments = options.engine_args
     if own := sorted(_OWN & arguments.keys()):
-        raise UcmError(f"--engine-args sets {', '.join(own)}, which the measurement sets itself", fix="remove it")
+        raise UcmError(f"the measurement sets {', '.join(own)} itself", where="--engine-args", fix="remove it")
     if options.max_tokens < 1 or options.every < 1:
         raise UcmError("--max-tokens and --every must be at least 1", fix="leave them out for the defaults")
     if not all(0 < share <= 1 for share in options.budgets):

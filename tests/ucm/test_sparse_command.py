@@ -69,7 +69,7 @@ def test_a_file_that_holds_no_prompts_is_one_error(tmp_path: Path, content: str,
         (["--budgets", "0.1", "0"], "not 0.1 0.0"),
         (["--max-tokens", "0"], "--max-tokens and --every must be at least 1"),
         (["--every", "0"], "--max-tokens and --every must be at least 1"),
-        (["--engine-args", '{"enforce_eager": false, "model": "a"}'], "--engine-args sets enforce_eager, model"),
+        (["--engine-args", '{"enforce_eager": false, "model": "a"}'], "sets enforce_eager, model itself"),
         (["--prompts", "missing.jsonl"], "the file with prompts cannot be read"),
     ],
 )

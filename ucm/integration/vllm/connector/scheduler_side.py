@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 import time
 from functools import partial
@@ -13,12 +15,11 @@ from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
 from ucm.hashing.model_identity import model_identity, namespace
 from ucm.hashing.rank_geometry import rank_tags
+from ucm.integration.vllm.config import KEY, sparse_method_config
 from ucm.integration.vllm.connector.engine_facts import (
     asks_again,
     drafts_look_ahead,
-    lasting_tokens,
     load_policy,
-    method_identity,
     outer_transfer,
     ranks,
     refuse_kv_that_is_not_continued,
@@ -27,10 +28,11 @@ from ucm.integration.vllm.connector.engine_facts import (
 )
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.metadata import geometries_of
-from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler, all_tokens
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
+from ucm.sparse.factory import method_class
 from ucm.sparse.released_blocks import batches_in_flight
 from ucm.store.factory import open_store
 from ucm.store.identity_file import write_identity
@@ -376,3 +378,48 @@ class SchedulerSide:
         for of_group in self._stores.values():
             for store in of_group:
                 store.close()
+
+
+#: The module that defines vLLM's requests; every process with a scheduler has imported it.
+REQUESTS = "vllm.v1.request"
+
+
+def method_identity(vllm_config: Any) -> dict[str, Any]:
+    """Return the identity of the configured method; empty without one, or if prompts are computed as without it.
+
+    KV that was computed under a method belongs to the method: its class, its options and the block size are part of
+    the engine's identity. But where a method leaves prompts dense, as `BlockTopK` does, the blocks of prompts are those
+    that an engine without a method computes, and are shared with it. Then KV that was computed under the method must
+    not have such a name, neither in the store nor in vLLM's own prefix cache, because the next prompt would be computed
+    on top of it. So blocks of generated tokens have no name in the store, and in vLLM's cache a name of their request's
+    own (`ucm.sparse.own_blocks`).
+
+    Raises:
+        ConfigError: If there is no such method, or an option is wrong.
+    """
+    found = sparse_method_config(vllm_config)
+    if found is None:
+        return {}
+    name, options = found
+    method = method_class(name)
+    identity = method.identity(options)
+    if method.prompts_are_dense(options) and _generated_blocks_are_kept_apart(vllm_config):
+        return {}
+    return {KEY: {**identity, "block_size": vllm_config.cache_config.block_size}}
+
+
+def lasting_tokens(vllm_config: Any) -> Callable[[int], int]:
+    """Return a function from a prompt's length to how many of the tokens have KV that depends on tokens only."""
+    found = sparse_method_config(vllm_config)
+    if found is None:
+        return all_tokens
+    name, options = found
+    return partial(method_class(name).lasting_tokens, options)
+
+
+def _generated_blocks_are_kept_apart(vllm_config: Any) -> bool:
+    """Return whether no other request finds generated blocks; up to 0.10.0 requests have no hasher of their own."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return True
+    requests = sys.modules.get(REQUESTS)
+    return requests is None or "block_hasher" in inspect.signature(requests.Request.__init__).parameters
