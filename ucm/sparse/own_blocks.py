@@ -70,7 +70,7 @@ class _OwnNames:
         return self.of(self._hasher(*request), len(self._hashes))
 
     def of(self, hashes: Sequence[Any], start: int) -> list[Any]:
-        """Make hashes unique, if they are at or after the first block."""
+        """Return hashes from the block ``start`` on, unique from the first block with unique hashes on."""
         shared = max(0, self._first - start)
         return [*hashes[:shared], *(self._own(of) for of in hashes[shared:])]
 

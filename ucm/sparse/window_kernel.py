@@ -1,8 +1,8 @@
-"""ReRoPE's attention on a CPU as one kernel; `ucm.sparse.compiled` says how it is compiled and run.
+"""ReRoPE's attention on a CPU as one kernel; `ucm.sparse.compiled` compiles and runs it.
 
-The kernel reads keys and values where vLLM's blocks have them, each once for all heads that share them. Keys before the
-window are turned in registers, a tile of tokens at a time, and scored; with those of the window they share one running
-softmax, so there are no parts to put together but those of a long context, which threads share.
+The kernel reads keys and values from vLLM's blocks, each once for all heads that share them. Keys before the
+window are rotated in registers, a tile of tokens at a time, and scored; they share one running softmax with the keys
+in the window. Only the parts of a long context, which threads share, have to be merged.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
     from ucm.sparse.compiled import Run, Threads
     from ucm.sparse.pieces import QueryPieces
 
-#: What is done where there is no kernel.
+#: The operation that is slow without the kernel, for the log.
 SLOWLY = "attention beyond the window is computed"
 #: Queries of one request that share tiles of keys.
 TOGETHER = 16
-#: Keys, for each of a group of fewer queries, that make a part: the same for any threads, so are results.
+#: Keys of a part, for each of a smaller group's queries: independent of the number of threads, so results are, too.
 PART = 512
-#: Queries of one call; what they need of memory is bounded by it.
+#: The maximum number of queries in one call, which bounds its memory.
 AT_ONCE = 1024
-#: Rows of scores that are kept in registers at once, at most.
+#: The maximum number of rows of scores in registers at once.
 ROWS = 8
-#: Less than any score, and finite: differences are, too.
+#: Less than any score, but finite, so that differences are finite, too.
 LOWEST = -1e30
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where a layer's cache has its numbers, each counted in numbers from the cache's first one.
+    """The memory layout of a layer's cache, with offsets and strides in numbers.
 
     Attributes:
-        half: Whether they are bfloat16, or else float32.
+        half: Whether the cache is bfloat16, or else float32.
         block_size: Tokens in a block.
-        num_kv_heads: Heads of keys and values.
-        head_size: Numbers of each.
-        group: Heads of queries that share one of them.
-        block: From a block to the next one.
-        head: From a head to the next one.
-        keys: ``[block_size * head_size]``: of a block's first head, the place of each number of its keys, by token.
-        values: The same of its values.
-        scale: Of scores; layers that differ in it alone have the same kernel.
+        num_kv_heads: The number of KV heads.
+        head_size: The numbers per head.
+        group: The query heads per KV head.
+        block: The stride from a block to the next.
+        head: The stride from a head to the next.
+        keys: ``[block_size * head_size]``: the offsets of the first head's keys in a block, by token.
+        values: The offsets of its values, likewise.
+        scale: The scale of scores; layers that differ only in it share a kernel.
     """
 
     half: bool
@@ -74,12 +74,12 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for.
+    """The parameters for which a kernel is compiled.
 
     Attributes:
-        layout: The cache's.
-        turned: Pairs of a head that are turned.
-        neox: Whether a pair is a number of the first half with one of the second, or else two neighbours (GPT-J).
+        layout: The cache's layout.
+        turned: The number of rotated pairs per head.
+        neox: Whether a pair has one number of each half (NeoX), or else two neighbours (GPT-J).
     """
 
     layout: HeadLayout
@@ -89,17 +89,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How a block is read by vectors: all in bytes, but for ``steps``.
+    """How a block is read as vectors; offsets are in bytes, steps in numbers.
 
     Attributes:
-        vectors: Of keys that share a tile.
-        key_step: From a token's number to the next token's, in numbers.
-        key_vectors: ``[block_size / LANES]``: of 16 tokens, the first one's place.
-        key_channels: ``[head_size]``: of a channel behind it.
-        value_step: From a channel's number to the next one's, in numbers.
-        value_tokens: ``[block_size]``: of a token, its first number.
-        value_vectors: ``[head_size / LANES]``: of 16 channels behind it.
-        value_pair: From the first of two such to the second; None where they are not all the same apart.
+        vectors: The number of key vectors in a tile.
+        key_step: The stride from a token's number to the next token's, in numbers.
+        key_vectors: ``[block_size / LANES]``: the offset of the first of 16 tokens.
+        key_channels: ``[head_size]``: the offset of a channel relative to that.
+        value_step: The stride from a channel's number to the next one's, in numbers.
+        value_tokens: ``[block_size]``: the offset of a token's first number.
+        value_vectors: ``[head_size / LANES]``: the offset of 16 channels relative to that.
+        value_pair: The stride between two such vectors; None if it is not constant.
     """
 
     vectors: int
@@ -113,7 +113,7 @@ class _Tiles:
 
     @classmethod
     def of(cls, layout: HeadLayout) -> _Tiles | None:
-        """None where numbers do not lie so that vectors of them can be read."""
+        """Return the tiles of a layout; None if its numbers cannot be read as vectors."""
         size = 2 if layout.half else 4
         if layout.block_size % LANES or layout.head_size % LANES:
             return None
@@ -143,14 +143,14 @@ class _Tiles:
 
 
 class Queries:
-    """Queries that see keys before their window, in groups that share tiles of keys: counted on the host, once a step.
+    """Queries that see keys before their window, in groups that share tiles of keys; planned once per step.
 
     Args:
-        pieces: Of each request, such tokens.
+        pieces: Such tokens of each request.
         batch: The step.
 
     Attributes:
-        positions: ``[n]``, int64: of all queries in their requests.
+        positions: ``[n]``, int64: the positions of all queries.
     """
 
     def __init__(self, pieces: QueryPieces, batch: StepBatch) -> None:
@@ -165,7 +165,7 @@ class Queries:
         self._made: dict[int, list[Batch]] = {}
 
     def batches(self, block_size: int) -> list[Batch]:
-        """What each call of the kernel is for."""
+        """Return the batches, one per call of the kernel."""
         if block_size not in self._made:
             cuts, tokens = [0], 0
             for number, group in enumerate(self._groups):
@@ -187,12 +187,12 @@ class Batch:
     """Groups of queries of one call; all tensors are int64.
 
     Attributes:
-        first: The first query, among all of the step's that are beyond their window.
-        count: Queries.
-        groups: ``[groups + 1, 5]``: row of the step, place of the first query among the step's tokens, its position,
-            its number in this call, and the first part; a last line has the numbers behind the end.
-        parts: ``[parts, 4]``: group, first block, behind the last block, and queries of parts before.
-        kept: Queries of all parts.
+        first: The index of the first query among all of `Queries`.
+        count: The number of queries.
+        groups: ``[groups + 1, 5]``: the row in the step, the first query's index among the step's tokens, its position,
+            its index in this call, and the first part; the last line has the end indices.
+        parts: ``[parts, 4]``: the group, the first block, the block after the last, and the queries of earlier parts.
+        kept: The number of queries of all parts.
     """
 
     first: int
@@ -203,7 +203,7 @@ class Batch:
 
     @classmethod
     def of(cls, given: Sequence[tuple[int, int, int, int]], first: int, block_size: int) -> Batch:
-        """Groups: row, place, position and count of queries."""
+        """Make a batch of groups, given as row, index, position and number of queries."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         groups: list[tuple[int, ...]] = []
@@ -222,23 +222,23 @@ class Batch:
 
 
 class Given(NamedTuple):
-    """What a kernel is given: tensors, of which it sees the addresses, and integers.
+    """The arguments of a kernel: tensors, passed by address, and integers.
 
     Attributes:
-        query: See `WindowKernel.attend`, as ``output``, ``cache`` and ``table``.
-        groups: See `Batch`, as ``parts``.
-        of_keys: See `Turning`, as ``of_queries``.
-        growth: ``[num_queries]``, float32: what scores are multiplied with.
-        queries: ``[2, num_queries, num_heads, head_size]``, float32, to be written: scaled, and turned, too.
-        sums: ``[kept, num_heads, head_size]``, float32, to be written: of values, for each part.
-        softmax: ``[kept, num_heads, 2]``, float32, to be written: the greatest score of each part, and the sum.
-        key_vectors: See `_Tiles`, as ``key_channels``, ``value_tokens`` and ``value_vectors``.
-        key_rows: ``[head_size]``, int64: places of channels in a tile of turned keys.
-        query_apart: Numbers from a token to the next one, as ``output_apart``; ``table_apart`` from a row to the next.
-        num_groups: How many there are, as ``num_parts`` and ``num_queries``.
-        heads: Of keys.
-        block: See `HeadLayout`, as ``head``.
-        window: Keys that a query sees at their true distances.
+        query: See `WindowKernel.attend`, also for ``output``, ``cache`` and ``table``.
+        groups: See `Batch`, also for ``parts``.
+        of_keys: See `Turning`, also for ``of_queries``.
+        growth: ``[num_queries]``, float32: the factors of scores.
+        queries: ``[2, num_queries, num_heads, head_size]``, float32, output: scaled queries, plain and rotated.
+        sums: ``[kept, num_heads, head_size]``, float32, output: each part's sums of values.
+        softmax: ``[kept, num_heads, 2]``, float32, output: each part's maximum score and sum.
+        key_vectors: See `_Tiles`, also for ``key_channels``, ``value_tokens`` and ``value_vectors``.
+        key_rows: ``[head_size]``, int64: the offsets of channels in a tile of rotated keys.
+        query_apart: The stride of tokens in numbers, like ``output_apart``; ``table_apart`` is the stride of rows.
+        num_groups: The number of groups; ``num_parts`` and ``num_queries`` likewise.
+        heads: The number of KV heads.
+        block: See `HeadLayout`, also for ``head``.
+        window: The number of keys that a query sees at their true distances.
     """
 
     query: Any
@@ -272,12 +272,12 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Turning:
-    """What turns queries and keys; all tensors float32 and contiguous.
+    """The rotation factors of queries and keys; all tensors are float32 and contiguous.
 
     Attributes:
         of_keys: ``[positions / LANES, pairs, 2, LANES]``: real and imaginary parts for each position; see `by_tile`.
         of_queries: ``[n, 2, pairs]``: the same for the queries beyond their windows.
-        growth: ``[n]``: what scores of each are multiplied with, beside their scale.
+        growth: ``[n]``: the factors of each query's scores, besides their scale.
     """
 
     of_keys: Tensor
@@ -286,7 +286,7 @@ class Turning:
 
 
 def by_tile(factors: tuple[Tensor, Tensor]) -> Tensor:
-    """Factors of positions, each ``[positions, pairs]``, as vectors read them; positions are a multiple of `LANES`."""
+    """Rearrange factors ``[positions, pairs]`` for vectors; the number of positions is a multiple of `LANES`."""
     import torch  # noqa: PLC0415 - vLLM brings it
 
     return torch.stack([of.view(-1, LANES, of.shape[1]).transpose(1, 2) for of in factors], 2).contiguous()
@@ -296,9 +296,9 @@ class WindowKernel:
     """A kernel for a kind of layer.
 
     Args:
-        shape: Of the layer.
-        tiles: How its blocks are read.
-        run: What was compiled.
+        shape: The layer's parameters.
+        tiles: The reading of its blocks.
+        run: The compiled function.
     """
 
     def __init__(self, shape: Shape, tiles: _Tiles, run: Run) -> None:
@@ -326,11 +326,11 @@ class WindowKernel:
             query: ``[num_tokens, num_heads, head_size]``, of the cache's dtype, as vLLM has rotated it.
             kv_cache: The layer's cache, of the layout that the kernel was compiled for.
             table: ``[num_reqs, max_blocks]``, int32: the step's block table.
-            output: As ``query``; places of other tokens are left alone.
-            batches: Which queries, and what they read.
-            turning: For all queries of all batches.
-            scale: Of the layer's scores.
-            window: Keys that a query sees at their true distances, itself among them.
+            output: Like ``query``; the rows of other tokens are not written.
+            batches: The queries and the blocks that they read.
+            turning: The rotation factors of all queries of all batches.
+            scale: The scale of the layer's scores.
+            window: The number of keys that a query sees at their true distances, including its own.
         """
         layout = self._shape.layout
         table = table.int()
@@ -354,7 +354,7 @@ class WindowKernel:
 
 @functools.cache
 def window_kernel(shape: Shape) -> WindowKernel | None:
-    """Compile the kernel for a kind of layer; takes some seconds. None where that cannot be done."""
+    """Compile the kernel for a kind of layer, which takes some seconds; return None if that is impossible."""
     tiles = _Tiles.of(shape.layout)
     if tiles is None:
         return None
@@ -365,9 +365,9 @@ def window_kernel(shape: Shape) -> WindowKernel | None:
 def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be handed to each other
     numba: Any, shape: Shape, tiles: _Tiles, threads: Threads
 ) -> Callable[[Any], None]:
-    """The part of the work that is one thread's, as numba compiles it: all names within are its own or constants.
+    """Return the function of one thread, for numba to compile: all names in it are local or constants.
 
-    A row is a query's head; rows of heads that share keys, and of queries of a group, follow each other.
+    A row is one head of a query; the rows of heads that share keys, and of a group's queries, are contiguous.
     """
     of = Lanes(half=shape.layout.half)
     load, store, whole, number, stored, keep, put = (
@@ -396,7 +396,7 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
 
     @compiled
     def turn(base: Any, places: Any, channels: Any, factors: Any, keys: Any) -> None:
-        """A tile of keys, turned, by channel."""
+        """Write a tile of rotated keys, by channel."""
         for n in range(vectors):
             begin, own, to = base + whole(places + 8 * n), factors + n * factor_bytes, keys + n * vector
             for pair in range(pairs):
@@ -410,7 +410,7 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
 
     @compiled
     def plain(base: Any, places: Any, channels: Any, keys: Any) -> None:
-        """A tile of keys as they are, by channel."""
+        """Write a tile of plain keys, by channel."""
         for n in range(vectors):
             begin, to = base + whole(places + 8 * n), keys + n * vector
             for channel in range(head_size):
@@ -425,9 +425,9 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
             first: Any, queries: Any, keys: Any, keys_at: Any, scores: Any, low0: Any, moves: Any, high0: Any,
             base: Any, values_at: Any, values_behind: Any, sums: Any, softmax: Any,
         ) -> None:  # fmt: skip
-            """Some rows' scores of a tile, their softmax, and their sums of values.
+            """Compute some rows' scores of a tile, their softmax, and their sums of values.
 
-            A row's query sees lanes from ``low0`` to before ``high0``, each moved by the query's number.
+            A row's query sees lanes from ``low0`` up to ``high0`` (excluded), both shifted by the query's index.
             """
             score(queries, keys, keys_at, 0, head_size, scores, 1)
             begin, end = tile, 0
@@ -475,7 +475,7 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
         rows: Any, queries: Any, keys: Any, keys_at: Any, low0: Any, moves: Any, high0: Any,
         base: Any, values_at: Any, values_behind: Any, sums: Any, softmax: Any,
     ) -> None:  # fmt: skip
-        """All rows of a group that see any of the tile."""
+        """Process all rows of a group that see any key of the tile."""
         row, scores = 0, keys + head_size * tile_bytes
         while row < rows:
             step = wide if rows - row >= wide else narrow
@@ -495,7 +495,7 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
 
     @compiled
     def put_queries(given: Any, group_of: Any, begin: Any, end: Any) -> None:
-        """Queries ``begin`` to ``end``, scaled, and behind all of them the same turned."""
+        """Write queries ``begin`` to ``end``, scaled, and their rotated copies after all plain ones."""
         heads, queries = given.heads, given.queries
         far = given.num_queries * heads * group * row_bytes
         for number_of in range(given.num_groups):
@@ -520,13 +520,13 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
 
     @compiled
     def attend_part(given: Any, group_of: Any, part_of: Any, part: Any, head: Any) -> None:
-        """A group's attention over a part of its context, of the heads that share keys."""
+        """Compute a group's attention over a part of its context, for the heads that share keys."""
         heads, window, width_of_table = given.heads, given.window, given.table_apart
         number_of, first_block, last_block, kept = part_of[part]
         row_of_step, _, position, first, _ = group_of[number_of]
         own = group_of[number_of + 1, 3] - first
         rows, last = own * group, position + own - 1
-        near = position - window + 1  # of the first query, the first key at its true distance
+        near = position - window + 1  # the first key at its true distance from the first query
         near_queries = given.queries + (first * heads + head * own) * group * row_bytes
         far_queries = near_queries + given.num_queries * heads * group * row_bytes
         begin_row = (kept * heads + head * own) * group
@@ -562,7 +562,7 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
 
     @compiled
     def put_together(given: Any, group_of: Any, part_of: Any, begin: Any, end: Any) -> None:
-        """The parts of queries ``begin`` to ``end``."""
+        """Merge the parts of queries ``begin`` to ``end``."""
         sums, softmax, heads = given.sums, given.softmax, given.heads
         for number_of in range(given.num_groups):
             place, first, last = group_of[number_of, 1], group_of[number_of, 3], group_of[number_of + 1, 3]

@@ -1,1 +1,1 @@
-"""Where UCM meets vLLM: the hooks that rewritten modules call, and what they need of vLLM's objects."""
+"""UCM's integration into vLLM: the hooks that rewritten modules call, and the access to vLLM's objects."""

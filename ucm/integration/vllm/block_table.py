@@ -1,4 +1,4 @@
-"""vLLM's V1 block table, as far as our code has to touch its storage."""
+"""Access to the storage of vLLM's V1 block table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def clear_row(table: Any, row_idx: int) -> None:
-    """Empty a row, as `BlockTable.clear_row` of vLLM 0.19.0 and later does.
+    """Clear a row, like `BlockTable.clear_row` of vLLM 0.19.0 and later.
 
     Args:
         table: A ``BlockTable`` or ``MultiGroupBlockTable``.

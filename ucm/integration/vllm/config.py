@@ -1,9 +1,9 @@
-"""Which sparse method an operator has asked for, read from vLLM's own configuration.
+"""Read the configured sparse method from vLLM's own configuration.
 
-Two places are read: the KV connector's settings
+There are two places: the KV connector's settings
 (``--kv-transfer-config '{…, "kv_connector_extra_config": {"ucm_sparse_config": {…}}}'``, or the file that its
 ``UCM_CONFIG_FILE`` names; also those of a connector within vLLM's ``MultiConnector``) and, for a sparse method without
-a connector, ``--additional-config '{"ucm_sparse_config": {…}}'``. Where several have one, it must be the same.
+a connector, ``--additional-config '{"ucm_sparse_config": {…}}'``. If several have a method, it must be the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KEY = "ucm_sparse_config"
-#: What stands there in UCM's files and is no sparse method: settings of `BlendConnector`.
+#: A key in UCM's files that is not a sparse method: the settings of `BlendConnector`.
 BLEND = "Blend"
-#: How UCM's older files name a method without options.
+#: The key of a method without options in UCM's older files.
 OLD_KEY = "ucm_sparse_method"
 #: The connector's key for a file with its settings; the same as ``ucm.config.document.FILE_KEY``, which is not
 #: imported here because every vLLM process imports this module, and few have such a file.
@@ -26,14 +26,14 @@ FILE_KEY = "UCM_CONFIG_FILE"
 
 
 def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
-    """The name and the options of the configured sparse method, or None.
+    """Return the name and the options of the configured sparse method, or None.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
 
     Raises:
-        ConfigError: If the setting is not one method with its options, is another one in each place, or is misspelt; or
-            the file with the settings cannot be read.
+        ConfigError: If the setting is not one method with its options, differs between places, or is misspelt; or
+            the settings file cannot be read.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     found = list(_of_connectors("kv_connector_extra_config", getattr(transfer, "kv_connector_extra_config", None)))
@@ -54,9 +54,9 @@ def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def _of_connectors(place: str, extra: object) -> Iterator[tuple[str, object]]:
-    """The places and the values of a connector's setting, and of those within it: vLLM's ``MultiConnector`` has some.
+    """Yield the places and values of a connector's setting, and of connectors inside it (``MultiConnector``).
 
-    Each of these gets settings of its own from vLLM, and would take its method for the engine's.
+    vLLM gives each inner connector its own settings, so each would use its own method.
     """
     if not isinstance(extra, dict):
         return
@@ -72,9 +72,9 @@ def _of_connectors(place: str, extra: object) -> Iterator[tuple[str, object]]:
 
 
 def _refuse_misspelt(additional: dict[str, Any]) -> None:
-    """What was meant for us and would be overlooked: the engine would be dense, and nobody would say so.
+    """Refuse misspelt keys, which would otherwise be ignored and leave the engine silently dense.
 
-    vLLM hands these settings to whoever wants them, so a key that may be another's is left alone.
+    Other packages use these settings, too, so keys that may be theirs are ignored.
     """
     from ucm.sparse.factory import METHODS  # noqa: PLC0415 - most have no such settings
 
@@ -89,7 +89,7 @@ def _refuse_misspelt(additional: dict[str, Any]) -> None:
 
 
 def _of_connector(place: str, extra: dict[str, Any]) -> tuple[str, object] | None:
-    """The place and the value of a connector's setting; what stands inline wins over the file."""
+    """Return the place and the value of a connector's setting; the inline one takes precedence over the file."""
     if extra.get(KEY):
         return f"{place}.{KEY}", extra[KEY]
     if FILE_KEY not in extra and OLD_KEY not in extra:

@@ -1,6 +1,6 @@
 """Every metric that UCM exports: its name, kind, labels, buckets and meaning.
 
-Names follow vLLM's custom (a prefix and a colon) and Prometheus' (base units, ``_total`` for what only rises).
+Names follow the conventions of vLLM (a prefix and a colon) and Prometheus (base units, ``_total`` for counters).
 docs/metrics.md explains them to operators.
 """
 
@@ -12,10 +12,10 @@ from itertools import product
 
 
 class Kind(Enum):
-    """How a metric's values are put together."""
+    """The kind of a metric, which determines how its values are merged."""
 
     COUNTER = "counter"  #: values add up
-    GAUGE = "gauge"  #: the largest of several at a time, then the latest
+    GAUGE = "gauge"  #: the maximum of simultaneous values, then the latest
     HISTOGRAM = "histogram"  #: lists of observations
 
 
@@ -25,12 +25,12 @@ class Metric:
 
     Args:
         name: Its name as Prometheus shows it.
-        kind: How its values are put together.
+        kind: Its kind.
         documentation: Its meaning, for its HELP line and docs/metrics.md.
-        labels: Its labels beside vLLM's ``model_name`` and ``engine``.
-        unit: What one of it is.
+        labels: Its labels besides vLLM's ``model_name`` and ``engine``.
+        unit: Its unit.
         buckets: The upper bounds of a histogram's buckets.
-        known: Label values to show from the start with 0, so that the first rise is seen as one.
+        known: Label values exported as 0 from the start, so that the first increase is visible.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Metric:
     known: tuple[tuple[str, ...], ...] = field(default=((),))
 
 
-#: A lookup is some microseconds where all is staged, and the time to read a long prompt where nothing is.
+#: A lookup takes microseconds if all is staged, or as long as reading a long prompt if nothing is.
 LOOKUP_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-#: A transfer is a millisecond for one small block and seconds for a long prompt from a cold disk.
+#: A transfer takes a millisecond for one small block, or seconds for a long prompt from a cold disk.
 TRANSFER_BUCKETS = (1e-3, 3e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0, 2.0, 5.0, 10.0)
 
 _TIERS = (("dram",), ("posix",))
@@ -200,10 +200,10 @@ SPARSE_REROPE_KEYS = _counter(
     "sparse_rerope_turned_keys_total", "Keys that were turned for them in each layer.", "keys"
 )
 
-#: All of them, by name, in the order of docs/metrics.md.
+#: All metrics by name, in the order of docs/metrics.md.
 METRICS = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)}
 
-#: The former names of some, deprecated: their series are exported as well for one release.
+#: Deprecated former names, under which the series are also exported for one release.
 FORMER_NAMES = {
     SAVE_BLOCKS.name: "ucm:dump_blocks_total",
     SAVE_BYTES.name: "ucm:dump_bytes_total",

@@ -1,4 +1,4 @@
-"""Counting what the connectors do: cheap to call, read once per step.
+"""Counters of the connectors: cheap to call, read once per step.
 
 Each side of a connector has one ``ConnectorCounters``. From vLLM 0.11.0 on its counts travel with the step's output
 (``get_kv_connector_stats``), and from 0.11.1 on vLLM hands them to Prometheus (``ucm.integration.vllm.prometheus``).
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.stats_data import StatsData
     from ucm.store.base import TierStats
 
-#: How often the tiers are asked for their own counts.
+#: The interval at which the tiers' own counters are read.
 TIER_SECONDS = 5.0
-#: The tier of blocks of which the caller does not say where they came from.
+#: The tier of blocks whose origin the caller does not give.
 UNKNOWN_TIER = "unknown"
 
 
 class HasTiers(Protocol):
-    """A store, as far as it counts."""
+    """A store's counters."""
 
     def stats(self) -> Mapping[str, TierStats]:
         """A snapshot of each tier's counters."""
 
 
 class ConnectorCounters:
-    """Counts of one side of a connector; used by one thread.
+    """The counters of one side of a connector; used by one thread.
 
     Args:
-        export: Whether the counts are for vLLM as well, or only for the log.
-        log: Says them at intervals; None for never.
-        publish: Called with each step's counts, where vLLM does not take them.
+        export: Whether the counts also go to vLLM, or only to the log.
+        log: Logs them at intervals; None for never.
+        publish: Called with each step's counts if vLLM does not take them.
         clock: Seconds that only rise.
     """
 
@@ -68,12 +68,12 @@ class ConnectorCounters:
         self._look_again = 0.0
 
     def looked_up(self, queried_tokens: int, hit_tokens: int, seconds: float) -> None:
-        """A request was looked up.
+        """Count a lookup of a request.
 
         Args:
             queried_tokens: Its tokens that vLLM has not computed.
-            hit_tokens: Those of them that the store is said to have, and will be loaded.
-            seconds: How long it took.
+            hit_tokens: How many of them will be loaded from the store.
+            seconds: Its duration.
         """
         self._add(names.LOOKUPS, "hit" if hit_tokens else "miss", 1)
         self._add(names.QUERIED_TOKENS, "", queried_tokens)
@@ -81,22 +81,22 @@ class ConnectorCounters:
         self._observe(names.LOOKUP_DURATION, seconds)
 
     def hashed(self, blocks: int, seconds: float) -> None:
-        """Keys of blocks were computed."""
+        """Count computed block keys."""
         self._add(names.HASHED_BLOCKS, "", blocks)
         self._add(names.HASH_SECONDS, "", seconds)
 
     def loaded(
         self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str] | None = None, tokens_per_block: int = 0
     ) -> None:
-        """Blocks were loaded, or some layers of them.
+        """Count loaded blocks, or layers of them.
 
         Args:
             blocks: How many are there now as a whole; 0 for all layers of a block but the last.
             nbytes: Bytes loaded.
             seconds: From the call to the last byte.
-            tiers: For each block, the tier that had it.
-            tokens_per_block: The tokens that each stands for; 0 on all ranks and for all groups but the first, which
-                hold other parts of the same tokens' KV.
+            tiers: The tier that had each block.
+            tokens_per_block: The tokens per block; 0 on all ranks and for all groups except the first, because they
+                have other parts of the same tokens' KV.
         """
         if not nbytes:
             return
@@ -109,7 +109,7 @@ class ConnectorCounters:
         self._observe(names.LOAD_DURATION, seconds)
 
     def saved(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Blocks were handed to the store, or some layers of them; those that it had already are not.
+        """Count saved blocks, or layers of them, without those that the store already had.
 
         Args:
             blocks: How many are there now as a whole; 0 for all layers of a block but the last.
@@ -124,56 +124,56 @@ class ConnectorCounters:
         self._observe(names.SAVE_DURATION, seconds)
 
     def failed(self, operation: str, cause: str, blocks: int = 1) -> None:
-        """Blocks were not loaded, or not saved.
+        """Count blocks that failed to load or save.
 
         Args:
             operation: ``load`` or ``save``.
             cause: The ``cause`` of the store's error.
-            blocks: How many.
+            blocks: The number of blocks.
         """
         self._add(names.FAILURES, f"{operation}.{cause}", blocks)
 
     def blend_planned(self, outcome: str) -> None:
-        """A request with chunks was blended, or why it was not."""
+        """Count a request with chunks as blended, or the reason why not."""
         self._add(names.BLEND_REQUESTS, outcome, 1)
 
     def blended(self, reused: int, computed: int) -> None:
-        """A stretch of a prompt was filled.
+        """Count a filled stretch of a prompt.
 
         Args:
-            reused: Its tokens that come from chunks.
-            computed: Those that were computed.
+            reused: Its tokens from chunks.
+            computed: Its computed tokens.
         """
         self._add(names.BLEND_REUSED_TOKENS, "", reused)
         self._add(names.BLEND_COMPUTED_TOKENS, "", computed)
 
     def gate_failed(self, chunks: int) -> None:
-        """Chunks were computed because their KV was not what the model computes."""
+        """Count chunks that were recomputed because their KV differed from the model's."""
         self._add(names.BLEND_GATE_FAILURES, "", chunks)
 
     def chunk_saved(self, tokens: int) -> None:
-        """A chunk of so many tokens was handed to the store."""
+        """Count a saved chunk."""
         del tokens
         self._add(names.BLEND_SAVED_CHUNKS, "", 1)
 
     def watch(self, store: HasTiers) -> None:
-        """From now on, look at a store's tiers every few seconds."""
+        """Read a store's tier counters every few seconds from now on."""
         self._stores.append(store)
         self._look_again = 0.0
 
     def watch_method(self, figures: Callable[[], Mapping[str, float]]) -> None:
-        """From now on, look at what a sparse method has counted every few seconds.
+        """Read a sparse method's counters every few seconds from now on.
 
         Args:
-            figures: What it has counted, as of `SparseMethod.figures`.
+            figures: Returns its counters; see `SparseMethod.figures`.
         """
         self._methods.append((figures, {}))
         self._look_again = 0.0
 
     def take(self) -> Any:
-        """What was counted since the last call, as vLLM's ``KVConnectorStats``; None if nothing was.
+        """Return the counts since the last call, as vLLM's ``KVConnectorStats``; None if there are none.
 
-        vLLM asks once per step, from 0.11.0 on; where it does not, a connector calls ``take_data`` itself.
+        From 0.11.0 on, vLLM calls it once per step; otherwise the connector calls ``take_data`` itself.
         """
         data = self.take_data()
         if data is None:
@@ -183,9 +183,9 @@ class ConnectorCounters:
         return build_stats(data)
 
     def take_data(self) -> StatsData | None:
-        """What was counted since the last call; None if nothing was, or nobody wants it.
+        """Return the counts since the last call; None if there are none, or no consumer.
 
-        With nothing counted it is one look at the clock.
+        Without counts it only reads the clock.
         """
         now = self._clock()
         if now >= self._look_again:
@@ -202,7 +202,7 @@ class ConnectorCounters:
         return data if self._export else None
 
     def close(self) -> None:
-        """Say what was counted and not yet said, also by the tiers since they were looked at."""
+        """Log the remaining counts, including the tiers' since they were last read."""
         self._look_again = 0.0
         self.take_data()
         if self._log is not None:
@@ -243,7 +243,7 @@ class ConnectorCounters:
                         self._data.setdefault(metric.name, {})[tier] = value
 
     def _rises(self, of: tuple[int, str], stats: TierStats) -> None:
-        """Add by how much a tier's counters have risen since it was last looked at."""
+        """Add the increase of a tier's counters since they were last read."""
         tier = of[1]
         now = Counter({(metric.name, tier): getattr(stats, counter) for counter, metric in _TIER_COUNTERS.items()})
         for failure, count in stats.failures.items():
@@ -268,7 +268,7 @@ _TIER_COUNTERS = {
 
 
 def create_counters(vllm_config: Any, config: ConnectorConfig) -> ConnectorCounters:
-    """The counters of one side of a connector, as configured and as the release allows.
+    """Create the counters of one side of a connector, as configured and supported by the release.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -287,15 +287,15 @@ def _later(seconds: float, call: Callable[[], None]) -> threading.Timer:
 
 
 class MetricsLog:
-    """The lines of one process.
+    """The log lines of one process.
 
-    What comes during an interval is said at its end by a timer, so that the last request before a quiet time is said
+    A timer logs the counts of an interval at its end, so that the last request before a quiet period is logged, too.
     as well; while nothing happens there is no timer.
 
     Args:
         interval: Seconds between two lines, more than 0.
         clock: Seconds that only rise.
-        later: Calls something after some seconds; its result can be cancelled.
+        later: Calls a function after some seconds; returns a cancellable timer.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class MetricsLog:
         self._timer: threading.Timer | None = None
 
     def add(self, data: StatsData) -> None:
-        """Take note of a step's counts."""
+        """Add a step's counts."""
         with self._lock:
             merge(self._data, data)
             wait = self._next - self._clock()
@@ -323,7 +323,7 @@ class MetricsLog:
                 self._timer = self._later(wait, self._on_time)
 
     def close(self) -> None:
-        """Say what is left."""
+        """Log the remaining counts."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -347,7 +347,7 @@ VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def create_publisher(vllm_config: Any) -> Callable[[StatsData], None] | None:
-    """What exports this process's counts; None where vLLM does it, or nobody can.
+    """Return a function that exports this process's counts; None if vLLM does it, or it is impossible.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.

@@ -1,10 +1,10 @@
-"""vLLM's options by the names that the installed release has for them: a message names no other."""
+"""vLLM's options by their names in the installed release, for messages."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: The variable that chose the attention backend before there was an option.
+#: The variable that selects the attention backend in releases without the option.
 BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
 #: The runner's variable, from 0.12.0 on.
 V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -14,10 +14,10 @@ V1_TRITON = "TRITON_ATTN_VLLM_V1"
 
 
 def choose_backend(*, tells_sums: bool = False) -> str:
-    """How to choose an attention backend with a block table that can be restricted, on a GPU.
+    """Return how to select, on a GPU, an attention backend whose block table can be restricted.
 
     Args:
-        tells_sums: Whether it has to tell the sums of exponentials, too.
+        tells_sums: Whether the backend must also return the log-sum-exp.
     """
     try:
         from vllm import envs  # noqa: PLC0415 - ucm imports without vLLM
@@ -33,11 +33,11 @@ def choose_backend(*, tells_sums: bool = False) -> str:
 
 
 def leave_out(config: Any, *fields: str) -> tuple[str, str]:
-    """Of some fields of a configuration those that the release has and that are set, and how to start without them.
+    """Return which of some fields of a configuration are set, and how to start without them.
 
     Args:
-        config: The part of vLLM's configuration that has them.
-        fields: Their names, which are also those of the options.
+        config: The part of vLLM's configuration with the fields.
+        fields: Their names, which are also the options' names.
 
     Returns:
         The fields, and the options, each list in words.
@@ -47,12 +47,12 @@ def leave_out(config: Any, *fields: str) -> tuple[str, str]:
 
 
 def no_whole_graphs(compilation_config: Any) -> str:
-    """How to start vLLM without CUDA graphs of whole steps; up to 0.10.0 a flag, then a mode."""
+    """Return how to start vLLM without full CUDA graphs: up to 0.10.0 a flag, then a mode."""
     has_mode = getattr(compilation_config, "cudagraph_mode", None) is not None
     setting = '{"cudagraph_mode": "PIECEWISE"}' if has_mode else '{"full_cuda_graph": false}'
     return f"start vLLM with --compilation-config '{setting}' or with --enforce-eager"
 
 
 def v1_runner(runner: object) -> str:
-    """How to run vLLM's V1 model runner, where another runs by choice; empty where there is no choice."""
+    """Return how to select vLLM's V1 model runner; empty if the release has no choice."""
     return f" ({V2_RUNNER_VARIABLE}=0)" if type(runner).__module__.startswith(V2_PACKAGE) else ""

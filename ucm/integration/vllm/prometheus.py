@@ -1,4 +1,4 @@
-"""UCM's counts among vLLM's own metrics: classes that derive from vLLM's, made when they are first asked for.
+"""UCM's metrics as part of vLLM's own: classes derived from vLLM's, created on first use.
 
 The API is that of vLLM 0.11.0 (counts that travel with a step's output and are logged) and 0.11.1 (Prometheus).
 """
@@ -23,10 +23,10 @@ _EXPORTED = {**METRICS, **FORMER_METRICS}
 
 
 def build_stats(data: StatsData | None) -> Any:
-    """What ``get_kv_connector_stats`` and ``build_kv_connector_stats`` return.
+    """Return the result of ``get_kv_connector_stats`` and ``build_kv_connector_stats``.
 
     Args:
-        data: Counts, copied: vLLM adds to an object what comes later, and others may still read these. None is empty.
+        data: The counts, which are copied, because vLLM adds later ones to the object; None for no counts.
 
     Returns:
         A ``KVConnectorStats`` of vLLM.
@@ -40,13 +40,13 @@ def build_prom_metrics(
     labelnames: Iterable[str],
     per_engine_labelvalues: Mapping[int, Sequence[object]],
 ) -> Any:
-    """What ``build_prom_metrics`` returns.
+    """Return the result of ``build_prom_metrics``.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        metric_types: For each class of prometheus_client, the one to use in its place.
+        metric_types: The class to use in place of each class of prometheus_client.
         labelnames: vLLM's labels.
-        per_engine_labelvalues: For each engine, their values.
+        per_engine_labelvalues: Their values for each engine.
 
     Returns:
         A ``KVConnectorPromMetrics`` of vLLM.
@@ -74,7 +74,7 @@ def _stats_class() -> Any:
         def reduce(self) -> dict[str, float]:
             return summary(self.data)
 
-    # Worker and scheduler are two processes: pickle looks the class up by this name, see __getattr__.
+    # Worker and scheduler are separate processes: pickle finds the class by this name, see __getattr__.
     UCMConnectorStats.__qualname__ = STATS_CLASS
     return UCMConnectorStats
 
@@ -109,12 +109,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-#: Where several processes export one gauge, as several API servers do.
+#: The merge mode if several processes, for instance API servers, export the same gauge.
 GAUGE_MODE = "mostrecent"
 
 
 def client_classes() -> dict[Kind, Any]:
-    """The classes of prometheus_client, which vLLM brings."""
+    """Return the classes of prometheus_client, a dependency of vLLM."""
     client = import_module("prometheus_client")
     return {Kind.COUNTER: client.Counter, Kind.GAUGE: client.Gauge, Kind.HISTOGRAM: client.Histogram}
 
@@ -123,9 +123,9 @@ class SeriesSet:
     """All metrics of UCM in this process.
 
     Args:
-        classes: The class to make a metric of each kind with, called as prometheus_client's are.
+        classes: The class of each kind of metric, with the constructor of prometheus_client's.
         labelnames: vLLM's labels.
-        per_engine_labelvalues: For each engine that this process answers for, their values.
+        per_engine_labelvalues: Their values for each engine of this process.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class SeriesSet:
                     self._child(engine, metric, ".".join(known))
 
     def observe(self, data: StatsData, engine: int) -> None:
-        """Add a step's counts; never raises for what they hold, because that would end the process that asks."""
+        """Add a step's counts; never raise because of their content, which would end the calling process."""
         for name, values in data.items():
             metric = METRICS.get(name)
             if metric is None or engine not in self._engines:
@@ -169,7 +169,7 @@ class SeriesSet:
         found = self._children.get((engine, metric.name, key))
         if found is None:
             count = len(metric.labels)
-            # The first label may hold dots (a tier of others), the rest are words of ours.
+            # The first label may contain dots (a third-party tier); the others are our own words.
             values = key.rsplit(".", count - 1) if count > 1 else [key] * count
             values += [""] * (count - len(values))
             found = self._metrics[metric.name].labels(*self._engines[engine], *values)
@@ -186,9 +186,9 @@ class SeriesSet:
 
 @functools.cache
 def _metrics(counter: Any, gauge: Any, histogram: Any, labelnames: tuple[str, ...]) -> dict[str, Any]:
-    """The metric objects, made once per process: a name can be registered once.
+    """Return the metric objects, created once per process, because a name can be registered only once.
 
-    vLLM takes its own metrics out of the registry (by their prefix) whenever it starts to log anew, but not ours.
+    vLLM unregisters its own metrics (by their prefix) whenever it creates its loggers again, but not ours.
     """
     made = {}
     for metric in _EXPORTED.values():

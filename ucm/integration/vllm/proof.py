@@ -1,4 +1,4 @@
-"""What a feature asks of the overlay when it starts: that its hooks are there, and still the overlay's."""
+"""Check, when a feature starts, that its hooks exist and are still the overlay's."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def require_hooked(name: str, groups: Iterable[str], owner: Any) -> None:
-    """Refuse a method whose hooks another package has replaced, in this process, since vLLM was loaded.
+    """Refuse a method whose hooks another package has replaced in this process.
 
     Args:
-        name: The method's.
+        name: The method's name.
         groups: The groups of rewritten modules that it needs, as their switches name them.
-        owner: vLLM's object that starts it: a derived class may replace what it inherits.
+        owner: vLLM's object that starts the method; a derived class may override hooked functions.
 
     Raises:
-        SparseMethodError: Naming each function that was replaced, and by whom.
-        InactiveOverlayError: If the overlay does not act, or another finder takes its place.
+        SparseMethodError: Naming each replaced function, and its replacement.
+        InactiveOverlayError: If the overlay is inactive, or another finder takes its modules.
     """
     found = check_feature([group.lower() for group in groups], type(owner))
     if found:

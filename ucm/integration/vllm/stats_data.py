@@ -1,7 +1,7 @@
-"""What was counted, on its way from a connector to the process that tells Prometheus.
+"""The counts that travel from a connector to the process that exports them to Prometheus.
 
-Plain dictionaries of plain values, because they cross processes as msgpack: for each metric's name, its value or list
-of observations for each of its label values joined by dots.
+Plain dictionaries of plain values, because they cross processes as msgpack: by metric name, the value or list
+of observations by label values, joined by dots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StatsData: TypeAlias = "dict[str, Values]"
 
 
 def copied(data: StatsData) -> StatsData:
-    """The same, none of it shared."""
+    """Return a deep copy."""
     return {
         name: {key: list(value) if isinstance(value, list) else value for key, value in values.items()}
         for name, values in data.items()
@@ -28,7 +28,7 @@ def copied(data: StatsData) -> StatsData:
 
 
 def merge(into: StatsData, data: StatsData) -> None:
-    """Add what another rank, or the other side, counted in the same step."""
+    """Add the counts of another rank, or of the other side, in the same step."""
     for name, values in data.items():
         mine = into.setdefault(name, {})
         largest = name in METRICS and METRICS[name].kind is Kind.GAUGE
@@ -43,19 +43,19 @@ def merge(into: StatsData, data: StatsData) -> None:
 
 
 def total(data: StatsData, metric: names.Metric, key: str | None = None) -> float:
-    """The sum of a metric's values, or one of them; of a histogram, the sum of what was observed."""
+    """Return the sum of a metric's values, or one value; for a histogram, the sum of observations."""
     found = data.get(metric.name, {})
     values = found.values() if key is None else [found.get(key, 0)]
     return sum(sum(value) if isinstance(value, list) else value for value in values)
 
 
 def observations(data: StatsData, metric: names.Metric) -> int:
-    """How often a histogram was observed."""
+    """Return the number of a histogram's observations."""
     return sum(len(value) for value in data.get(metric.name, {}).values() if isinstance(value, list))
 
 
 def summary(data: StatsData) -> dict[str, float]:
-    """A few figures for vLLM's own log line."""
+    """Return a few figures for vLLM's own log line."""
     wanted = {
         "queried tokens": total(data, names.QUERIED_TOKENS),
         "matched tokens": total(data, names.MATCHED_TOKENS),
@@ -69,14 +69,14 @@ def summary(data: StatsData) -> dict[str, float]:
 
 
 def has_failures(data: StatsData) -> bool:
-    """Whether a block was not loaded, or not saved in some tier."""
+    """Return whether a block failed to load, or to save in some tier."""
     return bool(total(data, names.FAILURES) or not_saved(data))
 
 
 def not_saved(data: StatsData) -> dict[str, Counter[str]]:
-    """For each tier, the saves and commits that it failed at, by cause; another tier may have taken the block.
+    """Return each tier's failed saves and commits by cause; another tier may have saved the block.
 
-    A commit of what was not saved as a whole is none: what failed before it is counted.
+    A commit of an incomplete block does not count, because the earlier failure does.
     """
     found: dict[str, Counter[str]] = {}
     for key, value in _labelled(data, names.TIER_FAILURES):
@@ -87,7 +87,7 @@ def not_saved(data: StatsData) -> dict[str, Counter[str]]:
 
 
 def sentence(data: StatsData) -> str:
-    """What happened, for people; empty if nothing did that concerns them."""
+    """Return a log line about the counts; empty if there is nothing to report."""
     return "; ".join(_parts(data))
 
 

@@ -1,8 +1,8 @@
-"""vLLM's engine core without weights: what an engine would name and store, found out without serving anything.
+"""vLLM's engine core without weights, to find out what an engine would hash and store, without serving requests.
 
-``describe_engine`` starts vLLM's own ``EngineCore`` in this process. The model is made on torch's ``meta`` device, so
-its layers say what their KV is, and no weight is read or allocated. The KV cache has a few blocks. UCM's connector is
-created in both roles by vLLM, as in an engine that serves, and tells its namespace and the geometry of its blocks.
+``describe_engine`` starts vLLM's own ``EngineCore`` in this process. The model is on torch's ``meta`` device, so its
+layers determine their KV, but no weights are read or allocated. The KV cache has a few blocks. vLLM creates UCM's
+connector in both roles, as in a serving engine, and the connector reports its namespace and block geometry.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOAD_FORMAT = "ucm_weightless"
 NUM_BLOCKS = 16
 #: More bytes than these take.
 PLENTY = 1 << 50
-#: Engine arguments that decide nothing about the blocks. A user's own arguments win.
+#: Engine arguments that do not influence the blocks; the user's own arguments take precedence.
 SMALL: dict[str, Any] = {
     "enforce_eager": True,
     "gpu_memory_utilization": 0.01,
@@ -44,11 +44,11 @@ SMALL: dict[str, Any] = {
 
 
 class EngineHasher(RequestHasher):
-    """Names the blocks of plain prompts as one engine's scheduler side does.
+    """Hashes the blocks of plain prompts like one engine's scheduler side.
 
     Args:
-        keys: The scheduler side's names of blocks; vLLM's own hashes where these are as good.
-        new_request: Makes vLLM's ``Request`` from token ids.
+        keys: The scheduler side's block keys; vLLM's own hashes where these suffice.
+        new_request: Creates vLLM's ``Request`` from token ids.
     """
 
     def __init__(self, keys: BlockKeys, new_request: Callable[[list[int]], Any]) -> None:
@@ -59,9 +59,9 @@ class EngineHasher(RequestHasher):
     def generate_block_hashes(
         self, token_ids: TokenIds, block_size: int, extra: BlockExtra | None = None
     ) -> list[bytes]:
-        """The names of a prompt's whole blocks; see ``RequestHasher.generate_block_hashes``.
+        """Return the keys of a prompt's full blocks; see ``RequestHasher.generate_block_hashes``.
 
-        A prompt with ``extra`` content is always named by UCM's own hashes.
+        A prompt with ``extra`` content always gets UCM's own hashes.
 
         Raises:
             UcmError: The engine would not cache this prompt.
@@ -78,12 +78,12 @@ class EngineHasher(RequestHasher):
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """What one rank of an engine stores of one KV-cache group.
+    """The stored blocks of one rank and KV-cache group.
 
     Args:
         group: The group.
-        namespace: Where its blocks are kept.
-        geometry: What a block is.
+        namespace: The namespace of its blocks.
+        geometry: The geometry of a block.
     """
 
     group: CacheGroup
@@ -93,13 +93,13 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine would name and store.
+    """What an engine would hash and store.
 
     Args:
-        namespace: Where all of its blocks are kept.
+        namespace: The engine's namespace.
         device: The type of the device of its KV cache, for instance ``cpu`` or ``cuda``.
-        stored: What is stored of each KV-cache group.
-        hasher: Names the blocks of prompts.
+        stored: The stored blocks of each KV-cache group.
+        hasher: The hasher of prompts.
     """
 
     namespace: str
@@ -119,8 +119,8 @@ def describe_engine(
     Args:
         model: The model's directory.
         extra_config: vLLM's ``kv_connector_extra_config``.
-        engine_args: More of vLLM's ``EngineArgs``, for instance ``dtype``.
-        device: The device that is expected; None for whatever vLLM finds.
+        engine_args: Further arguments of vLLM's ``EngineArgs``, for instance ``dtype``.
+        device: The expected type of device; None for whatever vLLM finds.
 
     Raises:
         UcmError: vLLM is not installed, refuses the model or the arguments, or runs on another device; or the engine
@@ -151,7 +151,7 @@ def describe_engine(
 
 
 def _engine_config(model: Path, extra_config: Mapping[str, Any], engine_args: Mapping[str, Any]) -> Any:
-    """VLLM's ``VllmConfig``."""
+    """Return vLLM's ``VllmConfig``."""
     try:
         from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - ucm imports without vLLM
     except ImportError as error:
@@ -181,7 +181,7 @@ def _engine_config(model: Path, extra_config: Mapping[str, Any], engine_args: Ma
 
 
 def _started(config: Any) -> Any:
-    """VLLM's ``EngineCore`` without weights."""
+    """Start vLLM's ``EngineCore`` without weights."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - ucm imports without vLLM
 
     try:
@@ -203,7 +203,7 @@ def _refused(error: Exception, model: object) -> UcmError:
 
 
 def _executor_class() -> Any:
-    """An executor in this process that loads no weights, measures no memory and warms nothing up."""
+    """Return an in-process executor that loads no weights, profiles no memory and skips the warm-up."""
     import torch  # noqa: PLC0415 - ucm imports without torch
     from vllm.model_executor.model_loader import register_model_loader  # noqa: PLC0415 - and without vLLM
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415 - likewise
@@ -211,16 +211,16 @@ def _executor_class() -> Any:
     from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: PLC0415 - likewise
 
     class WeightlessLoader(BaseModelLoader):  # type: ignore[misc] # vLLM is untyped here
-        """Makes the model's layers without memory for their weights."""
+        """Creates the model's layers without memory for their weights."""
 
         def download_model(self, model_config: Any) -> None:
-            """There is nothing to download."""
+            """Do nothing."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            """There is nothing to load."""
+            """Load nothing."""
 
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-            """The model on the ``meta`` device."""
+            """Return the model on the ``meta`` device."""
             before = torch.get_default_dtype()
             torch.set_default_dtype(model_config.dtype)
             try:
@@ -233,7 +233,7 @@ def _executor_class() -> Any:
     register_model_loader(LOAD_FORMAT)(WeightlessLoader)
 
     class WeightlessExecutor(UniProcExecutor):  # type: ignore[misc] # vLLM is untyped here
-        """VLLM's executor of one process."""
+        """vLLM's executor of one process."""
 
         def _init_executor(self) -> None:
             load_config = self.vllm_config.load_config
@@ -242,10 +242,10 @@ def _executor_class() -> Any:
             try:
                 super()._init_executor()
             finally:
-                load_config.load_format = before  # it is a part of the identity
+                load_config.load_format = before  # it is part of the identity
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-            """Answer for the worker what would need weights, and have vLLM plan a KV cache for one block."""
+            """Answer the worker calls that would need weights, and report memory for a minimal KV cache."""
             model_config = self.vllm_config.model_config
             if method == "determine_available_memory":
                 self._longest, block_size = model_config.max_model_len, self.vllm_config.cache_config.block_size
@@ -263,7 +263,7 @@ def _executor_class() -> Any:
 def _facts(core: Any, config: Any, device: str) -> EngineFacts:
     from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415 - ucm imports without vLLM
 
-    # The two sides are the connector's own; vLLM's API has no question for what is asked here.
+    # The two sides are private to the connector, because vLLM's API has no call for this.
     scheduler_side = core.scheduler.connector._scheduler  # noqa: SLF001
     memories = get_kv_transfer_group()._worker._memories  # noqa: SLF001
     namespace = _namespace_of(scheduler_side)
@@ -281,7 +281,7 @@ def _facts(core: Any, config: Any, device: str) -> EngineFacts:
 
 
 def _namespace_of(scheduler_side: Any) -> str:
-    """The namespace, once the weights' files are read."""
+    """Return the namespace, after the weights' files have been read."""
     while not scheduler_side.namespace:
         reading = any(thread.name == "ucm-identity" for thread in threading.enumerate())
         scheduler_side.poll()
@@ -297,7 +297,7 @@ def _namespace_of(scheduler_side: Any) -> str:
 
 
 def _request_factory(block_hasher: Any) -> Callable[[list[int]], Any]:
-    """What makes vLLM's ``Request``, whose parameters differ between releases."""
+    """Return a factory of vLLM's ``Request``, whose parameters differ between releases."""
     from vllm import SamplingParams  # noqa: PLC0415 - ucm imports without vLLM
     from vllm.v1.request import Request  # noqa: PLC0415 - likewise
 
@@ -320,7 +320,7 @@ def _request_factory(block_hasher: Any) -> Callable[[list[int]], Any]:
 
 
 def _forget_worker_connector() -> None:
-    """Let the next engine of this process make a connector of its own, where the worker has not seen to it."""
+    """Reset the worker's connector, if the worker has not, so that the next engine in this process creates its own."""
     from vllm.distributed import kv_transfer  # noqa: PLC0415 - ucm imports without vLLM
 
     shut_down = getattr(kv_transfer, "ensure_kv_transfer_shutdown", None)

@@ -1,1 +1,1 @@
-"""BlendConnector's two sides: which chunks a request reuses, and the forward passes that fit them to their place."""
+"""BlendConnector's two sides: selecting the chunks that a request reuses, and recomputing parts of them."""

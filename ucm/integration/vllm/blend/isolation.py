@@ -1,9 +1,9 @@
-"""Names of a blended request's blocks in vLLM's own prefix cache, which nobody else finds.
+"""Unique hashes of a blended request's blocks in vLLM's own prefix cache, which no other request hits.
 
-A block's name is a hash of its tokens and of the name before it. From the first blended block on the names are replaced
-by hashes with a secret of the request: so a request with the same tokens, and one that shares the prefix, finds exact
-blocks alone. The names of blocks to come, those of generated tokens among them, are made by vLLM from the last one that
-is there. The request itself finds its blocks again after a preemption.
+A block's hash covers its tokens and the previous hash. From the first blended block on, the hashes are replaced
+by hashes with a secret of the request, so other requests with the same tokens or the same prefix hit only exact
+blocks. vLLM computes the hashes of later blocks, including generated tokens, from the last existing
+one. The request itself finds its blocks again after a preemption.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class OwnNames:
-    """The names of one request.
+    """The block hashes of one request.
 
     Args:
         request: vLLM's ``Request``.
-        block_size: Tokens of a block; vLLM may give it several names, for parts of it.
+        block_size: Tokens per block; vLLM may give a block several hashes, for parts of it.
     """
 
     def __init__(self, request: Any, block_size: int) -> None:
@@ -30,14 +30,14 @@ class OwnNames:
 
     @property
     def given(self) -> bool:
-        """Whether names were replaced."""
+        """Whether hashes were replaced."""
         return bool(self._exact)
 
     def give(self, tokens: int) -> None:
-        """Replace the names of all blocks that reach beyond so many tokens; those replaced before stay as they are.
+        """Replace the hashes of all blocks that end after this many tokens; already replaced ones stay the same.
 
         Args:
-            tokens: Those whose KV is exact.
+            tokens: The number of tokens with exact KV.
         """
         hashes = getattr(self._request, "block_hashes", None)
         if not hashes:
@@ -51,23 +51,23 @@ class OwnNames:
         self._first = min(first, self._first)
 
     def take_back(self) -> None:
-        """Give blocks their exact names again: the request was not blended after all.
+        """Restore the exact hashes: the request was not blended after all.
 
-        Names that vLLM has made since then follow from the others; they are left out, and vLLM makes them anew.
+        Hashes that vLLM has computed since depend on the replaced ones; they are removed, and vLLM recomputes them.
         """
         if self._exact:
             self._request.block_hashes[:] = self._exact
             self._exact = []
 
     def _named_tokens(self, names: int) -> int:
-        """Tokens that a name stands for: the most that it may be, so that no blended block keeps its exact one."""
+        """Return the tokens per hash; if unclear the largest possible, so that no blended block keeps an exact hash."""
         number = self._request.num_tokens
         parts = (self._block_size // count for count in range(1, self._block_size + 1) if self._block_size % count == 0)
         return next((size for size in parts if number // size == names), max(1, number // names))
 
 
 def names_are_kept_apart() -> bool:
-    """Whether this release keeps a request's names where they can be replaced, as bytes; it does from 0.11.0 on."""
+    """Return whether this release has a request's hashes as replaceable bytes; it does from 0.11.0 on."""
     try:
         from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 - ucm imports without vLLM
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the scheduler's side of blending tells the workers at each step; it travels by pickle."""
+"""The metadata that the scheduler side of blending sends to the workers with each step, pickled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Blend:
 
     Args:
         request_id: vLLM's request id.
-        start: Tokens of the request whose KV is exact: where the stretch begins.
-        end: Where it ends.
+        start: The number of tokens with exact KV, which is the start of the stretch.
+        end: The end of the stretch.
         token_ids: The tokens from ``unwritten`` to the end.
-        block_ids: The request's blocks from its first token on.
-        chunks: The chunks that are reused, in order; they may reach beyond both ends.
-        places: Of each chunk, where each of its pieces is staged in the slab.
-        unwritten: Before it, the exact KV is there; from it up to ``start``, the step's forward writes it, for another
-            request, when the stretch has been filled. So it is computed ahead. Equal to ``start`` if there is none.
+        block_ids: The request's blocks, from its first token on.
+        chunks: The reused chunks, in order; they may extend past both ends.
+        places: The offsets of each chunk's pieces in the slab.
+        unwritten: Exact KV exists up to here. From here to ``start`` the step's forward writes it, for another
+            request, after the stretch is filled, so it is computed in advance. Equal to ``start`` if there is none.
     """
 
     request_id: str
@@ -39,12 +39,12 @@ class Blend:
 
 @dataclass(slots=True)
 class ChunkSave:
-    """A chunk at the beginning of a prompt whose KV is computed with the step.
+    """A chunk at the start of a prompt whose KV the step computes.
 
     Args:
         keys: The keys of its pieces.
-        tokens: How many tokens it has.
-        block_ids: The blocks that hold them.
+        tokens: The number of its tokens.
+        block_ids: The blocks with its KV.
     """
 
     keys: list[BlockKey]
@@ -57,10 +57,10 @@ class BlendPlan:
     """One step.
 
     Args:
-        blends: To be done before the forward.
-        saves: To be stored after it.
-        slab: Where chunks are staged, until every rank has answered.
-        shares: How far from a piece's place each rank's part of it begins.
+        blends: Stretches to fill before the forward.
+        saves: Chunks to save after it.
+        slab: The address of the slab with staged chunks; sent until every rank has answered.
+        shares: The offset of each rank's part from a piece's offset.
     """
 
     blends: list[Blend] = field(default_factory=list)

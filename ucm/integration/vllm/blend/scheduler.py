@@ -1,4 +1,4 @@
-"""The scheduler's side of blending: which chunks a request has, which of them can be had, and what the workers do."""
+"""The scheduler side of blending: the chunks of a request, the available ones, and the work of the workers."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, KVStore
     from ucm.store.slab import Slab
 
-#: How long the workers may take to say what their pieces look like, from the first step on.
+#: The time limit for the workers to report their piece geometry, from the first step on.
 ANSWERS_SECONDS = 10.0
 #: How long an idle step waits for a lookup.
 IDLE_SECONDS = 0.05
-#: What a worker writes beside its geometry once it has refused its model.
+#: The marker that a worker adds to its geometry when it has refused its model.
 REFUSED = "refused"
 
 
 class BlendCounters(Protocol):
-    """Where the scheduler's side counts what it decides."""
+    """The counters of the scheduler side's decisions."""
 
     def blend_planned(self, outcome: str) -> None:
-        """A request with chunks was blended, or why it was not."""
+        """Count a request with chunks as blended, or the reason why not."""
 
 
 @dataclass(slots=True)
 class BlendRequest:
-    """A request that the scheduler knows.
+    """The state of a request.
 
     Args:
         request: vLLM's request.
-        chunks: Its chunks, as far as they are worth anything.
-        keys: Of each, the keys of its pieces.
-        names: Its blocks' names in vLLM's own prefix cache.
-        lookup: What was asked of the store, until it is used.
-        end: Where the stretch ends that was promised last; 0 for none.
-        computed: Where it begins.
-        blended: Some of its KV is approximate, for good.
+        chunks: Its usable chunks.
+        keys: The keys of each chunk's pieces.
+        names: Its block hashes in vLLM's own prefix cache.
+        lookup: Its lookup in the store, until it is used.
+        end: The end of the last reported stretch; 0 for none.
+        computed: The start of that stretch.
+        blended: Whether some of its KV is approximate; this never changes back.
         block_ids: Its blocks.
-        saved: Its first chunk needs no save any more.
-        outcome: What was counted of it last; vLLM asks again with each step until it has room.
+        saved: Whether its first chunk needs no save any more.
+        outcome: The last counted outcome; vLLM asks again in each step until it has room.
     """
 
     request: Any
@@ -73,17 +73,17 @@ class BlendRequest:
 
 
 class BlendScheduler:
-    """Decides what is blended and which chunks are saved; never touches KV itself, nor waits for a medium.
+    """Decides what to blend and which chunks to save; it never accesses KV and never waits for a medium.
 
     Args:
-        settings: The operator's.
+        settings: The settings of blending.
         block_size: Tokens of vLLM's blocks.
-        slab: Where chunks are staged.
-        stager: Stages them there.
-        counters: What was decided.
-        batches: Steps that may be scheduled before the outcome of the first of them is known.
-        loads: Whether the engine's role lets it load.
-        saves: Whether it lets it save.
+        slab: The slab for staged chunks.
+        stager: Stages chunks in the slab.
+        counters: The counters of decisions.
+        batches: The maximum number of steps in flight.
+        loads: Whether the engine's role allows loads.
+        saves: Whether it allows saves.
     """
 
     def __init__(
@@ -120,24 +120,24 @@ class BlendScheduler:
         self._step = 0
 
     def prepare(self, ranks: int, open_stores: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]]) -> None:
-        """It is known where chunks are kept; the workers are asked what their pieces look like.
+        """Start to ask the workers for their piece geometry, once the stores are known.
 
         Args:
-            ranks: How many workers there are.
-            open_stores: Opens the stores of all of them for what their pieces are.
+            ranks: The number of workers.
+            open_stores: Opens the stores of all workers, given their piece geometries.
         """
         self._ranks, self._open = ranks, open_stores
 
     def matched(self, request: Any, computed: int, exact: int) -> int | None:
-        """Tokens beyond the computed ones that a blended stretch has.
+        """Return the number of tokens in a blended stretch beyond the computed ones.
 
         Args:
             request: vLLM's request.
-            computed: Tokens whose exact KV the engine has itself.
-            exact: Tokens beyond these whose exact KV the store has.
+            computed: Tokens whose exact KV the engine's own cache has.
+            exact: Further tokens whose exact KV the store has.
 
         Returns:
-            How many, 0 if the request is not to be blended; None if that is not known yet: vLLM asks again.
+            The number; 0 if the request is not blended; None if the lookup is still running: vLLM asks again.
         """
         state = self._state(request)
         state.end = 0
@@ -156,7 +156,7 @@ class BlendScheduler:
         if not self._stager.poll(state.lookup):
             return None
         stored = [chunk for chunk, rows in zip(state.chunks, state.lookup.rows, strict=True) if rows is not None]
-        # At least one token is computed by vLLM: its logits give the next one.
+        # vLLM computes at least one token, whose logits give the next one.
         limit = min(request.num_tokens - 1, request.num_prompt_tokens)
         end = blended_end(stored, computed, limit, self._block_size)
         if end - computed - exact < self._settings.min_tokens:
@@ -166,20 +166,20 @@ class BlendScheduler:
         state.computed, state.end = computed, end
         if state.names is None:
             state.names = OwnNames(request, self._block_size)
-        # vLLM names the blocks of a hit when it allocates them.
+        # vLLM assigns hashes to the blocks of a hit when it allocates them.
         state.names.give(computed)
         return end - computed
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> bool:
-        """A request was given blocks at its admission.
+        """Record the blocks that a request got at its admission.
 
         Args:
             request: vLLM's request.
-            blocks: Its ``KVCacheBlocks``, those of computed tokens included.
-            tokens: Tokens beyond the computed ones that vLLM was promised.
+            blocks: Its ``KVCacheBlocks``, including those of computed tokens.
+            tokens: The reported hit tokens beyond the computed ones.
 
         Returns:
-            Whether these are a blended stretch.
+            Whether they are a blended stretch.
         """
         state = self._state(request)
         if not state.end or not tokens:
@@ -192,7 +192,7 @@ class BlendScheduler:
         return True
 
     def plan(self, scheduler_output: Any) -> BlendPlan:
-        """The workers' part of a step; see `written` for the blocks that it fills.
+        """Return the workers' part of a step; `written` returns the blocks that it fills.
 
         Args:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step.
@@ -223,11 +223,11 @@ class BlendScheduler:
         return plan
 
     def written(self, plan: BlendPlan) -> set[int]:
-        """The blocks that a step fills before its forward."""
+        """Return the blocks that a step fills before its forward."""
         return {block for blend in plan.blends for block in blend.block_ids[blend.start // self._block_size :]}
 
     def _written_by_forward(self, scheduled: Mapping[str, int]) -> set[int]:
-        """The blocks that a step's forward writes; vLLM lets others find them with the same step."""
+        """Return the blocks that a step's forward writes, which other requests can hit in the same step."""
         found: set[int] = set()
         for request_id, number in scheduled.items():
             state = self._requests.get(request_id)
@@ -238,7 +238,7 @@ class BlendScheduler:
         return found
 
     def _take_blocks(self, scheduler_output: Any) -> None:
-        """Note which blocks the scheduled requests have."""
+        """Record the blocks of the scheduled requests."""
         for request_id, ids, _ in admitted_requests(scheduler_output):
             if request_id in self._requests:
                 self._requests[request_id].block_ids = ids[0]
@@ -247,22 +247,22 @@ class BlendScheduler:
                 self._requests[request_id].block_ids.extend(new_ids[0])
 
     def finished(self, request: Any) -> None:
-        """A request ended."""
+        """Remove a request that has ended."""
         state = self._requests.pop(request.request_id, None)
         self._to_blend.pop(request.request_id, None)
         if state is not None:
             self._let_go(state)
 
     def start_anew(self) -> None:
-        """The weights may be others: nothing that was stored until now is found by this engine any more."""
+        """The weights may have changed: stop finding and saving chunks of the current requests."""
         self._names = ChunkNames(os.urandom(32))
         for state in self._requests.values():
             self._let_go(state)
-            # What is promised already is filled: the workers know of the change and compute it.
+            # Already reported stretches are still filled: the workers know of the change and compute them.
             state.chunks, state.keys, state.saved = [], [], True
 
     def close(self) -> None:
-        """End the lookups; a medium that does not answer is left to its thread."""
+        """End the lookups; a thread blocked by a medium is abandoned."""
         if self._opening is not None:
             self._opening.join(1.0)
         self._stager.close()
@@ -294,11 +294,11 @@ class BlendScheduler:
             self._say(f"a request's chunks are not used: {error}")
         except ValueError as error:
             self._say(f"a request's chunks are not used: {error}")
-        # What begins a prompt is computed as it would be alone; no other chunk of it is.
+        # Only the chunk at the start of a prompt is computed as it would be alone.
         state.saved = not self._saves or not state.chunks or state.chunks[0].start > 0
 
     def _begun(self) -> bool:
-        """Whether anything can be looked up; begins when all ranks have said what their pieces look like."""
+        """Return whether lookups are possible; open the stores when all ranks have reported their geometry."""
         if self._stager.has_begun:
             records = self._slab.records()
             if any(record.get(REFUSED) for record in records.values()):
@@ -327,7 +327,7 @@ class BlendScheduler:
     def _begin_opening(
         self, open_stores: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]], geometries: Sequence[BlockGeometry]
     ) -> None:
-        """Open the stores in a thread: a medium that cannot be opened, or does not answer, keeps no request waiting."""
+        """Open the stores in a thread: a medium that fails or does not answer delays no request."""
 
         def work() -> None:
             try:
@@ -359,7 +359,7 @@ class BlendScheduler:
         return Blend(request_id, start, end, tokens, blocks, chunks, places, unwritten)
 
     def _save(self, state: BlendRequest, computed: int) -> list[ChunkSave]:
-        """The chunk that begins a request, once its KV is computed exactly."""
+        """Return the chunk at the start of a request, once its exact KV is computed."""
         if state.blended or self._open is None:
             state.saved = True
             return []
@@ -388,7 +388,7 @@ class BlendScheduler:
 
 
 def _has_no_chunks(request: Any) -> str:
-    """Why a request's chunks mean nothing: its KV depends on more than its tokens; empty if they do."""
+    """Return why a request's chunks cannot be used: its KV depends on more than its tokens; empty if they can."""
     if getattr(request, "lora_request", None) is not None:
         return "lora"
     if getattr(request, "prompt_embeds", None) is not None:
@@ -403,7 +403,7 @@ def _has_no_chunks(request: Any) -> str:
 
 
 def _cannot_load(request: Any) -> str:
-    """Why all of a request's tokens must be computed; empty if they need not be."""
+    """Return why all of a request's tokens must be computed; empty if they need not be."""
     if getattr(request, "skip_reading_prefix_cache", False):
         return "skip_reading_prefix_cache"
     if getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None:
@@ -412,5 +412,5 @@ def _cannot_load(request: Any) -> str:
 
 
 def _cannot_save(request: Any) -> bool:
-    """Whether a request's KV must not be found by others."""
+    """Return whether other requests must not use a request's KV."""
     return bool(_has_no_chunks(request))

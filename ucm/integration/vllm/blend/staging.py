@@ -1,7 +1,7 @@
-"""Chunks on their way from the store to the workers: looked up, read and verified in threads, then promised.
+"""Staging of chunks for the workers: looked up, read and verified in threads before a hit is reported.
 
-A chunk is staged whole or not at all, with the parts of all ranks, in memory that the workers share with the
-scheduler's process; so what is promised cannot be lost, and every rank knows the same chunks.
+A chunk is staged completely or not at all, with the parts of all ranks, in memory that the workers share with the
+scheduler's process, so a reported hit cannot be lost, and all ranks have the same chunks.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, KVStore, Task
     from ucm.store.slab import Row
 
-#: The slab counts KV-cache groups; all pieces of chunks are of one kind.
+#: The slab's rows belong to KV-cache groups; all chunk pieces are in one group.
 GROUP = 0
-#: Threads that wait for the stores, and how long one of them waits for a piece that another one reads.
+#: The threads that wait for the stores, and the polling interval for pieces that another thread reads.
 THREADS = 2
 _LOOKS_SECONDS = 0.02
 
 
 @dataclass(slots=True, eq=False)
 class ChunkLookup:
-    """Chunks that a request asks for.
+    """The lookup of a request's chunks.
 
     Args:
-        pieces: Of each chunk, the keys of its pieces.
-        deadline: When it is too late.
+        pieces: The keys of each chunk's pieces.
+        deadline: The time at which it ends.
     """
 
     pieces: list[list[BlockKey]]
     deadline: float
-    rows: list[list[Row] | None] = field(default_factory=list)  #: of each chunk, what is staged, or None
-    finished: bool = False  #: nothing of it changes any more
+    rows: list[list[Row] | None] = field(default_factory=list)  #: the staged rows of each chunk, or None
+    finished: bool = False  #: whether it has ended and no longer changes
 
 
 @dataclass(slots=True)
 class _Reading:
-    """A chunk that is being read.
+    """The reading of a chunk.
 
     Args:
-        number: Its place among those of the lookup.
-        held: Its pieces' rows.
-        mine: Those of them that are read by the thread that has it.
-        tasks: What these are read by, for each rank.
+        number: Its index in the lookup.
+        held: The rows of its pieces.
+        mine: The rows that this thread reads.
+        tasks: Their load tasks, by rank.
     """
 
     number: int
@@ -64,7 +64,7 @@ class _Reading:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is being read any more."""
+        """Whether all of its reads have ended."""
         return all(row.state is not State.READING for row in self.held)
 
     @property
@@ -77,8 +77,8 @@ class ChunkStager:
     """Looks chunks up at all ranks and stages them.
 
     Args:
-        slab: Where.
-        seconds: How long a lookup may take.
+        slab: The slab.
+        seconds: The time limit of a lookup.
     """
 
     def __init__(self, slab: Slab, seconds: float) -> None:
@@ -86,7 +86,7 @@ class ChunkStager:
         self.seconds = seconds
         self._stores: Sequence[KVStore] = ()
         self._sizes: list[tuple[int, ...]] = []
-        self.shares: tuple[int, ...] = ()  #: where each rank's part of a row begins
+        self.shares: tuple[int, ...] = ()  #: the offset of each rank's part in a row
         self._changed = threading.Condition()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -94,11 +94,11 @@ class ChunkStager:
         ]
 
     def begin(self, stores: Sequence[KVStore], geometries: Sequence[BlockGeometry]) -> None:
-        """It is known where chunks are, and what their pieces look like.
+        """Start lookups, once the stores and piece geometries are known.
 
         Args:
-            stores: Of all ranks, in their order.
-            geometries: What a piece is there.
+            stores: The stores of all ranks, in order.
+            geometries: The piece geometry of each.
         """
         padded = [-(-geometry.nbytes // PAGE) * PAGE for geometry in geometries]
         self._sizes = [geometry.slice_sizes for geometry in geometries]
@@ -110,11 +110,11 @@ class ChunkStager:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything can be looked up."""
+        """Return whether lookups are possible."""
         return bool(self._stores)
 
     def submit(self, pieces: list[list[BlockKey]]) -> ChunkLookup:
-        """Look chunks up; what is staged already is answered at once."""
+        """Look up chunks; already staged ones are answered at once."""
         lookup = ChunkLookup(pieces, time.monotonic() + self.seconds)
         staged = [self._slab.hold(GROUP, keys) for keys in pieces]
         lookup.rows = staged
@@ -125,7 +125,7 @@ class ChunkStager:
         return lookup
 
     def poll(self, lookup: ChunkLookup) -> bool:
-        """Whether a lookup has ended, or is out of time: then what is staged by now is its outcome."""
+        """Return whether a lookup has ended or reached its deadline; its result is then what is staged."""
         with self._changed:
             if time.monotonic() >= lookup.deadline:
                 lookup.finished = True
@@ -137,18 +137,18 @@ class ChunkStager:
             self._changed.wait_for(lambda: any(lookup.finished for lookup in lookups), seconds)
 
     def release(self, lookup: ChunkLookup) -> None:
-        """Nobody uses what was looked up any more."""
+        """Free the rows of a lookup."""
         with self._changed:
             lookup.finished = True
             rows, lookup.rows = lookup.rows, []
         self._slab.release([row for of_chunk in rows if of_chunk is not None for row in of_chunk])
 
     def offsets(self, rows: Sequence[Row]) -> list[int]:
-        """Where staged pieces begin in the slab."""
+        """Return the offsets of staged pieces in the slab."""
         return [self._slab.offset(row) for row in rows]
 
     def close(self) -> None:
-        """End the threads; one that a medium holds is left to it."""
+        """End the threads; one blocked by a medium is abandoned."""
         for thread in self._threads:
             self._jobs.put(None)
             if thread.is_alive():
@@ -161,7 +161,7 @@ class ChunkStager:
             job()
 
     def _run(self, lookup: ChunkLookup) -> None:
-        """Begin to read all chunks that are missing, then wait for them: a medium's latency is paid once for all."""
+        """Start all missing reads, then wait for them, so that the medium's latency counts only once."""
         begun: list[_Reading] = []
         try:
             with self._changed:  # a release takes the rows away
@@ -176,7 +176,7 @@ class ChunkStager:
                 self._end_reading(reading)
                 if reading.is_over:
                     self._hand_over(lookup, reading)
-            # Only now, when all that others may wait for has been read here, what others read.
+            # Wait for other threads' reads only after this thread's own, for which others may wait.
             until = time.monotonic() + self.seconds
             for reading in begun:
                 while not reading.is_over and time.monotonic() < until:
@@ -191,7 +191,7 @@ class ChunkStager:
             self._changed.notify_all()
 
     def _took(self, lookup: ChunkLookup, number: int, rows: list[Row] | None) -> bool:
-        """Whether what was staged of a chunk has come in time."""
+        """Pass a staged chunk to its lookup; return whether it was in time."""
         with self._changed:
             if lookup.finished:
                 return False
@@ -199,7 +199,7 @@ class ChunkStager:
             return True
 
     def _stored(self, pieces: Sequence[Sequence[BlockKey]]) -> list[bool]:
-        """For each chunk, whether all ranks have all of its pieces."""
+        """Return, for each chunk, whether all ranks have all of its pieces."""
         keys = list(dict.fromkeys(key for of_chunk in pieces for key in of_chunk))
         there = set(keys)
         for store in self._stores:
@@ -207,7 +207,7 @@ class ChunkStager:
         return [there.issuperset(of_chunk) for of_chunk in pieces]
 
     def _begin_reading(self, reading: _Reading, keys: Sequence[BlockKey]) -> None:
-        """Hold a chunk's pieces, and begin to read those that nobody reads; hold none if there is no room."""
+        """Hold a chunk's rows, and start to read those that no thread reads; hold none if there is no room."""
         for key in keys:
             claimed = self._slab.claim(GROUP, key)
             if claimed is None:
@@ -221,7 +221,7 @@ class ChunkStager:
             reading.tasks.append((store, store.load(transfers)))
 
     def _end_reading(self, reading: _Reading) -> None:
-        """Wait for what `_begin_reading` began."""
+        """Wait for the reads of `_begin_reading`."""
         results = [store.wait(task) for store, task in reading.tasks]
         for row in reading.mine:
             if all(row.name[1] in result.done for result in results):
@@ -231,13 +231,13 @@ class ChunkStager:
         reading.mine = []
 
     def _hand_over(self, lookup: ChunkLookup, reading: _Reading) -> None:
-        """Give a chunk to the lookup if it is whole and in time; else let it go."""
+        """Pass a chunk to the lookup if it is complete and in time; otherwise free its rows."""
         if reading.is_whole and self._took(lookup, reading.number, reading.held):
             reading.held = []
         self._give_up(reading)
 
     def _give_up(self, reading: _Reading) -> None:
-        """Hold nothing of a chunk any more."""
+        """Free the rows of a chunk."""
         for row in reading.mine:
             self._slab.failed(row, at_rest=not reading.tasks)
         self._slab.release(reading.held)

@@ -1,6 +1,6 @@
-"""What no sparse method can serve, told by vLLM's configuration before the model is loaded, or by a layer.
+"""Refuse configurations and layers that no sparse method supports; configurations before the model is loaded.
 
-A silent dense run would be the worst answer: each refusal says what is in the way and what to do.
+A silent dense run would be worse than an error. Each error names the obstacle and the remedy.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
-#: The cache's ``cache_dtype`` of keys that are stored as the model computes them.
+#: Values of ``cache_dtype`` with which keys are stored as the model computes them.
 PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 
 
-#: Settings of vLLM Ascend by which a whole step runs as a graph of another kind than vLLM's.
+#: Settings of vLLM Ascend that run a whole step as a graph of a different kind than vLLM's.
 GRAPHS_OF_ASCEND = ("torchair_graph_config", "xlite_graph_config")
-#: Layers that a message names.
+#: The maximum number of layers that a message names.
 SHOWN = 3
 
 
 class Refusal(NamedTuple):
-    """Why something is not served, where that is written, and what to do."""
+    """Why something is not supported, the setting concerned, and the remedy."""
 
     what: str
     where: str
     fix: str
 
     def error(self) -> SparseMethodError:
-        """As an exception."""
+        """Return it as an exception."""
         return SparseMethodError(self.what, where=self.where, fix=self.fix)
 
 
 def require_engine(vllm_config: Any) -> None:
-    """Refuse an engine that no sparse method serves.
+    """Refuse an engine that no sparse method supports.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the worker got it.
@@ -54,11 +54,11 @@ def require_engine(vllm_config: Any) -> None:
 
 
 def require_layer(layer_name: str, layer: Any) -> None:
-    """Refuse a layer that no sparse method serves.
+    """Refuse a layer that no sparse method supports.
 
     Args:
         layer_name: Its prefix in the model.
-        layer: vLLM's ``Attention``, or whatever stands under that name.
+        layer: vLLM's ``Attention``, or any other object of that name.
 
     Raises:
         SparseMethodError: For the first obstacle.
@@ -73,12 +73,12 @@ def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], as
 
     Args:
         name: The method's.
-        kv_cache_config: vLLM's ``KVCacheConfig``, as the model runner has it.
+        kv_cache_config: The model runner's ``KVCacheConfig``.
         layers: This worker's layers, by name.
-        asked: Those that asked in a step.
+        asked: The layers that called the method in a step.
 
     Raises:
-        SparseMethodError: Naming those that hold a KV cache and did not.
+        SparseMethodError: Naming the layers that have a KV cache but did not.
     """
     held = [layer for group in kv_cache_config.kv_cache_groups for layer in group.layer_names if layer in layers]
     unasked = [layer for layer in held if layer not in asked]
@@ -93,15 +93,15 @@ def require_asked(name: str, kv_cache_config: Any, layers: Mapping[str, Any], as
 
 
 def hook_lost(name: str, hook: str, runs: str, place: str = "model runner") -> SparseMethodError:
-    """What is wrong where something runs in a step, and a hook that comes before it did not fire.
+    """Return the error for a step in which something runs although an earlier hook did not fire.
 
-    Hooks are looked at when an engine starts. Who takes one out later would have the method run half: its scheduler's
-    side gives blocks back, and nothing copies them out, or keeps this step from reading them; or nothing is given back.
+    Hooks are checked when an engine starts. If one is removed later, the method would run incompletely: its scheduler
+    side frees blocks that are not copied out, or that this step still reads; or no blocks are freed.
 
     Args:
         name: The method's.
         hook: The hook that did not fire.
-        runs: What runs nevertheless.
+        runs: What runs regardless.
         place: The part of vLLM that calls the hook.
     """
     return SparseMethodError(
@@ -113,7 +113,7 @@ def hook_lost(name: str, hook: str, runs: str, place: str = "model runner") -> S
 
 
 def require_plain_keys(layer_name: str, layer: Any) -> None:
-    """Refuse a layer whose cache holds its keys quantised.
+    """Refuse a layer with quantised keys in its cache.
 
     Raises:
         SparseMethodError: If it does.
@@ -128,7 +128,7 @@ def require_plain_keys(layer_name: str, layer: Any) -> None:
 
 
 def require_plain_scores(layer_name: str, layer: Any) -> None:
-    """Refuse a layer whose attention is more than a softmax of scaled products.
+    """Refuse a layer whose attention is not a plain softmax of scaled products.
 
     Raises:
         SparseMethodError: If it is.
@@ -190,7 +190,7 @@ def _of_decoding(vllm_config: Any) -> Refusal | None:
 
 
 def _of_graphs(vllm_config: Any) -> Refusal | None:
-    """A replayed whole graph runs no Python, so no layer would be asked; up to 0.10.2 a flag, then a mode."""
+    """Refuse full CUDA graphs, whose replay runs no Python and calls no hook; up to 0.10.2 a flag, then a mode."""
     compilation = vllm_config.compilation_config
     mode = getattr(compilation, "cudagraph_mode", None)
     whole = getattr(compilation, "full_cuda_graph", False) if mode is None else mode.has_full_cudagraphs()
@@ -204,7 +204,7 @@ def _of_graphs(vllm_config: Any) -> Refusal | None:
 
 
 def _of_platform(vllm_config: Any) -> Refusal | None:
-    """What vLLM Ascend runs in the place of vLLM's own; asked of its modules where they are loaded, never of an NPU."""
+    """Refuse replacements by vLLM Ascend, found in its loaded modules, without accessing an NPU."""
     settings = getattr(vllm_config, "additional_config", None)
     for name in GRAPHS_OF_ASCEND:
         chosen = settings.get(name) if isinstance(settings, dict) else None
