@@ -1,1 +1,1 @@
-"""What the overlay costs, measured side by side with plain vLLM: `python -m tests.e2e.bench [SECTION …]`."""
+"""The overlay's costs, measured side by side with plain vLLM: `python -m tests.e2e.bench [SECTION …]`."""

@@ -1,4 +1,4 @@
-"""Measure, print a table with the goal beside each figure, and keep the numbers under ``build/bench/``."""
+"""Measure, print a table of figures and goals, and write the numbers to ``build/bench/``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def _engine(release: str) -> Iterator[Figure]:
-    """Decoding with and without the overlay, and what the checks at import cost."""
+    """Measure decoding with and without the overlay, and the costs of the checks at import."""
     overlay = with_overlay(release)
     for found in running.decoding(plain(release), overlay):
         if isinstance(found, Figure):
@@ -68,7 +68,7 @@ RELEASE = "0.32.0"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the sections; figures are shown, never judged by an exit code."""
+    """Measure the sections; the exit code does not depend on the figures."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.bench", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--release", default=RELEASE, help=f"default: {RELEASE}")
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(release: str, sections: Sequence[str]) -> Iterator[Figure]:
-    """The figures of some sections, in the order of all."""
+    """Yield the figures of some sections, in the order of all sections."""
     for section, figures in SECTIONS.items():
         if section in sections:
             yield from figures(release)

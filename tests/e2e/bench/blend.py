@@ -1,4 +1,4 @@
-"""Blending: what it loses with a model that can fail, and the time to first token it saves."""
+"""Blending: the accuracy lost with a model that can fail, and the time to first token saved."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 #: Chunks of a prompt, and questions for each number of them.
 CHUNKS, COUNT = (2, 4, 8, 16), 60
-#: Tokens of a prompt and its chunks, whose times are measured.
+#: The measured prompts: their tokens and chunks.
 LENGTHS = ((4096, 8), (8192, 16), (16384, 16))
 ROUNDS = 3
 QUESTION = 64
 EDGES = 16
-#: The goals: how much faster than computing, and how much slower than an exact hit and computing the share.
+#: The goals: how much faster than full computation, and how much slower than an exact hit plus the computed share.
 FASTER, SLOWER = 3.0, 1.5
-#: The goal for the best way: this share of the answers that computing gives.
+#: The goal for the best setting: this share of full computation's answers.
 KEPT = 0.98
-#: Seconds for what was saved to become visible.
+#: The time limit for saved blocks to become visible, in seconds.
 SAVED = 120.0
 
 LLAMA: dict[str, Any] = {
@@ -83,12 +83,12 @@ class Times:
 
     @property
     def medians(self) -> tuple[float, float, float]:
-        """Of computing, of an exact hit and of a blend."""
+        """Return the medians of full computation, an exact hit and a blend."""
         return statistics.median(self.computed), statistics.median(self.exact), statistics.median(self.blended)
 
 
 def figures(release: str) -> Iterator[Figure]:
-    """Ask, then measure times; tables are printed, and the figures that have a goal are yielded."""
+    """Measure accuracy and times; print tables, and yield the figures with goals."""
     environment = with_runtime(release)
     yield from _quality(environment)
     yield from _times(environment)

@@ -1,4 +1,4 @@
-"""What it costs to build: time, memory and bytes from the package index."""
+"""The costs of building: time, memory and bytes from the package index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 MIB = 1 << 20
-#: The seconds between two looks at the memory of a build.
+#: The sampling interval of a build's memory, in seconds.
 PERIOD = 0.05
 
 
@@ -51,7 +51,7 @@ def download() -> Iterator[Figure]:
 
 
 class PeakMemory:
-    """The most memory that the processes below this one held together, shared pages counted once (Linux)."""
+    """The peak memory of this process's descendants together, with shared pages counted once (Linux)."""
 
     def __init__(self) -> None:
         self.most = 0

@@ -1,4 +1,4 @@
-"""What naming, finding, storing and loading blocks costs, each beside its plain counterpart in the same run."""
+"""The costs of hashing, looking up, saving and loading blocks, each with a plain counterpart in the same run."""
 
 from __future__ import annotations
 

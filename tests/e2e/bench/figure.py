@@ -1,4 +1,4 @@
-"""One measured figure, and how two sides are compared."""
+"""A measured figure, and the comparison of two sides."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure beside its goal.
+    """A figure and its goal.
 
     Attributes:
-        name: What was measured.
-        value: The result.
+        name: The measured quantity.
+        value: The measured value.
         unit: Its unit; empty for a ratio.
-        goal: The most it should be; None where there is no goal.
+        goal: The maximum desired value; None if there is no goal.
         detail: The numbers behind it.
     """
 
@@ -37,7 +37,7 @@ class Figure:
 
 
 def alternate(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
-    """Measure each side once per round, the first one first in every other round; the results of each side."""
+    """Measure each side once per round, in alternating order; return the results of each side."""
     results: list[list[float]] = [[] for _ in sides]
     for number in range(rounds):
         order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
@@ -47,7 +47,7 @@ def alternate(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[fl
 
 
 def seconds_of(command: Sequence[object], **options: Any) -> float:
-    """The wall-clock time of a command that must succeed."""
+    """Return the wall-clock time of a command that must succeed."""
     words = [str(word) for word in command]
     begin = time.perf_counter()
     subprocess.run(words, check=True, **options)
@@ -55,5 +55,5 @@ def seconds_of(command: Sequence[object], **options: Any) -> float:
 
 
 def median_ratio(without: Sequence[float], with_: Sequence[float]) -> float:
-    """The median with the overlay over the one without."""
+    """Return the median with the overlay divided by the median without."""
     return statistics.median(with_) / statistics.median(without)

@@ -1,7 +1,7 @@
-"""What a looked-up request costs the scheduler's thread, whatever the medium: all calls for it until it has an answer.
+"""The time that a request's lookup takes of the scheduler's thread: all calls until there is an answer.
 
-The scheduler's side, its threads and a Posix store are the real ones. Steps are so many milliseconds apart, and the
-names of blocks are ready: what naming costs, the section ``hashing`` measures.
+The scheduler side, its threads and a Posix store are real. Steps come at a fixed interval, and the
+blocks are already hashed; the section ``hashing`` measures hashing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 REQUESTS, BLOCKS, TOKENS = 100, 64, 16
 GEOMETRY = BlockGeometry((16_384,) * 8, b"bench of lookups")
-#: Seconds between two steps, of a slow lookup, and until a frozen medium is given up.
+#: Seconds between two steps, of a slow lookup, and of the deadline for a frozen medium.
 STEP, SLOW, DEADLINE = 0.005, 0.05, 2.0
 MOST_MS = 0.1
 
@@ -74,7 +74,7 @@ def _keys(number: int) -> list[BlockKey]:
 
 
 def _behind(store: KVStore, wait: Callable[[], object]) -> KVStore:
-    """The same store, whose lookups wait first."""
+    """Return the store with delayed lookups."""
 
     def prefix(keys: list[BlockKey]) -> int:
         wait()
@@ -87,7 +87,7 @@ def _behind(store: KVStore, wait: Callable[[], object]) -> KVStore:
 
 
 class _Named:
-    """Requests bring the names of their blocks."""
+    """Keys that requests already have."""
 
     def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes]:
         del block_size
@@ -117,7 +117,7 @@ class _Named:
 
 
 class _Scheduler:
-    """The scheduler's side of an engine with one rank and one group."""
+    """The scheduler side of an engine with one rank and one group."""
 
     def __init__(self, store: KVStore) -> None:
         groups = CacheGroups((CacheGroup(0, TOKENS, None, {}, ()),))
@@ -135,7 +135,7 @@ class _Scheduler:
         self._stager.close()
 
     def ask(self, number: int) -> float:
-        """The seconds of this thread that one request takes."""
+        """Return the seconds that one request takes of this thread."""
         self._asked += 1
         tokens = BLOCKS * TOKENS
         request: Any = SimpleNamespace(

@@ -1,7 +1,7 @@
-"""Host memory that the connector adds to an engine's processes, beside the same engine without it.
+"""Host memory that the connector adds to an engine's processes, compared with the same engine without it.
 
-Counted is the proportional set size of all of an engine's processes: what several of them share counts once, and pages
-of files that are only cached do not count. Each engine runs alone, from one environment, and answers the same prompts.
+The measure is the proportional set size of all of an engine's processes: shared memory counts once, and pages
+of cached files do not count. Each engine runs alone, in the same environment, with the same prompts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 #: Tokens of a prompt, and how many prompts are saved.
 LENGTH, PROMPTS = 4_096, 6
 MOST_MEGABYTES = 100.0
-#: Seconds in which what is being saved is saved.
+#: Seconds within which running saves end.
 SAVING = 3.0
-#: The C library keeps what is freed, now more and now less of it, by a hundred megabytes: large pieces are given back.
+#: Makes the C library return large freed pieces, of which it otherwise retains a varying hundred megabytes.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 _SIZE = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
 
@@ -56,7 +56,7 @@ def figures(release: str) -> Iterator[Figure]:
 
 
 def _used(setup: Setup, place: Place, scratch: Path) -> int:
-    """Bytes in use after some prompts were computed, saved, and found again."""
+    """Return the bytes in use after some prompts were computed, saved, and hit again."""
     side = Side(setup, place, scratch, Quiet())
     side.start()
     try:
@@ -70,7 +70,7 @@ def _used(setup: Setup, place: Place, scratch: Path) -> int:
 
 
 def resident(group: int) -> int:
-    """The proportional set size of a process group, in bytes."""
+    """Return the proportional set size of a process group, in bytes."""
     kilobytes = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

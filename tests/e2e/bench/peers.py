@@ -24,8 +24,8 @@ OFFLOADING_FS = "OffloadingConnector, fs tier"
 LMCACHE_FS = "LMCache 0.5.6, fs"
 LMCACHE_SHM = "LMCache 0.5.6, fs_native, shm"
 
-#: What is measured side by side: more engines at once would not fit into memory. What all are compared with, and what
-#: they are compared for, is in each.
+#: The sides measured together; more engines at once would not fit into memory. The reference side and ours
+#: are in each group.
 GROUPS: tuple[tuple[str, ...], ...] = (
     (NO_CONNECTOR, OURS, OURS_CACHE, OURS_LAYERWISE, EXAMPLE),
     (NO_CONNECTOR, OURS, OFFLOADING_DRAM, OFFLOADING_FS),
@@ -35,12 +35,12 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where one side keeps what it stores.
+    """The storage of one side.
 
     Attributes:
         disk: A directory on a disk.
         memory: A directory in shared memory.
-        name: A name for what is named, not placed; no other run has it.
+        name: A unique name for named resources.
         port: The first of three free ports.
         kv_bytes: All the KV that will be stored.
     """
@@ -57,13 +57,13 @@ class Setup:
     """One side.
 
     Attributes:
-        name: What the tables call it.
+        name: Its name in the tables.
         python: The interpreter with its vLLM.
         transfer: vLLM's ``kv_transfer_config``; None without a connector.
-        variables: Environment variables beside the common ones.
-        server: The command of a server that has to run beside the engine.
-        on_disk: Whether it survives the restart of everything, so that the page cache matters.
-        in_memory: Whether it has a memory that survives the engine.
+        variables: Environment variables besides the common ones.
+        server: The command of a server that it needs.
+        on_disk: Whether its data survive a restart of everything, so that the page cache matters.
+        in_memory: Whether it has memory that survives the engine.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What it costs to run: the scheduler alone, and decoding in a whole engine."""
+"""The costs at run time: the scheduler alone, and decoding in a whole engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _schedule_medians(environment: Environment) -> dict[str, float]:
 
 
 def decoding(plain: Environment, overlay: Environment) -> Iterator[Figure | Run]:
-    """Decode throughput of whole engines; the last engine with the overlay comes along, for what it loaded."""
+    """Measure the decode throughput of whole engines; also yield the last engine with the overlay, for its modules."""
     seconds: dict[str, list[float]] = {"without": [], "with": []}
     last: list[Run] = []
 

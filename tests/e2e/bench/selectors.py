@@ -1,4 +1,4 @@
-"""What it costs to score blocks by bounds and by codes: `python -m tests.e2e.bench.selectors`."""
+"""The cost of scoring blocks by bounds and by codes: `python -m tests.e2e.bench.selectors`."""
 
 from __future__ import annotations
 

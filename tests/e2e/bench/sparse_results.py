@@ -1,7 +1,7 @@
-"""What was measured of sparse methods: ratios to dense attention beside what memory bandwidth promises.
+"""The measurements of sparse methods: ratios to dense attention, and the ratios that memory bandwidth predicts.
 
-Ratios are taken within a round, where both sides were measured one right after the other, and the median over rounds is
-told. Rounds in which other processes disturbed one of the two do not count, as long as there are others.
+Ratios are taken within a round, in which both sides were measured in succession; the result is the median over
+rounds. Rounds in which other processes disturbed a side count only if there are no others.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Group:
         length: Tokens of the prompt.
         budget: The share of them that a decode step may read, 0 to 1; 1 where nothing is left out.
         samples: In the order in which they were taken.
-        failures: By side, why it was not measured.
+        failures: Why a side was not measured, by side.
         bandwidth: Bytes per second at which an engine reads memory; 0 if it was not measured.
-        prefill_s: By side, the seconds that its prompt took.
-        most: By side, the most KV blocks that its request held between the steps of its prompt.
-        held: By side, the blocks that it held at the end.
-        tokens: By side, what it generated.
+        prefill_s: The seconds of the prompt, by side.
+        most: The maximum KV blocks that the request held between the steps of its prompt, by side.
+        held: The blocks that it held at the end, by side.
+        tokens: The generated tokens, by side.
     """
 
     length: int
@@ -86,7 +86,7 @@ def attention(sample: Sample) -> float:
 
 
 def predicted(group: Group, side: str, dense: str) -> tuple[float, float]:
-    """What the bytes promise, if attention and selection are nothing but reading them.
+    """Return the prediction by bytes read, as if attention and selection only read memory.
 
     Bytes are those of the keys and values within the budget and, where something is left out, of the bounds of all
     blocks: of each a least and a greatest key. The rest of a step is taken to be what it is with dense attention.

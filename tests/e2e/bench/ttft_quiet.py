@@ -1,4 +1,4 @@
-"""Waiting for a quiet machine, and how much of it others used while something was measured."""
+"""Wait for a quiet machine, and measure the load by other processes during a measurement."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: The machine is quiet when it used less than this share of one processor for this many seconds.
+#: The machine is quiet if it has used less than this share of one CPU for this many seconds.
 SHARE, SECONDS = 0.15, 0.2
-#: Seconds after which a measurement goes on without quiet, and how many of these there are in all.
+#: The maximum wait for one measurement, and for all together, in seconds.
 EACH, ALL = 20.0, 3600.0
-#: A measurement is disturbed when others used more than these seconds of a processor, and this share of all of them.
+#: A measurement counts as disturbed if others used more than these CPU seconds, and this share of all CPUs.
 OTHERS_SECONDS, OTHERS_SHARE = 0.03, 0.05
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Quiet:
-    """Waits as long as it may; on a machine that is never quiet, `ALL` seconds and no more."""
+    """Waits for a quiet machine; at most `ALL` seconds in total."""
 
     def __init__(self) -> None:
         self._left = ALL
 
     def wait(self) -> None:
-        """Return when the machine is quiet, or there is no more waiting."""
+        """Return when the machine is quiet, or the time is up."""
         begin = time.monotonic()
         limit = begin + min(EACH, self._left)
         before = machine_seconds()
@@ -41,10 +41,10 @@ class Quiet:
 
 
 class Others:
-    """What others do on this machine, from here to `share`.
+    """The CPU use of other processes on this machine since its creation.
 
     Args:
-        groups: The process groups that are not others; this process is none either.
+        groups: The process groups that do not count as others; nor does this process.
     """
 
     def __init__(self, groups: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class Others:
         self._begin, self._busy = time.monotonic(), self._used()
 
     def used(self) -> tuple[float, bool]:
-        """The share of all processors that others used, 0 to 1, and whether that is enough to disturb."""
+        """Return the share of all CPUs that others used, 0 to 1, and whether it disturbs a measurement."""
         seconds = (time.monotonic() - self._begin) * (os.cpu_count() or 1)
         used = max(0.0, self._used() - self._busy)
         return used / seconds, used > OTHERS_SECONDS + OTHERS_SHARE * seconds
@@ -63,13 +63,13 @@ class Others:
 
 
 def machine_seconds() -> float:
-    """What the processors have done since they started, all together."""
+    """Return the busy seconds of all CPUs since boot."""
     user, nice, system, _idle, _wait, *rest = _numbers(Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0])
     return (user + nice + system + sum(rest[:3])) / _TICKS
 
 
 def group_seconds(group: int) -> float:
-    """What the living processes of a process group have used."""
+    """Return the CPU seconds of a process group's running processes."""
     ticks = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

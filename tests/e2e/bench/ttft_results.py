@@ -1,8 +1,8 @@
-"""What was measured, the ratios that the goals name, and whether the first tokens agree.
+"""The measurements, the ratios of the goals, and the comparison of first tokens.
 
-A ratio is taken within a round, where both of its sides were asked one after the other; what is told is the median over
-all rounds, of every group that a side was in. Rounds in which other processes disturbed one of the two do not count, as
-long as there are others.
+A ratio is taken within a round, in which both of its sides ran in succession; the result is the median over
+all rounds of every group with both. Rounds in which other processes disturbed a side count only if
+there are no others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ALL_OURS = (OURS, OURS_CACHE, OURS_LAYERWISE)
 MOST_FOR_SAVING, MOST_PLAIN_READS, MOST_DELAY = 1.03, 1.25, 1.05
-#: The three in which ours has to be ahead of every peer.
+#: The three phases in which ours must be faster than every peer.
 COMPARED = {COLD: "cold with saving", RESTART: "loaded after a restart", NEXT: "next request while saving"}
 
 
@@ -125,7 +125,7 @@ def _goals(results: Results, ours: str, length: int) -> Iterator[Figure]:
 
 
 def _beyond_the_hit(results: Results, side: str, length: int) -> list[float]:
-    """What loading cost, in plain reads of the same bytes, in each round."""
+    """Return the cost of loading in each round, relative to plain reads of the same bytes."""
     found = []
     for group in range(len(results.groups)):
         loaded = results.of(group, side, RESTART, length)
@@ -140,5 +140,5 @@ def _beyond_the_hit(results: Results, side: str, length: int) -> list[float]:
 
 
 def _undisturbed(values: list[tuple[float, bool]]) -> list[float]:
-    """The values that nothing disturbed; all of them if there are none."""
+    """Return the undisturbed values, or all if there are none."""
     return [value for value, disturbed in values if not disturbed] or [value for value, _ in values]

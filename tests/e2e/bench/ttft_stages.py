@@ -1,7 +1,7 @@
-"""What is asked of the engines, in which order, and what they answered.
+"""The order of the measurements on the engines, and their samples.
 
-Within a round every side is asked the same, each in its turn, the first of one round last in the next; so whatever else
-the machine does slows all alike. Round 0 warms up and is not kept.
+Within a round every side runs the same in turn, and the first of one round is last in the next, so that other load
+on the machine affects all equally. Round 0 is a warm-up and is not kept.
 """
 
 from __future__ import annotations

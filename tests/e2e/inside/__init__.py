@@ -1,1 +1,1 @@
-"""Scripts that run in an environment with vLLM; each stands alone, so that `ucm` comes from the installed wheel."""
+"""Scripts that run in an environment with vLLM; each is self-contained, so that `ucm` is the installed wheel's."""

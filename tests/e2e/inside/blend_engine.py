@@ -1,4 +1,4 @@
-"""One engine with BlendConnector, asked in several ways: `blend_engine.py SPECIFICATION RESULTS`, both JSON.
+"""Run one engine with several settings of BlendConnector: `blend_engine.py SPECIFICATION RESULTS`, both JSON.
 
 The specification has ``engine`` (arguments of ``LLM``), ``chunks`` (each is stored by a request of its own),
 ``prompts`` (each with ``prompt`` and ``marks``) and ``ways``: for each, either ``null``, which computes all, or what of
@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-#: Seconds in which what was saved becomes visible.
+#: The time limit for saved chunks to become visible, in seconds.
 SAVED = 60.0
 
 
@@ -75,7 +75,7 @@ def _turn_wrongly(caches: Any) -> None:
 
 
 class _Counts:
-    """Adds up what a worker counts from here on."""
+    """Sums a worker's counters from now on."""
 
     def __init__(self, worker: Any) -> None:
         self.reused = self.computed = self.failures = 0

@@ -1,7 +1,7 @@
 """Block top-k that does all of its work, checks it against the KV cache, and then reads everything.
 
-So an engine with it must give a dense engine's tokens, and any stale representative is a failure that its log tells. In
-some steps it fails on purpose, where it is alone: one of several ranks cannot be dense by itself, and ends the engine.
+An engine with it must generate a dense engine's tokens, and its log reports stale representatives as failures. In
+some steps it fails on purpose if it has a single rank: one of several ranks cannot be dense alone, and ends the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ucm.sparse.topk.method import BlockTopK
 from ucm.sparse.topk.representatives import KeyBounds
 
 INJECTED = "a failure on purpose"
-#: Of the restricted steps, by their number; the first one stays whole.
+#: The numbers of the restricted steps that fail; the first restricted step does not.
 FAILING = (20, 21, 60)
 
 
@@ -38,7 +38,7 @@ class CheckedTopK(BlockTopK):
         return self.attention.restricted(layer_name, attn_metadata, table.clone(), lens.clone(), int(lens.max()))
 
     def _check_representatives(self, layer_name: str, kv_cache: Any, tables: Any) -> None:
-        """What is kept of each candidate is what its keys say now."""
+        """Check that each candidate's representative matches its current keys."""
         import torch  # noqa: PLC0415
 
         made = self._representatives[layer_name]
@@ -50,7 +50,7 @@ class CheckedTopK(BlockTopK):
             assert _same(made, now, ids), f"stale representatives in {layer_name}"
 
     def _check_rows(self, plan: Any, restricted: Any, table: Any) -> None:
-        """Each sparse row reads blocks of its own, in order, its newest last; each dense row all of its own."""
+        """Check that sparse rows read their own blocks in order, newest last, and dense rows all of theirs."""
         size = plan.budget.block_size
         sparse = set(plan.rows.tolist())
         for row, after in enumerate(plan.seq_lens.tolist()):
@@ -66,7 +66,7 @@ class CheckedTopK(BlockTopK):
 
 
 def _same(made: Any, now: Any, ids: Any) -> bool:
-    """Whether these are the same; of codes a bit in a hundred may differ, where a turned key is next to nothing."""
+    """Return whether these are equal; one in a hundred bits of codes may differ, for projections near zero."""
     import torch  # noqa: PLC0415
 
     if isinstance(made, KeyBounds):

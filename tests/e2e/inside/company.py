@@ -1,8 +1,8 @@
-"""An engine in this process that answers the same requests in different company: `company.py SPEC RESULT`, JSON files.
+"""Run the same requests alone and among others, on an engine in this process: `company.py SPEC RESULT`, JSON files.
 
-Each phase is a list of requests, which arrive before the step that they name. A request may go on from another one's
-answer. Of each is told what it generated, how many tokens of it were found, and how often it was preempted after it had
-begun to answer.
+Each phase is a list of requests, each with the step before which it arrives. A request may continue another one's
+answer. The result has each request's generated tokens, hit tokens, and number of preemptions after it had started to
+generate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LABELS = {"kernel", "outcome"}
 
 
 class Engine:
-    """One ``LLM``, and what it has answered."""
+    """One ``LLM`` and its answers."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - after the arguments are read
@@ -31,7 +31,7 @@ class Engine:
         self._params = SamplingParams
         self._told: dict[str, list[dict[str, Any]]] = {}
         core = getattr(self._engine.engine_core, "engine_core", None)
-        #: None where the scheduler is in another process.
+        #: None if the scheduler is in another process.
         self._scheduler = getattr(core, "scheduler", None)
 
     def phase(self, name: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -58,11 +58,11 @@ class Engine:
         return [*found, {"preempted": sum(answering.values())}]
 
     def close(self) -> None:
-        """End it as a server ends: what waits is saved first. Up to 0.27.1 at least, nothing else does so in here."""
+        """End it like a server, which first completes saves; up to 0.27.1 at least, an in-process engine does not."""
         self._engine.engine_core.shutdown()
 
     def _begun(self, request: dict[str, Any]) -> list[int]:
-        """What a request goes on from: another's prompt and answer."""
+        """Return the prompt and answer that a request continues."""
         if "continues" not in request:
             return []
         phase, number = request["continues"]
@@ -72,7 +72,7 @@ class Engine:
 
 
 def exported() -> dict[str, float]:
-    """What this process exports of a sparse method: each series' value, by its name and its labels but vLLM's own."""
+    """Return this process's exported series of a sparse method, by name and labels except vLLM's own."""
     return {
         ".".join([sample.name, *(value for label, value in sample.labels.items() if label in LABELS)]): sample.value
         for family in import_module("prometheus_client").REGISTRY.collect()  # vLLM brings it
@@ -82,7 +82,7 @@ def exported() -> dict[str, float]:
 
 
 def main(spec_file: Path, result_file: Path) -> None:
-    """Start the engine, run the phases, tell what came of them."""
+    """Start the engine, run the phases, write the results."""
     spec = json.loads(spec_file.read_text(encoding="utf-8"))
     engine = Engine(spec["engine"])
     result = {name: engine.phase(name, requests) for name, requests in spec["phases"].items()}

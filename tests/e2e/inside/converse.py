@@ -1,7 +1,7 @@
-"""An engine that does as it is told: `converse.py ARGUMENTS`, those of ``LLM`` as a JSON file.
+"""An engine that executes commands: `converse.py ARGUMENTS`, the arguments of ``LLM`` in a JSON file.
 
 `tests.e2e.prefix_engine` writes commands to the standard input, one JSON list per line, and reads one JSON object per
-line from the standard output; whatever vLLM and its libraries print goes where the standard error goes.
+line from the standard output; the output of vLLM and its libraries goes to the standard error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMON_LABELS = ("model_name", "engine")
 
 
 class Engine:
-    """One ``LLM`` and what it can be told."""
+    """One ``LLM`` and its commands."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - the standard output is vLLM's until here
@@ -36,7 +36,7 @@ class Engine:
             self._count_all_steps()
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Answer requests, all handed over at once; the answers are in their order."""
+        """Answer requests, all submitted at once; the answers are in their order."""
         begin = time.perf_counter()
         answers: dict[str, dict[str, Any]] = {}
         aborts: dict[str, int] = {}
@@ -58,7 +58,7 @@ class Engine:
         return list(answers.values())
 
     def counters(self) -> dict[str, float]:
-        """vLLM's counters and the connector's, by name and labels, as Prometheus would be told them."""
+        """Return vLLM's counters and the connector's, by name and labels, as exported to Prometheus."""
         found = {}
         for family in import_module("prometheus_client").REGISTRY.collect():
             for sample in family.samples:
@@ -69,7 +69,7 @@ class Engine:
         return found
 
     def reset(self) -> bool:
-        """Empty the engine's own prefix cache."""
+        """Reset the engine's own prefix cache."""
         return bool(self._llm.reset_prefix_cache())
 
     def reload(self, path: str) -> None:
@@ -77,7 +77,7 @@ class Engine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def scale(self, name: str, factor: float) -> None:
-        """Multiply one parameter in place, past torch's count of changes; in an engine of one process."""
+        """Multiply one parameter in place, bypassing torch's version counter; in an engine of one process."""
 
         def scaled(worker: Any) -> None:
             worker.model_runner.get_model().get_parameter(name).data.mul_(factor)
@@ -104,7 +104,7 @@ def _is_detail(sample: Any) -> bool:
 
 
 def _take(answer: dict[str, Any], output: Any, seconds: float) -> None:
-    """Note what is new of a request."""
+    """Record a request's new output."""
     completion = output.outputs[0]
     answer["tokens"] = list(completion.token_ids)
     answer["cached"] = output.num_cached_tokens
@@ -117,7 +117,7 @@ def _take(answer: dict[str, Any], output: Any, seconds: float) -> None:
 
 
 def main(arguments: Path) -> None:
-    """Start the engine, say so, obey until the input ends."""
+    """Start the engine, report it, and execute commands until the input ends."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
         os.dup2(2, 1)
         begin = time.perf_counter()

@@ -1,6 +1,6 @@
 """ESA that offloads from the first block on and keeps nothing of it: every block that is read comes back.
 
-With a budget that holds all, ESA itself would leave every request as it is.
+With a budget for the whole context, ESA itself would offload nothing.
 """
 
 from __future__ import annotations

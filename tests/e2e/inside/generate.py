@@ -11,7 +11,7 @@ from typing import Any
 
 
 def main(spec_file: Path, result_file: Path) -> None:
-    """Start the engine, run the phases, tell what came of them."""
+    """Start the engine, run the phases, write the results."""
     spec = json.loads(spec_file.read_text(encoding="utf-8"))
     begin = time.perf_counter()
     from vllm import LLM  # noqa: PLC0415 - part of the start that is timed

@@ -1,4 +1,4 @@
-"""Workers that are not vLLM's own: named as ``worker_cls``."""
+"""Workers other than vLLM's own, for ``worker_cls``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from vllm.v1.worker import cpu_worker
 
 
 class OwnWorker(cpu_worker.CPUWorker):  # type: ignore[misc]
-    """A worker as other platforms have it: it sets its ranks up by itself, past vLLM's function for that."""
+    """A worker like other platforms': it sets up its ranks itself instead of with vLLM's function."""
 
     def init_device(self) -> None:
-        """The ranks by a function of its own; the rest is vLLM's."""
+        """Set up the ranks with its own function; the rest is vLLM's."""
         with mock.patch.object(cpu_worker, "init_worker_distributed_environment", _set_up):
             super().init_device()
 
 
 class Forgetful(cpu_worker.CPUWorker):  # type: ignore[misc]
-    """Goes on with a model runner that nobody has told of a method, as after hooks that never fired."""
+    """Replaces its model runner by one without a method, as if hooks had never fired."""
 
     def load_model(self, *arguments: Any, **keywords: Any) -> None:
-        """And forgets."""
+        """Load the model, then drop the method."""
         super().load_model(*arguments, **keywords)
         del self.model_runner._ucm_sparse_method
 

@@ -1,4 +1,4 @@
-"""A general plugin of vLLM that tells from inside each process which vLLM modules it has loaded, and from where."""
+"""A vLLM general plugin that reports the vLLM modules loaded in each process, and their origins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIRECTORY = "UCM_E2E_REPORTS"
 
 
 def register() -> None:
-    """Wait in the background until a report is wanted; vLLM calls this in each of its processes, perhaps repeatedly."""
+    """Wait in the background for a report request; vLLM calls this in each of its processes, perhaps repeatedly."""
     if not any(thread.name == __name__ for thread in threading.enumerate()):
         threading.Thread(target=_report_when_asked, name=__name__, daemon=True).start()
 

@@ -18,7 +18,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def serve(engines: dict[str, Any], requests: list[dict[str, Any]]) -> dict[str, list[list[int]]]:
-    """What each engine makes of the requests, all of which arrive at once."""
+    """Return each engine's answers to the requests, all of which arrive at once."""
     from vllm import SamplingParams  # noqa: PLC0415 - vLLM is imported when the first engine starts
 
     found: dict[str, list[list[int]]] = {}

@@ -53,7 +53,7 @@ class Observed:
 
 
 def main(spec_file: Path, result_file: Path) -> None:
-    """Start the engine, run the phases, tell what came of them."""
+    """Start the engine, run the phases, write the results."""
     spec = json.loads(spec_file.read_text(encoding="utf-8"))
     engine = Observed(spec["engine"])
     result = {name: engine.phase(name, requests) for name, requests in spec["phases"].items()}

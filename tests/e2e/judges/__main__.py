@@ -1,4 +1,4 @@
-"""Judge selectors: what small models answer that read no more than a selector leaves them."""
+"""Evaluate block selectors by the answers of small models that read only the selected blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure what sparse methods lose on the needle task, against dense attention and against the budget."""
+"""Measure the accuracy that sparse methods lose on the needle task, against dense attention, by budget."""
 
 from __future__ import annotations
 

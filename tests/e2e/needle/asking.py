@@ -1,4 +1,4 @@
-"""Ask real engines, and count the right answers."""
+"""Run the questions on real engines, and count the right answers."""
 
 from __future__ import annotations
 

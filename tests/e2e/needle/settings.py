@@ -1,4 +1,4 @@
-"""Which methods are measured, and how each is told its budget."""
+"""The measured methods, and their options for a budget."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 #: Tokens in a block of the engines that are asked.
 BLOCK = 32
 DENSE = "dense"
-#: What is no method to attend sparsely: these read the whole context, and have no budget.
+#: Methods that are not sparse: they read the whole context, and have no budget.
 _NO_METHODS = {"Probe", "ReRoPE", "LeakyReRoPE"}
-#: In options that a user gives, as a string, the budget in tokens; what stands behind it is added.
+#: A placeholder in user options for the budget in tokens, as a string; a number after it is added.
 BUDGET = "$budget"
 
 
 def _block_topk(tokens: int, block: int) -> dict[str, Any]:
-    """No layer is dense: these models have few, and what is measured is the method."""
+    """No layer is dense: these models have few layers, and the method itself is measured."""
     return {"token_budget": tokens, "sink_tokens": block, "recent_tokens": block, "dense_layers": 0}
 
 
@@ -31,7 +31,7 @@ def _sink_window(tokens: int, block: int) -> dict[str, Any]:
 
 
 def _esa(tokens: int, block: int) -> dict[str, Any]:
-    """Its own budget is for what it retrieves, beside the sinks and a window of two blocks."""
+    """Its own budget covers retrieved blocks, in addition to the sinks and a window of two blocks."""
     return {"sink_tokens": block, "window_tokens": 2 * block, "token_budget": max(1, tokens - 3 * block)}
 
 

@@ -1,7 +1,7 @@
-"""A stand-in for torch-npu, which cannot be imported without an NPU's libraries: any name in it is there, and inert.
+"""A stand-in for torch-npu, which cannot be imported without an NPU's libraries: it has every name, all inert.
 
-It lets the modules of vLLM Ascend be imported on a CPU, so that its schedulers run in a real engine. Nothing that it
-stands for is ever computed with.
+It makes the modules of vLLM Ascend importable on a CPU, so that its schedulers run in a real engine. No computation
+uses it.
 """
 
 from __future__ import annotations
