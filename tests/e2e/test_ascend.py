@@ -6,19 +6,20 @@ torch-npu is a stand-in (`inside/torch_npu`), and the platform is vLLM's CPU, so
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.e2e.engine import IN_PROCESS, Run, run_engine, variables
 from tests.e2e.model import VOCABULARY
+from tests.e2e.prefix_engine import connector, posix
 from ucm.sparse.probe import read_reports
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.e2e.environment import Environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.older]
@@ -143,6 +144,65 @@ def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Pat
     assert tight.phases["crowd"]["counters"][PREEMPTIONS] > 0
     assert roomy.phases["alone"]["counters"][PREEMPTIONS] == 0
     assert tight.tokens["crowd"] == roomy.tokens["alone"]
+
+
+#: Each a fraction of the longest request, in blocks of 32 tokens.
+METHODS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "SinkWindow": {"SinkWindow": {"sink_tokens": 32, "window_tokens": 96, "prefill": "window"}},
+    "GSAOnDevice": {"GSAOnDevice": {"token_budget": 192, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}},
+    "ESA": {"ESA": {"token_budget": 128, "sink_tokens": 32, "window_tokens": 64}},
+}
+ATTENTION = "attention: AscendAttentionBackendImpl"
+INSIDE = Path(__file__).parent / "inside"
+ON_CPU = "[vllm.general_plugins]\nascend_on_cpu = ascend_on_cpu:register\n"
+
+
+def run_with(ascend: Environment, directory: Path, engine: dict[str, Any], *, of_ascend: bool) -> Run:
+    """Run an engine whose attention is vLLM Ascend's, or vLLM's own for the CPU."""
+    if of_ascend:
+        about = directory / "plugin" / "ascend_on_cpu-0.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ascend-on-cpu\nVersion: 0\n", encoding="utf-8")
+        (about / "entry_points.txt").write_text(ON_CPU, encoding="utf-8")
+        shutil.copy(INSIDE / "ascend_on_cpu.py", directory / "plugin")
+    else:
+        directory.mkdir(parents=True)
+    done = run_engine(ascend, directory, engine=engine, switches=IN_PROCESS, batches=lengths())
+    assert done.code == 0, done.log[-3000:]
+    return done
+
+
+def lengths() -> dict[str, Any]:
+    """Prompts of several lengths in one batch, the same again, where vLLM has most of each, and one of them alone."""
+    source = random.Random(2)  # noqa: S311 - prompts, no secrets
+    params = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    prompts = [[source.randrange(3, VOCABULARY) for _ in range(length)] for length in (30, 500, 90, 300)]
+    crowd = [{"prompt": prompt, "params": params} for prompt in prompts]
+    return {"crowd": [crowd], "again": [crowd], "alone": [crowd[1:2]]}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_on_vllm_ascends_attention(ascend: Environment, tmp_path: Path, name: str) -> None:
+    """Its own metadata and implementation, with torch in the place of the NPU's kernels: the tokens of vLLM's own."""
+    engine = {"additional_config": {"ucm_sparse_config": METHODS[name]}}
+    own = run_with(ascend, tmp_path / "own", engine, of_ascend=False)
+    found = run_with(ascend, tmp_path / "ascend", engine, of_ascend=True)
+    assert found.tokens == own.tokens
+    assert (ATTENTION in found.log, ATTENTION in own.log) == (True, False)
+
+
+def test_a_prefix_is_saved_and_loaded_where_keys_and_values_are_two_tensors(
+    ascend: Environment, tmp_path: Path
+) -> None:
+    """The second engine finds what the first one saved."""
+    stored = {"kv_transfer_config": connector(posix(tmp_path / "store"), "UCMConnector")["kv_transfer_config"]}
+    reference = run_with(ascend, tmp_path / "reference", {}, of_ascend=True)
+    cold = run_with(ascend, tmp_path / "cold", stored, of_ascend=True)
+    warm = run_with(ascend, tmp_path / "warm", stored, of_ascend=True)
+    assert reference.tokens == cold.tokens == warm.tokens
+    assert cold.phases["crowd"]["cached"] == [0, 0, 0, 0]
+    assert warm.phases["crowd"]["cached"] == [0, 480, 64, 288]
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,10 @@ class AttentionView(Protocol):
         """The number of tokens in a block of the metadata's block table and of ``kv_cache``."""
         ...
 
+    def num_blocks(self, layer_name: str, kv_cache: Tensor) -> int:
+        """The number of blocks in ``kv_cache``."""
+        ...
+
     def block_table(self, attn_metadata: Any) -> Tensor:
         """``[num_reqs or more, max_blocks]``, int32: the blocks of each request, in the order of its tokens."""
         ...

@@ -66,6 +66,10 @@ class FakeView:
         del layer_name
         return int(kv_cache.shape[2])
 
+    def num_blocks(self, layer_name: str, kv_cache: torch.Tensor) -> int:
+        del layer_name
+        return int(kv_cache.shape[1])
+
     def block_table(self, attn_metadata: Metadata) -> torch.Tensor:
         return attn_metadata.block_table
 

@@ -393,7 +393,7 @@ class OffloadedReader:
             )
         for name in copies.layer_names:
             cache, bounds = self.caches[name], offloaded.bounds[name]
-            ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache.device)
+            ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache[0].device)  # one tensor, or two
             bounds.append(ids[bounds.size - offloaded.stored :], partial(self.attention.read_keys, name, cache))
         self._store.save(released.admission, released.first, copies.read(released.block_ids))
         offloaded.stored += len(released.block_ids)

@@ -314,7 +314,7 @@ class BlockTopK(SparseMethod):
         found = self._representatives.get(layer_name)
         if found is None:
             keys = self.attention.read_keys(layer_name, kv_cache, any_block)
-            num_blocks = kv_cache.numel() // (2 * keys.numel())
+            num_blocks = self.attention.num_blocks(layer_name, kv_cache)
             found = self._representatives[layer_name] = SELECTORS[self._options.selector](num_blocks, keys)
         return found
 

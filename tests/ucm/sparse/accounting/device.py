@@ -88,6 +88,9 @@ class Device:
         del layer_name, kv_cache
         return self.size
 
+    def num_blocks(self, layer_name: str, kv_cache: Any) -> int:
+        raise NotImplementedError
+
     def block_table(self, attn_metadata: Any) -> Any:
         return attn_metadata.block_table
 

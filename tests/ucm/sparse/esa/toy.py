@@ -143,6 +143,10 @@ class Device:
         del layer_name
         return int(kv_cache.shape[2])
 
+    def num_blocks(self, layer_name: str, kv_cache: torch.Tensor) -> int:
+        del layer_name
+        return int(kv_cache.shape[0])
+
     def block_table(self, attn_metadata: Any) -> Any:
         return attn_metadata.block_table
 

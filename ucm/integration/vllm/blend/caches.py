@@ -68,6 +68,13 @@ class LayerCaches:
         self._config = vllm_config
         self._view = AttentionLayers(vllm_config)
         self.names = sorted(kv_caches, key=_place)
+        for name in self.names:
+            if isinstance(kv_caches[name], (tuple, list)):
+                raise UnsupportedModelError(
+                    "blending does not serve a KV cache with one tensor for keys and another for values",
+                    where=f"layer {name}",
+                    fix=OTHER,
+                )
         self._caches = {name: kv_caches[name] for name in self.names}
         self._layers = {name: vllm_config.compilation_config.static_forward_context[name] for name in self.names}
         first = self._layers[self.names[0]]

@@ -1,7 +1,8 @@
 """Locate the bytes of a KV block in the tensors that vLLM registers.
 
-A layer's tensor holds all blocks of that layer. Two orders are supported: *blocks first*, ``(num_blocks, …)``, and
-*planes first*, ``(2, num_blocks, …)`` with one plane for K and one for V. All further dimensions (heads before or after
+A layer has one tensor, or one for K and one for V (vLLM Ascend), which hold all blocks of that layer. Two orders are
+supported: *blocks first*, ``(num_blocks, …)``, and *planes first*, ``(2, num_blocks, …)`` with one plane for K and one
+for V. All further dimensions (heads before or after
 tokens, K and V interleaved, packed for an instruction set) stay inside the block and are copied unchanged. The strides
 determine which byte ranges a block covers, also if all layers are views of one allocation. vLLM may split a block into
 several blocks for its kernels, so that the tensor has a multiple of ``num_blocks`` rows.
@@ -22,7 +23,7 @@ from ucm.integration.vllm.connector.failures import UnknownLayoutError
 from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucm.integration.vllm.connector.groups import CacheGroup
 
@@ -30,11 +31,10 @@ PLANES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLayout:
-    """The byte ranges of one layer's blocks within the storage of its tensor.
+class TensorLayout:
+    """The byte ranges of blocks within the storage of one tensor.
 
     Args:
-        name: The layer's name in vLLM.
         num_blocks: The number of blocks.
         start: The byte offset of block 0 in the storage.
         block_stride: Bytes from one block to the next.
@@ -44,7 +44,6 @@ class LayerLayout:
             between the ranges are not in it, because they may depend on the number of blocks.
     """
 
-    name: str
     num_blocks: int
     start: int
     block_stride: int
@@ -61,27 +60,76 @@ class LayerLayout:
         return tuple(offsets)
 
     @property
+    def end(self) -> int:
+        """The byte offset behind the last block in the storage."""
+        return self.start + (self.num_blocks - 1) * self.block_stride + self.offsets[-1] + self.nbytes
+
+    @property
     def block_bytes(self) -> int:
-        """The bytes of one block in this layer."""
+        """The bytes of one block in this tensor."""
         return prod(count for count, _ in self.outer) * self.nbytes
 
 
-def layer_layout(name: str, tensor: Any, num_blocks: int | None, page_size_bytes: int | None) -> LayerLayout:
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Where the blocks of one layer lie.
+
+    Args:
+        name: The layer's name in vLLM.
+        parts: One layout per tensor; a block's bytes are those of its parts, one after the other.
+    """
+
+    name: str
+    parts: tuple[TensorLayout, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block in this layer."""
+        return sum(part.block_bytes for part in self.parts)
+
+    @property
+    def description(self) -> str:
+        """The dtype and memory order of a block's content, as text; part of the fingerprint."""
+        return " + ".join(part.description for part in self.parts)
+
+
+def tensors_of(kv_cache: Any) -> tuple[Any, ...]:
+    """Return the tensors of a layer's KV cache: vLLM registers one, vLLM Ascend one for K and one for V."""
+    return tuple(kv_cache) if isinstance(kv_cache, (tuple, list)) else (kv_cache,)
+
+
+def layer_layout(name: str, kv_cache: Any, num_blocks: int | None, page_size_bytes: int | None) -> LayerLayout:
     """Derive a layer's layout and check it against the cache configuration.
 
     Args:
         name: The layer's name.
-        tensor: The layer's KV cache, a ``torch.Tensor`` of at least two dimensions.
+        kv_cache: The layer's KV cache: a ``torch.Tensor`` of at least two dimensions, or several of them.
         num_blocks: Blocks that the KV-cache manager allocates from; None in releases that do not provide the number in
             time.
         page_size_bytes: The size of a block of the layer in bytes, without padding, by the KV-cache configuration; None
             where the release does not provide it.
 
     Raises:
-        UnknownLayoutError: If the tensor fits no known order, fits both, or contradicts the configuration.
+        UnknownLayoutError: If a tensor fits no known order, fits both, or contradicts the configuration.
     """
+    parts = tuple(_tensor_layout(name, tensor, num_blocks) for tensor in tensors_of(kv_cache))
+    layout = LayerLayout(name, parts)
+    if page_size_bytes is not None and layout.block_bytes != page_size_bytes:
+        raise UnknownLayoutError(
+            f"a block of the layer has {layout.block_bytes} bytes in its tensor but {page_size_bytes} by configuration",
+            where=" + ".join(_shown(name, tensor, num_blocks) for tensor in tensors_of(kv_cache)),
+            fix="report the vLLM release, the platform and this line; run without the connector meanwhile",
+        )
+    return layout
+
+
+def _shown(name: str, tensor: Any, num_blocks: int | None) -> str:
+    return f"{name}: shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())}, {num_blocks} blocks"
+
+
+def _tensor_layout(name: str, tensor: Any, num_blocks: int | None) -> TensorLayout:
     shape, strides, itemsize = list(tensor.shape), list(tensor.stride()), tensor.element_size()
-    where = f"{name}: shape {tuple(shape)}, strides {tuple(strides)}, {num_blocks} blocks"
+    where = _shown(name, tensor, num_blocks)
     if num_blocks is None:
         axis = _only_axis(shape, where)
         num_blocks = shape[axis]
@@ -93,8 +141,7 @@ def layer_layout(name: str, tensor: Any, num_blocks: int | None, page_size_bytes
     dims.append((split, strides[axis], "kernel-block"))
     ordered = sorted((d for d in dims if d[0] > 1), key=lambda d: d[1], reverse=True)
     outer, run = _merge([(size, stride) for size, stride, _ in ordered])
-    layout = LayerLayout(
-        name=name,
+    return TensorLayout(
         num_blocks=num_blocks,
         start=tensor.storage_offset() * itemsize,
         block_stride=block_stride,
@@ -102,13 +149,6 @@ def layer_layout(name: str, tensor: Any, num_blocks: int | None, page_size_bytes
         nbytes=run * itemsize,
         description=f"{tensor.dtype} blocks=dim{axis} {' '.join(f'{dim}:{size}' for size, _, dim in ordered)}",
     )
-    if page_size_bytes is not None and layout.block_bytes != page_size_bytes:
-        raise UnknownLayoutError(
-            f"a block of the layer has {layout.block_bytes} bytes in its tensor but {page_size_bytes} by configuration",
-            where=where,
-            fix="report the vLLM release, the platform and this line; run without the connector meanwhile",
-        )
-    return layout
 
 
 def group_layouts(group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: int | None) -> list[LayerLayout]:
@@ -116,7 +156,7 @@ def group_layouts(group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: i
 
     Args:
         group: The group.
-        kv_caches: The registered tensors by layer name.
+        kv_caches: The registered KV caches by layer name.
         num_blocks: Blocks that the KV-cache manager allocates from.
 
     Raises:
@@ -130,13 +170,13 @@ def group_layouts(group: CacheGroup, kv_caches: Mapping[str, Any], num_blocks: i
             where=", ".join(missing[:4]),
             fix="run this model without a UCM connector",
         )
-    layouts: dict[tuple[int, int], LayerLayout] = {}
+    layouts: dict[tuple[tuple[int, int], ...], LayerLayout] = {}
     for name in names:
-        tensor = kv_caches[name]
+        kv_cache = kv_caches[name]
         # Layers that share one KV cache are registered under each of their names.
-        place = (tensor.data_ptr(), tensor.untyped_storage().data_ptr())
+        place = tuple((tensor.data_ptr(), tensor.untyped_storage().data_ptr()) for tensor in tensors_of(kv_cache))
         if place not in layouts:
-            layouts[place] = layer_layout(name, tensor, num_blocks, group.page_sizes.get(name))
+            layouts[place] = layer_layout(name, kv_cache, num_blocks, group.page_sizes.get(name))
     return list(layouts.values())
 
 
@@ -195,31 +235,35 @@ class HostMemory:
     ) -> None:
         self.group = group
         self.layouts = group_layouts(group, kv_caches, num_blocks)
-        self._offsets = [layout.offsets for layout in self.layouts]
-        self._storages = [_storage(kv_caches[layout.name]) for layout in self.layouts]
-        for layout, storage in zip(self.layouts, self._storages, strict=True):
-            end = layout.start + (layout.num_blocks - 1) * layout.block_stride + layout.offsets[-1] + layout.nbytes
-            if end > len(storage):
-                raise UnknownLayoutError(
-                    f"the last block of the layer ends at byte {end} of a storage of {len(storage)}", where=layout.name
-                )
-        sizes = tuple(layout.nbytes for layout in self.layouts for _ in layout.offsets)
+        #: By layer, each contiguous range of a block: the storage, its start in block 0, block stride and length.
+        self._ranges = [list(_ranges(layout, kv_caches[layout.name])) for layout in self.layouts]
+        sizes = tuple(nbytes for ranges in self._ranges for *_, nbytes in ranges)
         self.geometry = BlockGeometry(sizes, fingerprint(self.layouts, about))
 
     def slice_count(self, layers: int) -> int:
         """Return the number of layer slices of the first ``layers`` layers."""
-        return sum(len(offsets) for offsets in self._offsets[:layers])
+        return sum(len(ranges) for ranges in self._ranges[:layers])
 
     def buffers(self, block_id: int, layers: range) -> list[memoryview]:
         """Return the memory of a block's layer slices, for consecutive layers."""
         found = []
         for index in layers:
-            layout, storage = self.layouts[index], self._storages[index]
-            base = layout.start + block_id * layout.block_stride
-            for offset in self._offsets[index]:
-                start = base + offset
-                found.append(storage[start : start + layout.nbytes])
+            for storage, first, stride, nbytes in self._ranges[index]:
+                start = first + block_id * stride
+                found.append(storage[start : start + nbytes])
         return found
+
+
+def _ranges(layout: LayerLayout, kv_cache: Any) -> Iterator[tuple[memoryview, int, int, int]]:
+    for part, tensor in zip(layout.parts, tensors_of(kv_cache), strict=True):
+        storage = _storage(tensor)
+        if part.end > len(storage):
+            raise UnknownLayoutError(
+                f"the last block of the layer ends at byte {part.end} of a storage of {len(storage)}",
+                where=layout.name,
+            )
+        for offset in part.offsets:
+            yield storage, part.start + offset, part.block_stride, part.nbytes
 
 
 def _storage(tensor: Any) -> memoryview:
@@ -253,9 +297,12 @@ class DeviceMemory:
     ) -> None:
         self.group = group
         self.layouts = group_layouts(group, kv_caches, num_blocks)
-        tensors = [kv_caches[layout.name] for layout in self.layouts]
-        self.device = tensors[0].device
-        self._blocks = [_rows(tensor, layout) for tensor, layout in zip(tensors, self.layouts, strict=True)]
+        self.device = tensors_of(kv_caches[self.layouts[0].name])[0].device
+        #: By layer, a view of each of its tensors with one row per block.
+        self._blocks = [
+            [_rows(tensor, part) for tensor, part in zip(tensors_of(kv_caches[layout.name]), layout.parts, strict=True)]
+            for layout in self.layouts
+        ]
         # Unlike in host memory, each layer of a block is copied as one contiguous range.
         self.geometry = BlockGeometry(
             tuple(layout.block_bytes for layout in self.layouts), fingerprint(self.layouts, {**about, "staged": True})
@@ -274,19 +321,18 @@ class DeviceMemory:
         """Copy blocks to the first rows of the staging memory, asynchronously on the current stream."""
         index = self._index(block_ids)
         for layer in layers:
-            rows = self._blocks[layer].index_select(0, index)
             target = staging[layer][: len(block_ids)]
-            target.copy_(_as_bytes(rows, len(block_ids)), non_blocking=True)
+            target.copy_(_gathered(self._blocks[layer], index), non_blocking=True)
 
     def scatter(self, rows: Sequence[int], block_ids: Sequence[int], layers: range, staging: list[Any]) -> None:
         """Copy staged rows into blocks, asynchronously on the current stream."""
         index = self._index(block_ids)
         for layer in layers:
-            blocks = self._blocks[layer]
             source = staging[layer]
             chosen = source[: len(rows)] if list(rows) == list(range(len(rows))) else source[list(rows)]
             moved = chosen.to(self.device, non_blocking=True)
-            blocks.index_copy_(0, index, moved.view(blocks.dtype).view(len(rows), *blocks.shape[1:]))
+            for blocks, own in zip(self._blocks[layer], _parts(moved, self.layouts[layer]), strict=True):
+                blocks.index_copy_(0, index, own.view(blocks.dtype).view(len(rows), *blocks.shape[1:]))
 
     def _index(self, block_ids: Sequence[int]) -> Any:
         import torch  # noqa: PLC0415 - this package is also imported without torch
@@ -294,8 +340,8 @@ class DeviceMemory:
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
 
 
-def _rows(tensor: Any, layout: LayerLayout) -> Any:
-    """Return a view of a layer's KV cache with one row per block, in the order of the block's bytes."""
+def _rows(tensor: Any, layout: TensorLayout) -> Any:
+    """Return a view of a tensor with one row per block, in the order of the block's bytes."""
     import torch  # noqa: PLC0415 - this package is also imported without torch
 
     places = (layout.start, layout.block_stride, layout.nbytes, *(stride for _, stride in layout.outer))
@@ -308,7 +354,17 @@ def _rows(tensor: Any, layout: LayerLayout) -> Any:
     return flat.as_strided(shape, strides, layout.start // size)
 
 
-def _as_bytes(rows: Any, count: int) -> Any:
+def _gathered(blocks: list[Any], index: Any) -> Any:
+    """Return the bytes of some blocks of a layer, uint8 of shape ``(blocks, block_bytes)``, on the device."""
     import torch  # noqa: PLC0415 - this package is also imported without torch
 
-    return rows.reshape(count, -1).view(torch.uint8)
+    parts = [part.index_select(0, index).reshape(len(index), -1).view(torch.uint8) for part in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _parts(rows: Any, layout: LayerLayout) -> list[Any]:
+    """Split bytes of blocks into those of each tensor of the layer, each flat and aligned."""
+    if len(layout.parts) == 1:
+        return [rows.flatten()]
+    sizes = [part.block_bytes for part in layout.parts]
+    return [part.clone().flatten() for part in rows.split(sizes, dim=1)]

@@ -18,7 +18,7 @@ from ucm.integration.vllm.connector.engine_facts import (
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
 from ucm.integration.vllm.connector.live_weights import LiveAdapters, LiveWeights, running_model
-from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
+from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory, tensors_of
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer
@@ -95,7 +95,9 @@ class WorkerSide:
         # Without the configuration, a worker learns the number of blocks too late.
         num_blocks = None if self._kv_cache_config is None else self._kv_cache_config.num_blocks
         about = {"layout": str(getattr(self._kv_cache_config, "kv_cache_layout", None))}
-        self._on_host = all(kv_cache.device.type == "cpu" for kv_cache in kv_caches.values())
+        self._on_host = all(
+            tensor.device.type == "cpu" for kv_cache in kv_caches.values() for tensor in tensors_of(kv_cache)
+        )
         memory = HostMemory if self._on_host else DeviceMemory
         groups = cache_groups(self._vllm_config, self._kv_cache_config).groups
         self._memories = [memory(group, kv_caches, num_blocks, about) for group in groups]
@@ -196,7 +198,6 @@ class WorkerSide:
             between_steps=policy.between_steps,
             background=policy.background,
         )
-        worker.reports_stored = self._settings.kv_events
         worker.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
         if isinstance(worker, LayerWiseWorker):
             # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.

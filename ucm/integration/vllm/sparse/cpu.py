@@ -56,6 +56,10 @@ class CpuBackend:
         """Tokens in a block."""
         return int(_halves(layer, kv_cache)[0].shape[2])
 
+    def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
+        """Blocks in the cache."""
+        return int(_halves(layer, kv_cache)[0].shape[0])
+
     def restricted(
         self,
         layer: Any,

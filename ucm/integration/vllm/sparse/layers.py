@@ -16,7 +16,8 @@ from ucm.integration.vllm.connector.groups import CacheGroup
 from ucm.integration.vllm.connector.memory import DeviceMemory
 from ucm.integration.vllm.connector.scheduled import admitted_requests
 from ucm.integration.vllm.options import choose_backend
-from ucm.integration.vllm.sparse import paged, requirements
+from ucm.integration.vllm.sparse import ascend, paged, requirements
+from ucm.integration.vllm.sparse.ascend import AscendBackend
 from ucm.integration.vllm.sparse.cpu import CpuBackend
 from ucm.integration.vllm.sparse.paged import PagedBackend
 from ucm.integration.vllm.sparse.rotary import Rotaries
@@ -48,6 +49,10 @@ class Backend(Protocol):
 
     def block_size(self, layer: Any, kv_cache: Tensor) -> int:
         """See `AttentionView.block_size`."""
+        ...
+
+    def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
+        """See `AttentionView.num_blocks`."""
         ...
 
     def restricted(
@@ -116,7 +121,7 @@ class AttentionLayers:
     def __init__(self, vllm_config: Any, runner: Any = None) -> None:
         self._config = vllm_config
         self._runner: Callable[[], Any] = (lambda: None) if runner is None else ref(runner)
-        self._backends: tuple[Backend, ...] = (CpuBackend(vllm_config), PagedBackend())
+        self._backends: tuple[Backend, ...] = (CpuBackend(vllm_config), PagedBackend(), AscendBackend())
         self._found: dict[str, tuple[Any, Backend]] = {}
         self._reads_keys: set[str] = set()
         self._rotaries: Rotaries | None = None
@@ -155,10 +160,16 @@ class AttentionLayers:
         layer, backend = self._layer(layer_name)
         return backend.block_size(layer, kv_cache)
 
+    def num_blocks(self, layer_name: str, kv_cache: Tensor) -> int:
+        """See `AttentionView.num_blocks`."""
+        layer, backend = self._layer(layer_name)
+        return backend.num_blocks(layer, kv_cache)
+
     def block_table(self, attn_metadata: Any) -> Tensor:
         """See `AttentionView.block_table`."""
-        paged.require_restrictable(attn_metadata)
-        table: Tensor = attn_metadata.block_table
+        of = ascend if hasattr(attn_metadata, ascend.TABLE) else paged
+        of.require_restrictable(attn_metadata)
+        table: Tensor = getattr(attn_metadata, of.TABLE)
         return table
 
     def restricted(

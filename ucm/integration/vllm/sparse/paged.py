@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from ucm.sparse.attention import QuerySplit
     from ucm.sparse.partial_attention import Span
 
+#: The field with the block table.
+TABLE = "block_table"
 #: What every served metadata has.
 FIELDS = (
-    *("block_table", "seq_lens", "max_seq_len", "query_start_loc", "max_query_len"),
+    *(TABLE, "seq_lens", "max_seq_len", "query_start_loc", "max_query_len"),
     *("slot_mapping", "num_actual_tokens"),
 )
 #: Implementations whose kernels read exactly the tokens that the replaced fields name.
@@ -66,6 +68,10 @@ class PagedBackend:
     def block_size(self, layer: Any, kv_cache: Tensor) -> int:
         """Tokens in a block."""
         return int(self._keys(layer, kv_cache).shape[1])
+
+    def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
+        """Blocks in the cache."""
+        return int(self._keys(layer, kv_cache).shape[0])
 
     def restricted(
         self,
@@ -203,12 +209,12 @@ def _flash(
     return output, sums.t()
 
 
-def metadata_class(implementation: type[Any]) -> type[Any] | None:
-    """The metadata that an implementation's module defines, if it has a block table per request."""
+def metadata_class(implementation: type[Any], fields: Sequence[str] = FIELDS) -> type[Any] | None:
+    """The metadata that an implementation's module defines, if it has these fields."""
     for member in vars(sys.modules[implementation.__module__]).values():
         if isinstance(member, type) and dataclasses.is_dataclass(member):
             names = {field.name for field in dataclasses.fields(member)}
-            if names.issuperset(FIELDS):
+            if names.issuperset(fields):
                 return member
     return None
 

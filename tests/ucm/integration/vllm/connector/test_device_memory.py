@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import LAYOUTS, layer_views, tensor
 from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
+from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory, tensors_of
 
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 
-if TYPE_CHECKING:
-    from tests.ucm.integration.vllm.connector.tensors import Tensor
-
 BLOCKS = 6
 
 #: KV caches by name: one layer or several, one byte range per block or more, of a multiple of eight bytes or not.
-CACHES = {
+CACHES: dict[str, dict[str, Any]] = {
     "blocks first": {"a": tensor((BLOCKS, 4, 8, 2)), "b": tensor((BLOCKS, 4, 8, 2), dtype="float32")},
     "planes first": {"a": tensor((2, BLOCKS, 8, 4)), "b": tensor((2, BLOCKS, 8, 4), (0, 1, 3, 2))},
     "split for the kernels": {"a": tensor((2 * BLOCKS, 4, 8)), "b": tensor((2, 2 * BLOCKS, 4, 8))},
     "odd sizes": {"a": tensor((BLOCKS, 3, 5), dtype="uint8"), "b": tensor((2, BLOCKS, 7), dtype="uint8", offset=3)},
     "with gaps": {"a": tensor((BLOCKS, 4, 8), gaps=(4, 0, 0)), "b": tensor((BLOCKS, 3, 4), gaps=(0, 8, 0), offset=4)},
+    "keys apart from values": {
+        "a": (tensor((BLOCKS, 4, 8)), tensor((BLOCKS, 4, 8))),
+        "b": (tensor((BLOCKS, 4, 8)), tensor((BLOCKS, 3, 5), dtype="uint8")),
+    },
     **{name: dict(zip("abc", layer_views(name, (3, BLOCKS, 2, 4, 4)), strict=True)) for name in LAYOUTS},
 }
 
 
 @pytest.fixture(params=CACHES)
-def caches(request: pytest.FixtureRequest) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = CACHES[request.param]
+def caches(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = CACHES[request.param]
     return found
 
 
-def memory_of(kind: type[Any], caches: dict[str, Tensor]) -> Any:
-    pages = {name: prod(found.shape) // BLOCKS * found.element_size() for name, found in caches.items()}
+def memory_of(kind: type[Any], caches: dict[str, Any]) -> Any:
+    pages = {
+        name: sum(prod(part.shape) // BLOCKS * part.element_size() for part in tensors_of(found))
+        for name, found in caches.items()
+    }
     return kind(CacheGroup(0, 8, None, pages, tuple(caches)), all_as_torch(caches), BLOCKS, {})
 
 
@@ -47,7 +51,7 @@ def bytes_of(host: HostMemory, block: int, layer: int) -> bytes:
     return b"".join(host.buffers(block, range(layer, layer + 1)))
 
 
-def test_a_gathered_row_is_what_the_host_would_read_in_place(caches: dict[str, Tensor]) -> None:
+def test_a_gathered_row_is_what_the_host_would_read_in_place(caches: dict[str, Any]) -> None:
     device, host = memory_of(DeviceMemory, caches), memory_of(HostMemory, caches)
     assert device.geometry.nbytes == host.geometry.nbytes
     assert device.geometry.fingerprint != host.geometry.fingerprint
@@ -60,7 +64,7 @@ def test_a_gathered_row_is_what_the_host_would_read_in_place(caches: dict[str, T
             assert found == [bytes_of(host, block, layer) for block in blocks]
 
 
-def test_only_the_layers_asked_for_are_gathered(caches: dict[str, Tensor]) -> None:
+def test_only_the_layers_asked_for_are_gathered(caches: dict[str, Any]) -> None:
     device = memory_of(DeviceMemory, caches)
     staging = device.staging(2)
     for rows in staging:
@@ -70,9 +74,10 @@ def test_only_the_layers_asked_for_are_gathered(caches: dict[str, Tensor]) -> No
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [0, 2], [1], [2, 0]])
-def test_scattered_rows_reach_their_blocks_and_nothing_else(caches: dict[str, Tensor], rows: list[int]) -> None:
+def test_scattered_rows_reach_their_blocks_and_nothing_else(caches: dict[str, Any], rows: list[int]) -> None:
     device, host = memory_of(DeviceMemory, caches), memory_of(HostMemory, caches)
-    before = {name: found.raw.copy() for name, found in caches.items()}
+    every = [part for found in caches.values() for part in tensors_of(found)]
+    before = [part.raw.copy() for part in every]
     were = [[bytes_of(host, block, layer) for block in range(BLOCKS)] for layer in range(len(caches))]
     staging = device.staging(3)
     for layer, given in enumerate(staging):
@@ -85,13 +90,13 @@ def test_scattered_rows_reach_their_blocks_and_nothing_else(caches: dict[str, Te
             expected[block] = bytes(staging[layer].numpy()[row])
         assert [bytes_of(host, block, layer) for block in range(BLOCKS)] == expected
     # Neither the gaps nor the memory between the layers of one allocation has changed.
-    for name, found in caches.items():
-        touched = np.zeros(found.raw.size, bool)
-        for other in caches.values():
-            if other.raw is found.raw:
+    for part, was in zip(every, before, strict=True):
+        touched = np.zeros(part.raw.size, bool)
+        for other in every:
+            if other.raw is part.raw:
                 for start in other.places().flat:
                     touched[start : start + other.element_size()] = True
-        assert (found.raw[~touched] == before[name][~touched]).all()
+        assert (part.raw[~touched] == was[~touched]).all()
 
 
 def test_the_host_reads_and_writes_torchs_own_memory() -> None:

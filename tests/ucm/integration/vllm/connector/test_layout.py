@@ -14,7 +14,7 @@ from tests.ucm.integration.vllm.connector.tensors import LAYOUTS, Tensor, layer_
 from ucm.integration.vllm.connector import memory
 from ucm.integration.vllm.connector.failures import UnknownLayoutError
 from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.memory import HostMemory, LayerLayout, fingerprint, group_layouts, layer_layout
+from ucm.integration.vllm.connector.memory import HostMemory, TensorLayout, fingerprint, group_layouts, layer_layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,7 +38,13 @@ ONE_LAYER = {
 }
 
 
-def ranges(layout: LayerLayout, block: int) -> list[range]:
+def part_of(name: str, given_tensor: Tensor, blocks: int | None, page: int | None) -> TensorLayout:
+    """Return the layout of a layer's only tensor."""
+    (part,) = layer_layout(name, given_tensor, blocks, page).parts
+    return part
+
+
+def ranges(layout: TensorLayout, block: int) -> list[range]:
     """Return the byte ranges of a block according to the layout."""
     base = layout.start + block * layout.block_stride
     return [range(base + offset, base + offset + layout.nbytes) for offset in layout.offsets]
@@ -51,7 +57,7 @@ def rows_of(given_tensor: Tensor, blocks: int, axis: int, values: NDArray[np.int
     return moved.reshape(blocks, split, *moved.shape[1:])
 
 
-def check(layout: LayerLayout, given_tensor: Tensor, blocks: int, axis: int) -> None:
+def check(layout: TensorLayout, given_tensor: Tensor, blocks: int, axis: int) -> None:
     places = rows_of(given_tensor, blocks, axis, given_tensor.places())
     taken: set[int] = set()
     for block in range(blocks):
@@ -73,7 +79,7 @@ def test_one_tensor_per_layer(name: str, dtype: str) -> None:
     shape, order, axis = ONE_LAYER[name]
     found = tensor(shape, order, dtype)
     page = prod(shape) // BLOCKS * found.element_size()
-    check(layer_layout("layer", found, BLOCKS, page), found, BLOCKS, axis)
+    check(part_of("layer", found, BLOCKS, page), found, BLOCKS, axis)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -82,7 +88,7 @@ def test_all_layers_in_one_allocation(name: str, padding: int) -> None:
     heads = HEADS if name in {"LBHNC", "LBNHC", "BLHNC", "BLNHC"} or not padding else 1
     views = layer_views(name, (4, BLOCKS, heads, TOKENS, 2 * DIM), padding=padding)
     page = heads * TOKENS * 2 * DIM * 2
-    layouts = [layer_layout(f"layer {i}", view, BLOCKS, page) for i, view in enumerate(views)]
+    layouts = [part_of(f"layer {i}", view, BLOCKS, page) for i, view in enumerate(views)]
     for layout, view in zip(layouts, views, strict=True):
         check(layout, view, BLOCKS, 0)
     taken = [place for layout in layouts for block in range(BLOCKS) for r in ranges(layout, block) for place in r]
@@ -92,7 +98,7 @@ def test_all_layers_in_one_allocation(name: str, padding: int) -> None:
 @pytest.mark.parametrize("name", ["LBHNC", "LBNHC"])
 def test_all_layers_in_one_allocation_with_blocks_split_for_the_kernels(name: str) -> None:
     for view in layer_views(name, (2, BLOCKS, HEADS, TOKENS, 2 * DIM), split=2):
-        layout = layer_layout("layer", view, BLOCKS, HEADS * TOKENS * 2 * DIM * 2)
+        layout = part_of("layer", view, BLOCKS, HEADS * TOKENS * 2 * DIM * 2)
         check(layout, view, BLOCKS, 0)
         assert len(layout.offsets) == 1
 
@@ -100,8 +106,8 @@ def test_all_layers_in_one_allocation_with_blocks_split_for_the_kernels(name: st
 def test_a_contiguous_block_is_one_range_and_planes_are_two() -> None:
     blocks_first = tensor((BLOCKS, HEADS, TOKENS, DIM))
     planes_first = tensor((2, BLOCKS, HEADS, TOKENS, DIM))
-    assert layer_layout("layer", blocks_first, BLOCKS, None).offsets == (0,)
-    assert layer_layout("layer", planes_first, BLOCKS, None).offsets == (0, BLOCKS * HEADS * TOKENS * DIM * 2)
+    assert part_of("layer", blocks_first, BLOCKS, None).offsets == (0,)
+    assert part_of("layer", planes_first, BLOCKS, None).offsets == (0, BLOCKS * HEADS * TOKENS * DIM * 2)
 
 
 @st.composite
@@ -120,17 +126,17 @@ def tensors(draw: st.DrawFn) -> tuple[Tensor, int, int]:
 @given(tensors())
 def test_any_strides(case: tuple[Tensor, int, int]) -> None:
     found, blocks, axis = case
-    check(layer_layout("layer", found, blocks, None), found, blocks, axis)
+    check(part_of("layer", found, blocks, None), found, blocks, axis)
 
 
 @given(tensors(), st.integers(1, 40))
 def test_another_page_size_is_refused(case: tuple[Tensor, int, int], off_by: int) -> None:
     found, blocks, _ = case
     page = prod(found.shape) // blocks * found.element_size()
-    layer_layout("layer", found, blocks, page)
+    part_of("layer", found, blocks, page)
     for wrong in (page - off_by, page + off_by):
         with pytest.raises(UnknownLayoutError, match=f"{page} bytes in its tensor but {wrong} by configuration"):
-            layer_layout("layer", found, blocks, wrong)
+            part_of("layer", found, blocks, wrong)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_another_page_size_is_refused(case: tuple[Tensor, int, int], off_by: int
 )
 def test_unknown_and_ambiguous_orders_are_refused(shape: tuple[int, ...], blocks: int, what: str) -> None:
     with pytest.raises(UnknownLayoutError, match=what) as refused:
-        layer_layout("model.layers.0.attn", tensor(shape), blocks, None)
+        part_of("model.layers.0.attn", tensor(shape), blocks, None)
     assert "model.layers.0.attn" in refused.value.where
     assert str(shape) in refused.value.where
     assert refused.value.fix
@@ -159,20 +165,20 @@ def test_unknown_and_ambiguous_orders_are_refused(shape: tuple[int, ...], blocks
 def test_releases_that_do_not_tell_the_number_of_blocks(shape: tuple[int, ...], axis: int) -> None:
     """Until 0.11.0, none of whose layouts splits blocks for the kernels."""
     found = tensor(shape)
-    layout = layer_layout("layer", found, None, None)
+    layout = part_of("layer", found, None, None)
     assert layout.num_blocks == 9
     check(layout, found, 9, axis)
 
 
 def test_they_are_ambiguous_with_two_blocks() -> None:
     with pytest.raises(UnknownLayoutError, match="either of two places"):
-        layer_layout("layer", tensor((2, 2, 8, 4)), None, None)
+        part_of("layer", tensor((2, 2, 8, 4)), None, None)
 
 
 # The description on which engines must agree.
 
 
-def meaning(found: Tensor, layout: LayerLayout, blocks: int, axis: int) -> list[int]:
+def meaning(found: Tensor, layout: TensorLayout, blocks: int, axis: int) -> list[int]:
     """Return the logical index in its block of each stored element, in the order of the stored bytes."""
     places = rows_of(found, blocks, axis, found.places())[0]
     at = {int(place): number for number, place in enumerate(places.flat)}
@@ -187,7 +193,7 @@ def test_one_description_means_one_order_of_bytes(case: tuple[Tensor, int, int],
     shape = list(found.shape)
     shape[axis] = shape[axis] // old_blocks * blocks
     other = tensor(shape, data.draw(st.permutations(range(len(shape)))), str(found.dtype))
-    first, second = layer_layout("layer", found, old_blocks, None), layer_layout("layer", other, blocks, None)
+    first, second = part_of("layer", found, old_blocks, None), part_of("layer", other, blocks, None)
     same_bytes = meaning(found, first, old_blocks, axis) == meaning(other, second, blocks, axis)
     assert (first.description == second.description) == same_bytes
 
@@ -201,7 +207,7 @@ def test_engines_with_more_or_fewer_blocks_share_them() -> None:
 def test_heads_first_and_tokens_first_are_told_apart() -> None:
     tokens_first, heads_first = tensor((5, 2, TOKENS, HEADS, DIM)), tensor((5, 2, TOKENS, HEADS, DIM), (0, 1, 3, 2, 4))
     first, second = (layer_layout("layer", given_tensor, 5, None) for given_tensor in (tokens_first, heads_first))
-    assert first.offsets == second.offsets
+    assert first.parts[0].offsets == second.parts[0].offsets
     assert first.block_bytes == second.block_bytes
     assert fingerprint([first], {}) != fingerprint([second], {})
 
@@ -234,6 +240,20 @@ def test_layers_that_share_a_cache_are_moved_once() -> None:
     caches = {"a": first, "b": second, "a again": Tensor(first.raw, first.shape, first.strides, first.dtype)}
     found = group_layouts(group("a", "b", "a again", page=64), caches, 5)
     assert [layout.name for layout in found] == ["a", "b"]
+
+
+def test_a_layer_with_a_tensor_for_keys_and_one_for_values() -> None:
+    """As vLLM Ascend registers them; of latent attention the two differ in size."""
+    keys, values = tensor((5, 8, 4)), tensor((5, 8, 2))
+    (found,) = group_layouts(group("a", "a again", page=96), dict.fromkeys(("a", "a again"), (keys, values)), 5)
+    for part, whole in zip(found.parts, (keys, values), strict=True):
+        check(part, whole, 5, 0)
+    assert found.block_bytes == 96
+    swapped = layer_layout("a", [values, keys], 5, 96)
+    assert fingerprint([found], {}) != fingerprint([swapped], {})
+    with pytest.raises(UnknownLayoutError, match="96 bytes in its tensor but 64") as refused:
+        layer_layout("a", (keys, values), 5, 64)
+    assert refused.value.where.count("shape") == 2
 
 
 def test_layers_of_one_allocation_are_all_moved() -> None:

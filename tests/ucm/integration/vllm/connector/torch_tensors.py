@@ -20,6 +20,9 @@ def as_torch(given: Tensor) -> Any:
     return flat.as_strided(given.shape, given.strides, given.offset)
 
 
-def all_as_torch(given: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return views of KV caches, by layer name."""
-    return {name: as_torch(found) for name, found in given.items()}
+def all_as_torch(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return views of KV caches, by layer name; a layer has one tensor, or a tuple of them."""
+    return {
+        name: tuple(map(as_torch, found)) if isinstance(found, tuple) else as_torch(found)
+        for name, found in given.items()
+    }
