@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from ucm.sparse.partial_attention import PartsView
     from ucm.sparse.window_kernel import HeadLayout, WindowKernel
 
-#: Keys that are turned at once: what that takes of memory is bounded, and on a CPU stays in its cache.
+#: The number of keys rotated at once, which bounds the memory and, on a CPU, fits into its cache.
 TURNED_AT_ONCE = 4096
-#: The scheduler's hooks ask every worker whether the method runs there, too.
+#: The scheduler's hooks check that the method also runs in every worker.
 NEEDED = ("ATTENTION", "SCHEDULER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
 
 
@@ -63,7 +63,7 @@ class ReRoPEOptions(MethodOptions):
     training_length: int | None = Field(default=None, ge=2, description="a number of tokens, 2 or more")
 
     def tokens_per_distance(self) -> float:
-        """How many tokens before the window make one more of distance."""
+        """Return the number of tokens before the window per unit of distance."""
         return math.inf
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class LeakyReRoPEOptions(ReRoPEOptions):
 
 
 class ReRoPE(SparseMethod):
-    """Puts attention together from a window and what lies before it; see the module.
+    """Merges attention over a window and over the keys before it; see the module.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -131,7 +131,7 @@ class ReRoPE(SparseMethod):
 
     @classmethod
     def advice(cls, options: Mapping[str, Any]) -> list[str]:
-        """The table of angles, and how far the distances reach."""
+        """Return advice about the rotary table and the range of distances."""
         found = parse_options(cls.options_type, cls.__name__, options)
         leak = found.tokens_per_distance()
         grows = "" if leak == math.inf else f", growing by one for every {leak:g} tokens before the window"
@@ -143,7 +143,7 @@ class ReRoPE(SparseMethod):
         ]
 
     def worker_started(self) -> None:
-        """Refuse an engine that cannot be served."""
+        """Refuse an unsupported engine."""
         self.attention.require_engine()
 
     def layer_seen(self, layer_name: str) -> None:
@@ -154,7 +154,7 @@ class ReRoPE(SparseMethod):
             self._kernel(layer_name, kv_cache)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
-        """Find the step's tokens that see keys before their window."""
+        """Find the step's tokens that read keys before their window."""
         batch = self.attention.batch(runner, scheduler_output, input_batch)
         refuse_asked(batch.asked, self)
         self._replaced.clear()
@@ -166,7 +166,7 @@ class ReRoPE(SparseMethod):
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Spare vLLM the attention of these tokens over all of their keys; what it computes for them is not used."""
+        """Reduce vLLM's attention of these tokens, whose result is not used, to a few keys."""
         del kv_cache
         if self._step is not None:
             self.layer_seen(layer_name)
@@ -180,7 +180,7 @@ class ReRoPE(SparseMethod):
     def attention_finished(
         self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:
-        """Write the attention of these tokens; the step's own keys are in the cache by now."""
+        """Write the attention of these tokens, now that the step's own keys are in the cache."""
         if self._step is None:
             return
         self._asked = True
@@ -228,7 +228,7 @@ class ReRoPE(SparseMethod):
         }
 
     def summary(self) -> str:
-        """What was done until now, in one line."""
+        """Return the counters so far, in one line."""
         counts = self.counts
         kernel = "a compiled kernel" if None not in self._kernels.values() else "torch"
         return (
@@ -238,7 +238,7 @@ class ReRoPE(SparseMethod):
         )
 
     def _spared(self, step: BeyondWindow, layer_name: str, attn_metadata: Any) -> Any:
-        """Metadata in which these tokens read hardly a key; the others read what they read before."""
+        """Return metadata in which these tokens read only a few keys, and the others the same as before."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         pieces, lens = step.spared()
@@ -289,7 +289,7 @@ class ReRoPE(SparseMethod):
         return self._kernels[layer_name]
 
     def _turning_of(self, step: BeyondWindow, rotary: Rotary, block_size: int) -> Turning:
-        """What a kernel turns with, the same in all layers of a step."""
+        """Return the rotation factors for a kernel, the same in all layers of a step."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         if id(rotary) not in self._turned:
@@ -316,7 +316,7 @@ class ReRoPE(SparseMethod):
         return window + (positions.float() - window) / self._leak
 
     def _of_keys(self, rotary: Rotary, block_size: int) -> tuple[Tensor, Tensor]:
-        """What turns the keys of all positions, up to the end of the last one's block."""
+        """Return the rotation factors of keys at all positions, up to the end of the last block."""
         if id(rotary) not in self._turning:
             self._turning[id(rotary)] = rotary, self._factors_of_keys(rotary, block_size)
         return self._turning[id(rotary)][1]
@@ -331,6 +331,6 @@ class ReRoPE(SparseMethod):
 
 
 class LeakyReRoPE(ReRoPE):
-    """The same with distances that go on growing before the window, by one in each `LeakyReRoPEOptions.leak` tokens."""
+    """ReRoPE with distances that keep growing before the window, by one per `LeakyReRoPEOptions.leak` tokens."""
 
     options_type = LeakyReRoPEOptions

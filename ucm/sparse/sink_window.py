@@ -1,4 +1,4 @@
-"""Attention sinks and a window, and the memory between them given back.
+"""Attention sinks and a window, with the blocks between them freed.
 
 Source: Xiao, Tian, Chen, Han, Lewis, "Efficient Streaming Language Models with Attention Sinks" (ICLR 2024,
 arXiv:2309.17453), StreamingLLM: a model goes on well if it keeps the KV of the first few tokens (the sinks, which
@@ -98,12 +98,12 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     @classmethod
     def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """With the size of a tile."""
+        """Add the size of a tile."""
         return {**super().identity(options), "tile": cls.tile}
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """With ``prefill: dense``."""
+        """Return whether ``prefill`` is ``dense``."""
         return parse_options(SinkWindowOptions, cls.__name__, options).prefill == "dense"
 
     @classmethod
@@ -113,15 +113,15 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
             num_prompt_tokens if cls.prompts_are_dense(options) else super().lasting_tokens(options, num_prompt_tokens)
         )
 
-    # The scheduler's side
+    # Scheduler side
 
     def scheduler_started(self, scheduler: Any) -> None:
-        """Refuse what blocks cannot be released beside."""
+        """Refuse an engine in which blocks cannot be freed."""
         require_own_connector(scheduler.connector, type(self).__name__)
         self.releases = ReleasedBlocks(scheduler, self.window)
 
     def before_allocation(self, request: Any) -> bool:
-        """Keep blocks apart that a dense prompt must not be found by, and release some."""
+        """Keep generated blocks from being hit by dense prompts, and free blocks."""
         if self.window.dense_prefill:
             keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
             asked = asked_of(getattr(request, "sampling_params", None))
@@ -130,27 +130,27 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         return super().before_allocation(request)
 
     def build_metadata(self, scheduler_output: Any) -> None:
-        """Count the step; the workers know from their batch what to skip."""
+        """Count the step; the workers derive the skipped blocks from their batch."""
         del scheduler_output
         self._blocks.step_planned()
 
-    # The worker's side
+    # Worker side
 
     def worker_started(self) -> None:
-        """Refuse an engine that cannot be served."""
+        """Refuse an unsupported engine."""
         self.attention.require_engine()
 
     def layer_seen(self, layer_name: str) -> None:
-        """Refuse a layer that cannot be served."""
+        """Refuse an unsupported layer."""
         self.attention.require(layer_name)
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
-        """Forget them."""
+        """Drop the state of ended requests."""
         del runner
         self._dense.difference_update(request_ids)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
-        """Note the step's batch, and whether there is anything to skip in it."""
+        """Record the step's batch, and whether any blocks are skipped in it."""
         self._replaced.clear()
         self._batch = self._with_dense_requests(self.attention.batch(runner, scheduler_output, input_batch))
         beyond = self._batch.seq_lens - 1 - (self.window.sink_tokens + self.window.window_tokens)
@@ -198,7 +198,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         }
 
     def summary(self) -> str:
-        """What was done until now, in one line."""
+        """Return the counters so far, in one line."""
         counts = self.counts
         return (
             f"{type(self).__name__} left out {counts['blocks_skipped']} of {counts['blocks_held']} blocks in "
@@ -206,7 +206,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         )
 
     def _with_dense_requests(self, batch: StepBatch) -> StepBatch:
-        """A step in which the prompts of dense requests, which read everything, have no end."""
+        """Return a step in which the prompts of dense requests never end, so that they read everything."""
         if not self.window.dense_prefill:  # what a prompt's KV is depends on the method: no request can be dense
             refuse_asked(batch.asked, self)
             return batch
@@ -255,9 +255,9 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
 
 def _asks_dense(asked: object) -> tuple[bool, ConfigError | None]:
-    """Whether a request reads everything: because it asks for that, or for what there is not, and then why.
+    """Return whether a request reads everything, by its own settings or because these are invalid, and the error.
 
-    Both sides ask here: what the one releases the other must not read.
+    Both sides call it, because the worker side must not read blocks that the scheduler side frees.
     """
     try:
         options = parse_asked(asked)

@@ -1,1 +1,1 @@
-"""Essential sparse attention: `ucm.sparse.esa.method` is the method, the rest is what it is made of."""
+"""Essential sparse attention: `ucm.sparse.esa.method` is the method, the other modules are its parts."""

@@ -1,4 +1,4 @@
-"""Essential sparse attention: most of a context is offloaded to a store, and the blocks that a query wants come back.
+"""Essential sparse attention: offload most of a context to a store, and load back the blocks that a query needs.
 
 Source: UCM's ESA (ModelEngine, unified-cache-management): representatives of the context's blocks stay with the model,
 the blocks go to a store, and the few that are essential to a query are retrieved. Xiao et al., "InfLLM: Training-Free
@@ -6,16 +6,16 @@ Long-Context Extrapolation for LLMs with an Efficient Context Memory" (NeurIPS 2
 window, and a context memory looked up chunk by chunk in prefill and token by token in decode. Tang et al., "Quest"
 (ICML 2024, arXiv:2406.10774): channel-wise bounds of a block's keys as its representative.
 
-The scheduler's side (`ucm.sparse.esa.offloaded`) gives a request's blocks between sinks and window back to vLLM's pool
-and tells the workers, who copy them out before anything else of the step is done. From then on a request holds its
-sinks, its window, the tokens of the steps under way and a bounded number of resident blocks, whatever its length;
-beside them each worker keeps the bounds of the keys: ``1 / block_size`` of what the KV of the offloaded context would
-take, and up to a quarter more to grow into, in the device's memory and not counted by vLLM.
+The scheduler side (`ucm.sparse.esa.offloaded`) frees a request's blocks between sinks and window
+and notifies the workers, which copy them out before the rest of the step. From then on a request holds its
+sinks, its window, the tokens of the steps in flight and a bounded number of resident blocks, whatever its length.
+Each worker also keeps the bounds of the keys: ``1 / block_size`` of the size of the offloaded context's KV,
+and up to a quarter more to grow into, in device memory that vLLM does not count.
 
-A request whose blocks between sinks and window fit into the budget is left as it is: it is dense, and costs nothing.
+A request whose blocks between sinks and window fit into the budget stays dense, at no cost.
 
-What a worker cannot bring back (its store has failed twice) is left out of what can be chosen in that step, and the
-scheduler is told: it has the request computed anew from its prompt. From then on released blocks stay in host memory,
+Blocks that a worker cannot load back (its store has failed twice) cannot be chosen in that step, and the
+scheduler is notified: it has the request recomputed from its prompt. From then on freed blocks stay in host memory,
 so nothing more is lost.
 """
 
@@ -56,21 +56,21 @@ NAME = "ESA"
 
 
 def default_store() -> StoreSettings:
-    """Shared memory, in a directory apart from the prefix cache's: one does not evict the other's blocks."""
+    """Return shared memory in its own directory, so that it and the prefix cache do not evict each other's blocks."""
     return StoreSettings(pipeline="Dram", dram_directory=f"{default_dram_directory()}-middle")
 
 
 class ESAOptions(MethodOptions):
-    """What an operator may set.
+    """The options of the method.
 
     Attributes:
-        token_budget: Tokens between the sinks and the window that a step reads of a request in a layer, in whole
-            blocks: what a request holds in vLLM's memory beyond sinks, window and the tokens of the steps under way.
+        token_budget: Tokens between the sinks and the window that a step reads of a request in a layer, in full
+            blocks: what a request holds in vLLM's memory besides sinks, window and the tokens of the steps in flight.
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
         window_tokens: Tokens before the newest that are always read.
-        retrieval: ``exact``: each step reads what its own query wants, and waits for what is not there. ``ahead``: it
-            reads what the query of the step before wanted, which is brought while the model runs.
-        store: Where the offloaded context is kept, as the connector's ``store`` section. By default the Dram tier.
+        retrieval: ``exact``: each step reads the blocks that its own query needs, and waits for missing ones.
+            ``ahead``: it reads those that the previous step's query needed, which are loaded while the model runs.
+        store: The store of the offloaded context, like the connector's ``store`` section; default: the Dram tier.
     """
 
     beside_kv = frozenset({"store"})
@@ -86,7 +86,7 @@ class ESAOptions(MethodOptions):
         return StoreSettings.model_validate(value) if isinstance(value, dict) else value
 
     def window(self, tile: int = TILE) -> SinksAndWindow:
-        """What is always read."""
+        """Return the sinks and the window, which are always read."""
         return SinksAndWindow(self.sink_tokens, self.window_tokens, tile=tile)
 
 
@@ -95,7 +95,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     Attributes:
         tile: Tokens whose windows begin at the same block.
-        at_once: Whether blocks are released before a offloaded context is longer than the budget.
+        at_once: Whether blocks are freed even before an offloaded context is longer than the budget.
 
     Raises:
         ConfigError: If an option is wrong.
@@ -110,24 +110,24 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         super().__init__(vllm_config, role, options)
         self._options = parse_options(ESAOptions, NAME, options)
         self._reader: OffloadedReader | None = None
-        #: Requests that are computed anew in this step.
+        #: Requests that are recomputed in this step.
         self._anew: set[str] = set()
 
     @classmethod
     def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """With the size of a tile."""
+        """Add the size of a tile."""
         return {**super().identity(options), "tile": cls.tile}
 
     @classmethod
     def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """From the prompt's last token on, each chooses; those before it do not."""
+        """Return the prompt's tokens except the last: from the last one on, each token chooses blocks."""
         del options
         return num_prompt_tokens - 1
 
-    # The scheduler's side
+    # Scheduler side
 
     def scheduler_started(self, scheduler: Any) -> None:
-        """Refuse what blocks cannot be released beside."""
+        """Refuse an engine in which blocks cannot be freed."""
         require_hooks(NAME, self.needed_hooks)
         require_own_connector(scheduler.connector, NAME)
         block_size = int(self.vllm_config.cache_config.block_size)
@@ -136,9 +136,9 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         )
 
     def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Has a request that was preempted while it answered go through its answer token by token again.
+        """Make a request that was preempted while generating recompute its answer token by token.
 
-        Each of these tokens brings back other blocks, and there is room for what one of them wants.
+        Each of these tokens loads other blocks, and there is room only for those of one token.
         """
         last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
         if num_new_tokens <= 1 or last < prompt or self._blocks.reads_all(last, prompt):
@@ -146,12 +146,12 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         return max(1, prompt - num_computed_tokens)
 
     def before_allocation(self, request: Any) -> bool:
-        """Keeps what was answered apart from prompts, and releases blocks."""
+        """Keep generated blocks from being hit by prompts, and free blocks."""
         keep_apart(request, request.num_prompt_tokens - 1, self.vllm_config.cache_config)
         return super().before_allocation(request)
 
     def request_preempted(self, request: Any) -> None:
-        """What it has answered is computed anew where each token reads what the one before it wanted."""
+        """With ``ahead``, the answer is recomputed: each token reads what the previous one needed."""
         super().request_preempted(request)
         if self._options.retrieval == "ahead":
             rename_own(request)
@@ -168,19 +168,19 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             )
 
     def asks_workers(self) -> str:
-        """Whether they can say what they lose."""
+        """Ask the workers whether they can report losses."""
         return self._blocks.losses
 
     def build_metadata(self, scheduler_output: Any) -> OffloadedNews | None:
-        """What the workers have to copy out, and what they may forget."""
+        """Return the blocks that the workers must copy out, and the admissions that they may drop."""
         del scheduler_output
         self._anew.clear()
         return self._blocks.news()
 
-    # The worker's side
+    # Worker side
 
     def worker_started(self) -> None:
-        """Refuse an engine that cannot be served, and a store that cannot be opened; not one that does not answer."""
+        """Refuse an unsupported engine, and a store that fails to open; a store that does not answer is accepted."""
         require_hooks(NAME, self.needed_hooks)
         self.attention.require_engine()
         block_size = getattr(self.vllm_config.cache_config, "block_size", None)
@@ -205,25 +205,25 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         )
 
     def confirms(self, question: str) -> str:
-        """Whether what this worker loses reaches the scheduler."""
+        """Return why this worker's losses would not reach the scheduler; empty if they do."""
         return out_of_reach(question)
 
     def layer_seen(self, layer_name: str) -> None:
-        """Refuse a layer that cannot be served."""
+        """Refuse an unsupported layer."""
         self.attention.require(layer_name, reads_keys=True)
 
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
-        """Copy out what is released with this step, before anything of it is done."""
+        """Copy out the blocks that this step frees, before the rest of the step."""
         del runner
         self.reader.step_arrived(getattr(scheduler_output, "ucm_sparse_meta", None))
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
-        """Forget them."""
+        """Drop the state of ended requests."""
         del runner
         self.reader.forget(request_ids)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
-        """Note the rows with a offloaded context."""
+        """Record the rows with an offloaded context."""
         batch = self.attention.batch(runner, scheduler_output, input_batch)
         refuse_asked(batch.asked, self)
         self.reader.begin(batch)
@@ -231,7 +231,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Bring what is wanted into the resident blocks, and have the layer read them."""
+        """Load the needed blocks into the resident blocks, and make the layer read them."""
         reader = self.reader
         reader.caches[layer_name] = kv_cache
         if reader.restricts:
@@ -243,13 +243,13 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     def attention_finished(
         self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:
-        """Begin to bring what the next step is expected to want."""
+        """Start to load the blocks that the next step is expected to need."""
         del kv_cache, attn_metadata, output
         if self.reader.restricts:
             self.reader.look_ahead(layer_name, query)
 
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
-        """The step is over."""
+        """Finish the step."""
         del runner, scheduler_output, model_output
         if self.reader.restricts:
             self.reader.finish()
@@ -266,7 +266,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         return self._reader
 
     def _budget(self, block_size: int) -> int:
-        """The resident blocks of a request."""
+        """Return the number of resident blocks of a request."""
         blocks = self._options.token_budget // block_size
         if blocks < 1:
             raise ConfigError(

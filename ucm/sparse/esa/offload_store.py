@@ -1,10 +1,10 @@
 """A worker's store for the offloaded context of its requests.
 
-A block is kept in host memory until the store has it for good, and for as long as its request lives where the store
-does not take it, or has lost one before. One that is full, or too far behind, is asked again. Keys are never used
-twice, and the namespace is this engine start's and this worker's own; what the store returns is what was saved, or
-nothing: it verifies checksums. It is opened, and at the end deleted, by threads that a directory which does not answer
-may keep; the worker waits for none.
+A block stays in host memory until the store has committed it, or until its request ends if the store
+does not accept it or has lost a block before. Saves to a full or lagging store are retried. Keys are never
+reused, and the namespace is unique to this engine start and worker. The store verifies checksums, so it returns the
+saved bytes or nothing. Threads open and finally delete it, which a directory that does not answer
+may block; the worker does not wait for them.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from ucm.store.config import StoreConfig
     from ucm.store.errors import StoreError
 
-#: What is saved of blocks of this age may be taken for forgotten: older than any request gets.
+#: The age of blocks that count as abandoned, which no request reaches.
 STALE_SECONDS = 7 * 86400.0
-#: How long a store that had no room, or was too far behind, is left alone.
+#: The delay before a full or lagging store is retried.
 RETRY_SECONDS = 1.0
 _DELETED_AT_ONCE = 256
 
 
 @dataclass(slots=True)
 class _Admission:
-    """What is kept of a request.
+    """The state of a request.
 
     Attributes:
-        copies: Of each block in host memory, its bytes by layer.
-        keys: Of each block that was handed to the store, its name.
+        copies: The bytes, by layer, of each block in host memory.
+        keys: The key of each block passed to the store.
     """
 
     copies: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """Blocks that are being written: their save, and their commit."""
+    """Blocks that are being saved: their save and commit tasks."""
 
     admission: int
     places: tuple[int, ...]
@@ -70,13 +70,13 @@ class _Saving:
 
 
 class Fetch:
-    """Blocks of one layer on their way into host memory.
+    """A running load of blocks of one layer into host memory.
 
     Args:
-        rows: ``[blocks, bytes of a block]``, uint8: where they come to lie.
-        wanted: Admission and place of each.
-        loads: Of those that the store brings, their rows.
-        task: The store's, if there are any.
+        rows: ``[blocks, bytes of a block]``, uint8: their destination.
+        wanted: The admission and place of each.
+        loads: The rows that the store loads.
+        task: The store's task, if any.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class Fetch:
 
 
 class OffloadStore:
-    """Saves blocks, and brings back single layers of them.
+    """Saves blocks, and loads single layers of them.
 
     All calls come from the worker's own thread; transfers run in the store's.
 
     Args:
         config: The store's options; ``stale_seconds`` is raised to `STALE_SECONDS`.
         copies: The worker's layers.
-        engine: Names the start of the engine.
-        rank: The worker's.
+        engine: The name of the engine start.
+        rank: The worker's rank.
 
     Attributes:
         counts: ``saved``, ``loaded`` and ``from_host`` (block-layers), ``kept`` (blocks that stay in host memory),
@@ -108,14 +108,14 @@ class OffloadStore:
         self._copies = copies
         self._engine = engine
         config = replace(config, stale_seconds=max(config.stale_seconds, STALE_SECONDS))
-        #: Where blocks may lie, once the store is open.
+        #: The directories of blocks, once the store is open.
         self._layouts: list[Layout] = []
         make = partial(_open, config, f"{PREFIX}/{engine}/{rank}", copies.geometry, self._layouts)
         self._store: KVStore = OpeningStore(make, config.stuck_seconds)
         self._cleaner = _cleaner(config.stuck_seconds)
         self._kept: dict[int, _Admission] = {}
         self._saving: list[_Saving] = []
-        #: Admissions and places that the store did not take yet, and when they may be tried again.
+        #: Admissions and places that the store has not accepted yet, and when to retry them.
         self._refused: list[tuple[int, int]] = []
         self._retry_at = 0.0
         self._at_once = max(1, config.save_queue_bytes // 2 // copies.geometry.nbytes)
@@ -126,12 +126,12 @@ class OffloadStore:
         self._end = Finalize(self, _end, ours, exitpriority=10)
 
     def save(self, admission: int, first: int, layers: Sequence[Tensor]) -> None:
-        """Take blocks that follow each other.
+        """Save consecutive blocks.
 
         Args:
-            admission: Of their request.
+            admission: Their request's admission.
             first: The place of the first one.
-            layers: Per layer ``[blocks, bytes of a block]``, uint8, in host memory; not to be changed from here on.
+            layers: Per layer ``[blocks, bytes of a block]``, uint8, in host memory; do not change them afterwards.
         """
         kept = self._kept.setdefault(admission, _Admission())
         places = range(first, first + layers[0].shape[0])
@@ -143,7 +143,7 @@ class OffloadStore:
             self.counts["kept"] += len(places)
 
     def settle(self) -> None:
-        """Give back the host memory of what the store has by now; called once per step."""
+        """Free the host memory of committed blocks; called once per step."""
         if not self._saving and not self._refused:
             return
         under_way = []
@@ -157,11 +157,11 @@ class OffloadStore:
             self._save_refused()
 
     def fetch(self, layer: int, wanted: Sequence[tuple[int, int]]) -> Fetch:
-        """Begin to bring back one layer of some blocks.
+        """Start to load one layer of some blocks.
 
         Args:
             layer: The layer.
-            wanted: Admission and place of each; none twice.
+            wanted: The admission and place of each, without duplicates.
         """
         rows = self._copies.host_rows(layer, len(wanted))
         loads: list[tuple[int, BlockTransfer]] = []
@@ -177,10 +177,10 @@ class OffloadStore:
         return Fetch(rows, wanted, loads, task)
 
     def wait(self, fetch: Fetch) -> list[int]:
-        """Wait until the blocks are there.
+        """Wait until the blocks are loaded.
 
         Returns:
-            The rows of those that are lost: their request has been dropped meanwhile, or the store has failed twice.
+            The rows of lost blocks: their request was dropped meanwhile, or the store has failed twice.
         """
         if fetch.task is None:
             return []
@@ -189,12 +189,12 @@ class OffloadStore:
         return [row for row, transfer in fetch.loads if transfer.key in result.failed and not self._again(fetch, row)]
 
     def abandon(self, fetch: Fetch) -> None:
-        """Nobody will look at these blocks; their memory stays until they are there."""
+        """Discard a load; its memory is kept until it has ended."""
         if fetch.task is not None:
             self._store.wait(fetch.task)
 
     def drop(self, admission: int) -> None:
-        """A request has ended: nothing of it is wanted any more."""
+        """Delete the blocks of a request that has ended."""
         kept = self._kept.pop(admission, None)
         if kept is not None:
             writing = {place for saving in self._saving if saving.admission == admission for place in saving.places}
@@ -223,10 +223,10 @@ class OffloadStore:
 
     def _settle(self, saving: _Saving) -> None:
         result = self._store.wait(saving.commit)
-        # What was not saved cannot be committed: why, the save tells.
+        # Blocks that were not saved cannot be committed; the save has the cause.
         failed = {**result.failed, **self._store.wait(saving.save).failed}
         kept = self._kept.get(saving.admission)
-        if kept is None:  # dropped while it was written
+        if kept is None:  # dropped during the save
             self._forget([block_key(self._engine, saving.admission, place) for place in saving.places])
             return
         held = set(result.done)
@@ -235,7 +235,7 @@ class OffloadStore:
                 del kept.copies[place]
             else:
                 self.counts["kept"] += 1
-                # A store that is full, or still being opened, takes them later.
+                # A full or still opening store may accept them later.
                 if isinstance(failed.get(kept.keys[place]), StoreFullError | StoreTimeoutError):
                     self._refused.append((saving.admission, place))
                     self._retry_at = time.monotonic() + RETRY_SECONDS
@@ -250,7 +250,7 @@ class OffloadStore:
         transfers = [transfer for at, transfer in fetch.loads if at == row]
         result = self._store.wait(self._store.load(transfers))
         for error in result.failed.values():
-            # What it still has may go the same way: from here on host memory keeps what is released.
+            # Other blocks may be lost, too: from now on freed blocks stay in host memory.
             self._trusted = False
             self.counts["lost"] += 1
             self._tell("a block of a request is lost, and released blocks stay in host memory from here on", error)
@@ -294,12 +294,12 @@ def _delete(layouts: Sequence[Layout], keys: Sequence[BlockKey]) -> None:
 
 
 def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout], patience: float) -> None:
-    """The worker ends, and with it all of its requests."""
+    """Close the store and delete its blocks when the worker ends."""
     cleaner.close()
     store.close()
     last = _cleaner(patience)
     for layout in layouts:
-        # A few blocks at a time: one job that takes longer than the patience is taken for one that never ends.
+        # A few blocks per job, because a job that exceeds the time limit counts as blocked for ever.
         last.submit([partial(_remove_bucket, f"{layout.base}/{number:02x}") for number in range(256)])
         last.submit([partial(shutil.rmtree, layout.base, ignore_errors=True)])
     last.close()
@@ -315,19 +315,19 @@ def _memory(rows: Tensor) -> Buffer:
     return memoryview(rows.numpy())
 
 
-#: The first part of the namespaces: what a dead engine left can be told, and what a living one has is not evicted.
+#: The prefix of the namespaces, which identifies a dead engine's leftovers and exempts a running one's from eviction.
 PREFIX = PRIVATE
 
 
 def store_roots(config: StoreConfig) -> list[str]:
-    """The directories of a store that hold its namespaces; none of others' stores."""
+    """Return the directories with a store's namespaces; none for third-party stores."""
     tiers = [name.strip() for name in config.pipeline.split("|")]
     found = list(config.directories) if "Posix" in tiers else []
     return found + ([config.dram_directory] if {"Dram", "Cache"} & set(tiers) else [])
 
 
 def remove_leftovers(root: str) -> None:
-    """Delete the offloaded contexts of engines that are gone: nobody can read them any more."""
+    """Delete the offloaded contexts of dead engines, which are unreadable."""
     with suppress(OSError):
         for layout in namespaces(root):
             first, _, rest = layout.namespace.partition("/")

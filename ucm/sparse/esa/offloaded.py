@@ -1,8 +1,8 @@
-"""The scheduler's side of ESA: it releases the offloaded context of requests, and tells the workers which blocks.
+"""The scheduler side of ESA: free the offloaded context of requests, and tell the workers which blocks.
 
-A request's *offloaded context* is its blocks between the sinks and the window. They are counted from the request's
-start, as all of its blocks are. An *admission* is a number: a request that was preempted comes back under another one,
-so nothing of before is taken for it.
+A request's *offloaded context* is its blocks between the sinks and the window. Their places are counted from the
+request's start, like those of all blocks. An *admission* is a number: a preempted request resumes under a new one,
+so its earlier blocks are not used for it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Blocks of one request that are given back with this step.
+    """Blocks of one request that this step frees.
 
-    A worker copies them out before anything of the step is done: they may be another request's from then on, or be
+    A worker copies them out before the rest of the step: from then on they may belong to another request, or be
     among this one's resident blocks.
 
     Attributes:
         request_id: The request.
-        admission: Of the request.
-        first: The place of the first of these blocks in the request.
+        admission: The request's admission.
+        first: The place of the first block in the request.
         block_ids: The blocks, in order.
-        resident: Further blocks that the request may bring its offloaded context back into.
+        resident: Further resident blocks for the request's offloaded context.
     """
 
     request_id: str
@@ -50,13 +50,13 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class OffloadedNews:
-    """What a step brings; it travels as ``scheduler_output.ucm_sparse_meta``.
+    """A step's metadata for the workers, sent as ``scheduler_output.ucm_sparse_meta``.
 
     Attributes:
-        engine: Names this start of the engine; of the characters of a store's namespace.
-        losses: Where to say that blocks are lost; see `ucm.sparse.esa.offloaded`.
+        engine: The name of this engine start, valid in a store's namespace.
+        losses: The file in which to report losses; see `Losses`.
         dropped: Admissions that have ended.
-        released: In the order in which it was done.
+        released: The freed blocks, in order.
     """
 
     engine: str
@@ -66,22 +66,22 @@ class OffloadedNews:
 
     @property
     def taken_blocks(self) -> list[int]:
-        """Blocks that this step takes into use, and may write: what still reads them must finish first."""
+        """Return the blocks that this step may write; pending reads of them must finish first."""
         return [block_id for released in self.released for block_id in released.resident]
 
 
 def block_key(engine: str, admission: int, place: int) -> BlockKey:
-    """The name of a block in a worker's own namespace: no two blocks ever share one, so none is found for another."""
+    """Return the unique key of a block in a worker's own namespace."""
     return BlockKey(hashlib.blake2b(f"{engine} {admission} {place}".encode(), digest_size=32).digest())
 
 
 @dataclass(slots=True)
 class _Offloaded:
-    """A request whose offloaded context is released.
+    """A request with a freed offloaded context.
 
     Attributes:
         admission: Its number.
-        resident: The blocks that it was given to bring the offloaded context back into.
+        resident: Its resident blocks, into which the offloaded context is loaded.
     """
 
     admission: int
@@ -91,19 +91,19 @@ class _Offloaded:
 class OffloadedReleases(ReleasedBlocks):
     """The offloaded contexts of one scheduler's requests.
 
-    A request is left alone until this context is longer than what it may bring back: until then it is read whole, where
-    it lies. Then all of it is released, and as many blocks as may be brought back are taken from the pool in the same
-    moment, most often the same ones: what is held never rises by it. A step releases of a request twice the tokens that
-    a step can compute, or just more than what may be brought back: what was found in a cache goes in portions.
+    A request keeps its blocks until this context is longer than what it may load back: until then all is read in
+    place. Then all of it is freed, and the resident blocks are allocated from the pool at the same
+    time, usually the same blocks, so the request never holds more. A step frees at most twice the tokens that
+    a step can compute, or just more than may be loaded back, so a long cache hit is freed in portions.
 
     Args:
         scheduler: vLLM's ``Scheduler``.
-        window: What is always read.
-        resident_blocks: How many blocks of its offloaded context a request may bring back.
-        at_once: Release what is shorter, too, with as many blocks to bring it back into.
+        window: The sinks and the window.
+        resident_blocks: The number of resident blocks per request.
+        at_once: Also free shorter contexts, with as many resident blocks.
 
     Raises:
-        SparseMethodError: If this engine's blocks cannot be released.
+        SparseMethodError: If this engine's blocks cannot be freed.
     """
 
     def __init__(self, scheduler: Any, window: SinksAndWindow, resident_blocks: int, *, at_once: bool = False) -> None:
@@ -118,20 +118,20 @@ class OffloadedReleases(ReleasedBlocks):
         self._news: list[Released] = []
         super().__init__(scheduler, window)
         tokens_per_step = int(scheduler.scheduler_config.max_num_batched_tokens)
-        #: After a long hit, a worker would have to copy out all of it at once, within a step.
+        #: Limits how much of a long hit a worker has to copy out within a step.
         self._at_most = max(resident_blocks + 1, 2 * tokens_per_step // self.block_size)
 
     @property
     def losses(self) -> str:
-        """Where workers say what they have lost."""
+        """The file in which workers report losses."""
         return self._losses.path
 
     def reads_all(self, position: int, num_prompt_tokens: int) -> bool:
-        """Whether a token, and each before it, reads everything: no more is offloaded than can come back."""
+        """Return whether a token and all before it read everything: no more is offloaded than can be loaded back."""
         return self._window.skipped_by(position, num_prompt_tokens, self.block_size) <= self._limit
 
     def news(self) -> OffloadedNews | None:
-        """What has happened since the last step; the step is decided."""
+        """Return the changes since the last step, once the step is decided."""
         self.step_planned()
         self._lost = self._losses.admissions()
         if not self._dropped and not self._news:
@@ -152,7 +152,7 @@ class OffloadedReleases(ReleasedBlocks):
         return super().release(request) and not lost
 
     def forget(self, request_id: str) -> None:
-        """A request has lost its blocks, or is about to: those of its offloaded context, too."""
+        """Drop a request that has lost or is about to lose its blocks, and free its resident blocks."""
         super().forget(request_id)
         offloaded = self._offloaded.pop(request_id, None)
         if offloaded is not None:
@@ -169,7 +169,7 @@ class OffloadedReleases(ReleasedBlocks):
             return
         blocks = self._manager.req_to_blocks[request_id][begin:end]
         more = min(self._limit, end - self._sinks) - (len(offloaded.resident) if offloaded else 0)
-        # What others share is not free by our giving it back.
+        # Freeing shared blocks does not make them available.
         if more > self._pool.get_num_free_blocks() + sum(block.ref_cnt == 1 for block in blocks):
             return
         super()._release(request_id, begin, end)
@@ -195,13 +195,13 @@ class OffloadedReleases(ReleasedBlocks):
 
 
 class Losses:
-    """The scheduler's end of the way in which workers report that they cannot bring back a request's blocks.
+    """The scheduler's end of the channel in which workers report blocks that they cannot load back.
 
-    vLLM has no way for that: the model runner's output comes from one rank, and what all ranks say of a step is only
-    gathered for a KV connector. So the scheduler's side makes an empty file, the user's own, and sends its path along;
-    a worker appends a line. Each step the scheduler looks at the file, and reads it only when that has changed. Before
-    the first request every worker has said that it reaches the file: one on another node does not, unless the directory
-    is shared. The file goes with the process.
+    vLLM has no such channel: the model runner's output comes from one rank, and reports of all ranks are only
+    collected for a KV connector. So the scheduler side creates an empty private file and sends its path;
+    a worker appends a line. In each step the scheduler checks the file, and reads it only if it has changed. Before
+    the first request every worker has confirmed access to the file: one on another node has none unless the directory
+    is shared. The file is deleted when the process ends.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class Losses:
         self._end = Finalize(self, _remove, (self.path,), exitpriority=10)
 
     def admissions(self) -> set[int]:
-        """Those that have lost something."""
+        """Return the admissions with losses."""
         with suppress(OSError):
             now = os.stat(self.path)  # noqa: PTH116 - once per step: a Path costs as much as the call
             if (now.st_ino, now.st_size) != self._seen and now.st_size:
@@ -224,10 +224,10 @@ class Losses:
 
 
 def out_of_reach(path: str) -> str:
-    """Why a worker cannot tell a loss; empty if it can.
+    """Return why a worker cannot report a loss; empty if it can.
 
     Args:
-        path: The file that the scheduler has made.
+        path: The scheduler's file.
     """
     if os.access(path, os.W_OK):
         return ""
@@ -235,9 +235,9 @@ def out_of_reach(path: str) -> str:
 
 
 def tell_loss(path: str, admission: int) -> None:
-    """A worker's end: say that something of an admission is lost.
+    """Report, from a worker, that an admission has lost blocks.
 
-    What cleans up a directory for temporary files may have taken the scheduler's file away: then it is made again.
+    If a cleaner of temporary files has deleted the scheduler's file, it is created again.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

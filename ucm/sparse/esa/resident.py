@@ -1,4 +1,4 @@
-"""Which blocks of a request's offloaded context are in its resident blocks, and which ones a step wants there."""
+"""The content of a request's resident blocks, and the offloaded blocks that a step needs."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
 
     from ucm.sparse.esa.offload_store import Fetch
 
-#: Blocks that there is room for at first.
+#: The initial capacity, in blocks.
 LEAST = 64
-#: Blocks whose keys are read at once.
+#: The number of blocks whose keys are read at once.
 AT_ONCE_BLOCKS = 64
 
 
 class ResidentLayer:
-    """One layer's use of a request's resident blocks: the same block holds other content in another layer."""
+    """One layer's use of a request's resident blocks; each layer has different content in the same block."""
 
     def __init__(self) -> None:
-        #: The place in the request of what each resident block holds; None for nothing.
+        #: The place in the request of each resident block's content; None if empty.
         self._holds: list[int | None] = []
         self._slots: dict[int, int] = {}
-        #: For the next step, what this one's query wants: the places, and their transfers.
+        #: The places that this step's query needs, for the next step, and their load.
         self.ahead: tuple[list[int], Fetch | None] | None = None
 
     def missing(self, chosen: Sequence[int]) -> list[int]:
-        """Those of some places that are in no resident block."""
+        """Return the places that are in no resident block."""
         return [place for place in chosen if place not in self._slots]
 
     def assign(self, places: Sequence[int], chosen: Sequence[int], resident: int) -> list[int]:
-        """Give missing places resident blocks whose content is not chosen.
+        """Assign to missing places resident blocks whose content is not chosen.
 
         Args:
-            places: The places; none is there.
+            places: The missing places.
             chosen: All places that the step reads.
-            resident: How many resident blocks there are; not fewer than chosen places.
+            resident: The number of resident blocks, at least that of chosen places.
 
         Returns:
-            Of each place, its resident block, counted from 0.
+            The resident block of each place, counted from 0.
         """
         self._holds += [None] * (resident - len(self._holds))
         kept = set(chosen)
@@ -60,49 +60,49 @@ class ResidentLayer:
         return given
 
     def slots(self, chosen: Sequence[int]) -> list[int]:
-        """The resident blocks of places that are there."""
+        """Return the resident blocks of present places."""
         return [self._slots[place] for place in chosen]
 
 
 class OffloadedBounds:
-    """The greatest and the least value of each channel of the keys of each block, in a layer of an offloaded context.
+    """The maximum and minimum of each channel of each block's keys, in a layer of an offloaded context.
 
     They bound the product of any query with any of these keys from above (Quest, arXiv:2406.10774).
     """
 
     def __init__(self) -> None:
-        #: ``[num_kv_heads, at least size, 2 * head_size]``: the greatest values, and behind them the least.
+        #: ``[num_kv_heads, at least size, 2 * head_size]``: the maxima, followed by the minima.
         self._bounds: Tensor | None = None
-        #: Blocks that have them.
+        #: The number of blocks with bounds.
         self.size = 0
 
     def append(self, block_ids: Tensor, read_keys: Callable[[Tensor], Tensor]) -> None:
-        """Take the bounds of blocks that follow on those before.
+        """Append the bounds of the next blocks.
 
         Args:
-            block_ids: ``[n]``, int64, on the cache's device: where their keys are now.
-            read_keys: Gives ``[n, block_size, num_kv_heads, head_size]`` for some of them.
+            block_ids: ``[n]``, int64, on the cache's device: the blocks with their keys.
+            read_keys: Returns ``[n, block_size, num_kv_heads, head_size]`` for some of them.
         """
         for some in block_ids.split(AT_ONCE_BLOCKS) if len(block_ids) else ():
             self.append_keys(read_keys(some))
 
     def append_keys(self, keys: Tensor) -> None:
-        """Take the bounds of ``[n, block_size, num_kv_heads, head_size]``, which follow on those before."""
+        """Append the bounds of the next blocks' keys, ``[n, block_size, num_kv_heads, head_size]``."""
         bounds = bounds_of(keys)
         self._room(bounds, self.size + len(keys))[:, self.size : self.size + len(keys)] = bounds
         self.size += len(keys)
 
     def wanted(self, query: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """How much a token wants each block.
+        """Return how much a token needs each block.
 
-        Its heads share out their attention over the blocks as if the bounds were the products (a softmax): a head that
-        means one block counts as much as it can, and one that means none in particular hardly counts. The token's own
-        key has its share, too.
+        Its heads distribute their attention over the blocks as if the bounds were the products (a softmax): a head that
+        needs one particular block has full weight, and one that needs none in particular hardly any. The token's own
+        key also has a share.
 
         Args:
-            query: ``[num_heads, head_size]``: of the token.
-            key: ``[num_kv_heads, head_size]``: of the token.
-            blocks: How many blocks, from the offloaded context's first, it may read.
+            query: ``[num_heads, head_size]``: the token's query.
+            key: ``[num_kv_heads, head_size]``: the token's key.
+            blocks: The number of blocks, from the offloaded context's first, that it may read.
 
         Returns:
             ``[blocks]``, int64, as of `ucm.sparse.topk.representatives.shares`.
@@ -118,7 +118,7 @@ class OffloadedBounds:
         return shares(scores, None)[0, :blocks]
 
     def _room(self, like: Tensor, size: int) -> Tensor:
-        """The bounds with room for so many blocks and some more, so that a growing context copies them seldom."""
+        """Return the bounds with spare capacity, so that a growing context rarely copies them."""
         if self._bounds is None or self._bounds.shape[1] < size:
             grown = like.new_zeros((like.shape[0], max(LEAST, size + size // 4), like.shape[2]))
             if self._bounds is not None:
@@ -129,16 +129,16 @@ class OffloadedBounds:
 
 @dataclass(slots=True)
 class OffloadedContext:
-    """A request's offloaded context, as a worker knows it.
+    """A worker's state of a request's offloaded context.
 
     Attributes:
-        admission: Of the request; None before any of it is released.
+        admission: The request's admission; None before any of it is freed.
         first: The place of its first block.
-        stored: Blocks of it that are released; those behind them are where they were.
-        resident: The blocks that they are brought back into.
-        lost: Its blocks that cannot be had, counted from the first.
-        bounds: By layer.
-        layers: By layer, what is in the resident blocks.
+        stored: The number of its freed blocks; later ones are still in place.
+        resident: The resident blocks.
+        lost: The indices of its lost blocks.
+        bounds: The bounds, by layer.
+        layers: The content of the resident blocks, by layer.
     """
 
     admission: int | None

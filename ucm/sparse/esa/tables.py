@@ -1,10 +1,10 @@
-"""Which blocks the tokens of a step read under `ucm.sparse.esa.method`, and the tables that say so.
+"""The blocks that a step's tokens read under `ucm.sparse.esa.method`, and the resulting block tables.
 
-What a token reads depends on its request's content and its own position alone. While the offloaded context before its
+What a token reads depends only on its request's content and its own position. While the offloaded context before its
 tile fits into the budget, it reads everything. Beyond that, a token of the prompt reads the sinks and the window, and
-one that answers (the prompt's last one, whose logits give the first generated token, and each generated one) reads as
-well the blocks of the offloaded context that it wants most. There is room for what one token wants, so a step has at
-most one such token of a request, its last; after a preemption the scheduler's side sees to that
+one that generates (the prompt's last one, whose logits give the first generated token, and each generated one) also
+reads the offloaded blocks that it needs most. There is room for the blocks of one token, so a step has at
+most one such token per request, its last; after a preemption the scheduler side ensures this
 (`ucm.sparse.esa.method.ESA.limit_new_tokens`).
 """
 
@@ -33,9 +33,9 @@ class Reading:
     """What a step reads; all arrays are on the host.
 
     Attributes:
-        pieces: The step's rows, cut where that changes.
-        skipped: ``[pieces]``, int64: the blocks behind the sinks that nothing of is read.
-        choosing: Of the pieces whose one token chooses, the offloaded blocks that it may choose from, by piece.
+        pieces: The step's rows, cut where the read blocks change.
+        skipped: ``[pieces]``, int64: the number of blocks after the sinks that are not read.
+        choosing: The number of offloaded blocks to choose from, by piece, for pieces whose only token chooses.
     """
 
     pieces: QueryPieces
@@ -44,12 +44,12 @@ class Reading:
 
 
 def reading(batch: StepBatch, window: SinksAndWindow, budget: int, block_size: int) -> Reading:
-    """What a step reads, by the positions of its tokens.
+    """Return what a step reads, by the positions of its tokens.
 
     Args:
         batch: The step.
-        window: What is always read.
-        budget: Blocks of the offloaded context that a token reads.
+        window: The sinks and the window.
+        budget: The number of offloaded blocks that a token reads.
         block_size: Tokens in a block.
 
     Raises:
@@ -82,12 +82,12 @@ def reading(batch: StepBatch, window: SinksAndWindow, budget: int, block_size: i
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A piece that reads blocks of its offloaded context by name.
+    """A piece with an explicit list of offloaded blocks to read.
 
     Attributes:
-        piece: Its place among the pieces.
-        extent: Blocks behind the sinks of which the named ones are.
-        reads: How many are named.
+        piece: Its index among the pieces.
+        extent: The number of blocks after the sinks that contain the listed ones.
+        reads: The number of listed blocks.
     """
 
     piece: int
@@ -96,13 +96,13 @@ class Listed:
 
 
 class OffloadedTables:
-    """What all layers of a step have in common.
+    """The part of a step's block tables that all layers share.
 
     Args:
-        found: What the step reads.
-        listed: The pieces that read blocks by name.
+        found: The reading of the step.
+        listed: The pieces with listed blocks.
         block_table: ``[num_reqs or more, max_blocks]``, int32, on the attention's device.
-        sinks: Blocks before the offloaded context.
+        sinks: The number of blocks before the offloaded context.
         block_size: Tokens in a block.
     """
 
@@ -122,7 +122,7 @@ class OffloadedTables:
         self.seq_lens = torch.from_numpy(lens.astype(np.int32)).to(device)
         self.split = pieces.split(device)
         columns = np.arange(-(-self.max_seq_len // block_size))
-        # Columns behind a row's own end are never read; they only must not point outside the table.
+        # The columns past a row's end are never read, but must be inside the table.
         moved = columns + skipped[:, None] * (columns >= behind[:, None])
         index = torch.from_numpy(moved.clip(max=block_table.shape[1] - 1)).to(device)
         self._whole = block_table
@@ -130,15 +130,15 @@ class OffloadedTables:
         lines = np.repeat([of.piece for of in listed], [of.reads for of in listed]).astype(np.int64)
         self._rows = torch.from_numpy(pieces.rows[lines]).to(device)
         columns = np.concatenate([np.arange(sinks, sinks + of.reads) for of in listed] or [lines])
-        #: Where the named blocks stand.
+        #: The cells of the listed blocks.
         self._cells = torch.from_numpy(lines).to(device), torch.from_numpy(columns).to(device)
 
     def naming(self, places: Sequence[int], blocks: Sequence[int]) -> Tensor:
-        """A layer's table.
+        """Return a layer's block table.
 
         Args:
-            places: The places in their requests of the blocks that the listed pieces read, piece by piece.
-            blocks: Of each the block that it was brought back into; -1 if it is where it was.
+            places: The places of the listed blocks in their requests, piece by piece.
+            blocks: The resident block of each; -1 if it is still in place.
 
         Returns:
             ``[pieces, blocks]``, int32.

@@ -1,13 +1,13 @@
-"""On-device block top-k: a decode step reads the blocks that its query wants most, within a budget of tokens.
+"""On-device block top-k: a decode step reads the blocks that its query needs most, within a budget of tokens.
 
 Source: Quest (Tang et al., ICML 2024, arXiv:2406.10774) for the bounds by which blocks are ranked, and for leaving the
 first layers and prefill dense; UCM's GSAOnDevice, after which the method with codes is also named, for choosing on the
 device, per layer, one set of blocks for all heads of a request, so that it fits into any backend's block table, and for
 codes of keys.
 
-The KV cache itself stays whole: what a step does not read, a later one may. Whatever a block holds has been put there
-by vLLM (computed, found in the prefix cache, loaded by a connector). Its representative is made from what is in the
-cache after the first step in which the block is complete.
+The KV cache itself stays complete: a later step may read what an earlier one skipped. vLLM fills the blocks
+(by computation, prefix-cache hits or a connector's loads). A block's representative is made from the
+cache after the first step in which the block is full.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ if TYPE_CHECKING:
     from ucm.sparse.attention import StepBatch
     from ucm.sparse.topk.representatives import Representatives
 
-#: The groups of rewritten modules whose hooks it hangs on: the scheduler's keep what it generates from prompts.
+#: The groups of rewritten modules that it needs; the scheduler's hooks keep generated blocks from prompt hits.
 NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
-#: What may be kept of each block, by the name of the selector that ranks blocks by it.
+#: The kinds of representatives, by the name of the selector that ranks blocks by them.
 SELECTORS: Mapping[str, type[Representatives]] = {"bounds": KeyBounds, "codes": KeyCodes}
 
 
 class BlockTopKOptions(MethodOptions):
-    """What an operator may set.
+    """The options of the method.
 
     Attributes:
-        token_budget: Tokens that a decode step reads of each request in a layer, in whole blocks; a request with fewer
-            is dense. A request may have a budget of its own (`ucm.sparse.steering`).
-        min_context: Tokens below which a request is dense, even where it has more than its budget.
+        token_budget: Tokens that a decode step reads of each request in a layer, in full blocks; a request with fewer
+            is dense. A request may have its own budget (`ucm.sparse.steering`).
+        min_context: Tokens below which a request is dense, even if it has more than its budget.
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
         recent_tokens: Tokens before the newest that are always read; rounded up to whole blocks.
-        dense_layers: Layers from the first on that read everything.
-        selector: What blocks are ranked by: ``bounds`` of each block's keys, or ``codes`` of each key.
+        dense_layers: The number of first layers that read everything.
+        selector: How blocks are ranked: by ``bounds`` of each block's keys, or ``codes`` of each key.
     """
 
     token_budget: int = Field(default=2048, ge=1, description="a number of tokens, 1 or more")
@@ -76,23 +76,23 @@ class BlockTopKOptions(MethodOptions):
 
 
 class GSAOnDeviceOptions(BlockTopKOptions):
-    """As those of `BlockTopK`; codes are the default."""
+    """The options of `BlockTopK`, with codes as the default."""
 
     selector: Literal["bounds", "codes"] = Field(default="codes", description="`bounds` or `codes`")
 
 
 class BlockTopK(SparseMethod):
-    """Restricts each decode to the blocks to which its query attends most, by what their representatives say.
+    """Restricts each decode to the blocks to which its query attends most, according to their representatives.
 
-    All choosing is on the worker's side. A step whose requests fit into their budgets costs a comparison of their
+    The worker side selects blocks. A step whose requests fit into their budgets costs a comparison of their
     lengths.
 
     Attributes:
         counts: ``steps`` and ``rows`` that were restricted, ``blocks_read`` and ``blocks_held`` of these rows in each
             restricted layer, ``representatives`` made, ``failures``, and the requests that are dense because they
-            failed (``requests_failed``), asked for it (``requests_opted_out``) or asked for what there is not
-            (``requests_refused``), and those of which something was left out (``requests_restricted``).
-        select_seconds: What the worker's thread has spent on choosing.
+            failed (``requests_failed``), opted out (``requests_opted_out``) or had invalid settings
+            (``requests_refused``), and the requests that were restricted (``requests_restricted``).
+        select_seconds: The seconds that the worker's thread has spent on selection.
 
     Raises:
         ConfigError: If an option is wrong.
@@ -114,11 +114,11 @@ class BlockTopK(SparseMethod):
         self._plan: SelectionPlan | None = None
         self._tables: tuple[Any, RestrictedTables] | None = None
         self._completed: tuple[CompletedBlocks, ...] = ()
-        #: A layer's metadata, and the ids of the blocks that are completed by the step's tokens.
+        #: A layer's metadata, and the ids of the blocks that the step's tokens complete.
         self._completed_ids: tuple[Any, Tensor] | None = None
-        self._asked = False  #: whether a layer of this step has asked
+        self._asked = False  #: whether a layer of this step has called the method
         self._dense: set[str] = set()
-        self._steered: set[str] = set()  #: those that have asked for something
+        self._steered: set[str] = set()  #: the requests with their own settings
         self._causes: set[str] = set()
         self._restricted: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -126,23 +126,23 @@ class BlockTopK(SparseMethod):
 
     @classmethod
     def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
-        """They are."""
+        """Return True."""
         del options
         return True
 
     @classmethod
     def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """The prompt's: it is dense, whatever follows."""
+        """Return the prompt's tokens, which are always dense."""
         del options
         return num_prompt_tokens
 
     def before_allocation(self, request: Any) -> bool:
-        """Keeps generated blocks apart from those of prompts, and leaves the allocation to vLLM."""
+        """Keep generated blocks from being hit by prompts; do not change the allocation."""
         keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
         return True
 
     def worker_started(self) -> None:
-        """Refuses what cannot be served, and a budget that leaves nothing to choose."""
+        """Refuse an unsupported engine, and a budget that leaves no block to choose."""
         self.attention.require_engine()
         model = getattr(self.vllm_config, "model_config", None)
         layers = getattr(getattr(model, "hf_text_config", None), "num_hidden_layers", None)
@@ -157,11 +157,11 @@ class BlockTopK(SparseMethod):
             self._budget(int(block_size))
 
     def layer_seen(self, layer_name: str) -> None:
-        """Refuses a layer that cannot be served."""
+        """Refuse an unsupported layer."""
         self.attention.require(layer_name, reads_keys=not self._is_dense(layer_name))
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
-        """Forgets them."""
+        """Drop the state of ended requests."""
         del runner
         for request_id in request_ids:
             self._dense.discard(request_id)
@@ -171,17 +171,17 @@ class BlockTopK(SparseMethod):
                 self._planner.forget(request_id)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
-        """Decides from the lengths which rows are sparse in this step."""
+        """Decide by the lengths which rows are sparse in this step."""
         self._batch = self.attention.batch(runner, scheduler_output, input_batch)
         self._tables, self._completed_ids, self._asked = None, None, False
         self._plan, self._completed = None, ()
-        if self._planner is not None:  # before the first layer that has a cache, nobody knows how it counts blocks
+        if self._planner is not None:  # the block size is unknown before the first layer with a cache
             self._take_plan(self._planner, self._batch)
 
     def attention_begin(
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Restricts the step's sparse rows to the blocks that their queries want."""
+        """Restrict the step's sparse rows to the blocks that their queries need."""
         began = perf_counter()
         self._asked = True
         if self._planner is None and self._batch is not None:
@@ -205,14 +205,14 @@ class BlockTopK(SparseMethod):
     def attention_finished(
         self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:
-        """Makes the representatives of the blocks that the step's tokens complete: they are in the cache now."""
+        """Make the representatives of the blocks that the step's tokens complete, which are now in the cache."""
         del query, attn_metadata, output
         if self._completed and self._completed_ids is not None and not self._is_dense(layer_name):
             with self._dense_on_failure(layer_name, [of.request_id for of in self._completed]):
                 self._make(layer_name, kv_cache, self._completed_ids[1])
 
     def execute_finished(self, runner: Any, scheduler_output: Any, model_output: Any) -> None:
-        """Counts the step; one that no layer has asked about was not restricted, and that must not go unnoticed."""
+        """Count the step; raise if no layer called the method, because the step was then not restricted."""
         del runner, scheduler_output, model_output
         plan, self._plan, batch, self._batch = self._plan, None, self._batch, None
         self._completed, self._completed_ids = (), None
@@ -247,7 +247,7 @@ class BlockTopK(SparseMethod):
         }
 
     def summary(self) -> str:
-        """What was done until now, in one line."""
+        """Return the counters so far, in one line."""
         counts = self.counts
         share = counts["blocks_read"] / max(1, counts["blocks_held"])
         return (
@@ -286,7 +286,7 @@ class BlockTopK(SparseMethod):
         self._completed = planner.completed(batch, self._dense)
 
     def _steer(self, planner: SelectionPlanner, request_id: str, asked: object) -> None:
-        """Have a request served as it asks, or densely; in some releases it asks again when it is resumed."""
+        """Apply a request's settings, or make it dense; in some releases they arrive again when it is resumed."""
         if request_id in self._steered:
             return
         self._steered.add(request_id)
@@ -304,13 +304,13 @@ class BlockTopK(SparseMethod):
         self._dense.add(request_id)
 
     def _make(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
-        """Make the representatives of blocks from what is in the cache."""
+        """Make the representatives of blocks from the cache."""
         made = self._representatives_of(layer_name, kv_cache, block_ids[:1])
         made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
         self.counts["representatives"] += len(block_ids)
 
     def _representatives_of(self, layer_name: str, kv_cache: Tensor, any_block: Tensor) -> Representatives:
-        """The layer's representatives, with room for all blocks of the cache."""
+        """Return the layer's representatives, with room for all blocks of the cache."""
         found = self._representatives.get(layer_name)
         if found is None:
             keys = self.attention.read_keys(layer_name, kv_cache, any_block)
@@ -320,7 +320,7 @@ class BlockTopK(SparseMethod):
 
     @contextmanager
     def _dense_on_failure(self, layer_name: str, request_ids: Sequence[str]) -> Iterator[None]:
-        """Whatever fails, these requests can still be computed densely; but not on one of several ranks alone."""
+        """After any failure, compute these requests densely; impossible on only one of several ranks."""
         try:
             yield
         except SparseMethodError:
@@ -331,11 +331,11 @@ class BlockTopK(SparseMethod):
             self._fail(request_ids, layer_name, error)
 
     def _fail(self, request_ids: Sequence[str], layer_name: str, error: Exception) -> None:
-        """These requests are dense from here on, in this step's further layers too; the others go on."""
+        """Make these requests dense from now on, including this step's further layers; others stay sparse."""
         self._dense.update(request_ids)
         planned = self._plan.request_ids if self._plan is not None else ()
         for request_id in {*planned, *(of.request_id for of in self._completed)}:
-            if self._planner is not None:  # what this step does not make in the layers behind, a later one does
+            if self._planner is not None:  # a later step makes what this one does not make in the remaining layers
                 self._planner.forget_made(request_id)
         self._plan, self._completed = None, ()
         self.counts["failures"] += 1
@@ -350,7 +350,7 @@ class BlockTopK(SparseMethod):
             )
 
     def _budget(self, block_size: int, token_budget: int | None = None) -> BlockBudget:
-        """What a decode reads, of a request with a budget of its own if that is given."""
+        """Return the budget of a decode, optionally with a request's own token budget."""
         options = self._options
         tokens = token_budget or options.token_budget
         budget = BlockBudget.of_tokens(block_size, tokens, options.sink_tokens, options.recent_tokens)
@@ -370,11 +370,11 @@ class BlockTopK(SparseMethod):
 
 
 class GSAOnDevice(BlockTopK):
-    """The same with codes, by the name that it has in UCM, which its messages and its log lines then bear."""
+    """`BlockTopK` with codes, under its name in UCM, which messages and log lines use."""
 
     options_type = GSAOnDeviceOptions
 
     @classmethod
     def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """That of `BlockTopK` with the same options."""
+        """Return the identity of `BlockTopK` with the same options."""
         return {**BlockTopK.identity({}), "options": plain_options(cls.options_type, cls.__name__, options)}

@@ -32,7 +32,7 @@ class Setting(EngineSetting):
 
     Args:
         options: The method's, but for its store.
-        at_once: Whether a offloaded context is released from its first block on.
+        at_once: Whether an offloaded context is released from its first block on.
     """
 
     options: dict[str, Any] = field(default_factory=lambda: {"token_budget": 16, "sink_tokens": 3, "window_tokens": 10})
@@ -66,7 +66,7 @@ class Engine(CheckedEngine):
         self.device: Device = Device(self.worker, setting.blocks, BLOCK, always)
         #: Of each request that has ended by itself, prompt, answer, and the last layer's KV of all these tokens.
         self.answers: dict[str, tuple[list[int], list[int], torch.Tensor]] = {}
-        #: The most blocks that a request with a offloaded context has held, by the tokens that it had, in hundreds.
+        #: The most blocks that a request with an offloaded context has held, by the tokens that it had, in hundreds.
         self.held: Counter[int] = Counter()
 
     def drain(self) -> None:

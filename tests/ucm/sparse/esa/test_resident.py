@@ -1,4 +1,4 @@
-"""What is chosen of a offloaded context, where it comes to lie, and the tables that name it."""
+"""What is chosen of an offloaded context, where it comes to lie, and the tables that name it."""
 
 from __future__ import annotations
 
