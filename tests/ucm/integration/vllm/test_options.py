@@ -42,7 +42,7 @@ EVERYWHERE = {
     *("scheduler-cls", "speculative-config"),
 }
 #: Options of other programs, for instance `ucm doctor` and `build-overlay`.
-NOT_VLLMS = {"hooks", "json", "run", "shm-size"}
+NOT_VLLMS = {"config", "hooks", "json", "run", "shm-size"}
 
 
 @functools.cache
