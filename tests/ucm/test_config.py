@@ -68,7 +68,7 @@ def test_a_method_in_either_place(vllm_config: VllmConfig) -> None:
 
 def test_another_method_in_each_place_is_refused() -> None:
     both = VllmConfig(connector({"first": {}}), additional({"second": {}}))
-    with pytest.raises(ConfigError, match="two sparse methods are configured, and only one can run") as caught:
+    with pytest.raises(ConfigError, match="two sparse methods are configured, but only one can run") as caught:
         sparse_method_config(both)
     assert "kv_connector_extra_config.ucm_sparse_config: {'first': {}}" in str(caught.value.where)
     assert "additional_config.ucm_sparse_config: {'second': {}}" in str(caught.value.where)
@@ -110,7 +110,7 @@ def test_connectors_within_another_with_different_methods_are_refused() -> None:
     ],
 )
 def test_what_would_be_overlooked_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is no setting of UCM's here") as caught:
+    with pytest.raises(ConfigError, match="is not a setting of UCM here") as caught:
         sparse_method_config(VllmConfig(None, settings))
     assert 'write {"ucm_sparse_config": {"<method>"' in str(caught.value)
 
@@ -138,7 +138,7 @@ def test_ucms_blending_is_no_sparse_method(tmp_path: Path) -> None:
 
 
 def test_several_methods() -> None:
-    with pytest.raises(ConfigError, match="2 sparse methods are named, and only one can run") as caught:
+    with pytest.raises(ConfigError, match="2 sparse methods are named, but only one can run") as caught:
         sparse_method_config(VllmConfig(connector({"GSA": {}, "ESA": {}})))
     assert caught.value.where == "kv_connector_extra_config.ucm_sparse_config: GSA, ESA"
 

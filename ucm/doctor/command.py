@@ -65,7 +65,7 @@ def handle(options: argparse.Namespace) -> int:
         UcmError: If the options contradict each other, or the model does not exist.
     """
     if not options.run and (options.model is not None or options.timeout is not None):
-        raise UcmError("--model and --timeout need --run", fix="add --run, or leave them out")
+        raise UcmError("--model and --timeout need --run", fix="add --run, or remove these options")
     report = examine(options.config)
     if options.run:
         report = _run(report, options)

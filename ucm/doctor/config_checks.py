@@ -75,7 +75,7 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
     if blend is None:
         return []
     if beside:
-        what = "blending and a sparse method do not go together: each decides what the other's tokens may read"
+        what = "blending and a sparse method do not go together: each decides which tokens may be read"
         return [Finding(BLENDING, Status.ERROR, what, (str(file),), ("leave one of blend and ucm_sparse_config out",))]
     computed = {
         "edges": f"the first {blend.edge_tokens} tokens of each",

@@ -199,7 +199,7 @@ def _check_single(distribution: str) -> None:
     places = installed_overlays(distribution)
     if len(places) > 1:
         raise InactiveOverlayError(
-            "more than one overlay is installed, and only the first on sys.path acts",
+            "more than one overlay is installed, and only the first on sys.path is active",
             [f"{version}: {place}" for place, version in places.items()],
             [f"uninstall all but the one that you want: `pip uninstall {distribution}` in each environment", DISABLE],
         )

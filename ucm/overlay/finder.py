@@ -101,7 +101,7 @@ def check_unshared(finder: Any, name: str) -> None:
     owners = list(dict.fromkeys(owner for manifest in known.values() for owner in manifest.owners))
     release = next(iter(known.values())).release
     raise SharedModuleError(
-        f"{len(sharing)} overlays shadow {name}, and only one of them would act",
+        f"{len(sharing)} overlays shadow {name}, but only one of them would be active",
         [f"{distribution} {manifest.version}: {manifest.directory}" for distribution, manifest in known.items()],
         [
             (

@@ -70,7 +70,7 @@ class ReRoPEOptions(MethodOptions):
     def _is_trained(self) -> ReRoPEOptions:
         if self.training_length is not None and self.window > self.training_length:
             raise ValueError(
-                f"a window of {self.window} tokens has distances that training with {self.training_length} never showed"
+                f"a window of {self.window} tokens spans distances beyond the training length of {self.training_length}"
             )
         return self
 

@@ -169,7 +169,7 @@ class TestTwoOverlays:
     ) -> None:
         environment.install(wheels["ucm"], wheels["acme"], wheels["runtime"])
         error = environment.fail(LIVES)
-        assert f"2 overlays shadow {SCHEDULER}, and only one of them would act" in error
+        assert f"2 overlays shadow {SCHEDULER}, but only one of them would be active" in error
         assert f"acme-vllm-overlay {RELEASE}.post1" in error
         assert f"ucm-vllm-overlay {RELEASE}.post1" in error
         assert f"`nox -s build-overlay -- acme+ucm-{RELEASE}`" in error or (

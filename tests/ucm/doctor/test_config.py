@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ("{Probe: {}}", Status.OK, "the method Probe is installed; it checks its options itself"),
         ("{BlokTopK: {}}", Status.ERROR, "there is no sparse method 'BlokTopK'"),
         ("{'no.such:Method': {}}", Status.ERROR, "the sparse method 'no.such:Method' cannot be loaded"),
-        ("{ESA: {}, SinkWindow: {}}", Status.ERROR, "2 sparse methods are named, and only one can run"),
+        ("{ESA: {}, SinkWindow: {}}", Status.ERROR, "2 sparse methods are named, but only one can run"),
     ],
 )
 def test_the_sparse_method(sparse: str, status: Status, what: str, tmp_path: Path) -> None:

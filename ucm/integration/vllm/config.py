@@ -46,7 +46,7 @@ def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
     methods = [_one_method(*place_and_value) for place_and_value in found]
     if any(method != methods[0] for method in methods):
         raise ConfigError(
-            "two sparse methods are configured, and only one can run",
+            "two sparse methods are configured, but only one can run",
             where="; ".join(f"{place}: {value!r}" for place, value in found),
             fix="remove all but one",
         )
@@ -82,7 +82,7 @@ def _refuse_misspelt(additional: dict[str, Any]) -> None:
         ours = str(key).lower().replace("-", "_").startswith("ucm_") or (key in METHODS and isinstance(value, dict))
         if ours and key != KEY:
             raise ConfigError(
-                f"{key!r} is no setting of UCM's here",
+                f"{key!r} is not a setting of UCM here",
                 where=f"additional_config.{key}",
                 fix=f"""write {{"{KEY}": {{"<method>": {{…options…}}}}}}; files are for the connector's settings""",
             )
@@ -107,7 +107,7 @@ def _of_connector(place: str, extra: dict[str, Any]) -> tuple[str, object] | Non
 def _one_method(place: str, value: object) -> tuple[str, dict[str, Any]]:
     if isinstance(value, dict) and len(value) > 1:
         raise ConfigError(
-            f"{len(value)} sparse methods are named, and only one can run",
+            f"{len(value)} sparse methods are named, but only one can run",
             where=f"{place}: {', '.join(map(str, value))}",
             fix="remove all but one; options of a method stand below its name",
         )

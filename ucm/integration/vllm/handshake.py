@@ -231,7 +231,7 @@ def _require_one_scheduler(name: str, question: Any, parallel: Any) -> None:
     """
     if question is not None and _external(parallel) and int(parallel.world_size) > 1:
         raise SparseMethodError(
-            f"what one worker tells {name} does not reach the schedulers of the others",
+            f"what a worker reports to {name} does not reach the schedulers of the other workers",
             where=f"distributed_executor_backend = 'external_launcher' with {parallel.world_size} ranks",
             fix="let vLLM start its workers itself, or serve without ucm_sparse_config",
         )

@@ -140,7 +140,7 @@ def test_a_live_block_is_not_evicted(store: OffloadStore, tmp_path: Path, monkey
     evict(root, scan(root), 1 << 30, evicted.append)
     assert not evicted
     assert torch.equal(fetched(store, 0, *((1, place) for place in range(30))), data[0])
-    monkeypatch.setattr(posix_layout, "is_stale", lambda *_: True)  # as if the process had died
+    monkeypatch.setattr(posix_layout, "is_stale", lambda name, age, stale_seconds: True)  # as if it had died
     evict(root, scan(root), 1 << 30, evicted.append)
     assert len(evicted) == 30
 

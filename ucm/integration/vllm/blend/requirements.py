@@ -37,7 +37,7 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
     _refuse_parallel(vllm_config)
     if sparse_method_config(vllm_config) is not None:
         raise UnsupportedModelError(
-            "blending and a sparse method do not go together: each decides what the other's tokens may read",
+            "blending and a sparse method do not go together: each decides which tokens may be read",
             where="ucm_sparse_config",
             fix="leave one of the two out",
         )
@@ -69,7 +69,7 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
         )
     if settings.select == "deviation" and not vllm_config.model_config.enforce_eager:
         raise UnsupportedModelError(
-            "blend: select: deviation ends a forward pass behind its check layer, which a compiled model cannot",
+            "blend: select: deviation ends a forward pass after its check layer, which a compiled model cannot do",
             where="model_config.enforce_eager",
             fix="start vLLM with --enforce-eager, or set select: edges",
         )

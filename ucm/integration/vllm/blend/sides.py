@@ -165,7 +165,7 @@ class BlendWorkerSide:
         model = running_model()
         if model is None:
             raise UnsupportedModelError(
-                "the model is out of the connector's reach",
+                "the connector cannot reach the model",
                 where=f"platform of {config.model_config.model!r}",
                 fix="use UCMConnector with this runner",
             )

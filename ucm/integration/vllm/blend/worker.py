@@ -327,7 +327,7 @@ class BlendWorker:
         if self.refused and not before:
             get_logger(__name__).error(
                 "[UCM.Blend] %s is refused: the first layer's KV of %d chunks was not that of their tokens at their "
-                "place; no request is blended any more. Use UCMConnector for this model, and report it",
+                "place; no request is blended any more. Use UCMConnector for this model, and report this message",
                 self._name or "the model",
                 self._failures,
             )
@@ -379,7 +379,7 @@ class BlendWorker:
                 continue
             failed = self._store.wait(task).failed
             if failed:
-                get_logger(__name__).debug("[UCM.Blend] %d pieces of a chunk are not stored", len(failed))
+                get_logger(__name__).debug("[UCM.Blend] %d pieces of a chunk were not stored", len(failed))
         self._saving = still
 
     def _record(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
             )
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         raise UnsupportedModelError(
-            "vLLM zeroes blocks of this model's KV cache before a connector hears of it, also those still being saved",
+            "vLLM zeroes blocks of this model's KV cache, also those still being saved, before it tells the connector",
             where="kv_cache_config.needs_kv_cache_zeroing",
             fix="run this model without a UCM connector",
         )

@@ -123,9 +123,11 @@ def geometries_of(
             geometry = BlockGeometry(sizes, bytes.fromhex(said["fingerprint"]))
             if by_place.setdefault(said["place"], geometry) != geometry:
                 raise ValueError(
-                    f"rank {rank} lays KV-cache group {group} out in another way than one that has the same KV"
+                    f"rank {rank} lays out KV-cache group {group} differently from a rank that has the same KV"
                 )
         if set(by_place) != set(range(count)):
-            raise ValueError(f"of {count} parts of KV-cache group {group}, ranks have told of {sorted(by_place)}")
+            raise ValueError(
+                f"ranks have reported parts {sorted(by_place)} of KV-cache group {group}, which has {count}"
+            )
         found[group] = [by_place[place] for place in range(count)]
     return found

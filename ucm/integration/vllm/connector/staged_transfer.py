@@ -70,7 +70,7 @@ class StagedTask(Task):
 
 def device_failed(error: Exception) -> StoreUnavailableError:
     """Return the error of blocks that could not be copied."""
-    return StoreUnavailableError(f"the device could not copy: {error}")
+    return StoreUnavailableError(f"a copy on the device failed: {error}")
 
 
 @dataclass(slots=True)

@@ -229,7 +229,7 @@ def require_restrictable(attn_metadata: Any) -> None:
     name = type(attn_metadata).__name__
     if missing:
         raise SparseMethodError(
-            f"the attention backend's metadata has no {missing[0]} of its own for each request",
+            f"the attention backend's metadata has no {missing[0]} per request",
             where=name,
             fix=choose_backend(),
         )

@@ -34,7 +34,9 @@ class Adapters:
         self.worker._adapter_manager = manager
         layer = LoRALayerWeights("layer.0", 8, 8, torch.zeros(8, 4), torch.zeros(4, 8))
         monkeypatch.setattr(
-            self.worker, "_load_adapter", lambda lora: LoRAModel(lora.lora_int_id, 8, {"layer.0": layer})
+            self.worker,
+            "_load_adapter",
+            lambda lora_request: LoRAModel(lora_request.lora_int_id, 8, {"layer.0": layer}),
         )
         self.live = LiveAdapters.of(manager.model)
 
