@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 
 from tests.ucm.hashing.stand_ins import whole_identity, write_adapter
 from ucm import vllm_types
-from ucm.hashing import adapters, request_content
+from ucm.hashing import adapters, model_identity, request_content
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.model_identity import namespace
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
@@ -220,7 +220,12 @@ def _in_worker(worker: Any) -> tuple[str, str, bool]:
 
 
 def test_all_processes_of_an_engine_agree(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two separate workers report their identity after they have loaded the model."""
+    """Two separate workers report their identity after they have loaded the model.
+
+    The model of this test is younger than this process, but not than the workers' parent: only EngineCore's process
+    asks when the configuration was read.
+    """
+    monkeypatch.setattr(model_identity, "configuration_since", lambda: float("inf"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     before = namespace(whole_identity(engine_config(path, tensor_parallel_size=2)))
