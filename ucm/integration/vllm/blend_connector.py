@@ -1,4 +1,4 @@
-"""UCM's KV connector for prompts that are put together from chunks, in ever other orders.
+"""UCM's KV connector for prompts assembled from chunks in changing orders.
 
 Only vLLM's connector factory imports this module::
 
@@ -6,8 +6,8 @@ Only vLLM's connector factory imports this module::
       "kv_connector_module_path": "ucm.integration.vllm.blend_connector",
       "kv_connector_extra_config": {"UCM_CONFIG_FILE": "./ucm_config.yaml"}}'
 
-It is `UCMDirectConnector`, which loads exact prefixes, and beyond these fits stored chunks to where a prompt has them;
-docs/blend.md says what that costs and loses.
+It extends `UCMDirectConnector`, which loads exact prefixes, by reusing stored chunks anywhere in the rest of a prompt;
+docs/blend.md describes the costs and losses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class BlendMetadata(StepMetadata):
-    """A step's plan, with what is blended and which chunks are saved."""
+    """A step's plan, with the stretches to blend and the chunks to save."""
 
     def __init__(self, plan: StepPlan, blend: BlendPlan) -> None:
         super().__init__(plan)
@@ -74,7 +74,7 @@ class BlendConnector(UCMDirectConnector):
             raise RuntimeError("the scheduler's connector was asked for a worker's part")
         return self._blend_worker
 
-    # The scheduler's side
+    # Scheduler side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The tokens of an exact hit, or of a blended one where that reaches farther."""
@@ -90,7 +90,7 @@ class BlendConnector(UCMDirectConnector):
         """Remember the request's blocks, and what to fill them with."""
         if self._planning.scheduler.allocated(request, blocks, num_external_tokens):
             super().update_state_after_alloc(request, blocks, 0)
-            # Whatever is computed behind blended KV is approximate, too.
+            # KV computed after blended KV is approximate, too.
             self._scheduler.scheduler.exclude(request)
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -101,14 +101,14 @@ class BlendConnector(UCMDirectConnector):
         return BlendMetadata(plan, self._planning.plan(scheduler_output, plan))
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """The request is forgotten."""
+        """Drop the request's state."""
         self._planning.scheduler.finished(request)
         return super().request_finished(request, block_ids)
 
-    # The worker's side
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Find the layers and their rotary embeddings as well."""
+        """Also find the layers and their rotary embeddings."""
         super().register_kv_caches(kv_caches)
         with refusals_logged("UCM.Config"):
             self._filling.register(kv_caches)
@@ -123,7 +123,7 @@ class BlendConnector(UCMDirectConnector):
             self._filling.begin(metadata.plan, metadata.blend, attn_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A layer's attention is about to run, also in a pass of ours."""
+        """Wait for a layer before its attention runs, also in our own passes."""
         super().wait_for_layer_load(layer_name)
         self._filling.layer_begins(layer_name)
 
@@ -144,4 +144,4 @@ class BlendConnector(UCMDirectConnector):
 
 
 class UCMBlendConnector(BlendConnector):
-    """The same, by UCM's name."""
+    """`BlendConnector` under UCM's name."""

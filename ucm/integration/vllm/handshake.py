@@ -1,8 +1,8 @@
-"""Each half of a sparse method proves that the other runs, before an engine's first request.
+"""Check, before an engine's first request, that all workers run the scheduler side's sparse method.
 
-A worker whose hooks never fired (another platform's class, another node without the overlay, a switch that is set there
-alone) would read what the scheduler's side gives back, and nothing would say so. So EngineCore asks every worker what
-it runs, through the executor's ``collective_rpc``, and refuses an answer that is missing or is not its own.
+A worker whose hooks never fired (another platform's class, another node without the overlay, a switch set only
+there) would silently read blocks that the scheduler side frees. So EngineCore asks every worker what
+it runs, through the executor's ``collective_rpc``, and refuses a missing or different answer.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
     from ucm.overlay.finder import State
 
-#: The time limit for all workers together, in seconds: a method may compile its kernels then.
+#: The time limit for all workers together, in seconds; a method may compile its kernels meanwhile.
 DEADLINE = 180.0
 WORKER, MODEL_RUNNER = "WORKER", "MODEL_RUNNER"
 SAME = "install the same runtime and overlay on every node, and give all of vLLM's processes the same environment"
 
 
 def require_same_in_workers(engine_core: Any) -> None:
-    """Refuse an engine whose workers do not run what its scheduler counts on.
+    """Refuse an engine whose workers do not run the scheduler side's method.
 
     Args:
         engine_core: vLLM's ``EngineCore``, at the end of its start.
 
     Raises:
-        SparseMethodError: Naming each worker and what is other than here; or the half that is missing here.
+        SparseMethodError: Naming each worker and its differences, or the side that is missing here.
     """
     with refusals_logged("UCM.Sparse"):
         _require_same_in_workers(engine_core)
@@ -96,15 +96,15 @@ def _require_same_in_workers(engine_core: Any) -> None:
 
 
 def answer(wrapper: Any, question: Any = None) -> dict[str, Any]:
-    """What one worker runs; called in its process.
+    """Return what one worker runs; called in its process.
 
     Args:
         wrapper: vLLM's ``WorkerWrapperBase``, or the worker itself.
-        question: What the scheduler's side of the method asks; None if nothing.
+        question: The question of the method's scheduler side, or None.
 
     Returns:
-        ``place`` and ``runner`` for messages, ``refuses``, the answer to the question, ``layer``, what the method says
-        of the first layer that it does not serve, and what has to be the same everywhere; see `_half`.
+        ``place`` and ``runner`` for messages; ``refuses``, the answer to the question; ``layer``, the refusal of the
+        first unsupported layer; and what must be the same everywhere, see `_half`.
     """
     worker = getattr(wrapper, "worker", wrapper)
     runner = getattr(worker, "model_runner", None)
@@ -120,7 +120,7 @@ def answer(wrapper: Any, question: Any = None) -> dict[str, Any]:
 
 
 def _refused_layer(runner: Any, method: SparseMethod) -> tuple[str, str, str] | None:
-    """What is said of the first layer with a KV cache that is refused: before a request, for not all are measured."""
+    """Return the refusal of the first unsupported layer with a KV cache; memory profiling does not run all layers."""
     layers = method.vllm_config.compilation_config.static_forward_context
     groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", ())
     try:
@@ -132,14 +132,14 @@ def _refused_layer(runner: Any, method: SparseMethod) -> tuple[str, str, str] | 
 
 
 def model_runner(wrapper: Any, method: SparseMethod) -> Any:
-    """The worker's model runner, to which its method is tied.
+    """Return the worker's model runner, which owns its method.
 
     Args:
-        wrapper: vLLM's ``WorkerWrapperBase``; its worker's device is there.
+        wrapper: vLLM's ``WorkerWrapperBase``, whose worker has its device.
         method: The worker's method.
 
     Raises:
-        SparseMethodError: If there is none, or one that calls no hooks although the method needs them.
+        SparseMethodError: If there is none, or it calls no hooks although the method needs them.
     """
     runner = getattr(wrapper.worker, "model_runner", None)
     hooked = "_ucm_hooks" in getattr(inspect.unwrap(getattr(runner, "execute_model", _nothing)), "__globals__", {})
@@ -154,12 +154,12 @@ def model_runner(wrapper: Any, method: SparseMethod) -> Any:
 
 
 def require_built_hooks(method: type[SparseMethod]) -> None:
-    """Refuse a method that implements hooks which this process's overlays were built without.
+    """Refuse a method that implements hooks that are missing in this process's overlays.
 
-    What one of them was built without, another may call: vLLM's operators, where a platform has some of its own.
+    A hook missing in one overlay may be in another: a platform's own operators or vLLM's may call it.
 
     Raises:
-        SparseMethodError: Naming them.
+        SparseMethodError: Naming the missing hooks.
     """
     manifests = () if method.optional_hooks else [known.manifest for known in _states()]
     called = {hook for manifest in manifests for module in manifest.modules.values() for hook in module.hooks}
@@ -178,11 +178,11 @@ def require_built_hooks(method: type[SparseMethod]) -> None:
 
 
 def _nothing() -> None:
-    """What a worker without a runner executes."""
+    """Do nothing, for a worker without a runner."""
 
 
 def _half(method: type[SparseMethod] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be the same on both sides: plain data, for the two may be of different builds."""
+    """Return what must be the same on both sides, as plain data, because the builds may differ."""
     version, groups = _overlay()
     return {
         "method": f"{method.__module__}.{method.__qualname__}" if method else None,
@@ -194,7 +194,7 @@ def _half(method: type[SparseMethod] | None, options: Mapping[str, Any]) -> dict
 
 
 def _parsed(method: type[SparseMethod], options: Mapping[str, Any]) -> str:
-    """The options with the defaults of this build."""
+    """Return the options with the defaults of this build."""
     declared = method.options_type
     known = dict(options)
     if declared is not None:
@@ -205,7 +205,7 @@ def _parsed(method: type[SparseMethod], options: Mapping[str, Any]) -> str:
 
 
 def _overlay() -> tuple[str | None, list[str]]:
-    """The overlays of this process, as their versions and the groups that are on; None without one."""
+    """Return the versions of this process's overlays, or None, and the groups that are on."""
     known = _states()
     if not known:
         return None, []
@@ -214,7 +214,7 @@ def _overlay() -> tuple[str | None, list[str]]:
 
 
 def _states() -> list[State]:
-    """What this process knows of each overlay that calls UCM's hooks."""
+    """Return this process's state of each overlay that calls UCM's hooks."""
     from ucm.overlay.activation import boots  # noqa: PLC0415 - only where a method is asked for
     from ucm.overlay.finder import state  # noqa: PLC0415
     from ucm.overlay.manifest import DEFAULT_SEAM  # noqa: PLC0415
@@ -224,10 +224,10 @@ def _states() -> list[State]:
 
 
 def _require_one_scheduler(name: str, question: Any, parallel: Any) -> None:
-    """Refuse a method whose workers tell its scheduler something where each worker has a scheduler of its own.
+    """Refuse a method whose workers report to its scheduler if each worker has its own scheduler.
 
     Raises:
-        SparseMethodError: If it is so: the schedulers would decide differently.
+        SparseMethodError: In that case, because the schedulers would decide differently.
     """
     if question is not None and _external(parallel) and int(parallel.world_size) > 1:
         raise SparseMethodError(
@@ -247,7 +247,7 @@ def _answers(executor: Any, question: Any) -> list[dict[str, Any]]:
 
 
 def _expected_answers(parallel: Any) -> int:
-    """One from each worker of this engine; under an external launcher each process has an engine of its own."""
+    """Return the number of workers of this engine; with an external launcher each process has its own engine."""
     return 1 if _external(parallel) else int(parallel.world_size)
 
 
@@ -256,7 +256,7 @@ def _external(parallel: Any) -> bool:
 
 
 def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """What a worker runs otherwise, for a person."""
+    """Describe what a worker runs differently."""
     place = f"{theirs.get('place')} ({theirs.get('runner')})"
     ignored = {"place", "runner"}
     if theirs.get("method") is None:

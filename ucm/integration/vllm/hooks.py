@@ -1,12 +1,12 @@
 """The only names that rewritten vLLM modules call.
 
-With no sparse method configured each of these is one test and hands back what it was given. A method is created where
+Without a configured sparse method each of them is one test and returns its arguments. A method is created where
 its side of the engine starts: `scheduler_init` in EngineCore, `worker_init` in each worker; before the first request
-`engine_core_started` compares the two. One process may hold several engines, with a method or without, so the
-scheduler's instance hangs on its scheduler and the worker's on its model runner. Inside the model, where an operator
-knows nothing but a layer's name, vLLM's forward context says whose layers run.
+`engine_core_started` compares the two. One process may have several engines, with or without a method, so the
+scheduler's instance is an attribute of its scheduler and the worker's of its model runner. Inside the model, where an
+operator only has a layer's name, vLLM's forward context identifies the running engine.
 
-This module is imported by vLLM modules while vLLM itself is being imported: it imports neither vLLM nor torch.
+vLLM's modules import this one while vLLM itself is being imported, so it imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ __all__ = [
     "worker_requests_finished",
 ]
 
-#: What a step carries whose method built nothing for it, so that the workers see that the scheduler's side was told.
+#: The metadata of a step for which the method built none; it shows the workers that the scheduler side's hooks ran.
 BUILT_NOTHING = "built nothing"
-#: The attribute of a scheduler, a KV-cache manager and a model runner that holds its method.
+#: The attribute of a scheduler, a KV-cache manager and a model runner with its method.
 METHOD = "_ucm_sparse_method"
-#: Whether any scheduler, or any worker, of this process ever had a method; spares the others a look at themselves.
+#: Whether any scheduler, or any worker, of this process ever had a method; if not, hooks return at once.
 _schedules_sparsely = False
 _works_sparsely = False
-#: The workers' methods by the identity of their engine's layers, as long as their model runners live. A method keeps
-#: its engine's configuration alive, and with it the layers, so an identity is not used again while its method is here.
+#: The workers' methods by the id of their engine's layers, while their model runners exist. A method keeps
+#: its engine's configuration alive, and with it the layers, so an id is not reused while its method exists.
 _by_layers: dict[int, ref[SparseMethod]] = {}
 
 
 def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMethod], None]) -> SparseMethod | None:
-    """The configured method's instance for one side, started; the imports are only paid for where one is configured.
+    """Create and start the configured method's instance for one side; import method modules only if one is configured.
 
     Raises:
-        UcmError: Why it cannot be; the log has it in one record, for vLLM prints it among its tracebacks.
+        UcmError: If it cannot start; also logged in one record, because vLLM prints it among its tracebacks.
     """
     from ucm.integration.vllm.config import KEY, sparse_method_config  # noqa: PLC0415
     from ucm.integration.vllm.connector.failures import refusals_logged  # noqa: PLC0415
@@ -88,8 +88,8 @@ def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMe
         require_built_hooks(type(method))
         require_hooked(name, method.needed_hooks, owner)
         if isinstance(getattr(vllm_config, "additional_config", None), dict):
-            # vLLM's compile cache keys on this dictionary and not on the connector's settings: without a trace of the
-            # method here, a graph that was compiled without its layer calls would be loaded for a run with them.
+            # vLLM's compile cache keys on this dictionary and not on the connector's settings: without the
+            # method in it, a graph compiled without the method's layer calls would be loaded for a run with them.
             vllm_config.additional_config.setdefault(KEY, {name: options})
         start(method)
     from ucm.logger import get_logger  # noqa: PLC0415
@@ -98,7 +98,7 @@ def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMe
     return method
 
 
-# The scheduler's side.
+# Scheduler side.
 
 
 def scheduler_init(scheduler: Any) -> None:
@@ -115,10 +115,10 @@ def scheduler_init(scheduler: Any) -> None:
 
 
 def engine_core_started(engine_core: Any) -> None:
-    """The model is loaded, and no request is there yet: ask every worker what it runs.
+    """The model is loaded, and there are no requests yet: ask every worker what it runs.
 
     Raises:
-        SparseMethodError: If one does not answer, or runs anything else than this process.
+        SparseMethodError: If one does not answer, or runs something other than this process.
     """
     from ucm.integration.vllm.config import sparse_method_config  # noqa: PLC0415 - as in `_started`
 
@@ -136,7 +136,7 @@ def request_added(scheduler: Any, request: Any) -> None:
 
 
 def limit_new_tokens(scheduler: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-    """So many tokens of a request are to be computed: how many at once; see `SparseMethod.limit_new_tokens`."""
+    """The scheduler is about to compute tokens of a request: limit them; see `SparseMethod.limit_new_tokens`."""
     method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
     if method is not None:
         num_new_tokens = method.limit_new_tokens(request, num_computed_tokens, num_new_tokens)
@@ -144,7 +144,7 @@ def limit_new_tokens(scheduler: Any, request: Any, num_computed_tokens: int, num
 
 
 def before_allocation(kv_cache_manager: Any, request: Any) -> bool:
-    """Blocks are about to be allocated for a request: whether to go on; see `SparseMethod.before_allocation`."""
+    """Blocks are about to be allocated for a request: return whether to; see `SparseMethod.before_allocation`."""
     method: SparseMethod | None = getattr(kv_cache_manager, METHOD, None) if _schedules_sparsely else None
     if method is None:
         return True
@@ -157,7 +157,7 @@ def before_allocation(kv_cache_manager: Any, request: Any) -> bool:
 
 
 def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
-    """A step is decided: what the method built for it travels to the workers as ``ucm_sparse_meta``."""
+    """A step is decided: the method's metadata travels to the workers as ``ucm_sparse_meta``."""
     method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
     if method is not None:
         if method.allocating is None:
@@ -184,9 +184,9 @@ def request_freed(scheduler: Any, request: Any) -> None:
 
 
 def _check_built(method: SparseMethod, request_id: str) -> None:
-    """A request asks for blocks again, and more of it is computed than when it asked before: a step lies between.
+    """Check that a step was built since a request's previous allocation, if it has computed more since then.
 
-    A scheduler's class may ask as often as it wants within a step; what is computed of a request grows behind a step.
+    A scheduler may allocate repeatedly within a step, but the computed tokens of a request only grow after a step.
     """
     if "SCHEDULER" in method.needed_hooks:
         from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
@@ -196,7 +196,7 @@ def _check_built(method: SparseMethod, request_id: str) -> None:
 
 
 def _check_allocated(method: SparseMethod, scheduler_output: Any) -> None:
-    """A step is decided for which nobody asked: it must be without requests, for each gets blocks before it runs."""
+    """Check that a step without allocations has no requests, because each gets blocks before it runs."""
     if scheduler_output.num_scheduled_tokens and "KV_CACHE_MANAGER" in method.needed_hooks:
         from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
 
@@ -204,14 +204,14 @@ def _check_allocated(method: SparseMethod, scheduler_output: Any) -> None:
         raise hook_lost(type(method).__name__, "before_allocation", runs, "KV-cache manager")
 
 
-# The worker's side.
+# Worker side.
 
 
 def worker_init(wrapper: Any) -> None:
-    """A worker has its device, its parallel groups and its model runner: create the runner's method, if configured.
+    """A worker has its device, parallel groups and model runner: create the runner's method, if configured.
 
     Args:
-        wrapper: vLLM's ``WorkerWrapperBase``; every platform's worker passes here.
+        wrapper: vLLM's ``WorkerWrapperBase``, around every platform's worker.
     """
 
     def start(method: SparseMethod) -> None:
@@ -232,7 +232,7 @@ def worker_init(wrapper: Any) -> None:
 
 
 def worker_method(vllm_config: Any) -> SparseMethod | None:
-    """The method of the worker with this configuration; for UCM's own connector, which exports what it counts."""
+    """Return the method of the worker with this configuration, for UCM's connector, which exports its counters."""
     if not _works_sparsely:
         return None
     found = _by_layers.get(id(vllm_config.compilation_config.static_forward_context))
@@ -255,7 +255,7 @@ def worker_requests_finished(runner: Any, request_ids: Iterable[str]) -> None:
 
 
 def blocks_updated(runner: Any, request_id: str, request_index: int, scheduler_output: Any) -> None:
-    """V1: the new blocks of a request that was in the step before, too, are in its row."""
+    """V1: the new blocks of a request that was also in the previous step are in its row."""
     method = getattr(runner, METHOD, None) if _works_sparsely else None
     if method is not None:
         method.blocks_updated(runner, request_id, request_index, scheduler_output)
@@ -278,10 +278,10 @@ def execute_finished(runner: Any, scheduler_output: Any, model_output: Any) -> N
 
 
 def v2_requests_finished(runner: Any, scheduler_output: Any) -> None:
-    """V2: a step has arrived; its finished requests, without the preempted ones that V2 counts among them."""
+    """V2: a step has arrived; report its finished requests, without the preempted ones that V2 includes."""
     method = getattr(runner, METHOD, None) if _works_sparsely else None
     if method is not None:
-        # The one object of a runner that a hook gets without the runner; made anew whenever the KV cache is.
+        # The only object of a runner that a hook gets without the runner; recreated with each KV cache.
         tables = getattr(runner, "block_tables", None)
         if tables is not None:
             setattr(tables, METHOD, method)
@@ -316,7 +316,7 @@ def v2_append_block_ids(
 
 
 def v2_execute_begin(runner: Any, scheduler_output: Any, input_batch: Any, dummy_run: bool) -> None:
-    """V2: the model is about to run, or its graph to be replayed; not called on for warm-up steps."""
+    """V2: the model is about to run, or its graph to be replayed; ignored in warm-up steps."""
     method = getattr(runner, METHOD, None) if _works_sparsely else None
     if method is not None and not dummy_run:
         _check_arrived(method, scheduler_output)
@@ -332,7 +332,7 @@ def v2_execute_finished(runner: Any, scheduler_output: Any, dummy_run: bool) -> 
 
 
 def _step_arrived(method: SparseMethod, scheduler_output: Any) -> None:
-    """A step arrives: the scheduler's side was told of it, unless it warms vLLM up, before the first one."""
+    """Check that the scheduler side's hooks ran for an arriving step, except for warm-up steps before the first one."""
     built = getattr(scheduler_output, "ucm_sparse_meta", None)
     if isinstance(built, str) and built == BUILT_NOTHING:
         scheduler_output.ucm_sparse_meta = None
@@ -346,7 +346,7 @@ def _step_arrived(method: SparseMethod, scheduler_output: Any) -> None:
 
 
 def _check_arrived(method: SparseMethod, scheduler_output: Any) -> None:
-    """A step begins: its method was told when it arrived."""
+    """Check that the method was notified when the starting step arrived."""
     told = method.awaits_begin or not scheduler_output.num_scheduled_tokens
     if not told and "MODEL_RUNNER" in method.needed_hooks:
         from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
@@ -356,10 +356,10 @@ def _check_arrived(method: SparseMethod, scheduler_output: Any) -> None:
 
 
 def _check_asked(method: SparseMethod, runner: Any) -> None:
-    """After a worker's first step: every layer that holds a KV cache has asked, or the engine ends here.
+    """Check, after a worker's first step, that every layer with a KV cache has called the method.
 
-    A model may compute attention past vLLM's operators, in some of its layers or in all: these would read what the
-    method has given back, and nothing else would tell.
+    A model may compute attention without vLLM's operators in some or all layers, which would read blocks that the
+    method has freed, without any other sign.
     """
     if method.asked is not None:
         from ucm.integration.vllm.sparse.requirements import require_asked  # noqa: PLC0415 - as in `worker_init`
@@ -369,26 +369,26 @@ def _check_asked(method: SparseMethod, runner: Any) -> None:
         method.asked = None
 
 
-# Inside the model. A step without attention metadata is vLLM measuring its memory: there is nothing to act on.
+# Inside the model. A step without attention metadata is vLLM's memory profiling, and is ignored.
 
 
 def _running_layers() -> int:
-    """The identity of the layers of the engine whose forward runs: of an object that its configuration owns."""
+    """Return the id of the running engine's layers, an object that its configuration owns."""
     from vllm.forward_context import get_forward_context  # noqa: PLC0415 - vLLM may be importing this module
 
     return id(get_forward_context().no_compile_layers)
 
 
-#: A compiler that traces a layer takes the answer as it is and does not look inside; the mark of
+#: Makes torch.compile treat the result as a constant instead of tracing the function; the mark of
 #: ``torch.compiler.assume_constant_result``, without the import.
 _running_layers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
 
 
 def _in_forward() -> SparseMethod | None:
-    """The method of the engine whose forward runs.
+    """Return the method of the engine whose forward is running.
 
-    vLLM sets the forward context for each forward, those included that measure memory, and takes it back when one
-    fails: there is nothing of ours that could be left behind.
+    vLLM sets the forward context for each forward, including memory profiling, and resets it when one
+    fails, so no state of ours can be left behind.
     """
     method = _by_layers.get(_running_layers())
     return None if method is None else method()
@@ -403,7 +403,7 @@ def kv_write_begin(layer_name: str, key: Any, value: Any, kv_cache: Any, slot_ma
 
 
 def kv_write_finished(layer_name: str, kv_cache: Any, slot_mapping: Any) -> None:
-    """A layer's new keys and values are written."""
+    """A layer's new keys and values have been written."""
     method = _in_forward() if _works_sparsely else None
     if method is not None:
         method.kv_write_finished(layer_name, kv_cache, slot_mapping)

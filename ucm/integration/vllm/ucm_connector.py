@@ -6,7 +6,7 @@ Only vLLM's connector factory imports this module::
       "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
       "kv_connector_extra_config": {"UCM_CONFIG_FILE": "./ucm_config.yaml"}}'
 
-The API is vLLM's ``KVConnectorBase_V1`` as it stands from 0.9.1 on; what a release does not call is not needed there.
+The API is vLLM's ``KVConnectorBase_V1`` from 0.9.1 on; methods that a release does not call are not needed there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ except ImportError:  # until 0.11.0: a connector means one KV-cache group
 
 logger = get_logger(__name__)
 
-#: From 0.11.0 on vLLM asks for what was counted; before, each side publishes it itself, once per step.
+#: From 0.11.0 on vLLM collects the counts; before, each side publishes them itself, once per step.
 VLLM_TAKES_STATS = hasattr(KVConnectorBase_V1, "get_kv_connector_stats")
 
 
@@ -60,7 +60,7 @@ def _takes_stats(vllm_config: Any) -> bool:
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped here
-    """A step's plan on its way to the workers."""
+    """A step's plan, sent to the workers."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -71,17 +71,17 @@ try:
 except ImportError:  # workers tell the scheduler nothing
 
     class KVConnectorWorkerMetadata:  # type: ignore[no-redef]
-        """Stands in for vLLM's message from the workers to the scheduler."""
+        """A stand-in for vLLM's message from the workers to the scheduler."""
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is untyped here
-    """What a worker found out about its weights, on its way to the scheduler."""
+    """A worker's report about its weights, sent to the scheduler."""
 
     def __init__(self, report: WeightsReport) -> None:
         self.report = report
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
-        """The same of two workers."""
+        """Merge the reports of two workers."""
         one, two = self.report, other.report
         return WorkerMetadata(
             WeightsReport(max(one.changed, two.changed), max(one.looked, two.looked), one.adapters | two.adapters)
@@ -144,7 +144,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             raise RuntimeError("the scheduler's connector was asked for a worker's part")
         return self._worker_side
 
-    # The scheduler's side
+    # Scheduler side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The tokens that the store can give beyond the computed ones, and whether they come between two steps.
@@ -188,7 +188,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         return self.request_finished(request, block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take note of changed weights that any rank reported."""
+        """Process changes of weights that any rank reported."""
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(told, WorkerMetadata):
             self._scheduler.reported(told.report)
@@ -198,19 +198,19 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         self._scheduler.bind(gpu_block_pool)
 
     def reset_cache(self) -> bool:
-        """Use nothing any more that was stored until now, as after a change of the weights in place.
+        """Stop using all blocks stored until now, as after an in-place change of the weights.
 
-        vLLM calls it as well when it sleeps, or pauses with ``clear_cache``, and does not say why it does.
+        vLLM also calls it when it sleeps, or pauses with ``clear_cache``, without giving the reason.
         """
         self._scheduler.start_anew()
         return True
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is lost is a miss later, no more."""
+        """Return False: a lost save is only a later miss."""
         return False
 
-    # The worker's side
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Find the blocks in the KV caches, and open the stores."""
@@ -223,7 +223,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             self._worker.begin(kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Make the step's blocks free to be written."""
+        """Finish pending transfers of the blocks that the step writes."""
         super().bind_connector_metadata(connector_metadata)
         logger.debug("[UCM.Connector] step %d: begins on this worker", connector_metadata.plan.step)
         self._worker.begin(connector_metadata.plan)
@@ -253,7 +253,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002
-        """The requests whose loads have ended, well or not; saves delay nobody."""
+        """Return the requests whose loads have ended, successfully or not; saves delay no request."""
         if not self._takes_stats:
             self._worker.counters.take_data()
         self._worker.end()
@@ -272,7 +272,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         return self._worker.worker.take_failed_blocks() if self._worker.has_begun else set()
 
     def shutdown(self) -> None:
-        """Finish what is under way."""
+        """Finish running transfers."""
         if self._worker_side is not None:
             self._worker_side.close()
         if self._scheduler_side is not None:
@@ -319,12 +319,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
 
 def _count(moves: Iterable[BlockMoves]) -> int:
-    """How many blocks move."""
+    """Return the number of blocks to transfer."""
     return sum(len(one.keys) for one in moves)
 
 
 def _log_moves(text: str, moves: Iterable[BlockMoves]) -> None:
-    """A line for each request whose blocks move."""
+    """Log a line for each request with transfers."""
     if logger.isEnabledFor(logging.DEBUG):
         for one in moves:
             logger.debug(text, one.request_id, len(one.keys), one.group)
