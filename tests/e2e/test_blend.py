@@ -30,6 +30,7 @@ SYSTEM, QUESTION = prompt(40, "system"), prompt(20, "question")
 #: Settings that recompute all of a blended stretch.
 ALL: dict[str, Any] = {"select": "edges", "edge_tokens": 4096}
 REUSED, COMPUTED = "ucm:blend_reused_tokens_total", "ucm:blend_computed_tokens_total"
+GATE_FAILURES = "ucm:blend_gate_failures_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
 
 
@@ -202,6 +203,21 @@ def test_two_workers(environments: Environments, tmp_path: Path) -> None:
         answers = engine.generate([each.marked() for each in ORDERS])
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
         assert engine.counters()[COMPUTED] - before[COMPUTED] > sum(map(len, CHUNKS.values()))
+
+
+@pytest.mark.newest_only
+def test_a_compiled_model(environments: Environments, tmp_path: Path) -> None:
+    """vLLM's default: it has no guards, so tokens of another dtype than the runner's were read as other tokens."""
+    compiled = {"enforce_eager": False}
+    with blending(environments, tmp_path / "engine", tmp_path / "store", compiled, **ALL) as engine:
+        wanted = engine.generate([{**each.plain(), "salt": "exact"} for each in ORDERS[:2]])
+        store_chunks(engine)
+        before = engine.counters()
+        answers = engine.generate([each.marked() for each in ORDERS[:2]])
+        after = engine.counters()
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
+        assert after[COMPUTED] > before[COMPUTED]
+        assert not after[GATE_FAILURES]
 
 
 @pytest.mark.newest_only

@@ -150,7 +150,8 @@ class BlendWorker:
         import torch  # noqa: PLC0415 - vLLM brings it
 
         blocks = self._caches.blocks(blend.block_ids)
-        tokens = torch.tensor(blend.token_ids, dtype=torch.int64).to(self._caches.device)
+        # The type that the runners give: a compiled model has no guard against another, and would read other tokens.
+        tokens = torch.tensor(blend.token_ids, dtype=torch.int32).to(self._caches.device)
         if blend.unwritten < blend.start:
             self._compute([Run(blend.unwritten, blend.start)], blend, blocks, tokens, attn_metadata)
         chunks, loaded = self._load(blend, shares, blocks, usable=usable)

@@ -63,7 +63,8 @@ class Caches:
         return counts
 
     def model(self, *, input_ids: Tensor, positions: Tensor) -> None:
-        """Run a forward pass."""
+        """Run a forward; a compiled one takes the dtypes of vLLM's runners, and reads others wrongly."""
+        assert (input_ids.dtype, positions.dtype) == (torch.int32, torch.int64)
         for token, place in zip(input_ids.tolist(), positions.tolist(), strict=True):
             self.kv[place] = token + self.kv[:place].sum()
 
