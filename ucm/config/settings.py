@@ -54,6 +54,7 @@ class ConnectorConfig(BaseModel):
         metrics: Whether counters are exported through vLLM's metrics.
         metrics_log_interval: Seconds between log lines about hits; 0 for none.
         metrics_config_path: A metrics file of UCM, of which log_interval is used.
+        kv_events: Whether stored blocks are announced by vLLM's KV-cache events.
         weights_id: The operator's name for the weights, used as their identity in place of their files' contents.
         trust_media_names: Whether a multimodal input's name identifies it in place of its data.
         ucm_sparse_config: The sparse method with its options, unchanged.
@@ -73,6 +74,7 @@ class ConnectorConfig(BaseModel):
     metrics: bool = True
     metrics_log_interval: float = Field(default=10.0, ge=0)
     metrics_config_path: str | None = None
+    kv_events: bool = False
     weights_id: str | None = Field(default=None, min_length=1)
     trust_media_names: bool = False
     ucm_sparse_config: dict[str, Any] = {}

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ucm.config.settings import ConnectorConfig
+    from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 
 try:
@@ -75,16 +76,28 @@ except ImportError:  # workers tell the scheduler nothing
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is untyped here
-    """A worker's report about its weights, sent to the scheduler."""
+    """What a worker found out about its weights and has stored, on its way to the scheduler.
 
-    def __init__(self, report: WeightsReport) -> None:
+    Args:
+        report: About the weights; None: nothing new.
+        stored: The blocks that have become visible.
+    """
+
+    def __init__(self, report: WeightsReport | None, stored: Stored | None = None) -> None:
         self.report = report
+        self.stored: Stored = stored or {}
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
         """Merge the reports of two workers."""
         one, two = self.report, other.report
+        report = one or two
+        if one is not None and two is not None:
+            report = WeightsReport(
+                max(one.changed, two.changed), max(one.looked, two.looked), one.adapters | two.adapters
+            )
+        names = {**self.stored, **other.stored}
         return WorkerMetadata(
-            WeightsReport(max(one.changed, two.changed), max(one.looked, two.looked), one.adapters | two.adapters)
+            report, {name: [*self.stored.get(name, []), *other.stored.get(name, [])] for name in names}
         )
 
 
@@ -191,7 +204,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         """Process changes of weights that any rank reported."""
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(told, WorkerMetadata):
-            self._scheduler.reported(told.report)
+            if told.report is not None:
+                self._scheduler.reported(told.report)
+            if self._scheduler.events is not None:
+                self._scheduler.events.stored(told.stored)
+
+    def take_events(self) -> Iterable[Any]:
+        """The events of the step for routers, of vLLM's own classes."""
+        return () if self._scheduler.events is None else self._scheduler.events.take()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """What shows that vLLM's prefix cache was emptied."""
@@ -263,9 +283,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         return None, loaded or None
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """News about the weights, for the scheduler."""
+        """News about the weights and stored blocks, for the scheduler."""
         report = self._worker.take_report()
-        return None if report is None else WorkerMetadata(report)
+        stored = self._worker.worker.take_stored() if self._worker.has_begun else {}
+        return WorkerMetadata(report, stored) if report is not None or stored else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks whose tokens have to be computed again."""

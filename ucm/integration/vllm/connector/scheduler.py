@@ -14,6 +14,7 @@ from ucm.integration.vllm.connector.staging import Lookup, Query
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
+    from ucm.integration.vllm.connector.events import StoreEvents
     from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
     from ucm.integration.vllm.connector.metadata import WeightsReport
     from ucm.integration.vllm.connector.staging import Stager
@@ -208,6 +209,7 @@ class PrefixCacheScheduler:
         self._doubted_at = 0  # the step that checks all weights
         self._waits = False
         self._confirmed = 0  # the last step before which no rank has found its weights changed
+        self.events: StoreEvents | None = None  #: told of saves and loads, to announce the blocks
         self.namespace = ""  #: the namespace of the engine's blocks, for the workers; empty until it is known
         self.prepares = False  #: whether lookups will become possible within the next steps
 
@@ -504,6 +506,10 @@ class PrefixCacheScheduler:
         keys = self._key_source.of(request, group.block_size, first) or []
         return cast("list[BlockKey]", keys[: last - first])
 
+    def _parent(self, request: Any, group: CacheGroup, first: int) -> BlockKey | None:
+        """Return the key of the block before ``first``; None if there is none."""
+        return next(iter(self._keys(request, group, first - 1, first)), None) if first else None
+
     def _must_wait(self, state: RequestState, *, loads: bool) -> bool:
         """Return whether a request must wait until other loads have ended, because the KV cache might not hold all.
 
@@ -571,6 +577,9 @@ class PrefixCacheScheduler:
                     found.places, found.shares = self.stager.offsets(rows), self.stager.shares[group.index]
                     found.tiers = [row.tier for row in rows]
                     held += rows
+                    if self.events is not None:
+                        parent = self._parent(state.request, group, blocks.start)
+                        self.events.loading(state.request, group, blocks.start, keys, parent, found.tiers)
                 moves.append(found)
             state.saved[group.index] = max(state.saved[group.index], load.end // group.block_size)
         if held:
@@ -600,6 +609,8 @@ class PrefixCacheScheduler:
                     request.request_id, group.index, [], [], step=state.ran, adapter=adapter_number(request)
                 )
                 keys = self._keys(request, group, first, last)
+                if self.events is not None:
+                    self.events.saving(request, group, first, keys, self._parent(request, group, first))
                 for key, block_id in zip(keys, block_ids[first:last], strict=False):
                     if (group.index, key) not in saving:
                         saving.add((group.index, key))

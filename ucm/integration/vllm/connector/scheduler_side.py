@@ -26,6 +26,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     refuse_method_without_hooks,
     refuse_what_cannot_work,
 )
+from ucm.integration.vllm.connector.events import store_events
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.metadata import geometries_of
 from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler, all_tokens
@@ -187,6 +188,13 @@ class SchedulerSide:
         self._outlived = False  # whether vLLM's prefix cache may hold blocks from before the current keys
         self.hears_workers = hasattr(connector_base, "build_connector_worker_meta")
         self.counters = create_counters(vllm_config, settings)
+        self.events = store_events(
+            vllm_config,
+            {group: len(tags) for group, tags in self._tags.items()},
+            wanted=settings.kv_events,
+            takes_events=hasattr(connector_base, "take_events"),
+            hears_workers=self.hears_workers,
+        )
         self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names)
         self.policy = load_policy(connector_base, len(groups.groups), settings.connector)
         self._batches = batches_in_flight(vllm_config)
@@ -221,6 +229,7 @@ class SchedulerSide:
                 room=kv_cache_config.num_blocks - 1 if self.policy.between_steps else None,
             ),
         )
+        self.scheduler.events = self.events
         self._weights = WeightReader(identity, self._settle)
         self.poll()
 
@@ -358,6 +367,8 @@ class SchedulerSide:
         self._outlived = getattr(self.block_pool, "cached_block_hash_to_block", None) is self._table
         self._keys.start_anew()
         self.scheduler.start_anew()
+        if self.events is not None:
+            self.events.start_anew()
 
     def take_stats(self) -> Any:
         """Return the counts since the last call; None if there are none."""

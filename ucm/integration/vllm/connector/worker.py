@@ -15,6 +15,7 @@ from ucm.store.errors import IncompleteBlockError
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
 
+    from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import BlockKey, Task
@@ -103,6 +104,8 @@ class TransferWorker:
         self._refused: set[str] = set()
         self._step, self._idle = 0, False
         self._unconfirmed = Unconfirmed(self._commit, self._discard)
+        self.reports_stored = False  #: whether blocks that have become visible are collected for ``take_stored``
+        self._stored: Stored = {}
         self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
         self.save_failures = FailureLog("[UCM.Save]", "the block is not stored")
 
@@ -256,6 +259,11 @@ class TransferWorker:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def take_stored(self) -> Stored:
+        """Return the blocks that have become visible since the last call, with their tiers."""
+        stored, self._stored = self._stored, {}
+        return stored
+
     def close(self) -> None:
         """Finish transfers as long as they make progress; abandon a medium without progress."""
         started = time.monotonic()
@@ -319,6 +327,8 @@ class TransferWorker:
                 still.append(save)
                 continue
             result = save.transfer.wait(save.task)
+            if self.reports_stored and not save.block_ids:  # a commit
+                self._stored.update(((save.group, key), [tier]) for key, tier in result.done.items())
             if save.block_ids and result.done:
                 self.counters.saved(len(result.done) if save.whole else 0, result.nbytes, result.seconds)
             # A commit after a failed save fails as well; the failure was counted with the save.

@@ -1,0 +1,58 @@
+"""What routers hear of the store, from vLLM's own publisher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.scenarios import Environments
+
+pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
+
+ROOT = Path(__file__).parents[2]
+#: What identifies a block for a router.
+SAID = ("parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "group_idx", "kv_cache_spec_kind")
+
+
+def blocks(events: list[dict[str, Any]], medium: str) -> dict[Any, dict[str, Any]]:
+    """The announced blocks of one medium by their hashes; vLLM announces several blocks of its own at once."""
+    found = {}
+    for event in events:
+        if event["kind"] == "BlockStored" and event.get("medium") == medium:
+            parent, size = event["parent_block_hash"], event["block_size"]
+            for at, name in enumerate(event["block_hashes"]):
+                tokens = event["token_ids"][at * size : (at + 1) * size]
+                found[name] = {one: event.get(one) for one in SAID} | {"parent_block_hash": parent, "token_ids": tokens}
+                parent = name
+    return found
+
+
+def test_the_blocks_of_the_store_have_vllms_own_names(environments: Environments, tmp_path: Path) -> None:
+    from tests.e2e.model import write_model  # noqa: PLC0415 - only engines need it
+
+    store = tmp_path / "store"
+    store.mkdir()
+    command = [
+        environments.runtime.python,
+        Path("tests/e2e/inside/kv_events_engine.py"),
+        write_model(tmp_path / "m"),
+        store,
+    ]
+    settings = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE)[0])
+    for phase in ("saved", "loaded"):
+        of_engine, of_store = blocks(result[phase], "GPU"), blocks(result[phase], "STORAGE")
+        assert len(of_store) == 6, result[phase]
+        assert of_store == {name: of_engine[name] for name in of_store}, phase
+        assert {one["ownership"] for one in result[phase] if one.get("medium") == "STORAGE"} == {"posix"}

@@ -1,0 +1,145 @@
+"""What the scheduler's side announces to routers; `tests/e2e/test_kv_events.py` compares it with vLLM's own events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.ucm.integration.vllm.connector.planner import SIZE, Planner, request
+from ucm.integration.vllm.connector import events
+from ucm.integration.vllm.connector.events import StoreEvents, store_events
+from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.store.base import BlockKey
+
+TOKENS = list(range(18))  # four blocks and a half
+
+
+@dataclass(frozen=True)
+class BlockStored:
+    """As vLLM's, of an older release: without ``locality`` and ``ownership``."""
+
+    block_hashes: list[Any]
+    parent_block_hash: Any
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+BlockStored.__struct_fields__ = tuple(one.name for one in fields(BlockStored))  # type: ignore[attr-defined] # msgspec's
+
+
+class AllBlocksCleared:
+    pass
+
+
+MODULE = SimpleNamespace(BlockStored=BlockStored, AllBlocksCleared=AllBlocksCleared)
+CONFIG = SimpleNamespace(cache_config=SimpleNamespace(block_size=SIZE))
+
+
+def named(text: str) -> BlockKey:
+    return BlockKey(text.encode())
+
+
+def heard(planner: Planner, ranks: int = 1) -> StoreEvents:
+    found = StoreEvents(CONFIG, {0: ranks}, MODULE)
+    planner.side.events = found
+    return found
+
+
+def saved(planner: Planner) -> list[Any]:
+    """The keys of a request whose four blocks were computed in one step."""
+    new = request(TOKENS)
+    planner.admit(new)
+    (moves,) = planner.run(new, len(TOKENS), planner.rows).saves
+    return moves.keys
+
+
+def test_a_block_is_announced_once_all_ranks_have_stored_it() -> None:
+    planner = Planner()
+    found = heard(planner, ranks=2)
+    keys = saved(planner)
+    assert len(keys) == 4
+    found.stored({(0, key): ["posix"] for key in keys})
+    assert found.take() == []
+    found.stored({(0, key): ["posix"] for key in reversed(keys[:2])})
+    first, second = found.take()
+    assert (first.token_ids, first.block_size, first.medium) == (TOKENS[:SIZE], SIZE, "STORAGE")
+    assert (first.block_hashes, first.parent_block_hash) == ([keys[0]], None)
+    assert (second.block_hashes, second.parent_block_hash) == ([keys[1]], keys[0])
+    assert second.token_ids == TOKENS[SIZE : 2 * SIZE]
+    found.stored({(0, keys[0]): ["posix"], (0, named("of nobody")): ["posix"]})
+    assert found.take() == []
+
+
+def test_two_ranks_in_one_report() -> None:
+    planner = Planner()
+    found = heard(planner, ranks=2)
+    (key, *_) = saved(planner)
+    found.stored({(0, key): ["dram", "dram"]})
+    assert [event.medium for event in found.take()] == ["CPU"]
+
+
+def test_vllms_hashes_name_the_blocks_where_there_are_any() -> None:
+    found = StoreEvents(CONFIG, {0: 1}, MODULE, convert=lambda one: one.hex())
+    hashes = [bytes([number] * 32) for number in range(4)]
+    about = SimpleNamespace(all_token_ids=TOKENS, block_hashes=hashes)
+    group = CacheGroup(0, SIZE, None, {}, ())
+    found.loading(about, group, 0, [named("0"), named("1")], None, ["s3", "s3"])
+    found.loading(about, group, 3, [named("3")], named("2"), ["s3"])
+    told = [(event.block_hashes, event.parent_block_hash) for event in found.take()]
+    names = [one.hex() for one in hashes]
+    assert told == [([names[0]], None), ([names[1]], names[0]), ([names[3]], names[2])]
+    found.loading(about, CacheGroup(0, 2 * SIZE, None, {}, ()), 0, [named("0")], None, ["s3"])
+    assert found.take()[0].block_hashes == [named("0")], "vLLM's hashes are of other blocks"
+
+
+@pytest.mark.parametrize("of", [{"cache_salt": "x"}, {"mm_features": [1]}, {"prompt_embeds": [1.0]}])
+def test_what_tokens_do_not_identify_is_not_announced(of: dict[str, Any]) -> None:
+    found = StoreEvents(CONFIG, {0: 1}, MODULE)
+    about = SimpleNamespace(all_token_ids=TOKENS, block_hashes=[], **of)
+    found.loading(about, CacheGroup(0, SIZE, None, {}, ()), 0, [named("0")], None, ["s3"])
+    found.loading(SimpleNamespace(all_token_ids=TOKENS), CacheGroup(0, SIZE, 8, {}, ()), 0, [named("0")], None, ["s3"])
+    assert found.take() == []
+
+
+def test_new_keys_take_everything_back() -> None:
+    planner = Planner()
+    found = heard(planner)
+    keys = saved(planner)
+    found.start_anew()
+    found.stored({(0, key): ["posix"] for key in keys})
+    assert [type(event) for event in found.take()] == [AllBlocksCleared]
+
+
+def test_what_is_never_reported_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MOST_PENDING", 3)
+    planner = Planner()
+    found = heard(planner)
+    keys = saved(planner)
+    found.stored({(0, key): ["posix"] for key in keys})
+    assert len(found.take()) == 3
+
+
+@pytest.mark.parametrize(
+    ("published", "takes", "says"),
+    [(False, True, "set kv_events_config"), (True, False, "this vLLM cannot")],
+)
+def test_where_there_can_be_no_events_the_log_says_so(
+    published: bool, takes: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    def logger(name: str = "ucm") -> Any:
+        return SimpleNamespace(warning=lambda text, *of: lines.append(text % of))
+
+    monkeypatch.setattr(events, "get_logger", logger)
+    config = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=published), **vars(CONFIG))
+    assert store_events(config, {}, wanted=True, takes_events=takes, hears_workers=True) is None
+    assert says in lines[0]
+    assert store_events(config, {}, wanted=False, takes_events=takes, hears_workers=True) is None
+    assert len(lines) == 1
