@@ -17,9 +17,8 @@ the model's KV. ``ucm try`` does the same in a terminal.
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,10 +33,7 @@ from ucm.errors import UcmError
 from ucm.integration.vllm.connector.groups import longest_hit
 from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
 from ucm.store.base import BlockKey, BlockTransfer
-from ucm.store.errors import StoreError
-from ucm.store.factory import back_end_class, open_store, tier_options
-from ucm.store.posix.layout import Layout
-from ucm.store.tier import TierPlace, ValueTier
+from ucm.store.factory import open_store, remove_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
     from ucm.hashing.request_hasher import RequestHasher
     from ucm.integration.vllm.connector.groups import CacheGroup
     from ucm.store.base import BlockGeometry, KVStore, TaskResult, TierStats
-    from ucm.store.config import StoreConfig
 
 #: The time limit for a test block to reach every tier, in seconds.
 FLUSH_SECONDS = 60.0
@@ -389,27 +384,12 @@ class DebugConnector:
                     if not result.failed and not memory.is_intact():
                         problems.append("load: other bytes came back than were saved, and no checksum told")
         finally:
-            _remove(self._config, namespace, keys)
+            remove_blocks(self._config, namespace, keys)
         self.timings.add("save", saved)
         for seconds in times:
             self.timings.add("load", seconds)
         tiers = tuple(dict.fromkeys(result.done.values())) if result is not None else ()
         return RoundTrip(index, blocks, geometry.nbytes, saved, tuple(times), tiers, tuple(problems))
-
-
-def _remove(config: StoreConfig, namespace: str, keys: Sequence[BlockKey]) -> None:
-    """Delete a namespace of test blocks from every tier that can delete."""
-    roots = {"Posix": config.directories, "Dram": (config.dram_directory,), "Cache": (config.dram_directory,)}
-    for name in config.parts:
-        for root in roots.get(name, ()):
-            shutil.rmtree(Layout(root, namespace).base, ignore_errors=True)
-        back_end = back_end_class(name)
-        if isinstance(back_end, type) and issubclass(back_end, ValueTier):
-            options = tier_options(back_end, name, config.tiers.get(name, {}))
-            tier = back_end.open(options, TierPlace(name, namespace, None, None, config))
-            with suppress(StoreError), closing(tier):
-                for key in keys:
-                    tier.remove(key, time.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a ValueTier
 
 
 class _Memory:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ import numpy as np
 
 from ucm.errors import UcmError
 from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
-from ucm.store.factory import open_store
+from ucm.store.factory import is_on_servers, open_store, open_tier, remove_blocks
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
 from ucm.store.slab import PAGE, Slab, SlabReader
@@ -32,12 +33,15 @@ if TYPE_CHECKING:
 
     from ucm.store.base import KVStore, Task, TaskResult
     from ucm.store.config import StoreConfig
+    from ucm.store.tier import Tier
 
 MIB = 1 << 20
 #: How long to wait for blocks that are written behind, so that they do not disturb the next measurement.
 _FLUSH_SECONDS = 60.0
 #: By figure, for a store of files and for one in memory: the figure it is compared with and the lowest ratio to reach.
 _BESIDE_FILES = {"save": ("write", 0.9), "load hot": ("read hot", 0.9), "load cold": ("read cold", 0.9)}
+#: No server is as fast as a file: its figures stand beside those of files, without a goal.
+_BESIDE_SERVERS = {operation: (plain, 0.0) for operation, (plain, _) in _BESIDE_FILES.items()}
 _BESIDE_MEMORY = {"save": ("memcpy", 0.7), "load hot": ("memcpy", 0.7)}
 #: For staged blocks, with any store.
 _BESIDE_STAGED = {"staged": ("memcpy", 0.7)}
@@ -63,6 +67,12 @@ class Workload:
     def geometry(self) -> BlockGeometry:
         """The geometry of the blocks."""
         return BlockGeometry((self.slice_nbytes,) * self.slices, b"ucm store bench!")
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """The blocks' keys."""
+        digests = [hashlib.blake2b(str(number).encode(), digest_size=32) for number in range(self.blocks)]
+        return [BlockKey(digest.digest()) for digest in digests]
 
     @property
     def nbytes(self) -> int:
@@ -96,15 +106,17 @@ class Figures:
 
 def beside(config: StoreConfig) -> dict[str, tuple[str, float]]:
     """Return the figure that each of a store's figures is compared with, and the ratio to reach."""
-    in_memory = config.parts[0] in {"Dram", "Cache"}
-    return {**(_BESIDE_MEMORY if in_memory else _BESIDE_FILES), **_BESIDE_STAGED}
+    first = config.parts[0]
+    moved = _BESIDE_MEMORY if first in {"Dram", "Cache"} else _BESIDE_FILES if first == "Posix" else _BESIDE_SERVERS
+    return {**moved, **_BESIDE_STAGED}
 
 
 def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], None] = lambda _: None) -> Figures:
     """Measure a store in a temporary namespace.
 
     Args:
-        config: The store. The plain files lie on the file system of its first directory, or of the Dram tier's.
+        config: The store. The plain files lie on the file system of its first directory, or of the Dram tier's, or
+            where temporary files do.
         workload: The blocks to move.
         progress: Called with the name of each operation before it is measured.
 
@@ -116,7 +128,10 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
     Raises:
         UcmError: The store cannot be opened, or a transfer failed.
     """
-    roots = [config.dram_directory] if "Posix" not in config.pipeline else list(config.directories)
+    if "Posix" in config.parts:
+        roots = list(config.directories)
+    else:
+        roots = [config.dram_directory] if {"Dram", "Cache"} & set(config.parts) else [tempfile.gettempdir()]
     namespace = f"bench-{os.getpid()}"
     figures = Figures(workload)
     with ExitStack() as stack:
@@ -126,13 +141,15 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
         plain = Path(roots[0], f"bench-plain-{owner_name()}")
         plain.mkdir(mode=DIRECTORY_MODE)
         cleanup.callback(shutil.rmtree, plain, ignore_errors=True)
-        for layout in layouts:
-            cleanup.callback(shutil.rmtree, layout.base, ignore_errors=True)
+        cleanup.callback(remove_blocks, config, namespace, workload.keys)
         pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.save_threads}}
         slab, reader = Slab(workload.nbytes + workload.blocks * PAGE, 1), SlabReader()
         stack.callback(reader.close)
         stack.callback(slab.close)
-        run = _Run(config, workload, store, plain, layouts, pools)
+        servers = [open_tier(config, name, namespace) for name in config.parts if is_on_servers(name)]
+        for server in servers:
+            stack.callback(server.close)
+        run = _Run(config, workload, store, plain, layouts, servers, pools)
         run.stage(slab, reader)
         for number in range(workload.rounds):
             for operation, action in run.operations(number):
@@ -151,14 +168,14 @@ class _Run:
         store: KVStore,
         plain: Path,
         layouts: list[Layout],
+        servers: list[Tier],
         pools: dict[int, ThreadPoolExecutor],
     ) -> None:
         self._config, self._workload, self._store = config, workload, store
-        self._plain, self._layouts, self._pools = plain, layouts, pools
+        self._plain, self._layouts, self._servers, self._pools = plain, layouts, servers, pools
         self._source = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), dtype=np.uint8)
         self._target = np.zeros(workload.nbytes, dtype=np.uint8)
-        digests = [hashlib.blake2b(str(number).encode(), digest_size=32) for number in range(workload.blocks)]
-        self._keys = [BlockKey(digest.digest()) for digest in digests]
+        self._keys = workload.keys
         self._saves, self._loads = self._transfers(self._source), self._transfers(self._target)
         self._copy: Callable[[], None] = lambda: None
         self._from, self._into = self._blocks(self._source), self._blocks(self._target)
@@ -270,6 +287,9 @@ class _Run:
     def _delete(self, *, stored: bool = False) -> None:
         for path in self._files(stored=stored):
             path.unlink()
+        for tier in self._servers if stored else ():
+            for key in self._keys:
+                tier.remove(key, time.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a RemoteTier
 
     def _drop(self) -> None:
         """Drop all files from the page cache."""
@@ -281,5 +301,9 @@ class _Run:
 
 
 def for_bench(config: StoreConfig) -> StoreConfig:
-    """Return a configuration without eviction, queue limits or lowered priority, to measure transfers only."""
-    return replace(config, posix_capacity_bytes=None, save_queue_bytes=1 << 62, save_nice=0)
+    """Return a configuration without eviction, queue limits or lowered priority, to measure transfers only.
+
+    What was deleted on a server is saved again, so nothing is remembered of it.
+    """
+    found = replace(config, posix_capacity_bytes=None, save_queue_bytes=1 << 62, save_nice=0)
+    return replace(found, lookup_cache_keys=0) if any(map(is_on_servers, config.parts)) else found

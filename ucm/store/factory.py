@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -14,17 +15,18 @@ from ucm.errors import ConfigError
 from ucm.store.base import BlockKey, KVStore
 from ucm.store.config import ENTRY_POINT_GROUP, OURS
 from ucm.store.empty import EmptyStore
-from ucm.store.errors import BlockMissingError, StoreUnavailableError
+from ucm.store.errors import BlockMissingError, StoreError, StoreUnavailableError
 from ucm.store.format import MIN_KEY_BYTES, HeaderCodec
-from ucm.store.posix.layout import check_namespace
+from ucm.store.posix.layout import Layout, check_namespace
 from ucm.store.posix.tier import PosixTier
 from ucm.store.redis_tier import RedisTier
+from ucm.store.remote_tier import RemoteTier
 from ucm.store.s3_tier import S3Tier
 from ucm.store.tier import Tier, TierPlace, ValueTier
 from ucm.store.tiered import TieredStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ucm.store.base import BlockGeometry
     from ucm.store.config import StoreConfig
@@ -79,6 +81,37 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
     return _whole_store(whole[0], back_ends[whole[0]], config, namespace, geometry)
 
 
+def open_tier(config: StoreConfig, name: str, namespace: str = "doctor") -> Tier:
+    """Open one tier of a pipeline without a geometry, for tools.
+
+    Args:
+        config: The store's options.
+        name: The tier's name in the pipeline.
+        namespace: The namespace to open.
+
+    Raises:
+        ConfigError: The tier cannot be opened.
+    """
+    back_end = back_end_class(name)
+    options = tier_options(back_end, name, config.tiers.get(name, {}))
+    opened: Tier = back_end.open(options, TierPlace(name, namespace, None, None, config))
+    return opened
+
+
+def remove_blocks(config: StoreConfig, namespace: str, keys: Sequence[BlockKey]) -> None:
+    """Delete a namespace of test blocks from the directories, and its blocks from every other tier that can delete."""
+    roots = {"Posix": config.directories, "Dram": (config.dram_directory,), "Cache": (config.dram_directory,)}
+    for name in config.parts:
+        for root in roots.get(name, ()):
+            shutil.rmtree(Layout(root, namespace).base, ignore_errors=True)
+        back_end = back_end_class(name)
+        if isinstance(back_end, type) and issubclass(back_end, ValueTier):
+            tier = open_tier(config, name, namespace)
+            with suppress(StoreError), closing(tier):
+                for key in keys:
+                    tier.remove(key, time.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a ValueTier
+
+
 def ask_tier(config: StoreConfig, name: str) -> str:
     """Connect to a tier, and look up and read a block that does not exist; nothing is written.
 
@@ -93,11 +126,9 @@ def ask_tier(config: StoreConfig, name: str) -> str:
         ConfigError: The tier cannot be opened.
         StoreError: The tier does not answer.
     """
-    back_end = back_end_class(name)
-    if not is_tier(back_end):
+    if not is_tier(back_end_class(name)):
         return "a whole store, which an engine opens"
-    options = tier_options(back_end, name, config.tiers.get(name, {}))
-    tier: Tier = back_end.open(options, TierPlace(name, "doctor", None, None, config))
+    tier = open_tier(config, name)
     try:
         began = time.monotonic()
         nothing = BlockKey(bytes(MIN_KEY_BYTES))
@@ -117,6 +148,11 @@ def ask_tier(config: StoreConfig, name: str) -> str:
 def is_tier(back_end: Any) -> bool:
     """Return whether a back end is a tier, which can be one of several parts of a pipeline."""
     return isinstance(back_end, type) and issubclass(back_end, Tier)
+
+
+def is_on_servers(name: str) -> bool:
+    """Return whether a part of a pipeline is a tier of ours on servers."""
+    return issubclass(_CLASSES.get(name, PosixTier), RemoteTier)
 
 
 def tier_options(back_end: type[Tier], name: str, written: Mapping[str, Any]) -> TierOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,11 +16,12 @@ from ucm.errors import ConfigError
 from ucm.store.base import BlockKey
 from ucm.store.errors import (
     BlockCorruptError,
+    BlockForeignError,
     BlockMissingError,
     StoreError,
     StoreUnavailableError,
 )
-from ucm.store.format import VERSION, namespace_digest
+from ucm.store.format import VERSION, namespace_digest, verify
 from ucm.store.recent import RecentKeys
 from ucm.store.secrets import read_secret
 from ucm.store.tier import TierOptions, ValueTier
@@ -241,6 +243,30 @@ class RemoteTier(ValueTier):
                 yield StoredValue(digest, BlockKey(bytes.fromhex(key)), nbytes)
             except ValueError:
                 continue  # not a block of ours
+
+    def check(self, value: StoredValue) -> StoreError | None:
+        """Read a block of any namespace and compare every checksum; return what is wrong with it, or None."""
+        if value.nbytes > self.most_nbytes:
+            return BlockCorruptError(f"the value has {value.nbytes} bytes, more than any block", where=self.path(value))
+        try:
+            content = self._client.fetch(self.path(value), value.nbytes, time.monotonic() + self.transfer_timeout)
+            if verify(content, value.key).namespace_digest.hex() != value.digest:
+                return BlockForeignError("the block belongs to another namespace")
+        except StoreError as error:
+            return error
+        return None
+
+    def discard(self, value: StoredValue) -> None:
+        """Delete a block of any namespace.
+
+        Raises:
+            StoreError: The block could not be deleted.
+        """
+        self._client.remove(self.path(value), time.monotonic() + self.timeout)
+
+    def path(self, value: StoredValue) -> str:
+        """Return the name of a block on the servers."""
+        return f"{self._format}{value.digest}{self._client.separator}{value.key.hex()}"
 
     def close(self) -> None:
         """Close the connections, unless another store of this process uses them."""

@@ -1,13 +1,14 @@
 """``ucm store``: inspect, verify and clean the directories of a store, also while engines use them; see docs/store.md.
 
-With ``--json`` each subcommand prints one object. Sizes are in bytes, times in ISO 8601 in UTC, ``tier`` is ``posix``
-or ``dram``, and ``directory`` is a path as given.
+With ``--json`` each subcommand prints one object. Sizes are in bytes, times in ISO 8601 in UTC, ``tier`` is ``posix``,
+``dram``, ``redis`` or ``s3``, and ``directory`` is a path as given.
 
 ``stat``: ``directories``, each with ``directory``, ``tier``, ``problem`` (null if it can be read), ``blocks``,
 ``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``bare`` (whether it contains no part
 of a store), ``unmarked`` (paths), ``namespaces``;
 ``tiers``, each with ``tier``, ``bytes``, ``capacity_bytes``; ``servers``, the tiers on servers, each with ``tier``,
-``answers``, ``said``. A namespace has ``namespace``, ``identity``, ``blocks``,
+``answers``, ``said`` and ``namespaces``, of our own tiers, each with ``digest``, ``namespace`` (null if no directory
+gives the name), ``blocks``, ``bytes``. A directory's namespace has ``namespace``, ``identity``, ``blocks``,
 ``bytes``, ``oldest_use``, ``newest_use``, ``temporaries``, ``left_behind``, ``quarantined``, ``side_bytes``.
 
 ``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null if
@@ -15,8 +16,9 @@ the file system does not record it), ``used``; ``matching`` and ``matching_bytes
 
 ``verify``: ``blocks``, ``bytes``, ``seconds``, ``bytes_per_second``, ``vanished``, ``damaged`` by cause, and
 ``problems``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``,
-``quarantined``; ``unreadable``, directories with ``directory``, ``tier``, ``reason``; ``bare``, those without a store,
-and ``unmarked``, namespaces without their marker (paths).
+``quarantined``; ``directory`` is the name of a tier on servers; ``unreadable``, directories and such tiers with
+``directory``, ``tier``, ``reason``; ``bare``, those without a store, and ``unmarked``, namespaces without their marker
+(paths).
 
 ``lookup``: ``tokens``, ``found_tokens`` that an engine would load, and ``groups``, each with ``group``, ``namespace``,
 ``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.

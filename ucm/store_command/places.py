@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,14 +21,17 @@ from ucm.config.store_settings import DRAM, POSIX, StoreSettings
 from ucm.config.upstream import translate
 from ucm.config.validation import problems_of
 from ucm.errors import ConfigError, UcmError
-from ucm.store.config import StoreConfig
+from ucm.store.config import StoreConfig, pipeline_parts
+from ucm.store.factory import is_on_servers, open_tier
+from ucm.store.format import namespace_digest
 from ucm.store.inventory import unmarked
 from ucm.store.posix.layout import distrusted_namespaces, namespaces
 from ucm.store.posix.tier import check_root
+from ucm.store.remote_tier import RemoteTier
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ucm.store.posix.layout import Layout
 
@@ -72,12 +76,14 @@ class Places:
         patterns: Patterns of the selected namespaces; empty for all.
         capacities: The bytes that each tier may use, if limited.
         config: The store's options, or the defaults.
+        servers: The names of the selected tiers on servers in the pipeline.
     """
 
     directories: tuple[Directory, ...]
     patterns: tuple[str, ...]
     capacities: Mapping[str, int] = field(default_factory=dict)
     config: StoreConfig = field(default_factory=StoreConfig)
+    servers: tuple[str, ...] = ()
 
     @property
     def readable(self) -> list[Directory]:
@@ -105,6 +111,21 @@ class Places:
             if not any(namespaces(directory.path)) and not unmarked(directory.path)
         ]
 
+    def names(self) -> dict[str, str]:
+        """The namespaces that are known by name, by the hexadecimal digest that stands for them on servers."""
+        found = {layout.namespace for directory in self.readable for layout in namespaces(directory.path)}
+        return {namespace_digest(name).hex(): name for name in found | set(self.patterns)}
+
+    def digests(self) -> set[str] | None:
+        """The digests of the namespaces that are meant, on servers, which know no names; None: all."""
+        if not self.patterns:
+            return None
+        return {
+            digest
+            for digest, name in self.names().items()
+            if any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        }
+
     def chosen(self) -> list[tuple[Directory, Layout]]:
         """Return every selected namespace in every directory.
 
@@ -122,7 +143,7 @@ class Places:
             for directory, layout in found
             if any(fnmatchcase(layout.namespace, pattern) for pattern in self.patterns)
         ]
-        if not meant:
+        if not meant and not (self.servers and self.digests() is not None):
             there = sorted({layout.namespace for _, layout in found})
             raise UcmError(
                 f"no namespace is like {' or '.join(self.patterns)}",
@@ -132,8 +153,12 @@ class Places:
         return meant
 
 
-def find_places(options: argparse.Namespace) -> Places:
+def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places:
     """Return the directories and namespaces that a command line selects.
+
+    Args:
+        options: The command line.
+        servers: Whether the command is about tiers on servers as well.
 
     Raises:
         ConfigError: The configuration is invalid, or other users may write to a directory.
@@ -141,7 +166,7 @@ def find_places(options: argparse.Namespace) -> Places:
     """
     patterns = tuple(options.namespace or ())
     if options.config is not None:
-        found = _of_config(read_store_settings(options.config), patterns)
+        found = _of_config(read_store_settings(options.config), patterns, servers=servers)
     else:
         if options.tier is not None:
             raise UcmError("--tier chooses among the tiers of a configuration", fix="leave it out, or give --config")
@@ -158,9 +183,23 @@ def find_places(options: argparse.Namespace) -> Places:
     if options.tier is None:
         return found
     directories = tuple(directory for directory in found.directories if directory.tier == options.tier)
-    if not directories:
+    kept = tuple(name for name in found.servers if name.lower() == options.tier)
+    if not directories and not kept:
         raise UcmError(f"this store has no {options.tier} tier", where=f"--tier {options.tier}", fix="leave it out")
-    return Places(directories, patterns, found.capacities, found.config)
+    return Places(directories, patterns, found.capacities, found.config, kept)
+
+
+@contextmanager
+def opened_server(config: StoreConfig, name: str) -> Iterator[RemoteTier]:
+    """Open a tier on servers.
+
+    Raises:
+        ConfigError: It cannot be opened.
+    """
+    tier = open_tier(config, name)
+    with closing(tier):
+        if isinstance(tier, RemoteTier):
+            yield tier
 
 
 def read_store_settings(file: Path) -> StoreSettings:
@@ -189,8 +228,9 @@ def read_store_settings(file: Path) -> StoreSettings:
     return store.model_copy(update=changed)
 
 
-def _of_config(settings: StoreSettings, patterns: tuple[str, ...]) -> Places:
-    if not settings.parts & (POSIX | DRAM):
+def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: bool) -> Places:
+    others = tuple(name for name in pipeline_parts(settings.pipeline) if servers and is_on_servers(name))
+    if not settings.parts & (POSIX | DRAM) and not others:
         raise ConfigError(
             f"the store {settings.pipeline!r} has no directories of ours to look at",
             where="store: pipeline",
@@ -211,7 +251,7 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...]) -> Places:
         directories += [_engines_directory("posix", path) for path in config.directories]
         if config.posix_capacity_bytes is not None:
             capacities["posix"] = config.posix_capacity_bytes
-    return Places(tuple(directories), patterns, capacities, config)
+    return Places(tuple(directories), patterns, capacities, config, others)
 
 
 def _engines_directory(tier: str, path: str) -> Directory:

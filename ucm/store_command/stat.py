@@ -11,7 +11,7 @@ from ucm.errors import ConfigError
 from ucm.store.errors import StoreError
 from ucm.store.factory import ask_tier
 from ucm.store.inventory import NamespaceStock, take_stock, unmarked
-from ucm.store_command.places import Directory, Places, find_places
+from ucm.store_command.places import Directory, Places, find_places, opened_server
 from ucm.store_command.text import (
     NO_STORE,
     about_unmarked,
@@ -66,31 +66,57 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UcmError: The options match nothing.
     """
-    places = find_places(options)
+    places = find_places(options, servers=True)
     stocks = _count(places)
-    servers = _ask_servers(places) if options.tier is None else []
+    servers = _ask_servers(places, every=options.tier is None)
     if options.json:
         directories = [_directory_data(stock) for stock in stocks]
         say_json({"directories": directories, "tiers": _tier_data(places, stocks), "servers": servers})
     else:
-        paragraphs = [*_text(places, stocks), *([f"{one['tier']}: {one['said']}"] for one in servers)]
+        paragraphs = [*_text(places, stocks), *(_server_text(one) for one in servers)]
         say("\n\n".join("\n".join(lines) for lines in paragraphs).splitlines())
     failed = not all(one["answers"] for one in servers)
     return int(bool(places.broken) or any(stock.unmarked for stock in stocks) or failed)
 
 
-def _ask_servers(places: Places) -> list[dict[str, Any]]:
-    """Return whether the tiers on servers answer; their contents are not counted."""
+def _ask_servers(places: Places, *, every: bool) -> list[dict[str, Any]]:
+    """Return whether the tiers on servers answer, and the contents of our own tiers."""
     found = []
-    for name in places.config.parts:
+    for name in places.config.parts if every else places.servers:
         if name in DIRECTORY_TIERS:
             continue
+        one: dict[str, Any] = {"tier": name, "answers": False, "said": "", "namespaces": []}
+        found.append(one)
         try:
-            said, answers = ask_tier(places.config, name), True
+            one["said"], one["answers"] = ask_tier(places.config, name), True
+            if name in places.servers:
+                one["namespaces"] = _server_stock(places, name)
         except (ConfigError, StoreError) as error:
-            said, answers = str(error).splitlines()[0], False
-        found.append({"tier": name, "answers": answers, "said": said})
+            listed = f"{one['said']}; what it holds cannot be listed: " if one["answers"] else ""
+            one["said"] = f"{listed}{str(error).splitlines()[0]}"
     return found
+
+
+def _server_stock(places: Places, name: str) -> list[dict[str, Any]]:
+    """Count the blocks of a tier on servers, by namespace, which a server knows by its digest only."""
+    meant, known = places.digests(), places.names()
+    sizes: dict[str, list[int]] = {}
+    with progress(f"counting {name}", None, "blocks") as bar, opened_server(places.config, name) as tier:
+        for value in tier.stored():
+            bar.update()
+            if meant is None or value.digest in meant:
+                sizes.setdefault(value.digest, []).append(value.nbytes)
+    return [
+        {"digest": digest, "namespace": known.get(digest), "blocks": len(of_one), "bytes": sum(of_one)}
+        for digest, of_one in sorted(sizes.items())
+    ]
+
+
+def _server_text(one: dict[str, Any]) -> list[str]:
+    held = one["namespaces"]
+    rows = [("namespace", "blocks", "bytes")]
+    rows += [(it["namespace"] or it["digest"], f"{it['blocks']:,}", format_size(it["bytes"])) for it in held]
+    return [f"{one['tier']}: {one['said']}", *(f"  {line}" for line in table(rows, right=(1, 2)) if held)]
 
 
 def _count(places: Places) -> list[DirectoryStock]:

@@ -5,29 +5,63 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.config.units import format_size
-from ucm.errors import UcmError
-from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError, BlockUnreadableError
-from ucm.store.inspection import StoredBlock, check_block, quarantine_block, stored_blocks
-from ucm.store_command.places import Directory, Places, find_places
+from ucm.errors import ConfigError, UcmError
+from ucm.store.errors import (
+    BlockCorruptError,
+    BlockForeignError,
+    BlockMissingError,
+    BlockUnreadableError,
+    StoreError,
+    StoreUnavailableError,
+)
+from ucm.store.inspection import check_block, quarantine_block, stored_blocks
+from ucm.store_command.places import Directory, Places, find_places, opened_server
 from ucm.store_command.text import NO_STORE, about_unmarked, blocks_and_bytes, many, progress, say, say_json
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-    from ucm.store.errors import StoreError
+    from ucm.store.base import BlockKey
+    from ucm.store.remote_tier import RemoteTier, StoredValue
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A block to read, in a directory or on a server.
+
+    Args:
+        place: The directory, or the tier's name in the pipeline.
+        tier: ``posix``, ``dram``, ``redis`` or ``s3``.
+        namespace: Its namespace, or the digest of one that no directory names.
+        key: Its key.
+        path: Its file, or its name on the server.
+        nbytes: The length of its file or value.
+        check: Reads it and returns what is wrong with it, or None.
+        quarantine: Takes it out of the way, and returns whether it could.
+    """
+
+    place: str
+    tier: str
+    namespace: str
+    key: BlockKey
+    path: str
+    nbytes: int
+    check: Callable[[], StoreError | None]
+    quarantine: Callable[[StoreError], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A damaged or unreadable block."""
 
-    directory: Directory
-    block: StoredBlock
+    block: Item
     error: StoreError
     quarantined: bool
 
@@ -37,7 +71,7 @@ class Lacks:
     """The parts of a store that cannot be verified.
 
     Args:
-        broken: Directories that cannot be read.
+        broken: Directories and tiers on servers that cannot be read.
         bare: Directories on disk without any part of a store; directories in memory are empty after a boot.
         unmarked: The paths of namespaces without a marker, which are not read.
     """
@@ -47,9 +81,9 @@ class Lacks:
     unmarked: list[str]
 
     @classmethod
-    def of(cls, places: Places) -> Lacks:
-        """Return the parts of some directories that cannot be verified."""
-        return cls(places.broken, [one for one in places.bare() if one.tier != "dram"], places.unmarked())
+    def of(cls, places: Places, silent: list[Directory]) -> Lacks:
+        """Return the parts of some directories that cannot be verified, and ``silent``, tiers on servers."""
+        return cls([*places.broken, *silent], [one for one in places.bare() if one.tier != "dram"], places.unmarked())
 
     @property
     def is_bad(self) -> bool:
@@ -82,6 +116,7 @@ class Verdict:
     vanished: int = 0  #: blocks that an engine deleted between listing and reading
     seconds: float = 0.0
     problems: list[Problem] = field(default_factory=list)
+    silent: list[Directory] = field(default_factory=list)  #: tiers on servers that cannot be listed
 
     @property
     def by_cause(self) -> dict[str, int]:
@@ -98,9 +133,9 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.threads:
         raise UcmError("somebody has to read", where="--threads 0", fix="give it 1 or more")
-    places = find_places(options)
+    places = find_places(options, servers=True)
     verdict = verify(places, options.threads, options.quarantine)
-    lacks = Lacks.of(places)
+    lacks = Lacks.of(places, verdict.silent)
     if options.json:
         say_json({**_data(verdict), **lacks.data()})
     else:
@@ -117,66 +152,96 @@ def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
         quarantine: Whether to move damaged blocks into quarantine.
     """
     verdict = Verdict()
-    chosen = places.chosen()
-    with progress("listing", None, "blocks") as bar:
-        total = sum(block.nbytes for _, block in _blocks(chosen) if bar.update() or True)
-    began = time.perf_counter()
-    with progress("reading", total, "B") as bar, ThreadPoolExecutor(threads) as pool:
-        reader = _Reader(verdict, _blocks(chosen), bar, places.config.quarantine_keep if quarantine else None)
-        try:
-            for done in [pool.submit(reader.read) for _ in range(threads)]:
-                done.result()
-        finally:
-            reader.stopped = True
+    with ExitStack() as stack:
+        servers = {}
+        for name in places.servers:
+            try:
+                servers[name] = stack.enter_context(opened_server(places.config, name))
+                next(servers[name].stored(), None)
+            except (ConfigError, StoreError) as error:
+                servers.pop(name, None)
+                verdict.silent.append(Directory(name.lower(), name, str(error).splitlines()[0]))
+        with progress("listing", None, "blocks") as bar:
+            total = sum(item.nbytes for item in _items(places, servers) if bar.update() or True)
+        began = time.perf_counter()
+        with progress("reading", total, "B") as bar, ThreadPoolExecutor(threads) as pool:
+            reader = _Reader(verdict, _items(places, servers), bar, quarantine=quarantine)
+            try:
+                for done in [pool.submit(reader.read) for _ in range(threads)]:
+                    done.result()
+            finally:
+                reader.stopped = True
     verdict.seconds = time.perf_counter() - began
     return verdict
 
 
-def _blocks(chosen: list[tuple[Directory, Any]]) -> Iterator[tuple[Directory, StoredBlock]]:
-    for directory, layout in chosen:
+def _items(places: Places, servers: Mapping[str, RemoteTier]) -> Iterator[Item]:
+    """List the blocks, which are as many as the medium has at that moment."""
+    keep = places.config.quarantine_keep
+    for directory, layout in places.chosen():
         for block in stored_blocks(layout.root, layout.namespace):
-            yield directory, block
+            yield Item(
+                *(directory.path, directory.tier, layout.namespace, block.key, block.path, block.nbytes),
+                partial(check_block, block),
+                partial(quarantine_block, block, keep=keep),
+            )
+    meant, known = places.digests(), places.names()
+    for name, tier in servers.items():
+        for value in tier.stored():
+            if meant is None or value.digest in meant:
+                namespace = known.get(value.digest, value.digest)
+                yield Item(
+                    *(name, tier.name, namespace, value.key, tier.path(value), value.nbytes),
+                    partial(tier.check, value),
+                    partial(_discard, tier, value),
+                )
+
+
+def _discard(tier: RemoteTier, value: StoredValue, error: StoreError) -> bool:
+    """Delete a damaged value, as an engine that reads it does; servers have no place for quarantine."""
+    del error
+    try:
+        tier.discard(value)
+    except StoreError:
+        return False
+    return True
 
 
 class _Reader:
     """The state that the threads of a run share."""
 
-    def __init__(
-        self, verdict: Verdict, blocks: Iterator[tuple[Directory, StoredBlock]], bar: Any, keep: int | None
-    ) -> None:
+    def __init__(self, verdict: Verdict, items: Iterator[Item], bar: Any, *, quarantine: bool) -> None:
         self.stopped = False
         self._verdict = verdict
-        self._blocks = blocks
+        self._items = items
         self._bar = bar
-        self._keep = keep
+        self._quarantine = quarantine
         self._lock = threading.Lock()
 
     def read(self) -> None:
         """Read blocks until there are no more."""
         while not self.stopped:
             with self._lock:
-                directory, block = next(self._blocks, (None, None))
-            if directory is None or block is None:
+                item = next(self._items, None)
+            if item is None:
                 return
-            error = check_block(block)
-            quarantined = self._quarantine(block, error)
+            error = item.check()
+            if isinstance(error, StoreUnavailableError):
+                raise error
+            bad = isinstance(error, BlockCorruptError | BlockForeignError | BlockUnreadableError)
+            quarantined = bad and self._quarantine and error is not None and item.quarantine(error)
             with self._lock:
-                self._note(directory, block, error, quarantined)
+                self._note(item, error, quarantined)
 
-    def _quarantine(self, block: StoredBlock, error: StoreError | None) -> bool:
-        if self._keep is None or not isinstance(error, BlockCorruptError | BlockForeignError | BlockUnreadableError):
-            return False
-        return quarantine_block(block, error, self._keep)
-
-    def _note(self, directory: Directory, block: StoredBlock, error: StoreError | None, quarantined: bool) -> None:
-        self._bar.update(block.nbytes)
+    def _note(self, item: Item, error: StoreError | None, quarantined: bool) -> None:
+        self._bar.update(item.nbytes)
         if isinstance(error, BlockMissingError):
             self._verdict.vanished += 1
             return
         self._verdict.blocks += 1
-        self._verdict.nbytes += block.nbytes
+        self._verdict.nbytes += item.nbytes
         if error is not None:
-            self._verdict.problems.append(Problem(directory, block, error, quarantined))
+            self._verdict.problems.append(Problem(item, error, quarantined))
 
 
 def _text(verdict: Verdict, lacks: Lacks) -> list[str]:
@@ -207,9 +272,9 @@ def _data(verdict: Verdict) -> dict[str, Any]:
         "damaged": verdict.by_cause,
         "problems": [
             {
-                "directory": problem.directory.path,
-                "tier": problem.directory.tier,
-                "namespace": problem.block.layout.namespace,
+                "directory": problem.block.place,
+                "tier": problem.block.tier,
+                "namespace": problem.block.namespace,
                 "key": problem.block.key.hex(),
                 "path": problem.block.path,
                 "cause": problem.error.cause,

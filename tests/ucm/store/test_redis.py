@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,9 +19,10 @@ from ucm.doctor.findings import Status
 from ucm.errors import ConfigError
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
-from ucm.store.factory import open_store
+from ucm.store.factory import open_store, open_tier
 from ucm.store.format import namespace_digest
 from ucm.store.health import Breaker
+from ucm.store.redis_tier import RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -430,6 +432,17 @@ def test_a_cluster_whose_master_dies(redis_cluster: list[RedisServer]) -> None:
         finally:
             redis_cluster[1].start()
             take_over_after(redis_cluster, NODE_TIMEOUT)
+
+
+def test_what_a_cluster_holds_is_listed(redis_cluster: list[RedisServer]) -> None:
+    clustered = config([redis_cluster[0].address], mode="cluster")
+    with open_store(clustered, NAMESPACE, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+    tier = open_tier(clustered, "Redis")
+    assert isinstance(tier, RedisTier)
+    with closing(tier):
+        assert {value.key for value in tier.stored()} == set(KEYS)
+        assert [tier.check(value) for value in tier.stored()] == [None] * len(KEYS)
 
 
 def test_slots_that_move_under_load(redis_cluster: list[RedisServer]) -> None:

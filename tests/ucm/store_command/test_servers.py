@@ -1,0 +1,138 @@
+"""``ucm store stat`` and ``verify`` with tiers on servers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import obstore
+import pytest
+
+from tests.ucm.store.conftest import redis_of_session, redis_server, s3_of_session, s3_server  # noqa: F401 - fixtures
+from tests.ucm.store.servers import RedisServer, S3Server, free_port
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec, namespace_digest
+from ucm.testing.blocks import EVEN, key, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.ucm.store_command.conftest import Answer
+
+ONE, OTHER = "llama-3f9a/g0", "tiny-9bce/g0"
+FILE = HeaderCodec(ONE, EVEN).file_nbytes
+PATIENT = {"timeout": 60.0, "transfer_timeout": 60.0}
+
+
+class Held:
+    """A tier with five blocks of one namespace and two of another."""
+
+    def __init__(self, name: str, server: Any, options: dict[str, Any], directory: Path) -> None:
+        self.name, self.server, self.options = name, server, options
+        self.file = directory / "ucm_config.yaml"
+        self.configure(name)
+        tiers = StoreConfig(pipeline=name, tiers={name: options}, save_nice=0)
+        for namespace, count in ((ONE, 5), (OTHER, 2)):
+            with open_store(tiers, namespace, EVEN) as store:
+                assert save(store, [key(number) for number in range(count)], EVEN).failed == {}
+
+    def configure(self, pipeline: str, **others: Any) -> None:
+        text = {"pipeline": pipeline, "tiers": {self.name: {**self.options, **others}}}
+        if "Posix" in pipeline:
+            text["directories"] = str(self.file.parent / "kv")
+        self.file.write_text(json.dumps({"store": text}), encoding="utf-8")
+
+    def flip(self, namespace: str, number: int) -> str:
+        """Change a byte of a block, and return its name."""
+        parts = ("ucm1", namespace_digest(namespace).hex(), key(number).hex())
+        if isinstance(self.server, RedisServer):
+            name = ":".join(parts)
+            with self.server.client() as client:
+                value = bytearray(client.get(name))
+                value[-5] ^= 1
+                client.set(name, bytes(value))
+            return name
+        name, bucket = "/".join(parts), self.server.store()
+        value = bytearray(obstore.get(bucket, name).bytes())
+        value[-5] ^= 1
+        obstore.put(bucket, name, bytes(value), use_multipart=False)
+        return name
+
+
+@pytest.fixture(params=["Redis", "S3"])
+def held(request: pytest.FixtureRequest, tmp_path: Path) -> Held:
+    if request.param == "Redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        return Held("Redis", server, {"address": server.address, **PATIENT}, tmp_path)
+    bucket: S3Server = request.getfixturevalue("s3_server")
+    return Held("S3", bucket, bucket.options(tmp_path / "secret", **PATIENT), tmp_path)
+
+
+def test_stat_counts_what_a_server_holds(ask: Callable[..., Answer], held: Held) -> None:
+    data = ask("stat", "--json", "--config", held.file).data
+    (server,) = data["servers"]
+    assert (data["directories"], server["tier"], server["answers"]) == ([], held.name, True)
+    digests = {name: namespace_digest(name).hex() for name in (ONE, OTHER)}
+    expected = [
+        {"digest": digests[name], "namespace": None, "blocks": count, "bytes": count * FILE}
+        for name, count in sorted(((ONE, 5), (OTHER, 2)), key=lambda it: digests[it[0]])
+    ]
+    assert server["namespaces"] == expected
+    answer = ask("stat", "--config", held.file, "--namespace", ONE)
+    assert answer.code == 0
+    assert [line.split()[:2] for line in answer.out.splitlines()[1:]] == [["namespace", "blocks"], [ONE, "5"]]
+
+
+def test_verify_reads_every_value(ask: Callable[..., Answer], held: Held) -> None:
+    answer = ask("verify", "--json", "--config", held.file)
+    assert (answer.code, answer.data["blocks"], answer.data["bytes"]) == (0, 7, 7 * FILE)
+    name = held.flip(OTHER, 1)
+    assert ask("verify", "--config", held.file, "--namespace", ONE).code == 0
+    answer = ask("verify", "--json", "--config", held.file, "--quarantine")
+    (problem,) = answer.data["problems"]
+    assert (answer.code, problem["cause"], problem["quarantined"]) == (1, "corrupt", True)
+    assert (problem["tier"], problem["key"], problem["path"]) == (held.name.lower(), key(1).hex(), name)
+    answer = ask("verify", "--config", held.file)
+    assert (answer.code, answer.out.startswith("6 blocks, ")) == (0, True), "a damaged value was deleted"
+
+
+def test_beside_directories(ask: Callable[..., Answer], held: Held) -> None:
+    held.configure(f"Posix|{held.name}")
+    (held.file.parent / "kv").mkdir()
+    both = StoreConfig(directories=(str(held.file.parent / "kv"),))
+    with open_store(both, ONE, EVEN) as store:
+        save(store, [key(7)], EVEN)
+    (server,) = ask("stat", "--json", "--config", held.file).data["servers"]
+    assert {one["namespace"] for one in server["namespaces"]} == {ONE, None}, "a directory tells the name"
+    assert ask("verify", "--json", "--config", held.file).data["blocks"] == 8
+    assert ask("verify", "--json", "--config", held.file, "--namespace", "llama*").data["blocks"] == 6
+    assert ask("verify", "--json", "--config", held.file, "--tier", "posix").data["blocks"] == 1
+    assert ask("verify", "--json", "--config", held.file, "--tier", held.name.lower()).data["blocks"] == 7
+
+
+def test_a_server_that_does_not_answer_is_a_problem(ask: Callable[..., Answer], held: Held) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    held.configure(held.name, **({"address": nobody} if held.name == "Redis" else {"endpoint": f"http://{nobody}"}))
+    answer = ask("verify", "--config", held.file)
+    assert (answer.code, f"{held.name} ({held.name.lower()}) cannot be read: " in answer.out) == (1, True)
+    (server,) = ask("stat", "--json", "--config", held.file).data["servers"]
+    assert (server["answers"], server["namespaces"]) == (False, [])
+
+
+def test_other_commands_are_about_directories(ask: Callable[..., Answer], held: Held) -> None:
+    for command in ("ls", "gc"):
+        answer = ask(command, "--config", held.file)
+        assert (answer.code, "has no directories of ours" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize("above", ["", "Posix|"])
+def test_bench_measures_a_server_and_leaves_nothing(ask: Callable[..., Answer], held: Held, above: str) -> None:
+    held.configure(above + held.name)
+    (held.file.parent / "kv").mkdir()
+    answer = ask("bench", "--json", "--config", held.file, "--blocks", 2, "--block", "64KiB", "--rounds", 2)
+    assert answer.code == 0, answer.err
+    assert {"save", "load hot", "write", "read hot"} <= answer.data["seconds"].keys()
+    assert {goal["what"] for goal in answer.data["goals"]} == {"staged", *(["save", "load hot"] if above else [])}
+    assert ask("verify", "--json", "--config", held.file).data["blocks"] == 7
