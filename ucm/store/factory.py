@@ -135,6 +135,7 @@ def ask_tier(config: StoreConfig, name: str) -> str:
         if isinstance(tier, ValueTier):  # first, because a server may answer a lookup without saying why it fails
             with suppress(BlockMissingError):
                 tier.fetch(nothing, began + tier.timeout)
+                raise StoreUnavailableError(f"{name} returns a value that nobody stored: another server answers there")
         tier.contains([nothing], time.monotonic() + tier.timeout)
         seconds = time.monotonic() - began
         failures = tier.stats().failures

@@ -45,7 +45,9 @@ _CODE = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]{0,200}))?")
 _STATUS = re.compile(r"status code: (\d{3}[\w ]{0,40})")
 #: What obstore's errors end with, and what in it is worth saying.
 _DEBUG = "\n\nDebug source:"
-_INNERMOST = re.compile(r'message: "([^"]+)"|(invalid peer certificate: \w+)|(failed to lookup address)|(dns error)')
+_INNERMOST = re.compile(
+    r'message: "([^"]+)"|(InvalidCertificate\(\s*\w+)|(InvalidMessage\(\s*\w+)|(dns error)|error: "([^"]+)"'
+)
 _MOST_SAID = 300
 
 
@@ -250,13 +252,14 @@ def failure_of(error: Exception, where: str) -> StoreError:
         said = f"the server answers {status[1]}"  # without the path, so that each reason is logged once
     else:
         reason = _INNERMOST.search(debug)
-        said = next(filter(None, reason.groups())) if reason else " ".join(said.split())[:_MOST_SAID]
+        said = re.sub(r"\(\s*", ": ", next(filter(None, reason.groups()))) if reason else said.rpartition(" - ")[2]
+        said = " ".join(said.split())[:_MOST_SAID]
     if isinstance(error, FileNotFoundError) and (code is None or code[1] != "NoSuchBucket"):
         return BlockMissingError(said, where=where)
     if "TimedOut" in debug or "kind: Timeout" in debug:
         return StoreTimeoutError(f"S3 does not answer in time: {said}", where=where)
     if (code is not None and code[1] in _FULL) or "status: 507" in debug:
         return StoreFullError(f"S3 has no room left: {said}", where=where, fix="raise the bucket's quota")
-    return StoreUnavailableError(
-        f"S3: {said}", where=where, fix="ask `ucm doctor --config` with the same file: it makes the server say why"
-    )
+    silent = status is not None and code is None  # the answer to a HEAD has no text
+    fix = "ask `ucm doctor --config` with the same file: it makes the server say why" if silent else ""
+    return StoreUnavailableError(f"S3: {said}", where=where, fix=fix)

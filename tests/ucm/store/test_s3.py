@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import http.server
 import socket
+import ssl
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import obstore
 import pytest
 
-from tests.ucm.store.servers import Proxy, S3Server, free_port
+from tests.ucm.store.servers import Proxy, S3Server, certificates, free_port
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
-from ucm.store.factory import open_store
+from ucm.store.errors import StoreUnavailableError
+from ucm.store.factory import ask_tier, open_store
 from ucm.store.format import namespace_digest
 from ucm.store.health import Breaker
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
@@ -257,6 +262,62 @@ def test_a_bucket_that_refuses(
             assert says in str(errors[KEYS[0]])
             assert "hunter2" not in str(errors)
             assert S3Server.SECRET not in str(errors)
+
+
+@pytest.mark.parametrize(
+    ("days", "trusted", "says"), [(2, False, "UnknownIssuer"), (-1, True, "Expired"), (0, True, "InvalidContentType")]
+)
+def test_tls_that_fails_says_why(tmp_path: Path, days: int, *, trusted: bool, says: str) -> None:
+    files = certificates(tmp_path, days=days or 2)
+    with wrong_server(files if days else None) as port, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCM_TEST_SECRET", "hunter2")
+        options = {"endpoint": f"https://127.0.0.1:{port}", "bucket": "ucm-blocks", "timeout": LONG}
+        options |= {"access_key": "ucm", "secret_env": "UCM_TEST_SECRET"}
+        options |= {"tls_ca": files["ca.crt"]} if trusted else {}
+        with pytest.raises(StoreUnavailableError, match=says):
+            ask_tier(StoreConfig(pipeline="S3", tiers={"S3": options}), "S3")
+
+
+def test_a_server_that_is_no_bucket(configure: Callable[..., StoreConfig]) -> None:
+    """A proxy's page for people, with which it answers everything."""
+    with wrong_server(None) as port:
+        config = configure(endpoint=f"http://127.0.0.1:{port}")
+        with pytest.raises(StoreUnavailableError, match="nobody stored"):
+            ask_tier(config, "S3")
+        with open_store(config, NAMESPACE, EVEN) as store:
+            assert set(fetch(store, KEYS, EVEN)[1]) == set(KEYS)
+
+
+@contextmanager
+def wrong_server(files: dict[str, str] | None) -> Iterator[int]:
+    """A web server that answers everything with a page, with a certificate or without TLS; yields its port."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "4")
+            self.send_header("Last-Modified", "Mon, 23 Nov 2026 05:00:00 GMT")
+            self.end_headers()
+            self.wfile.write(b"page" if self.command == "GET" else b"")
+
+        do_HEAD = do_DELETE = do_GET  # noqa: N815 - the base class wants these names
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    if files is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files["server.crt"], files["server.key"])
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_an_account_that_only_reads(store: KVStore, configure: Callable[..., StoreConfig]) -> None:
