@@ -55,7 +55,7 @@ def blended_end(stored: Sequence[Chunk], computed: int, limit: int, block_size: 
     for number, chunk in enumerate(stored):
         end = min(chunk.end, limit) // block_size * block_size
         reused += max(0, chunk.end - max(chunk.start, computed))
-        if end <= computed:
+        if end <= computed or (chunk.end > limit and chunk.start >= end):  # the stretch has nothing of it
             continue
         # A prompt may have thousands of chunks, so only those that the end cuts are examined again.
         cut, place = 0, number
