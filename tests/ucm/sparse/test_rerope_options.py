@@ -32,7 +32,7 @@ def test_both_are_made_by_their_names() -> None:
         ("ReRoPE", {"window": 0}, "ReRoPE.window: 0", "greater than or equal to 1", "1 or more"),
         ("ReRoPE", {"window": 8, "leak": 2.0}, "ReRoPE.leak", "has no option 'leak'", "There are window"),
         ("ReRoPE", {"window": 8, "training_length": 1}, "ReRoPE.training_length: 1", "greater than", "2 or more"),
-        ("ReRoPE", {"window": 9, "training_length": 8}, "ReRoPE: {", "training with 8 never showed", "the options are"),
+        ("ReRoPE", {"window": 9, "training_length": 8}, "ReRoPE: {", "beyond the training length of 8", "the options are"),
         ("LeakyReRoPE", {"window": 8}, "LeakyReRoPE.leak: {", "Field required", "a number above 1"),
         ("LeakyReRoPE", {"window": 8, "leak": 1}, "LeakyReRoPE.leak: 1", "greater than 1", "a number above 1"),
     ],
