@@ -114,7 +114,7 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
         if not out.problems:
             out.problems.append(_no_store(top))
         return None
-    written = out.settings["store"] = _renamed(out.settings["store"], out, top)
+    written = out.settings["store"] = rename_former(out.settings["store"], out, top)
     store = _validated(StoreSettings, written, ("store",), out, top)
     if store is None:
         partly = _as_far_as_right(written)
@@ -125,7 +125,7 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
     return store.model_copy(update=_look_at_media(store, written, out, top, make=make))
 
 
-def _renamed(written: Any, out: Translation, top: Place) -> Any:
+def rename_former(written: Any, out: Translation, top: Place) -> Any:
     """The store's settings with their former names replaced, with a warning; both names of one are a problem."""
     if not isinstance(written, dict):
         return written

@@ -41,6 +41,7 @@ def try_settings(file: Path, model: Path | None, timeout: float) -> list[Finding
         timeout: Seconds after which the engine is ended.
     """
     from ucm.config.load import check_connector_config  # noqa: PLC0415 - it needs pydantic
+    from ucm.sparse.factory import method_class  # noqa: PLC0415 - as above
 
     extra = {FILE_KEY: str(file.absolute())}
     blend = check_connector_config(extra, make=False)[0].blend
@@ -49,14 +50,17 @@ def try_settings(file: Path, model: Path | None, timeout: float) -> list[Finding
         return []
     directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
     plan: dict[str, Any] = prepare_model(model, directory)
+    store = {"pipeline": "Posix", "directories": [str(directory / "store")]}
     if blend is not None:
         name = "BlendConnector"
         given = blend.model_dump(mode="json")
-        store = {"pipeline": "Posix", "directories": [str(directory / "store")]}
         own = {"kv_connector_extra_config": {"store": store, "blend": given}}
         plan |= {"engine": {"kv_transfer_config": CONNECTOR | own}, "min_tokens": blend.min_tokens}
     elif sparse is not None:
         name, options = sparse
+        kind = method_class(name).options_type
+        if kind is not None and "store" in kind.model_fields:
+            options = {**(options or {}), "store": store}
         plan |= {"engine": {"additional_config": {KEY: {name: options}}}}
     (directory / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     outcome, _ = run_child(directory, timeout)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucm.config.document import FILE_KEY, expand, read_document
-from ucm.config.load import check_tier_options
+from ucm.config.load import check_tier_options, rename_former
 from ucm.config.problems import Place as Setting
 from ucm.config.problems import raise_for
 from ucm.config.settings import ConnectorConfig
@@ -213,8 +213,9 @@ def read_store_settings(file: Path) -> StoreSettings:
     top = Setting(str(document.file))
     if "store" not in out.settings:
         raise_for(out.problems)
+    written = out.settings["store"] = rename_former(out.settings.get("store", {}), out, top)
     try:
-        store = StoreSettings.model_validate(out.settings.get("store", {}))
+        store = StoreSettings.model_validate(written)
     except ValidationError as error:
         raise_for([*out.problems, *problems_of(error, StoreSettings, ("store",), out, top)])
         raise

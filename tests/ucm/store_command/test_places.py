@@ -64,6 +64,11 @@ def test_a_configuration_that_cannot_be_used(text: str, what: str, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
+def test_former_names_of_settings_work(tmp_path: Path) -> None:
+    settings = read_store_settings(write(tmp_path / "c.yaml", "store: {directories: [/kv], dump_threads: 3}"))
+    assert settings.save_threads == 3
+
+
 def test_a_configuration_that_is_not_there(tmp_path: Path, ask: Callable[..., Answer]) -> None:
     assert ask("stat", "--config", tmp_path / "c.yaml").code == 2
 

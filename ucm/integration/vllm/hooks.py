@@ -54,8 +54,8 @@ __all__ = [
     "worker_requests_finished",
 ]
 
-#: The metadata of a step for which the method built none; it shows the workers that the scheduler side's hooks ran.
-BUILT_NOTHING = "built nothing"
+#: The attribute of a step of which the scheduler's side was told; the metadata may be None.
+TOLD = "ucm_sparse_told"
 #: The attribute of a scheduler, a KV-cache manager and a model runner with its method.
 METHOD = "_ucm_sparse_method"
 #: Whether any scheduler, or any worker, of this process ever had a method; if not, hooks return at once.
@@ -163,8 +163,8 @@ def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
         if method.allocating is None:
             _check_allocated(method, scheduler_output)
         method.allocating = None
-        built = method.build_metadata(scheduler_output)
-        scheduler_output.ucm_sparse_meta = BUILT_NOTHING if built is None else built
+        scheduler_output.ucm_sparse_meta = method.build_metadata(scheduler_output)
+        setattr(scheduler_output, TOLD, True)
 
 
 def request_preempted(scheduler: Any, request: Any) -> None:
@@ -333,15 +333,13 @@ def v2_execute_finished(runner: Any, scheduler_output: Any, dummy_run: bool) -> 
 
 def _step_arrived(method: SparseMethod, scheduler_output: Any) -> None:
     """Check that the scheduler side's hooks ran for an arriving step, except for warm-up steps before the first one."""
-    built = getattr(scheduler_output, "ucm_sparse_meta", None)
-    if isinstance(built, str) and built == BUILT_NOTHING:
-        scheduler_output.ucm_sparse_meta = None
+    told = getattr(scheduler_output, TOLD, False)
     runs = scheduler_output.num_scheduled_tokens
-    if built is None and method.decided and runs and "SCHEDULER" in method.needed_hooks:
+    if not told and method.decided and runs and "SCHEDULER" in method.needed_hooks:
         from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`
 
         raise hook_lost(type(method).__name__, "scheduler_output_built", f"a step of {len(runs)} requests", "scheduler")
-    method.decided |= built is not None
+    method.decided |= told
     method.awaits_begin = bool(runs)
 
 

@@ -43,6 +43,13 @@ def test_a_store_is_written_as_the_connector_s() -> None:
     assert (found.directories, found.posix_capacity_bytes) == (("/data/kv",), 2 << 30)
 
 
+def test_former_names_work_in_its_store(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "ucm"):
+        found = ESA(config(), Role.WORKER, {"store": {"pipeline": "Dram", "dump_threads": 3}})._options.store
+    assert found.save_threads == 3
+    assert "store.dump_threads is deprecated, use save_threads" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [

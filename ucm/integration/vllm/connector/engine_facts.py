@@ -152,7 +152,8 @@ def refuse_kv_that_is_not_continued(vllm_config: Any) -> None:
             "vLLM's latent attention on this processor gives other tokens after KV from a cache, so vLLM turns its own "
             "prefix cache and chunked prefill off",
             where="model_config.use_mla, device cpu",
-            fix="run this model on an accelerator or on a processor with AMX, or without a UCM connector",
+            fix="run this model on an accelerator, or with chunked prefill on a processor with AMX, or without a UCM "
+            "connector",
         )
 
 
