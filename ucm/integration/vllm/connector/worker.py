@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -37,6 +38,8 @@ class TransferCounters(Protocol):
         """Count blocks that failed to load or to be saved."""
 
 
+#: Stored blocks kept for ``take_stored``, which a connector around this one may never call; the oldest are dropped.
+MOST_STORED = 1 << 14
 #: How many seconds ``close`` waits for a medium without progress.
 STILL_SECONDS = 10.0
 #: How many seconds it waits for the stores to close; not less than the time that they take to write behind.
@@ -105,7 +108,7 @@ class TransferWorker:
         self._step, self._idle = 0, False
         self._unconfirmed = Unconfirmed(self._commit, self._discard)
         self.reports_stored = False  #: whether blocks that have become visible are collected for ``take_stored``
-        self._stored: Stored = {}
+        self._stored: OrderedDict[tuple[int, BlockKey], list[str]] = OrderedDict()
         self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
         self.save_failures = FailureLog("[UCM.Save]", "the block is not stored")
 
@@ -261,7 +264,7 @@ class TransferWorker:
 
     def take_stored(self) -> Stored:
         """Return the blocks that have become visible since the last call, with their tiers."""
-        stored, self._stored = self._stored, {}
+        stored, self._stored = self._stored, OrderedDict()
         return stored
 
     def close(self) -> None:
@@ -329,6 +332,8 @@ class TransferWorker:
             result = save.transfer.wait(save.task)
             if self.reports_stored and not save.block_ids:  # a commit
                 self._stored.update(((save.group, key), [tier]) for key, tier in result.done.items())
+                while len(self._stored) > MOST_STORED:
+                    self._stored.popitem(last=False)
             if save.block_ids and result.done:
                 self.counters.saved(len(result.done) if save.whole else 0, result.nbytes, result.seconds)
             # A commit after a failed save fails as well; the failure was counted with the save.

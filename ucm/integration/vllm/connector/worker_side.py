@@ -198,7 +198,8 @@ class WorkerSide:
             between_steps=policy.between_steps,
             background=policy.background,
         )
-        worker.reports_stored = self._settings.kv_events
+        reported = hasattr(self._connector_base, "build_connector_worker_meta")
+        worker.reports_stored = self._settings.kv_events and reported
         worker.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
         if isinstance(worker, LayerWiseWorker):
             # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.

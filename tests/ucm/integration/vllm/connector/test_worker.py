@@ -215,6 +215,20 @@ def test_a_rank_that_does_not_save_saves_nothing() -> None:
     assert setup.transfer.said() == []
 
 
+def test_what_nobody_asks_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As within a connector around this one that does not ask it for its reports."""
+    monkeypatch.setattr(worker, "MOST_STORED", 3)
+    setup = Setup()
+    setup.worker.reports_stored = True
+    for step, blocks in enumerate(([1, 2], [3, 4, 5], []), 1):
+        plan = StepPlan(step, saves=[moves(*blocks)])
+        setup.worker.begin(plan)
+        setup.worker.save(plan)
+        setup.transfer.finish()
+    assert [key for _, key in setup.worker.take_stored()] == [KEYS[3], KEYS[4], KEYS[5]]
+    assert setup.worker.take_stored() == {}
+
+
 def test_what_could_not_be_saved_is_counted_once() -> None:
     setup = Setup()
     setup.transfer.failing["save", KEYS[1]] = StoreFullError("full")

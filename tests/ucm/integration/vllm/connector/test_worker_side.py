@@ -205,12 +205,13 @@ class Watching(Counts):
 class Begun:
     """A worker side with its own blocks, run in a thread, so that a step that waits for the medium is noticed."""
 
-    def __init__(self, directory: Path) -> None:
-        extra = {"store": {"directories": str(directory), "save_nice": 0}, "metrics": False}
+    def __init__(self, directory: Path, base: type = object, *, kv_events: bool = False) -> None:
+        store = {"directories": str(directory), "save_nice": 0}
+        extra = {"store": store, "metrics": False, "kv_events": kv_events}
         engine: Any = VllmConfig(ModelConfig("model"))
         engine.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
         self.settings = load_connector_config(extra)
-        self.side = WorkerSide(engine, None, self.settings, object)
+        self.side = WorkerSide(engine, None, self.settings, base)
         self.counts = Watching()
         self.side.counters = self.counts  # type: ignore[assignment] # as much of them as is used
         group = CacheGroup(0, 4, None, {}, ("layer",))
@@ -231,6 +232,21 @@ class Begun:
             self.side.worker.save(plan)
 
         gets_on(run)
+
+
+class TakesReports:
+    """vLLM's connector class of a release that takes reports of workers."""
+
+    def build_connector_worker_meta(self) -> None:
+        """Report nothing."""
+
+
+@pytest.mark.parametrize(("base", "collected"), [(object, False), (TakesReports, True)])
+def test_stored_blocks_are_collected_only_where_vllm_takes_them(tmp_path: Path, base: type, collected: bool) -> None:
+    worker = Begun(tmp_path, base, kv_events=True)
+    worker.step()
+    assert worker.side.worker.reports_stored is collected
+    gets_on(worker.side.close)
 
 
 def gets_on(call: Callable[[], None]) -> None:
