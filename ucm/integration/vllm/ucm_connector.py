@@ -97,7 +97,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is
             )
         names = {**self.stored, **other.stored}
         return WorkerMetadata(
-            report, {name: [*self.stored.get(name, []), *other.stored.get(name, [])] for name in names}
+            report, {name: {**self.stored.get(name, {}), **other.stored.get(name, {})} for name in names}
         )
 
 

@@ -29,17 +29,17 @@ PLACES = {
     "redis": ("STORAGE", "REMOTE"),
     "s3": ("STORAGE", "REMOTE"),
 }
-#: Blocks that a worker has made visible, by group and key, with the tier of each rank that reports it.
-Stored = dict[tuple[int, "BlockKey"], list[str]]
+#: Blocks that workers have made visible, by group and key: the tier by each rank's index among those that save a part.
+Stored = dict[tuple[int, "BlockKey"], dict[int, str]]
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A block that is being saved: its number in the order of plans, its event, and the tiers of ranks that have it."""
+    """A block that is being saved: its number in the order of plans, its event, and its tier by rank."""
 
     number: int
     about: dict[str, Any]
-    tiers: list[str] = field(default_factory=list)
+    tiers: dict[int, str] = field(default_factory=dict)
 
 
 class StoreEvents:
@@ -85,8 +85,8 @@ class StoreEvents:
         """
         for key, about in self._describe(request, group, first, keys, parent):
             self._number += 1
-            self._pending.pop((group.index, key), None)
-            self._pending[group.index, key] = _Pending(self._number, about)
+            self._pending.setdefault((group.index, key), _Pending(self._number, about))
+            self._pending.move_to_end((group.index, key))
         while len(self._pending) > MOST_PENDING:
             self._pending.popitem(last=False)
 
@@ -109,11 +109,12 @@ class StoreEvents:
         for name, tiers in blocks.items():
             pending = self._pending.get(name)
             if pending is not None:
-                pending.tiers += tiers
+                pending.tiers.update(tiers)
                 if len(pending.tiers) >= self._ranks[name[0]]:
                     ready.append(self._pending.pop(name))
         for one in sorted(ready, key=lambda pending: pending.number):
-            self._announce(one.about, one.tiers[0] if len(set(one.tiers)) == 1 else "")
+            tier, *others = set(one.tiers.values())
+            self._announce(one.about, "" if others else tier)
 
     def start_anew(self) -> None:
         """Announce that no block is found any more, because new keys are used from now on."""

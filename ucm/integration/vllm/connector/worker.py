@@ -108,7 +108,7 @@ class TransferWorker:
         self._step, self._idle = 0, False
         self._unconfirmed = Unconfirmed(self._commit, self._discard)
         self.reports_stored = False  #: whether blocks that have become visible are collected for ``take_stored``
-        self._stored: OrderedDict[tuple[int, BlockKey], list[str]] = OrderedDict()
+        self._stored: OrderedDict[tuple[int, BlockKey], dict[int, str]] = OrderedDict()
         self.load_failures = FailureLog("[UCM.Load]", "its tokens are recomputed")
         self.save_failures = FailureLog("[UCM.Save]", "the block is not stored")
 
@@ -331,7 +331,8 @@ class TransferWorker:
                 continue
             result = save.transfer.wait(save.task)
             if self.reports_stored and not save.block_ids:  # a commit
-                self._stored.update(((save.group, key), [tier]) for key, tier in result.done.items())
+                rank = self._places[save.group]
+                self._stored.update(((save.group, key), {rank: tier}) for key, tier in result.done.items())
                 while len(self._stored) > MOST_STORED:
                     self._stored.popitem(last=False)
             if save.block_ids and result.done:

@@ -51,9 +51,9 @@ def heard(planner: Planner, ranks: int = 1) -> StoreEvents:
     return found
 
 
-def saved(planner: Planner) -> list[Any]:
+def saved(planner: Planner, request_id: str = "r") -> list[Any]:
     """The keys of a request whose four blocks were computed in one step."""
-    new = request(TOKENS)
+    new = request(TOKENS, request_id)
     planner.admit(new)
     (moves,) = planner.run(new, len(TOKENS), planner.rows).saves
     return moves.keys
@@ -64,23 +64,36 @@ def test_a_block_is_announced_once_all_ranks_have_stored_it() -> None:
     found = heard(planner, ranks=2)
     keys = saved(planner)
     assert len(keys) == 4
-    found.stored({(0, key): ["posix"] for key in keys})
+    found.stored({(0, key): {1: "posix"} for key in keys})
     assert found.take() == []
-    found.stored({(0, key): ["posix"] for key in reversed(keys[:2])})
+    found.stored({(0, key): {0: "posix"} for key in reversed(keys[:2])})
     first, second = found.take()
     assert (first.token_ids, first.block_size, first.medium) == (TOKENS[:SIZE], SIZE, "STORAGE")
     assert (first.block_hashes, first.parent_block_hash) == ([keys[0]], None)
     assert (second.block_hashes, second.parent_block_hash) == ([keys[1]], keys[0])
     assert second.token_ids == TOKENS[SIZE : 2 * SIZE]
-    found.stored({(0, keys[0]): ["posix"], (0, named("of nobody")): ["posix"]})
+    found.stored({(0, keys[0]): {0: "posix"}, (0, named("of nobody")): {0: "posix"}})
     assert found.take() == []
+
+
+def test_two_reports_of_one_rank_are_not_those_of_two() -> None:
+    """As when two requests save the same block in different steps."""
+    planner = Planner()
+    found = heard(planner, ranks=2)
+    (key, *_) = saved(planner)
+    found.stored({(0, key): {0: "posix"}})
+    found.stored({(0, key): {0: "posix"}})
+    assert found.take() == []
+    saved(planner, "another")
+    found.stored({(0, key): {1: "posix"}})
+    assert len(found.take()) == 1
 
 
 def test_two_ranks_in_one_report() -> None:
     planner = Planner()
     found = heard(planner, ranks=2)
     (key, *_) = saved(planner)
-    found.stored({(0, key): ["dram", "dram"]})
+    found.stored({(0, key): {0: "dram", 1: "dram"}})
     assert [event.medium for event in found.take()] == ["CPU"]
 
 
@@ -112,7 +125,7 @@ def test_new_keys_take_everything_back() -> None:
     found = heard(planner)
     keys = saved(planner)
     found.start_anew()
-    found.stored({(0, key): ["posix"] for key in keys})
+    found.stored({(0, key): {0: "posix"} for key in keys})
     assert [type(event) for event in found.take()] == [AllBlocksCleared]
 
 
@@ -121,7 +134,7 @@ def test_what_is_never_reported_is_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     planner = Planner()
     found = heard(planner)
     keys = saved(planner)
-    found.stored({(0, key): ["posix"] for key in keys})
+    found.stored({(0, key): {0: "posix"} for key in keys})
     assert len(found.take()) == 3
 
 
