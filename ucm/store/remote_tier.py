@@ -181,17 +181,20 @@ class RemoteTier(ValueTier):
         if not unknown:
             return [True] * len(keys)
         failure: StoreError | None = None
+        answered = len(unknown) < len(keys)
         there = set()
         for key, found in zip(unknown, self._client.exists(list(map(self._name, unknown)), deadline), strict=True):
             if isinstance(found, StoreError):
                 failure = failure or found
-            elif found:
+                continue
+            answered = True
+            if found:
                 there.add(key)
         young |= there
         if failure is not None:
-            if not there and len(unknown) == len(keys):
+            if not answered:
                 raise failure
-            self.counters.failed("lookup", failure)  # something was found, so do not raise
+            self.counters.failed("lookup", failure)  # the servers answer, so do not raise
         lacking = set(unknown) - there
         return [key not in lacking for key in keys]
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
+from ucm.store.errors import StoreError
 from ucm.store.remote_tier import RemoteOptions, RemoteTier
 from ucm.store.tier import TierOptions  # noqa: TC001 - part of a public class
 
@@ -72,7 +73,13 @@ class S3Tier(RemoteTier):
         hits, wave = 0, _FIRST_WAVE
         while hits < len(keys):
             part = keys[hits : hits + wave]
-            found = super().prefix(part, deadline)
+            try:
+                found = super().prefix(part, deadline)
+            except StoreError as error:
+                if not hits:
+                    raise
+                self.counters.failed("lookup", error)  # the bucket answers, only not in time for all parts
+                break
             hits += found
             if found < len(part):
                 break

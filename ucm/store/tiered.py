@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 #: How often to look for blocks that were saved but never committed or discarded, in seconds of use. Between two saves
 #: at most this much counts as use, because an engine that idled for hours may still commit its blocks.
 _SWEEP_SECONDS = 60.0
+#: How many blocks behind the first gap of a prefix are looked up first; then twice as many, and so on.
+_FIRST_WAVE = 8
 #: How long a write-behind job lets loads go first, and how often it checks for loads, in seconds.
 _LOADS_FIRST_SECONDS, _LOOK_SECONDS = 0.25, 0.005
 
@@ -76,28 +78,26 @@ class TieredStore(KVStore):
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Look up keys: each tier is asked, in one call, for the keys missing in the tiers above it."""
         self._check_open()
-        return self._lookup(keys)
-
-    def _lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        found = self._guards[0].contains(keys)
-        for tier in self._guards[1:]:
-            missing = [index for index, there in enumerate(found) if not there]
-            if missing:
-                for index, there in zip(missing, tier.contains([keys[index] for index in missing]), strict=True):
-                    found[index] = there
-        return found
+        return _lookup(self._guards, keys)
 
     def lookup_on_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Count blocks without a gap; after a gap, continue in the next tier. No tier is asked more than twice."""
+        """Count blocks without a gap; after a gap, continue in the next tier.
+
+        Several tiers may each hold parts of the rest. It is asked for in growing parts: in some tiers each block costs
+        a request, and in others each call costs a round trip.
+        """
         self._check_open()
-        hits = 0
-        for tier in self._guards:
-            hits += tier.prefix(keys[hits:])
-            if hits == len(keys):
-                return hits
-        if hits and len(self._guards) > 1:  # several tiers may each hold parts of the rest: ask all of them
-            found = self._lookup(keys[hits:])
-            hits += found.index(False) if False in found else len(found)
+        hits = last = 0
+        for number, tier in enumerate(self._guards):
+            if found := tier.prefix(keys[hits:]):
+                hits, last = hits + found, number
+        tiers, wave = self._guards[:last], 1  # the tiers that were not yet asked for the next block
+        while hits < len(keys):
+            there = _lookup(tiers, keys[hits : hits + wave])
+            hits += there.index(False) if False in there else len(there)
+            if False in there:
+                break
+            tiers, wave = self._guards, max(_FIRST_WAVE, 2 * wave)
         return hits
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
@@ -411,6 +411,15 @@ class TieredStore(KVStore):
         if self._codec is None:
             raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
         return self._codec
+
+
+def _lookup(tiers: Sequence[Guard], keys: Sequence[BlockKey]) -> list[bool]:
+    found = [False] * len(keys)
+    for tier in tiers:
+        missing = [index for index, there in enumerate(found) if not there]
+        for index, there in zip(missing, tier.contains([keys[index] for index in missing]), strict=True):
+            found[index] = there
+    return found
 
 
 def _known(task: Task) -> TransferTask:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,30 @@ def test_a_prefix_is_looked_up_in_growing_parts(store: KVStore) -> None:
     assert store.lookup([*KEYS, *others[:100]]) == [True] * len(KEYS) + [False] * 100
     assert store.stats()["s3"].lookup_calls - before.lookup_calls == 3
     assert store.stats()["s3"].failures == {}
+
+
+def test_after_a_gap_few_blocks_are_asked_for(configure: Callable[..., StoreConfig], tmp_path: Path) -> None:
+    """What lies behind the gap of a prompt costs no request, and a prefix may change between the tiers often."""
+    (tmp_path / "kv").mkdir()
+    bucket = configure()
+    directory = StoreConfig(directories=(str(tmp_path / "kv"),))
+    both = replace(bucket, pipeline="Posix|S3", directories=directory.directories)
+    pieces = [KEYS[:3], KEYS[3:5], KEYS[5:6], KEYS[6:9], KEYS[9:]]
+    for number, piece in enumerate(pieces):
+        with open_store(bucket if number % 2 else directory, NAMESPACE, EVEN) as store:
+            assert save(store, piece, EVEN).failed == {}
+    others = [key(number) for number in range(100, 2100)]
+    for known in (KEYS, KEYS[:3], KEYS[:5]):
+        with open_store(both, NAMESPACE, EVEN) as store:
+            assert store.lookup_on_prefix([*known, *others]) == len(known)
+            assert store.stats()["s3"].lookups < 4 * len(KEYS)
+            assert store.stats()["s3"].failures == {}
+    everything = [*KEYS, *others[:40]]
+    with open_store(both, NAMESPACE, EVEN) as store:
+        assert save(store, others[:40], EVEN).failed == {}
+        assert store.flush(LONG)
+        assert store.lookup_on_prefix([*everything, *others[500:]]) == len(everything)
+        assert store.stats()["posix"].lookup_calls < 2 * len(pieces)
 
 
 def test_parts_of_blocks(store: KVStore) -> None:
@@ -356,6 +381,33 @@ def test_a_connection_that_is_cut(hurried: KVStore, proxy: Proxy, s3_server: S3S
     assert len(objects(s3_server)) == len(KEYS), "an answer that is cut costs no block"
     proxy.spoil = lambda data, _: data
     recover(hurried)
+
+
+@pytest.mark.parametrize("on_time", [2, 8])
+def test_some_answers_that_are_late_do_not_rest_the_bucket(
+    configure: Callable[..., StoreConfig], proxy: Proxy, on_time: int
+) -> None:
+    """Not among blocks that are not there, and not in a later part of a prefix; what is known is returned."""
+    answered, end = [], threading.Event()
+
+    def hold(data: bytes, _: int) -> bytes:
+        answered.append(data)
+        if len(answered) > on_time:
+            end.wait(LONG)
+        return data
+
+    with open_store(configure(rest=NEVER), NAMESPACE, EVEN) as store:
+        recover(store)
+    config = configure(rest=NEVER, endpoint=f"http://{proxy.address}", timeout=4.0)
+    with open_store(config, NAMESPACE, EVEN) as store:
+        proxy.spoil = hold
+        if on_time < len(KEYS) // 2:
+            assert store.lookup([key(97), key(98), key(99)]) == [False] * 3
+        else:
+            assert store.lookup_on_prefix(KEYS) == on_time
+        stats = store.stats()["s3"]
+        assert (stats.failures, stats.resting) == ({"lookup.timeout": 1}, 0)
+        end.set()
 
 
 def test_an_answer_that_trickles_is_given_up_in_time(hurried: KVStore, proxy: Proxy) -> None:
