@@ -75,9 +75,12 @@ class S3Client(Client):
             "skip_signature": options.anonymous,
         }
         if options.endpoint is not None:
-            config["endpoint"] = options.endpoint
+            # Without the second one, AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL would take the first one's place.
+            config |= {"endpoint": options.endpoint, "aws_endpoint_url_s3": options.endpoint}
         if options.access_key is not None:
-            config |= {"access_key_id": options.access_key, "secret_access_key": secret}
+            account = {"access_key_id": options.access_key, "secret_access_key": secret, "expires_at": None}
+            # As settings, they would be sent together with AWS_SESSION_TOKEN.
+            config["credential_provider"] = lambda: account
         connection: dict[str, Any] = {
             "allow_http": not secure,
             "connect_timeout": timedelta(seconds=options.timeout),

@@ -29,6 +29,7 @@ from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from email.message import Message
 
     from ucm.doctor.findings import Finding
     from ucm.store.base import KVStore
@@ -294,7 +295,7 @@ def test_a_bucket_that_refuses(
 )
 def test_tls_that_fails_says_why(tmp_path: Path, days: int, *, trusted: bool, says: str) -> None:
     files = certificates(tmp_path, days=days or 2)
-    with wrong_server(files if days else None) as port, pytest.MonkeyPatch.context() as patch:
+    with wrong_server(files if days else None) as (port, _), pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCM_TEST_SECRET", "hunter2")
         options = {"endpoint": f"https://127.0.0.1:{port}", "bucket": "ucm-blocks", "timeout": LONG}
         options |= {"access_key": "ucm", "secret_env": "UCM_TEST_SECRET"}
@@ -305,7 +306,7 @@ def test_tls_that_fails_says_why(tmp_path: Path, days: int, *, trusted: bool, sa
 
 def test_a_server_that_is_no_bucket(configure: Callable[..., StoreConfig]) -> None:
     """A proxy's page for people, with which it answers everything."""
-    with wrong_server(None) as port:
+    with wrong_server(None) as (port, _):
         config = configure(endpoint=f"http://127.0.0.1:{port}")
         with pytest.raises(StoreUnavailableError, match="nobody stored"):
             ask_tier(config, "S3")
@@ -314,11 +315,16 @@ def test_a_server_that_is_no_bucket(configure: Callable[..., StoreConfig]) -> No
 
 
 @contextmanager
-def wrong_server(files: dict[str, str] | None) -> Iterator[int]:
-    """A web server that answers everything with a page, with a certificate or without TLS; yields its port."""
+def wrong_server(files: dict[str, str] | None) -> Iterator[tuple[int, list[Message]]]:
+    """A web server that answers everything with a page, with a certificate or without TLS.
+
+    Yields its port and the headers that it receives.
+    """
+    seen: list[Message] = []
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            seen.append(self.headers)
             self.send_response(200)
             self.send_header("Content-Length", "4")
             self.send_header("Last-Modified", "Mon, 23 Nov 2026 05:00:00 GMT")
@@ -338,7 +344,7 @@ def wrong_server(files: dict[str, str] | None) -> Iterator[int]:
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
-        yield server.server_port
+        yield server.server_port, seen
     finally:
         server.shutdown()
         thread.join()
@@ -422,6 +428,37 @@ def test_an_answer_that_trickles_is_given_up_in_time(hurried: KVStore, proxy: Pr
 
 
 # Options.
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1", "AWS_ENDPOINT_URL": "http://127.0.0.1:1"},
+        {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "hunter2", "AWS_SKIP_SIGNATURE": "true"},
+        {"AWS_WEB_IDENTITY_TOKEN_FILE": "/not/there", "AWS_ROLE_ARN": "arn:aws:iam::1:role/x", "AWS_REGION": "moon"},
+    ],
+)
+def test_the_environment_changes_nothing_that_is_configured(
+    configure: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with open_store(configure(), NAMESPACE, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+        assert fetch(store, KEYS, EVEN)[0] == ALL
+
+
+def test_a_session_of_the_environment_is_not_mixed_with_an_account(
+    configure: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-somebody")
+    with wrong_server(None) as (port, seen):
+        client = configure(endpoint=f"http://127.0.0.1:{port}")
+        with open_store(client, NAMESPACE, EVEN) as store:
+            store.lookup(KEYS[:1])
+    (headers,) = seen
+    assert f"Credential={S3Server.KEY}/" in headers["authorization"]
+    assert "x-amz-security-token" not in headers
 
 
 @pytest.mark.parametrize(
