@@ -1,11 +1,14 @@
 """Tell routers which blocks are in the store, by vLLM's own KV-cache events.
 
-A block is announced once all of its ranks have reported that it is visible, or when it is loaded. The event has all
-that a router needs to know the block by: its tokens, its parent, vLLM's own hash where it has one, and where it lies.
+A block is announced once all of its ranks have reported that it is visible, or when it is loaded; a loaded one
+again only after some time. The event has all that a router needs to know the block by: its tokens, its parent, vLLM's
+own hash where it has one, and where it lies.
 """
 
 from __future__ import annotations
 
+import time
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,13 +18,19 @@ from ucm.hashing.vllm_hashes import has_hashes
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from ucm.integration.vllm.connector.groups import CacheGroup
     from ucm.store.base import BlockKey
 
-#: Blocks that were planned to be saved and are not reported yet; the oldest are forgotten beyond it.
-MOST_PENDING = 1 << 16
+#: Memory for blocks that are being saved and not reported yet; the oldest are forgotten beyond it.
+MOST_PENDING_BYTES = 32 << 20
+#: What such a block takes beside its tokens, about.
+PENDING_BLOCK_BYTES = 1000
+#: Announced blocks that are known; the oldest are forgotten beyond it.
+MOST_TOLD = 1 << 16
+#: After this many seconds a block may be announced again, for routers that forget what is not or have missed it.
+AGAIN_SECONDS = 600.0
 #: For each of our tiers, vLLM's words for its medium and for its place relative to this engine.
 PLACES = {
     "dram": ("CPU", "LOCAL"),
@@ -34,12 +43,19 @@ Stored = dict[tuple[int, "BlockKey"], dict[int, str]]
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A block that is being saved: its number in the order of plans, its event, and its tier by rank."""
+class _Block:
+    """What an event says of a block, and of one that is being saved its number in the order of plans and its tiers."""
 
-    number: int
-    about: dict[str, Any]
-    tiers: dict[int, str] = field(default_factory=dict)
+    name: Any
+    parent: Any
+    tokens: array[int]
+    facts: Mapping[str, Any]  #: the same object for all blocks of a plan
+    number: int = 0
+    tiers: dict[int, str] = field(default_factory=dict)  #: by rank, of those that have it
+
+    @property
+    def nbytes(self) -> int:
+        return PENDING_BLOCK_BYTES + self.tokens.itemsize * len(self.tokens)
 
 
 class StoreEvents:
@@ -63,12 +79,14 @@ class StoreEvents:
     ) -> None:
         self._ranks = ranks
         self._module = module
-        self._fields = frozenset(module.BlockStored.__struct_fields__)
         cache = vllm_config.cache_config
         self._hash_size = getattr(cache, "hash_block_size", None) or cache.block_size
         self._convert, self._kind_of = convert, kind_of
         self._number = 0
-        self._pending: OrderedDict[tuple[int, BlockKey], _Pending] = OrderedDict()
+        self._pending: OrderedDict[tuple[int, BlockKey], _Block] = OrderedDict()
+        self._pending_bytes = 0
+        #: The names of announced blocks, and when they were announced, by group, key and tier.
+        self._told: OrderedDict[tuple[int, BlockKey, str], tuple[Any, float]] = OrderedDict()
         self._events: list[Any] = []
 
     def saving(
@@ -83,12 +101,17 @@ class StoreEvents:
             keys: The blocks, in order.
             parent: The block before the first one, if there is one.
         """
-        for key, about in self._describe(request, group, first, keys, parent):
+        for at, block in self._describe(request, group, first, keys, parent):
+            name = (group.index, keys[at])
+            if name in self._pending:  # the ranks that have it already need not report it again
+                self._pending.move_to_end(name)
+                continue
             self._number += 1
-            self._pending.setdefault((group.index, key), _Pending(self._number, about))
-            self._pending.move_to_end((group.index, key))
-        while len(self._pending) > MOST_PENDING:
-            self._pending.popitem(last=False)
+            block.number = self._number
+            self._pending[name] = block
+            self._pending_bytes += block.nbytes
+        while self._pending_bytes > MOST_PENDING_BYTES:
+            self._pending_bytes -= self._pending.popitem(last=False)[1].nbytes
 
     def loading(
         self,
@@ -100,26 +123,44 @@ class StoreEvents:
         tiers: Sequence[str],
     ) -> None:
         """Announce blocks that were found in the store; ``tiers`` names the tier of each, see ``saving``."""
-        for (_, about), tier in zip(self._describe(request, group, first, keys, parent), tiers, strict=False):
-            self._announce(about, tier)
+        known = {at for at, (key, tier) in enumerate(zip(keys, tiers, strict=False)) if self._knows(group, key, tier)}
+        if len(known) < len(keys):
+            for at, block in self._describe(request, group, first, keys, parent, known):
+                self._announce((group.index, keys[at], tiers[at]), block)
 
     def stored(self, blocks: Stored) -> None:
         """Process the workers' report of blocks that have become visible; parents are announced first."""
         ready = []
         for name, tiers in blocks.items():
-            pending = self._pending.get(name)
-            if pending is not None:
-                pending.tiers.update(tiers)
-                if len(pending.tiers) >= self._ranks[name[0]]:
-                    ready.append(self._pending.pop(name))
-        for one in sorted(ready, key=lambda pending: pending.number):
-            tier, *others = set(one.tiers.values())
-            self._announce(one.about, "" if others else tier)
+            block = self._pending.get(name)
+            if block is not None:
+                block.tiers.update(tiers)
+                if len(block.tiers) >= self._ranks[name[0]]:
+                    ready.append((name, self._pending.pop(name)))
+                    self._pending_bytes -= block.nbytes
+        for name, block in sorted(ready, key=lambda one: one[1].number):
+            tier, *others = set(block.tiers.values())
+            self._announce((*name, "" if others else tier), block)
+
+    def forget(self) -> None:
+        """Take nothing as announced: with vLLM's prefix cache emptied, its event made routers forget all blocks."""
+        self._told.clear()
 
     def start_anew(self) -> None:
-        """Announce that no block is found any more, because new keys are used from now on."""
+        """Announce that no block is found any more, because new keys are used from now on.
+
+        vLLM's ``AllBlocksCleared`` would also be of the blocks in its KV cache, which it may keep.
+        """
         self._pending.clear()
-        self._events = [self._module.AllBlocksCleared()]
+        self._pending_bytes = 0
+        names: dict[tuple[int, str], list[Any]] = {}
+        for (group, _, tier), (name, _) in self._told.items():
+            names.setdefault((group, tier), []).append(name)
+        self._told.clear()
+        self._events = [
+            _event(self._module.BlockRemoved, tier, {"block_hashes": found, "group_idx": group})
+            for (group, tier), found in names.items()
+        ]
 
     def take(self) -> list[Any]:
         """Return the events since the last call."""
@@ -127,40 +168,65 @@ class StoreEvents:
         return events
 
     def _describe(
-        self, request: Any, group: CacheGroup, first: int, keys: Sequence[BlockKey], parent: BlockKey | None
-    ) -> list[tuple[BlockKey, dict[str, Any]]]:
-        """Return what an event says of each block, except its tier; nothing of blocks that tokens do not identify.
+        self,
+        request: Any,
+        group: CacheGroup,
+        first: int,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        known: Container[int] = (),
+    ) -> Iterator[tuple[int, _Block]]:
+        """Yield what an event says of each block but those ``known``; nothing of blocks that tokens do not identify.
 
         As with vLLM's own offloading, blocks within sliding windows are not announced: alone they help no request.
         """
         inputs = ("mm_features", "mm_hashes", "cache_salt", "prompt_embeds")
         if group.window is not None or any(getattr(request, name, None) for name in inputs):
-            return []
+            return
         size, adapter = group.block_size, getattr(request, "lora_request", None)
         names: list[Any] = [parent, *keys]
         if has_hashes(request) and size == self._hash_size:
-            hashes = [None, *request.block_hashes][first : first + len(keys) + 1]
-            names = [one if one is None or self._convert is None else self._convert(one) for one in hashes]
-        kind = None if self._kind_of is None or group.spec is None else self._kind_of(group.spec).value
-        found = []
-        for at, (key, before, name) in enumerate(zip(keys, names, names[1:], strict=False), first):
-            about = {
-                "block_hashes": [name],
-                "parent_block_hash": before,
-                "token_ids": list(request.all_token_ids[at * size : (at + 1) * size]),
-                "block_size": size,
-                "lora_id": None if adapter is None else adapter.lora_int_id,
-                "lora_name": None if adapter is None else adapter.lora_name,
-                "group_idx": group.index,
-                "kv_cache_spec_kind": kind,
-            }
-            found.append((key, about))
-        return found
+            hashes = request.block_hashes[max(first - 1, 0) : first + len(keys)]
+            names = hashes if self._convert is None else [self._convert(one) for one in hashes]
+            names = names if first else [None, *names]
+        facts = {
+            "block_size": size,
+            "lora_id": None if adapter is None else adapter.lora_int_id,
+            "lora_name": None if adapter is None else adapter.lora_name,
+            "group_idx": group.index,
+            "kv_cache_spec_kind": (
+                None if self._kind_of is None or group.spec is None else self._kind_of(group.spec).value
+            ),
+        }
+        for at, (_, before, name) in enumerate(zip(keys, names, names[1:], strict=False)):
+            if at not in known:
+                begin = (first + at) * size
+                yield at, _Block(name, before, array("i", request.all_token_ids[begin : begin + size]), facts)
 
-    def _announce(self, about: dict[str, Any], tier: str) -> None:
-        medium, locality = PLACES.get(tier, ("STORAGE", None))
-        said = {**about, "medium": medium, "locality": locality, "ownership": tier or None}
-        self._events.append(self._module.BlockStored(**{name: said[name] for name in said if name in self._fields}))
+    def _knows(self, group: CacheGroup, key: BlockKey, tier: str) -> bool:
+        """Return whether a block was announced a short time ago."""
+        _, when = self._told.get((group.index, key, tier), (None, -AGAIN_SECONDS))
+        return time.monotonic() - when < AGAIN_SECONDS
+
+    def _announce(self, where: tuple[int, BlockKey, str], block: _Block) -> None:
+        self._told.pop(where, None)
+        self._told[where] = (block.name, time.monotonic())
+        if len(self._told) > MOST_TOLD:
+            self._told.popitem(last=False)
+        said = {
+            **block.facts,
+            "block_hashes": [block.name],
+            "parent_block_hash": block.parent,
+            "token_ids": list(block.tokens),
+        }
+        self._events.append(_event(self._module.BlockStored, where[2], said))
+
+
+def _event(kind: Any, tier: str, said: Mapping[str, Any]) -> Any:
+    """Return an event about blocks in a tier, with the fields that this release's class has."""
+    medium, locality = PLACES.get(tier, ("STORAGE", None))
+    said = {**said, "medium": medium, "locality": locality, "ownership": tier or None}
+    return kind(**{name: said[name] for name in said if name in kind.__struct_fields__})
 
 
 def store_events(

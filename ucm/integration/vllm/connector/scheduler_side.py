@@ -256,6 +256,8 @@ class SchedulerSide:
             if self._table is not None:
                 self.scheduler.doubt(waits=self.hears_workers and not self.policy.between_steps)
                 self.scheduler.forget_others()
+                if self.events is not None:
+                    self.events.forget()
             self._table, self._outlived = table, False
         if not self.scheduler.namespace and self._weights.namespace:
             self.scheduler.namespace = self._weights.namespace
@@ -368,6 +370,8 @@ class SchedulerSide:
         self._keys.start_anew()
         self.scheduler.start_anew()
         if self.events is not None:
+            if not self._outlived:  # vLLM announces that all blocks are gone
+                self.events.forget()
             self.events.start_anew()
 
     def take_stats(self) -> Any:

@@ -33,11 +33,18 @@ class BlockStored:
 BlockStored.__struct_fields__ = tuple(one.name for one in fields(BlockStored))  # type: ignore[attr-defined] # msgspec's
 
 
-class AllBlocksCleared:
-    pass
+@dataclass(frozen=True)
+class BlockRemoved:
+    """As vLLM's, of an older release."""
+
+    block_hashes: list[Any]
+    medium: str | None
 
 
-MODULE = SimpleNamespace(BlockStored=BlockStored, AllBlocksCleared=AllBlocksCleared)
+BlockRemoved.__struct_fields__ = tuple(one.name for one in fields(BlockRemoved))  # type: ignore[attr-defined]
+
+MODULE = SimpleNamespace(BlockStored=BlockStored, BlockRemoved=BlockRemoved)
+GROUP = CacheGroup(0, SIZE, None, {}, ())
 CONFIG = SimpleNamespace(cache_config=SimpleNamespace(block_size=SIZE))
 
 
@@ -101,41 +108,82 @@ def test_vllms_hashes_name_the_blocks_where_there_are_any() -> None:
     found = StoreEvents(CONFIG, {0: 1}, MODULE, convert=lambda one: one.hex())
     hashes = [bytes([number] * 32) for number in range(4)]
     about = SimpleNamespace(all_token_ids=TOKENS, block_hashes=hashes)
-    group = CacheGroup(0, SIZE, None, {}, ())
-    found.loading(about, group, 0, [named("0"), named("1")], None, ["s3", "s3"])
-    found.loading(about, group, 3, [named("3")], named("2"), ["s3"])
-    told = [(event.block_hashes, event.parent_block_hash) for event in found.take()]
+    found.loading(about, GROUP, 0, [named("0"), named("1")], None, ["s3", "s3"])
+    found.loading(about, GROUP, 3, [named("3")], named("2"), ["s3"])
+    said = [(event.block_hashes, event.parent_block_hash) for event in found.take()]
     names = [one.hex() for one in hashes]
-    assert told == [([names[0]], None), ([names[1]], names[0]), ([names[3]], names[2])]
-    found.loading(about, CacheGroup(0, 2 * SIZE, None, {}, ()), 0, [named("0")], None, ["s3"])
-    assert found.take()[0].block_hashes == [named("0")], "vLLM's hashes are of other blocks"
+    assert said == [([names[0]], None), ([names[1]], names[0]), ([names[3]], names[2])]
+    found.loading(about, CacheGroup(0, 2 * SIZE, None, {}, ()), 0, [named("4")], None, ["s3"])
+    assert found.take()[0].block_hashes == [named("4")], "vLLM's hashes are of other blocks"
 
 
 @pytest.mark.parametrize("of", [{"cache_salt": "x"}, {"mm_features": [1]}, {"prompt_embeds": [1.0]}])
 def test_what_tokens_do_not_identify_is_not_announced(of: dict[str, Any]) -> None:
     found = StoreEvents(CONFIG, {0: 1}, MODULE)
     about = SimpleNamespace(all_token_ids=TOKENS, block_hashes=[], **of)
-    found.loading(about, CacheGroup(0, SIZE, None, {}, ()), 0, [named("0")], None, ["s3"])
+    found.loading(about, GROUP, 0, [named("0")], None, ["s3"])
     found.loading(SimpleNamespace(all_token_ids=TOKENS), CacheGroup(0, SIZE, 8, {}, ()), 0, [named("0")], None, ["s3"])
     assert found.take() == []
 
 
-def test_new_keys_take_everything_back() -> None:
+def told(found: StoreEvents) -> list[Any]:
+    return [event.block_hashes[0] for event in found.take()]
+
+
+def test_a_loaded_block_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = StoreEvents(CONFIG, {0: 1}, MODULE)
+    about, keys = SimpleNamespace(all_token_ids=TOKENS), [named("0"), named("1"), named("2")]
+    monkeypatch.setattr(events, "MOST_TOLD", 3)
+
+    def load(count: int, tier: str = "s3") -> list[Any]:
+        found.loading(about, GROUP, 0, keys[:count], None, [tier] * count)
+        return told(found)
+
+    assert load(2) == keys[:2]
+    assert load(3) == keys[2:]
+    assert load(1, "dram") == keys[:1], "it is also elsewhere"
+    assert load(3) == keys[:1], "the oldest is no longer known"
+    found.forget()
+    assert load(3) == keys
+    monkeypatch.setattr(events, "AGAIN_SECONDS", 0.0)
+    assert load(3) == keys
+
+
+def test_of_what_was_announced_nothing_is_read_again() -> None:
+    class Hashes(list[bytes]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all hashes of a long request are read for some blocks")
+
+    found = StoreEvents(CONFIG, {0: 1}, MODULE)
+    about = SimpleNamespace(all_token_ids=TOKENS, block_hashes=Hashes([b"0", b"1", b"2"]))
+    for _ in range(2):
+        found.loading(about, GROUP, 1, [named("1"), named("2")], named("0"), ["s3", "s3"])
+        about.all_token_ids = None
+    assert told(found) == [b"1", b"2"]
+
+
+def test_new_keys_take_back_what_was_announced_and_nothing_of_vllms() -> None:
     planner = Planner()
     found = heard(planner)
     keys = saved(planner)
+    found.stored({(0, keys[0]): {0: "dram"}, (0, keys[1]): {0: "posix"}, (0, keys[2]): {0: "posix"}})
+    found.take()
     found.start_anew()
-    found.stored({(0, key): {0: "posix"} for key in keys})
-    assert [type(event) for event in found.take()] == [AllBlocksCleared]
+    found.stored({(0, keys[3]): {0: "posix"}})
+    assert found.take() == [BlockRemoved([keys[0]], "CPU"), BlockRemoved(keys[1:3], "STORAGE")]
+    found.start_anew()
+    assert found.take() == []
 
 
 def test_what_is_never_reported_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MOST_PENDING", 3)
     planner = Planner()
     found = heard(planner)
-    keys = saved(planner)
+    saved(planner)
+    monkeypatch.setattr(events, "MOST_PENDING_BYTES", found._pending_bytes * 3 // 4)
+    keys = saved(planner, "another")
     found.stored({(0, key): {0: "posix"} for key in keys})
-    assert len(found.take()) == 3
+    assert told(found) == keys[1:]
+    assert found._pending_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -17,6 +18,7 @@ from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.file_contents import FileContents
 from ucm.integration.vllm.connector import scheduler_side
+from ucm.integration.vllm.connector.events import StoreEvents
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
 from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
 from ucm.logger import get_logger
@@ -289,6 +291,27 @@ def test_blocks_that_outlived_their_weights_in_vllms_cache_lose_the_names_they_w
         side.poll()
         started.append(sum("not found by other engines" in text for text in log.messages))
     assert started == ([1, 2, 2, 2] if late else [0, 1, 1, 1])
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_what_vllm_takes_back_itself_may_be_announced_again_and_is_not_taken_back(tmp_path: Path) -> None:
+    side = create(write_model(tmp_path / "model"), tmp_path)
+    pool = SimpleNamespace(cached_block_hash_to_block={})
+    side.bind(pool)
+    events: Any = create_autospec(StoreEvents, instance=True)
+    side.events = events
+    side.start_anew()
+    assert [call[0] for call in events.method_calls] == ["start_anew"]
+    side.poll()
+    pool.cached_block_hash_to_block = {}  # by reset_prefix_cache
+    events.reset_mock()
+    side.poll()
+    assert events.method_calls[-1][0] == "forget"
+    pool.cached_block_hash_to_block = {}  # by reset_prefix_cache with reset_connector
+    events.reset_mock()
+    side.start_anew()
+    assert [call[0] for call in events.method_calls] == ["forget", "start_anew"]
     side.close()
 
 
