@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,8 @@ Answer = TypeVar("Answer")
 _FULL = frozenset({"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
 _CODE = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]{0,200}))?")
 _STATUS = re.compile(r"status code: (\d{3}[\w ]{0,40})")
+#: What is answered to a request for bytes of which the object has none.
+_BEHIND_THE_END = "status code: 416 "
 #: What obstore's errors end with, and what in it is worth saying.
 _DEBUG = "\n\nDebug source:"
 _INNERMOST = re.compile(
@@ -119,27 +122,18 @@ class S3Client(Client):
         self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
     ) -> list[list[int] | StoreError]:
         """Receive parts of objects by one GET each, and copy them into place."""
-        wanted = [(index, part) for index, some in enumerate(parts) for part in some]
-        received = self._run(
-            [
-                lambda index=index, part=part: self._get(names[index], part.begin, part.nbytes, nbytes)  # type: ignore[misc] # see above
-                for index, part in wanted
-            ],
-            deadline,
-            self._transfers,
+        received = iter(
+            self._run(
+                [
+                    lambda name=name, part=part: self._get(name, part.begin, part.nbytes, nbytes)  # type: ignore[misc] # see above
+                    for name, some in zip(names, parts, strict=True)
+                    for part in some
+                ],
+                deadline,
+                self._transfers,
+            )
         )
-        found: list[list[int] | StoreError] = [[] for _ in names]
-        for (index, part), content in zip(wanted, received, strict=True):
-            lengths = found[index]
-            if isinstance(lengths, StoreError):
-                continue
-            if isinstance(content, StoreError):
-                found[index] = content
-                continue
-            lengths.append(content.nbytes)
-            if content.nbytes == part.nbytes:
-                _scatter(content, part.memory)
-        return found
+        return [scatter(some, list(islice(received, len(some)))) for some in parts]
 
     def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
         """Return an object by one GET."""
@@ -185,7 +179,12 @@ class S3Client(Client):
     async def _get(self, name: str, begin: int, length: int | None, nbytes: int | None) -> Buffer:
         """Return bytes of an object, or too few if the object does not have ``nbytes``: a huge one is not received."""
         ranged: Any = {"range": (begin, begin + length)} if length is not None and length != nbytes else {}
-        result = await obstore.get_async(self._store, name, options=ranged)
+        try:
+            result = await obstore.get_async(self._store, name, options=ranged)
+        except BaseError as error:
+            if ranged and _BEHIND_THE_END in str(error).partition(_DEBUG)[0]:
+                return memoryview(b"")
+            raise
         if nbytes is not None and result.meta["size"] != nbytes:
             return memoryview(bytes(min(result.meta["size"], nbytes - 1)) if length is None else b"")
         return memoryview(await result.bytes_async())
@@ -237,12 +236,26 @@ async def _cancel_all() -> None:
 CLIENT = S3Client
 
 
-def _scatter(content: Buffer, memory: Sequence[Buffer]) -> None:
-    at = 0
-    for view in memory:
-        # numpy copies without the lock of the interpreter.
-        np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(content[at : at + view.nbytes], np.uint8))
-        at += view.nbytes
+def scatter(parts: Sequence[Part], received: Sequence[Buffer | StoreError]) -> list[int] | StoreError:
+    """Copy a value's parts into place.
+
+    Returns:
+        The lengths of the parts, 0 for one that was not received. If one was not and no other has a wrong length: why.
+    """
+    lengths = [0 if isinstance(one, StoreError) else one.nbytes for one in received]
+    failure = None
+    for part, content in zip(parts, received, strict=True):
+        if isinstance(content, StoreError):
+            failure = failure or content
+        elif content.nbytes != part.nbytes:
+            return lengths
+        else:
+            at = 0
+            for view in part.memory:
+                # numpy copies without the lock of the interpreter.
+                np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(content[at : at + view.nbytes], np.uint8))
+                at += view.nbytes
+    return failure or lengths
 
 
 def failure_of(error: Exception, where: str) -> StoreError:

@@ -25,6 +25,8 @@ from ucm.store.errors import StoreUnavailableError
 from ucm.store.factory import ask_tier, open_store
 from ucm.store.format import namespace_digest
 from ucm.store.health import Breaker
+from ucm.store.remote_tier import Part
+from ucm.store.s3_client import scatter
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -201,6 +203,29 @@ def test_a_damaged_object_is_a_miss_and_is_removed(store: KVStore, s3_server: S3
     assert loaded == {block: ALL[block] for block in KEYS[1:]}
     assert name not in objects(s3_server)
     assert store.stats()["s3"].quarantined_blocks == 1
+
+
+@pytest.mark.parametrize("nbytes", [0, 10, 5000])
+def test_parts_of_an_object_that_is_too_short(store: KVStore, s3_server: S3Server, nbytes: int) -> None:
+    """The server refuses to send a part that begins behind the end."""
+    client, name = s3_server.store(), PREFIX + KEYS[0].hex()
+    obstore.put(client, name, bytes(obstore.get(client, name).bytes())[:nbytes], use_multipart=False)
+    result = store.wait(store.load([Memory(block, EVEN).transfer(2, 3) for block in KEYS]))
+    assert {block: error.cause for block, error in result.failed.items()} == {KEYS[0]: "corrupt"}
+    assert name not in objects(s3_server)
+    assert store.stats()["s3"].resting == 0
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_wrong_length_counts_more_than_a_part_that_did_not_come(wrong: int) -> None:
+    received: list[memoryview | StoreError] = [memoryview(b"abcd")] * 3
+    received[wrong], received[wrong - 1] = memoryview(b""), StoreUnavailableError("it broke")
+    parts = [Part(4 * number, [memoryview(bytearray(4))]) for number in range(3)]
+    found = scatter(parts, received)
+    assert isinstance(found, list)
+    assert found[wrong] == 0
+    received[wrong] = memoryview(b"abcd")
+    assert scatter(parts, received) is received[wrong - 1]
 
 
 def test_an_object_deleted_between_lookup_and_load_is_a_miss(store: KVStore, s3_server: S3Server) -> None:
@@ -453,8 +478,8 @@ def test_a_session_of_the_environment_is_not_mixed_with_an_account(
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-somebody")
     with wrong_server(None) as (port, seen):
-        client = configure(endpoint=f"http://127.0.0.1:{port}")
-        with open_store(client, NAMESPACE, EVEN) as store:
+        config = configure(endpoint=f"http://127.0.0.1:{port}")
+        with open_store(config, NAMESPACE, EVEN) as store:
             store.lookup(KEYS[:1])
     (headers,) = seen
     assert f"Credential={S3Server.KEY}/" in headers["authorization"]
