@@ -10,6 +10,7 @@ import asyncio
 import re
 import threading
 import time
+from concurrent import futures
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -52,6 +53,8 @@ _INNERMOST = re.compile(
     r'message: "([^"]+)"|(InvalidCertificate\(\s*\w+)|(InvalidMessage\(\s*\w+)|(dns error)|error: "([^"]+)"'
 )
 _MOST_SAID = 300
+#: Seconds after a deadline in which the thread of the requests says what has come; then nobody waits for it any more.
+_GRACE = 1.0
 
 
 class S3Client(Client):
@@ -201,7 +204,12 @@ class S3Client(Client):
         """Run requests in parallel and return an answer for each by the deadline."""
         if not jobs:
             return []
-        return asyncio.run_coroutine_threadsafe(self._all(jobs, deadline, limit), self._loop).result()
+        answers = asyncio.run_coroutine_threadsafe(self._all(jobs, deadline, limit), self._loop)
+        try:
+            return answers.result(max(0.0, deadline - time.monotonic()) + _GRACE)
+        except futures.TimeoutError:
+            answers.cancel()
+            return [self._silent()] * len(jobs)
 
     async def _all(
         self, jobs: Sequence[Callable[[], Awaitable[Answer]]], deadline: float, limit: asyncio.Semaphore
@@ -217,8 +225,11 @@ class S3Client(Client):
         _, late = await asyncio.wait(tasks, timeout=max(0.0, deadline - time.monotonic()))
         for task in late:
             task.cancel()
-        silent = StoreTimeoutError("S3 does not answer in time", where=self._where)
+        silent = self._silent()
         return [silent if task in late else task.result() for task in tasks]
+
+    def _silent(self) -> StoreError:
+        return StoreTimeoutError("S3 does not answer in time", where=self._where)
 
     def _serve(self) -> None:
         self._loop.run_forever()

@@ -21,12 +21,13 @@ from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
-from ucm.store.errors import StoreUnavailableError
+from ucm.store.errors import StoreTimeoutError, StoreUnavailableError
 from ucm.store.factory import ask_tier, open_store
 from ucm.store.format import namespace_digest
 from ucm.store.health import Breaker
 from ucm.store.remote_tier import Part
-from ucm.store.s3_client import scatter
+from ucm.store.s3_client import S3Client, scatter
+from ucm.store.s3_tier import S3Options
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -450,6 +451,18 @@ def test_an_answer_that_trickles_is_given_up_in_time(hurried: KVStore, proxy: Pr
     assert "timeout" in causes(hurried)
     proxy.spoil = lambda data, _: data
     recover(hurried)
+
+
+def test_the_deadline_holds_where_the_thread_of_the_requests_does_not_run() -> None:
+    client = S3Client(S3Options(bucket="ucm-blocks", endpoint="http://127.0.0.1:1", anonymous=True), "", 3, NEVER)
+    end = threading.Event()
+    client._loop.call_soon_threadsafe(end.wait, LONG)
+    began = time.monotonic()
+    answers = client.exists(["one", "two"], began + SHORT)
+    assert [type(answer) for answer in answers] == [StoreTimeoutError] * 2
+    assert time.monotonic() < began + LONG / 2
+    end.set()
+    client.close()
 
 
 # Options.
