@@ -29,6 +29,7 @@ FILES = (
     f"{CONNECTOR}/test_staged_simulation.py",
     f"{CONNECTOR}/test_vllm_refusal.py",
     f"{CONNECTOR}/test_vllm_scheduler.py",
+    f"{LAYERS}/test_ascend_attention.py",
     f"{LAYERS}/test_asked_of_the_api.py",
     f"{LAYERS}/test_block_topk_on_a_layer.py",
     f"{LAYERS}/test_block_topk_schedules.py",
