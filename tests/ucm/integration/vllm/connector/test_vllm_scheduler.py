@@ -64,7 +64,7 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tm
         before.drain()
     before.close()
     engine = VllmEngine(setting, tmp_path, chance, truth)
-    planner = engine.connector._scheduler.plan_of
+    planner = engine.connector._scheduler.scheduler
     matched, loading = planner.matched_tokens, set[str]()
 
     def matched_late(request: Any, num_computed_tokens: int) -> int | None:

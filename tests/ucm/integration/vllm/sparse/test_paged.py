@@ -117,7 +117,7 @@ def test_what_reads_positions_is_refused(field: str, value: object, what: str) -
 
 
 def test_metadata_without_a_block_table_per_request_is_refused() -> None:
-    with pytest.raises(SparseMethodError, match="has no block_table of its own") as caught:
+    with pytest.raises(SparseMethodError, match="has no block_table per request") as caught:
         layers(FlashAttentionImpl()).block_table(SimpleNamespace(seq_lens=None))
     assert "FLASH_ATTN" in caught.value.fix
     assert "TRITON_ATTN" in caught.value.fix
