@@ -15,13 +15,28 @@ from tests.ucm.debugging_page import steps
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.e2e.environment import Environment
     from tests.e2e.prefix_runs import PrefixRuns
 
 pytestmark = pytest.mark.e2e
 
 
+def ucm(environment: Environment, directory: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of `ucm` in an environment."""
+    from tests.e2e.engine import variables  # noqa: PLC0415 - needs the build's packages
+
+    return subprocess.run(
+        [environment.python, "-m", "ucm.cli", *command],
+        env=variables(directory, {"PYTHONPATH": ""}),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_it_finds_what_an_engine_stored(prefix_runs: PrefixRuns, tmp_path: Path) -> None:
-    from tests.e2e.engine import MODEL, variables  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.engine import MODEL  # noqa: PLC0415 - needs the build's packages
 
     record = prefix_runs["cold direct"]
     (namespace,) = set(re.findall(r"\[UCM\.Connector\] namespace (\S+),", record.log))
@@ -30,17 +45,8 @@ def test_it_finds_what_an_engine_stored(prefix_runs: PrefixRuns, tmp_path: Path)
     config.write_text(f"store: {{directories: {record.store}}}\n", encoding="utf-8")
     tokens.write_text(json.dumps(prompt), encoding="utf-8")
     arguments = {name: ENGINE[name] for name in ("block_size", "dtype", "max_model_len", "seed")}
-    done = subprocess.run(
-        [
-            *(record.environment.python, "-m", "ucm.cli", "try", "--config", config, "--model", MODEL),
-            *("--tokens", tokens, "--engine-args", json.dumps(arguments), "--profile", trace),
-        ],
-        env=variables(tmp_path, {"PYTHONPATH": ""}),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    asked = ("--config", config, "--model", MODEL, "--tokens", tokens, "--engine-args", json.dumps(arguments))
+    done = ucm(record.environment, tmp_path, "try", *asked, "--profile", trace)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"namespace    {namespace}\n" in done.stdout
     # The last block is computed even if full, because at least one token must be.
@@ -48,17 +54,7 @@ def test_it_finds_what_an_engine_stored(prefix_runs: PrefixRuns, tmp_path: Path)
     assert f"{found} of {count} tokens of the prompt found: {found / count:.0%}" in done.stdout
     assert "8 blocks, 524,288 bytes: intact, from posix" in done.stdout
     assert not list(record.store.glob("ucm-try*"))
-    looked = subprocess.run(
-        [
-            *(record.environment.python, "-m", "ucm.cli", "store", "lookup", "--json", "--config", config),
-            *("--model", MODEL, "--tokens", tokens, "--engine-args", json.dumps(arguments)),
-        ],
-        env=variables(tmp_path, {"PYTHONPATH": ""}),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    looked = ucm(record.environment, tmp_path, "store", "lookup", "--json", *asked)
     assert looked.returncode == 0, looked.stdout + looked.stderr
     data = json.loads(looked.stdout)
     assert (data["tokens"], data["found_tokens"]) == (count, found)
@@ -69,22 +65,11 @@ def test_it_finds_what_an_engine_stored(prefix_runs: PrefixRuns, tmp_path: Path)
 
 @pytest.mark.newest_only
 def test_vllms_refusal_is_one_error(prefix_runs: PrefixRuns, tmp_path: Path) -> None:
-    from tests.e2e.engine import variables  # noqa: PLC0415 - needs the build's packages
-
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
     (tmp_path / "ucm_config.yaml").write_text("store: {directories: store}\n", encoding="utf-8")
-    done = subprocess.run(
-        [
-            *(prefix_runs.environments[False].python, "-m", "ucm.cli", "try"),
-            *("--config", "ucm_config.yaml", "--model", "model"),
-        ],
-        env=variables(tmp_path, {"PYTHONPATH": ""}),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    files = ("--config", "ucm_config.yaml", "--model", "model")
+    done = ucm(prefix_runs.environments[False], tmp_path, "try", *files)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "ucm: vLLM would not start with this model" in done.stderr
     assert "NoSuchModel" in done.stderr
