@@ -9,6 +9,7 @@ from transforms.pipeline.checks import check_overlay
 from transforms.pipeline.lock import check_reviewed
 from transforms.pipeline.package import BUILD, Built, build_package
 from transforms.pipeline.product import UCM
+from transforms.pipeline.results import Results
 from transforms.pipeline.rewrite import Overlay, rewrite
 from transforms.pipeline.sources.open import open_sources
 
@@ -33,7 +34,9 @@ def make_overlay(release: str | None, origin: str | None = None, product: Produc
     Raises:
         OverlayError: If the sources cannot be read, or a rule or check fails.
     """
-    overlay = rewrite(open_sources(release, origin, package=product.package), product)
+    tree = open_sources(release, origin, package=product.package)
+    results = Results(product, tree.release)
+    overlay = rewrite(tree, product, results)
     if overlay.failures:
         raise RewriteError(
             f"{len(overlay.failures)} of {len(overlay.outcomes)} rules do not apply to {overlay.title}:\n"
@@ -41,7 +44,8 @@ def make_overlay(release: str | None, origin: str | None = None, product: Produc
             fix=f"`nox -s drift -- {overlay.named}` shows every rule; give the failing ones a variant for this "
             "release (CONTRIBUTING.md, 'Try a new vLLM release')",
         )
-    check_overlay(overlay)
+    check_overlay(overlay, passed=results.found)
+    results.keep(overlay.modules)
     return overlay
 
 

@@ -54,14 +54,20 @@ class HookUse:
     call: ast.Call | None
 
 
-def check_overlay(overlay: Overlay) -> None:
+def check_overlay(overlay: Overlay, passed: Collection[str] = ()) -> None:
     """Check every module of an overlay.
+
+    Args:
+        overlay: The overlay.
+        passed: The paths of the modules that have passed these checks before.
 
     Raises:
         CheckError: Naming the module, the line and what is wrong.
     """
     signatures = {one.seam: hook_signatures(one.hooks) for one in overlay.product.registries}
     for module in overlay.modules:
+        if module.path in passed:
+            continue
         check_module(module, signatures)
         if module.default is not None and module.default != module.rewritten:
             check_module(replace(module, rewritten=module.default), signatures)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from transforms.engine.transform import Transform
     from transforms.pipeline.product import Product
+    from transforms.pipeline.results import Results
     from transforms.pipeline.sources.tree import Artefact, SourceTree
 
 NOTICE = (
@@ -104,8 +105,13 @@ class Overlay:
         return [outcome for outcome in self.outcomes if outcome.status.failed or outcome.status is Status.PRESENT]
 
 
-def rewrite(tree: SourceTree, product: Product = UCM) -> Overlay:
+def rewrite(tree: SourceTree, product: Product = UCM, results: Results | None = None) -> Overlay:
     """Apply all transforms of a product to a release.
+
+    Args:
+        tree: The release's files.
+        product: The package and the rules.
+        results: Kept results, which are used where they are found; None rewrites every module.
 
     Raises:
         SourceError: If its files cannot be read.
@@ -120,7 +126,8 @@ def rewrite(tree: SourceTree, product: Product = UCM) -> Overlay:
         elif path not in done:
             done.add(path)
             together = [t for t in product.transforms if paths[t.id] == path]
-            module = _rewrite_module(together, path, sources[path], tree.release, product)
+            kept = results.get(together, path, sources[path]) if results else None
+            module = kept or _rewrite_module(together, path, sources[path], tree.release, product)
             modules += [module] if module.transforms else []
             outcomes += module.outcomes
     return Overlay(tree.release, tree.artefact, tuple(modules), tuple(outcomes), product)

@@ -46,7 +46,7 @@ class Cache:
     def add_blob(self, data: bytes) -> str:
         """Store bytes and return their hash."""
         digest = sha256(data)
-        self._write(self.root / "blobs" / digest, data)
+        self.write(self.root / "blobs" / digest, data)
         return digest
 
     def release(self, version: str, package: Package = VLLM) -> dict[str, Any] | None:
@@ -60,7 +60,7 @@ class Cache:
     def add_release(self, version: str, known: dict[str, Any], package: Package = VLLM) -> None:
         """Store the known facts of a release."""
         text = json.dumps(known, indent=1, sort_keys=True)
-        self._write(self.root / "releases" / _name(version, package), text.encode())
+        self.write(self.root / "releases" / _name(version, package), text.encode())
 
     def archive(self, filename: str, digest: str) -> Path | None:
         """Return the path of a whole archive with this hash, or None."""
@@ -70,10 +70,15 @@ class Cache:
     def add_archive(self, filename: str, data: bytes) -> Path:
         """Store a whole archive and return its path."""
         path = self.root / "archives" / filename
-        self._write(path, data)
+        self.write(path, data)
         return path
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a file below the root; other processes see all of it or nothing.
+
+        Raises:
+            SourceError: If it cannot be written.
+        """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-")
