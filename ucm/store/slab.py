@@ -7,7 +7,7 @@ its host, and the format of their blocks.
 
     offset                    content
     0                         the address's token, so that a process detects a wrong file
-    4096 + 65536 * rank       the record of a rank
+    4096 + 65536 * rank       the record of a rank, and in the last 4096 bytes of its room what it reports while it runs
     …                         rows: room for one block of one KV-cache group, the parts of all ranks one after the other
 """
 
@@ -43,10 +43,12 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task, TaskResult
 
 PAGE = 4096
-#: The size reserved for a rank's record, in bytes.
+#: The size reserved for a rank's record and report, in bytes.
 RECORD_BYTES = 64 << 10
 #: The length of a record, and its checksum.
 _RECORD = struct.Struct("<QQ")
+#: The offset of a rank's report from its record.
+_REPORT_AT = RECORD_BYTES - PAGE
 #: The default limit: host memory divided by ``_SHARE``, at most ``_MOST_BYTES``.
 _SHARE, _MOST_BYTES = 8, 16 << 30
 #: Seconds after which unused blocks give their memory back.
@@ -147,11 +149,18 @@ class Slab:
 
     def records(self) -> dict[int, dict[str, Any]]:
         """Return the records that ranks have written so far, by rank."""
+        return self._written(0, _REPORT_AT)
+
+    def reports(self) -> dict[int, dict[str, Any]]:
+        """Return the last report of each rank, by rank; one that is being written is left out."""
+        return self._written(_REPORT_AT, PAGE)
+
+    def _written(self, offset: int, room: int) -> dict[int, dict[str, Any]]:
         found = {}
         for rank in range(self._ranks):
-            at = PAGE + rank * RECORD_BYTES
+            at = PAGE + rank * RECORD_BYTES + offset
             length, expected = _RECORD.unpack_from(self._memory, at)
-            if 0 < length <= RECORD_BYTES - _RECORD.size:
+            if 0 < length <= room - _RECORD.size:
                 text = bytes(self._memory[at + _RECORD.size : at + _RECORD.size + length])
                 if checksum(text) == expected:
                     found[rank] = json.loads(text)
@@ -323,6 +332,7 @@ class SlabReader:
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
+        self._report: mmap.mmap | None = None
         self._pool = Pool("ucm-copy", COPY_THREADS)
 
     @property
@@ -337,7 +347,7 @@ class SlabReader:
             Whether the slab was found; it is not on another host.
         """
         text = json.dumps(record).encode()
-        if len(text) > RECORD_BYTES - _RECORD.size:
+        if len(text) > _REPORT_AT - _RECORD.size:
             return False
         path = f"/proc/{address.pid}/fd/{address.descriptor}"
         try:
@@ -351,12 +361,24 @@ class SlabReader:
                 at = PAGE + rank * RECORD_BYTES
                 os.pwrite(file, text, at + _RECORD.size)
                 os.pwrite(file, _RECORD.pack(len(text), checksum(text)), at)
+                self._report = mmap.mmap(file, PAGE, offset=at + _REPORT_AT)
                 self._memory = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ))
             finally:
                 os.close(file)
         except OSError:
             return False
         return True
+
+    def report(self, report: dict[str, Any]) -> None:
+        """Replace what this rank reports while it runs.
+
+        Raises:
+            ValueError: It is longer than a page, or no slab is attached.
+        """
+        text = json.dumps(report).encode()
+        if self._report is None or len(text) > PAGE - _RECORD.size:
+            raise ValueError(f"a report of {len(text)} bytes")
+        self._report[: _RECORD.size + len(text)] = _RECORD.pack(len(text), checksum(text)) + text
 
     def load(self, blocks: Sequence[BlockTransfer], places: Sequence[int], tiers: Sequence[str]) -> Task:
         """Start to copy blocks into memory.

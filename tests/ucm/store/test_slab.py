@@ -123,6 +123,23 @@ def test_a_record_that_is_too_long_is_no_answer(slab: Slab) -> None:
     assert not SlabReader().attach(slab.address, 0, {"x": "y" * slabs.RECORD_BYTES})
 
 
+def test_a_rank_replaces_its_report_and_keeps_its_record(slab: Slab, reader: SlabReader) -> None:
+    with pytest.raises(ValueError, match="a report of 2 bytes"):
+        reader.report({})
+    assert reader.attach(slab.address, 1, {"hello": 1})
+    assert slab.reports() == {}
+    for number in (1, 22, 3):
+        reader.report({"number": number})
+        assert slab.reports() == {1: {"number": number}}
+    with pytest.raises(ValueError, match="a report of"):
+        reader.report({"x": "y" * PAGE})
+    assert slab.reports() == {1: {"number": 3}}
+    assert slab.records() == {1: {"hello": 1}}
+    at = 2 * PAGE + 2 * slabs.RECORD_BYTES - PAGE - PAGE
+    slab._memory[at + slabs._RECORD.size] ^= 1  # as if it were being written
+    assert slab.reports() == {}
+
+
 @pytest.mark.parametrize("size", [1, PAGE, slabs._LARGE_BYTES - 1, slabs._LARGE_BYTES, 5 * slabs._LARGE_BYTES + 3])
 def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(reader: SlabReader, size: int) -> None:
     slab = Slab(8 * size + PAGE, 1)

@@ -90,6 +90,8 @@ class BlendSchedulerSide:
         """
         self.take_note()
         found = self.scheduler.plan(scheduler_output)
+        if not self._exact.scheduler.saves:
+            found.saves = []
         written = self.scheduler.written(found)
         plan.fresh_block_ids |= written
         plan.looks = bool(found.blends or found.saves)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from ucm.store.base import BlockKey
     from ucm.store.slab import SlabAddress
@@ -60,7 +60,7 @@ class StepPlan:
         verify: The weights may have changed: check all of them before the step.
         looks: Check the weights although this plan moves nothing, because the step moves other blocks.
         confirmed: The last step before which all ranks checked their weights and found no change; saves of later steps
-            are held back. None with one rank, or if ranks cannot report: then each rank's own check decides.
+            are held back. None with one rank, whose own check decides.
         slab: The address of the staging slab, until every rank has answered.
     """
 
@@ -91,6 +91,24 @@ class WeightsReport:
     changed: int = -1
     looked: int = 0
     adapters: frozenset[int] = frozenset()
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the report as plain values, for `of_records`."""
+        return {"changed": self.changed, "looked": self.looked, "adapters": sorted(self.adapters)}
+
+    @classmethod
+    def of_records(cls, records: Collection[Mapping[str, Any]], ranks: int) -> WeightsReport:
+        """Merge what some or all of the ranks have reported, each at a time of its own.
+
+        Args:
+            records: The reports of these ranks.
+            ranks: The number of all ranks.
+        """
+        return cls(
+            changed=max((record["changed"] for record in records), default=-1),
+            looked=min(record["looked"] for record in records) if len(records) == ranks else 0,
+            adapters=frozenset(number for record in records for number in record["adapters"]),
+        )
 
 
 def geometry_record(place: int, geometry: BlockGeometry) -> dict[str, Any]:

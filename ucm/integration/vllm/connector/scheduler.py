@@ -210,6 +210,8 @@ class PrefixCacheScheduler:
         self._waits = False
         self._confirmed = 0  # the last step before which no rank has found its weights changed
         self.events: StoreEvents | None = None  #: told of saves and loads, to announce the blocks
+        #: whether blocks are saved: the engine's role allows it, and all ranks can tell that their weights changed
+        self.saves = options.saves
         self.namespace = ""  #: the namespace of the engine's blocks, for the workers; empty until it is known
         self.prepares = False  #: whether lookups will become possible within the next steps
 
@@ -591,7 +593,7 @@ class PrefixCacheScheduler:
     def _saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:
         """Return saves of the blocks that are full after ``num_tokens`` tokens, as far as their tokens are known."""
         moves: list[BlockMoves] = []
-        if not self._options.saves or not self.namespace:
+        if not self.saves or not self.namespace:
             return moves
         request = state.request
         num_tokens = min(num_tokens, request.num_tokens)

@@ -28,7 +28,7 @@ from ucm.integration.vllm.connector.engine_facts import (
 )
 from ucm.integration.vllm.connector.events import store_events
 from ucm.integration.vllm.connector.groups import cache_groups
-from ucm.integration.vllm.connector.metadata import geometries_of
+from ucm.integration.vllm.connector.metadata import WeightsReport, geometries_of
 from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler, all_tokens
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metrics import create_counters
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.file_contents import Digests
     from ucm.hashing.model_identity import ModelIdentity
-    from ucm.integration.vllm.connector.metadata import StepPlan, WeightsReport
+    from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.store.base import KVStore
 
 #: Weights up to this many bytes are read before the engine continues, in less than a tenth of a second. At most
@@ -199,7 +199,9 @@ class SchedulerSide:
         self.policy = load_policy(connector_base, len(groups.groups), settings.connector)
         self._batches = batches_in_flight(vllm_config)
         self._ranks = ranks(vllm_config)
-        self._slab = Slab(settings.staging or default_bytes(), self._ranks) if transfer.is_kv_consumer else None
+        # Where workers send nothing to the scheduler, several ranks agree through the slab on changed weights.
+        needs_slab = transfer.is_kv_consumer or (self._ranks > 1 and not self.hears_workers)
+        self._slab = Slab(settings.staging or default_bytes(), self._ranks) if needs_slab else None
         self._offered = 0  # the first step that sent the slab's address to the ranks
         self._opening: threading.Thread | None = None
         self._opened: Callable[[], None] | None = None
@@ -225,7 +227,7 @@ class SchedulerSide:
                 drops_last_block=drafts_look_ahead(vllm_config),
                 asks_again=asks_again(connector_base),
                 others=outer is not None,
-                confirms=self._ranks > 1 and self.hears_workers,
+                confirms=self._ranks > 1,
                 room=kv_cache_config.num_blocks - 1 if self.policy.between_steps else None,
             ),
         )
@@ -271,6 +273,8 @@ class SchedulerSide:
     def plan(self, scheduler_output: Any) -> StepPlan:
         """Return the workers' part of a step."""
         self.poll()
+        if not self.hears_workers and self._slab is not None:
+            self.reported(WeightsReport.of_records(self._slab.reports().values(), self._ranks))
         plan = self.scheduler.plan(scheduler_output)
         if self._slab is not None and self._opening is None:
             plan.slab = self._slab.address
@@ -297,6 +301,13 @@ class SchedulerSide:
             self._do_without_slab(set(range(self._ranks)) - set(records))
 
     def _do_without_slab(self, missing: set[int]) -> None:
+        if self._ranks > 1 and not self.hears_workers:
+            self.scheduler.saves = False
+            get_logger(__name__).warning(
+                "[UCM.Save] nothing is saved: in this vLLM release ranks %s on other hosts cannot tell the scheduler "
+                "that their weights changed; use vLLM 0.18.1 or newer, or all ranks on one host",
+                sorted(missing),
+            )
         if not self.policy.between_steps:
             get_logger(__name__).warning(
                 "[UCM.Load] ranks %s do not share this host's memory: nothing is loaded, because a load that fails "

@@ -65,6 +65,8 @@ class WorkerSide:
         self._offered: SlabAddress | None = None
         self._weights: LiveWeights | None = None
         self._adapters: LiveAdapters | None = None
+        # Releases whose workers send nothing to the scheduler read their reports from the slab.
+        self._reports_by_slab = not hasattr(connector_base, "build_connector_worker_meta")
         self._step = 0
         self.report, self._reported = WeightsReport(), WeightsReport()
 
@@ -118,6 +120,10 @@ class WorkerSide:
         if plan.slab is not None and plan.slab != self._offered:
             self._offered = plan.slab
             self._answer(plan.slab)
+        if self._reports_by_slab and self._slab.attached:
+            report = self.take_report()
+            if report is not None:
+                self._slab.report(report.to_record())
         if self._worker is None:
             if not plan.namespace:
                 return

@@ -72,12 +72,14 @@ def create(
     asynchronous: bool = False,
     loads: bool = True,
     stuck_seconds: float = 10.0,
+    ranks: int = 1,
 ) -> SchedulerSide:
     """Create the scheduler side."""
     store = {"directories": str(directory / "store"), "stuck_seconds": stuck_seconds}
     extra = {"store": store, "connector": connector, "metrics": False}
     engine: Any = VllmConfig(ModelConfig(str(model)))
     engine.scheduler_config = SimpleNamespace(async_scheduling=asynchronous)
+    engine.parallel_config.tensor_parallel_size = ranks
     engine.kv_transfer_config = SimpleNamespace(
         kv_connector="UCMConnector", kv_connector_extra_config=extra, is_kv_consumer=loads, is_kv_producer=True
     )
@@ -353,6 +355,42 @@ def test_ranks_on_other_hosts_read_the_store_themselves(tmp_path: Path, log: pyt
     plan_until(side, lambda: side.scheduler.stager.has_begun)
     assert side.scheduler.stager.promises_names
     assert [text for text in log.messages if "ranks [0] do not share this host's memory: every rank reads" in text]
+    side.close()
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("loads", [True, False])
+def test_ranks_whose_vllm_brings_no_reports_agree_through_the_slab(tmp_path: Path, *, loads: bool) -> None:
+    side = create(write_model(tmp_path / "model"), tmp_path, loads=loads, ranks=2)
+    first = side.plan(STEP)
+    assert (first.confirmed, first.epoch) == (0, 0)
+    assert first.slab is not None
+    readers = [SlabReader(), SlabReader()]
+    for rank, reader in enumerate(readers):
+        assert reader.attach(first.slab, rank, {"groups": {"0": geometry_record(rank, GEOMETRY)}})
+    plan_until(side, lambda: not side.scheduler.prepares)
+    readers[0].report(WeightsReport(looked=2).to_record())
+    assert side.plan(STEP).confirmed == 0
+    readers[1].report(WeightsReport(looked=1).to_record())
+    assert side.plan(STEP).confirmed == 1
+    readers[1].report(WeightsReport(changed=0, looked=3, adapters=frozenset({7})).to_record())
+    plan = side.plan(STEP)
+    assert (plan.confirmed, plan.epoch) == (1, 1)
+    assert side.plan(STEP).epoch == 1
+    assert side.scheduler.saves
+    side.close()
+    for reader in readers:
+        reader.close()
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("connector", ["direct", "layerwise"])
+def test_ranks_that_cannot_agree_on_changed_weights_save_nothing(
+    tmp_path: Path, log: pytest.LogCaptureFixture, connector: str
+) -> None:
+    side = create(write_model(tmp_path / "model"), tmp_path, connector, ranks=2)
+    plan_until(side, lambda: not side.scheduler.saves)
+    assert [text for text in log.messages if "nothing is saved: in this vLLM release ranks [0, 1] on other" in text]
     side.close()
 
 

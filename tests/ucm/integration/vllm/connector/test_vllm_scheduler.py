@@ -19,8 +19,11 @@ from tests.ucm.integration.vllm.connector.test_simulation import prompts
 
 pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
 from ucm.integration.vllm.connector.live_weights import LiveWeights
+from ucm.integration.vllm.ucm_connector import UCMConnector
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,10 +99,17 @@ def visible(engine: VllmEngine) -> Counter[Path]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("reports", [True, False])
 def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
-    tmp_path: Path, *, asynchronous: bool, layerwise: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool, layerwise: bool, reports: bool
 ) -> None:
-    """For instance if later pipeline stages keep their weights, but their inputs change."""
+    """For instance if later pipeline stages keep their weights, but their inputs change.
+
+    Without ``reports``, workers send nothing to the scheduler, as before vLLM 0.18.1.
+    """
+    if not reports:
+        monkeypatch.delattr(KVConnectorBase_V1, "build_connector_worker_meta")
+        monkeypatch.setattr(UCMConnector, "build_connector_worker_meta", lambda _self: None)
     chance = random.Random(3)  # noqa: S311 - no secret
     setting = Setting(ranks=2, asynchronous=asynchronous, layerwise=layerwise)
     engine = VllmEngine(setting, tmp_path, chance, setting.truth())
