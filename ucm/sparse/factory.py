@@ -1,4 +1,4 @@
-"""From a sparse method's name in the configuration to an instance."""
+"""Create sparse methods by their names in the configuration."""
 
 from __future__ import annotations
 
@@ -29,19 +29,28 @@ METHODS = {
 
 
 def create_method(name: str, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> SparseMethod:
-    """An instance of a configured method.
+    """Create a configured method.
+
+    Args:
+        name: The name of a method of UCM, of an entry point, or ``package.module:Class``.
+        vllm_config: vLLM's ``VllmConfig``.
+        role: The side on which the method runs.
+        options: Its options.
 
     Raises:
-        ConfigError: If there is no such method, the name does not lead to one, or an option is wrong.
+        ConfigError: If there is no such method, the name is not that of a method, or an option is wrong.
     """
     return method_class(name)(vllm_config, role, options)
 
 
 def method_class(name: str) -> type[SparseMethod]:
-    """The class of a method.
+    """Return the class of a method.
+
+    Args:
+        name: As for `create_method`.
 
     Raises:
-        ConfigError: If there is no such method, or the name does not lead to one.
+        ConfigError: If there is no such method, or the name is not that of a method.
     """
     try:
         method = _load(name)
@@ -59,7 +68,7 @@ def method_class(name: str) -> type[SparseMethod]:
 
 
 def _load(name: str) -> Any:
-    """What a name leads to: a method of ours, ``package.module:Class``, or an entry point."""
+    """Load the object of a name: a method of UCM, ``package.module:Class``, or an entry point."""
     module_name, separator, class_name = METHODS.get(name, name).partition(":")
     if separator:
         return getattr(importlib.import_module(module_name), class_name)

@@ -1,7 +1,7 @@
-"""Attention over a part of a context, and what puts the parts together.
+"""Attention over parts of a context, and the merging of such parts.
 
-Attention over all keys is the mean of attention over parts of them, each weighted by its sum of exponentials. So a part
-is its output with the logarithm of that sum, and two parts make a whole exactly, up to rounding.
+Attention over all keys is the mean of the attention over parts of them, weighted by the sums of exponentials. So a part
+consists of its output and the logarithm of that sum (log-sum-exp), and merging parts is exact, up to rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ucm.rotary import Rotary
     from ucm.sparse.window_kernel import HeadLayout
 
-#: Queries that share a mask: few enough that little is computed to be hidden.
+#: The queries that share a mask: few, so that few masked scores are computed.
 SLAB = 256
 
 
@@ -28,9 +28,9 @@ class Span:
     """Queries of one request that read a run of keys; the last query is aligned with the last key.
 
     Attributes:
-        queries: How many.
-        first_block: Among the blocks that are given, the one whose first token is the run's first key.
-        keys: How many; at least as many as the queries where they are causal.
+        queries: The number of queries.
+        first_block: The index, among the given blocks, of the block that starts with the run's first key.
+        keys: The number of keys; with causal attention, at least the number of queries.
     """
 
     queries: int
@@ -39,53 +39,53 @@ class Span:
 
 
 class PartsView(AttentionView, Protocol):
-    """Attention layers whose keys can be turned, and of whose contexts parts can be read."""
+    """Attention layers whose keys can be rotated, and of whose contexts parts can be read."""
 
     def require_parts(self, layer_name: str) -> None:
-        """Check that attention over parts of a layer's context can be computed, and put together.
+        """Check that attention over parts of a layer's context can be computed and merged.
 
         Raises:
-            SparseMethodError: If it cannot: what `require` refuses, quantised keys, capped scores, learned sinks, a
-                backend that does not tell the sums of exponentials. The message says what to do.
+            SparseMethodError: If not: everything that `require` refuses, quantised keys, capped scores, learned sinks,
+                or a backend that does not return the log-sum-exp. The message says what to do.
         """
         ...
 
     def rotary(self, layer_name: str) -> Rotary:
-        """The layer's rotary embedding.
+        """Return the layer's rotary embedding.
 
         Raises:
-            SparseMethodError: If there is none, it is not a plain one, or its table ends before the longest context.
-                The message says what to do.
+            SparseMethodError: If there is none, it is not a plain one, or its table is shorter than the longest
+                context. The message says what to do.
         """
         ...
 
     def bound_cache(self, layer_name: str) -> Tensor | None:
-        """The layer's KV cache; None before vLLM has allocated it."""
+        """Return the layer's KV cache; None before vLLM has allocated it."""
         ...
 
     def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
-        """Where a cache on the CPU has its numbers; None for others, and of dtypes that have no kernel of ours."""
+        """Return the memory layout of a cache on the CPU; None on other devices and for dtypes without our kernel."""
         ...
 
     def read(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys, as `read_keys`, and the values in some blocks."""
+        """Return the keys, like `read_keys`, and the values of some blocks."""
         ...
 
     def attend(
         self, layer_name: str, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Attention over runs of keys, for the layer's scale.
+        """Compute attention over runs of keys, with the layer's scale.
 
         Args:
             layer_name: The layer's prefix in the model.
             query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
             keys: ``[num_blocks, block_size, num_kv_heads, head_size]``; not the cache.
-            values: As ``keys``.
-            spans: What they read.
-            causal: Whether a query reads keys up to its own place only.
+            values: Like ``keys``.
+            spans: The keys that the queries read.
+            causal: Whether a query reads only keys up to its own position.
 
         Returns:
-            The output, as ``query``, and the logarithms of the sums of exponentials, ``[n, num_heads]``, float32.
+            The output, shaped like ``query``, and the log-sum-exps, ``[n, num_heads]``, float32.
         """
         ...
 
@@ -98,31 +98,31 @@ class PartsView(AttentionView, Protocol):
         spans: Sequence[Span],
         window: int,
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention over the last keys of each query, in the cache.
+        """Compute causal attention over the last keys of each query, on the cache.
 
         Args:
             layer_name: The layer's prefix in the model.
             query: ``[n, num_heads, head_size]``: the queries of all spans, one after the other.
-            kv_cache: The layer's cache; these tokens are in it.
+            kv_cache: The layer's cache, which contains these tokens.
             block_table: ``[spans, max_blocks]``, int32: the blocks of each span's request.
-            spans: Of each, the queries and all keys up to the last one of them; the first block is the table's.
-            window: Keys that a query reads at most, itself among them.
+            spans: For each request, its queries and all keys up to the last query, from the table's first block on.
+            window: The most keys that a query reads, including its own.
 
         Returns:
-            As `attend`.
+            See `attend`.
         """
         ...
 
 
 class Merged:
-    """Attention that is put together from parts.
+    """Attention that is merged from parts.
 
     Args:
-        output: ``[num_tokens, num_heads, head_size]``: of the first part, which has a key for each token.
-        sums: ``[num_tokens, num_heads]``, float32: logarithms of its sums of exponentials.
+        output: ``[num_tokens, num_heads, head_size]``: the output of the first part, which has a key for each token.
+        sums: ``[num_tokens, num_heads]``, float32: its log-sum-exps.
 
     Attributes:
-        output: In float32, of the parts that there are.
+        output: The output of the parts so far, in float32.
     """
 
     def __init__(self, output: Tensor, sums: Tensor) -> None:
@@ -130,10 +130,10 @@ class Merged:
         self._sums = sums
 
     def add(self, tokens: Tensor | slice, output: Tensor, sums: Tensor) -> None:
-        """Another part, for some of the tokens.
+        """Merge another part, for some of the tokens.
 
         Args:
-            tokens: ``[n]``, int64: which; each once.
+            tokens: ``[n]``, int64: the tokens' indices, each once.
             output: ``[n, num_heads, head_size]``.
             sums: ``[n, num_heads]``, float32.
         """
@@ -147,18 +147,18 @@ class Merged:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One request's attention over a run of keys, on the CPU.
+    """Compute one request's attention over a run of keys, on the CPU.
 
     Args:
         query: ``[n, num_heads, head_size]``; the last one is aligned with the last key.
-        keys: ``[m, num_kv_heads, head_size]``; ``m >= n`` where causal.
-        values: As ``keys``.
-        scale: Of the scores.
-        causal: Whether a query reads the keys up to its own place, or else all.
-        window: Of these, how many at most; None for all.
+        keys: ``[m, num_kv_heads, head_size]``; ``m >= n`` if causal.
+        values: Like ``keys``.
+        scale: The factor of the scores.
+        causal: Whether a query reads only the keys up to its own position.
+        window: The most keys that a causal query reads; None for all.
 
     Returns:
-        The output, as ``query``, and the logarithms of the sums of exponentials, ``[n, num_heads]``, float32.
+        The output, shaped like ``query``, and the log-sum-exps, ``[n, num_heads]``, float32.
     """
     import torch  # noqa: PLC0415 - vLLM brings it
 
@@ -186,14 +186,14 @@ def attend(
 def _scored(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """With PyTorch's own kernel, to which the heads that share keys are further queries."""
+    """Call PyTorch's own kernel; heads that share keys are passed as further queries."""
     import torch  # noqa: PLC0415 - vLLM brings it
 
     count, heads, size = query.shape
     shared = keys.shape[1]
     group = heads // shared
     folded = query.view(count, shared, group, size).permute(1, 2, 0, 3).reshape(1, shared, group * count, size)
-    output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - it tells the sums
+    output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - it returns the log-sum-exp
         folded,
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],

@@ -1,20 +1,21 @@
-"""Codes of keys: a sign per channel of a randomly turned key, from which products with any query can be estimated.
+"""Codes of keys: one sign per channel of a randomly rotated key, from which products with queries are estimated.
 
 Sources: signs of random projections as hash codes of vectors (Charikar, "Similarity Estimation Techniques from Rounding
-Algorithms", STOC 2002), by which UCM's GSAOnDevice selects; the scale that makes the estimate unbiased, and queries of
-four bits whose products with codes are counts of differing bits (Gao, Long, "RaBitQ", SIGMOD 2024, arXiv:2405.12497).
+Algorithms", STOC 2002), which UCM's GSAOnDevice uses; the scale that makes the estimate unbiased, and queries of four
+bits whose products with codes are counts of differing bits (Gao, Long, "RaBitQ", SIGMOD 2024, arXiv:2405.12497).
 
-Keys of trained models have much in common: a bias, as in Qwen2, or a mean that is longer than what tells them apart
-(Zhang et al., "SageAttention", arXiv:2410.02367). Signs of such keys are all alike. So the mean of a block's keys is
-kept as it is, and each code is of what a key has beyond it. Nothing is learned, and nothing depends on other blocks.
+Keys of trained models have much in common: a bias, as in Qwen2, or a mean that is longer than the differences between
+keys (Zhang et al., "SageAttention", arXiv:2410.02367). The signs of such keys are nearly all equal. So the mean of a
+block's keys is stored separately, and a code encodes the difference of a key from it. Nothing is learned, and nothing
+depends on other blocks.
 
-Kept by physical block, for each KV head: of each token ``head_size`` bits, rounded up to 64, and a scale of two bytes;
-of each block the mean key in bfloat16. Of a KV cache of two bytes per element that is 3.9 % for heads of 64 channels
-and 3.5 % for 128, and another ``1 / (2 * block_size)``.
+Stored per physical block and KV head: for each token ``head_size`` bits, rounded up to 64, and a scale of two bytes;
+for each block the mean key in bfloat16. This takes 3.9 % of a KV cache of two bytes per element for heads of 64
+channels and 3.5 % for 128, plus ``1 / (2 * block_size)``.
 
-Blocks are scored by a compiled kernel on a CPU (`ucm.sparse.compiled`): torch cannot count bits, its ways round that
-take 5 to 10 times as long, and numpy's 10 times. The kernel reads codes where they lie, counts bits with the
-processor's own instruction, and writes one number per head and block.
+On a CPU, a compiled kernel (`ucm.sparse.compiled`) scores the blocks. torch cannot count bits; workarounds in torch
+take 5 to 10 times as long, and in numpy 10 times. The kernel reads the codes in place, counts bits with the processor's
+own instruction, and writes one number per head and block.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-#: Bits of codes that are unpacked at once where no compiled kernel counts them.
+#: The bits of codes to unpack at once, without a compiled kernel.
 UNPACKED_AT_ONCE = 1 << 26
 
 
@@ -52,32 +53,32 @@ class KeyCodes(Representatives):
         _, block_size, num_kv_heads, head_size = keys.shape
         self._turn = turn(head_size).to(keys.device)
         words = self._turn.shape[1] // WORD
-        #: ``[num_kv_heads, num_blocks, words, block_size]``, int64: one word of all of a block's tokens lies together.
+        #: ``[num_kv_heads, num_blocks, words, block_size]``, int64; a word of all tokens of a block is contiguous.
         self._codes = keys.new_zeros((num_kv_heads, num_blocks, words, block_size), dtype=torch.int64)
-        #: ``[num_kv_heads, num_blocks, block_size]``: by what a product with a code's signs is multiplied.
+        #: ``[num_kv_heads, num_blocks, block_size]``: the factor of a product with a code's signs.
         self._scales = keys.new_zeros((num_kv_heads, num_blocks, block_size), dtype=torch.bfloat16)
         #: ``[num_kv_heads, num_blocks, head_size]``
         self._means = keys.new_zeros((num_kv_heads, num_blocks, head_size), dtype=torch.bfloat16)
         self._kernel = kernel_for_engine(words) if keys.device.type == "cpu" else None
 
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
-        """Make the codes of some blocks from these keys."""
+        """Compute the codes of some blocks from these keys."""
         by_head = keys.permute(2, 0, 1, 3).float()
         means = by_head.mean(2).to(self._means.dtype)
         beyond = by_head - means.float()[:, :, None]
-        # One product per head and block: the same to the bit, whatever other heads this rank has.
+        # One product per head and block, so the result is bit-identical whatever other heads this rank has.
         turned = (beyond.flatten(0, 1) @ self._turn.expand(beyond.shape[0] * beyond.shape[1], -1, -1)).view(
             *beyond.shape[:3], -1
         )
-        # With this scale a key's estimated product with itself is right, and so is the mean of all estimates.
+        # With this scale the estimated product of a key with itself is exact, and estimates are unbiased.
         scales = beyond.square().sum(-1) / turned.abs().sum(-1).clamp(min=1e-20)
-        # index_copy_ rather than an index: measured to be ten times as fast on a CPU.
+        # index_copy_ was measured to be ten times as fast as indexing on a CPU.
         self._codes.index_copy_(1, block_ids, packed(turned > 0).transpose(-1, -2).contiguous())
         self._scales.index_copy_(1, block_ids, scales.to(self._scales.dtype))
         self._means.index_copy_(1, block_ids, means)
 
     def scores(self, query: Tensor, block_ids: Tensor) -> Tensor:
-        """The logarithm of the sum of each block's estimated attention weights."""
+        """Return the logarithm of the sum of each block's estimated attention weights."""
         rows, _, head_size = query.shape
         heads = len(self._means)
         wanted = query.float().view(rows, heads, -1, head_size).transpose(0, 1).contiguous() * head_size**-0.5
@@ -91,7 +92,7 @@ class KeyCodes(Representatives):
         return self._kernel(self._codes, self._scales, self._means, wanted, planes, steps, block_ids)
 
     def _unpacked(self, wanted: Tensor, levels: Tensor, steps: Tensor, block_ids: Tensor) -> Tensor:
-        """As the kernel does, by torch's operations: codes become signs again, some blocks at a time."""
+        """Compute the kernel's result with torch operations, unpacking the codes of some blocks at a time."""
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
         heads, _, words, size = self._codes.shape
@@ -112,10 +113,10 @@ class KeyCodes(Representatives):
 
 
 def turn(head_size: int) -> Tensor:
-    """A rotation that spreads each channel over all bits of a code: ``[head_size, bits]``, float32.
+    """Return a rotation that spreads each channel over all bits of a code: ``[head_size, bits]``, float32.
 
-    Twice a change of all signs, drawn once and for all, and a Hadamard matrix: its entries are exact and the same on
-    every machine, so all ranks of an engine make the same codes.
+    It applies a fixed random change of signs and a Hadamard matrix, twice. The entries are exact and the same on every
+    machine, so all ranks of an engine compute the same codes.
     """
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
@@ -131,10 +132,10 @@ def turn(head_size: int) -> Tensor:
 
 
 def packed(signs: Tensor) -> Tensor:
-    """Bits as words: ``[..., bits]``, bool, to ``[..., bits / 64]``, int64."""
+    """Pack bits into words: ``[..., bits]``, bool, to ``[..., bits / 64]``, int64."""
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-    # As a product, which is a hundred times as fast as a sum over eight bits; its numbers are below 256, and exact.
+    # A matrix product is a hundred times as fast as a sum over eight bits; its numbers are below 256, so exact.
     weights = torch.zeros((WORD, WORD // 8), device=signs.device)
     places = _range(WORD, signs)
     weights[places, places // 8] = 2.0 ** (places % 8)
@@ -147,43 +148,43 @@ def _range(count: int, like: Tensor) -> Tensor:
     return torch.arange(count, device=like.device)
 
 
-#: What is done where there is no kernel.
+#: What is slow without a kernel, for the log.
 SLOWLY = "codes of keys are scored"
-#: Bits of a word of a code.
+#: The bits of a word of a code.
 WORD = 64
-#: Bits of each channel of a query.
+#: The bits of each channel of a query.
 QUERY_BITS = 4
-#: The greatest level that these express: levels are the odd numbers from its negative to it.
+#: The largest level that these bits express; levels are the odd numbers from its negative to it.
 TOP = (1 << QUERY_BITS) - 1
-#: Of a weight below this power of two nothing is left in a sum with one of 1.
+#: A weight below this power of two vanishes in a float32 sum with 1.
 LEAST_POWER = -126.0
-#: A power of two for a fraction of 1: to the fourth order, right to 6e-5.
+#: The Taylor series of ``2 ** x`` for ``x`` from 0 to 1, to the fourth order; its error is at most 6e-5.
 SERIES = tuple(math.log(2) ** n / math.factorial(n) for n in range(5))
 
 
 def kernel_for_engine(words: int) -> Kernel | None:
-    """`cpu_kernel`, where `for_engine` allows it."""
+    """Return `cpu_kernel` if `for_engine` allows it, else None."""
     return for_engine(SLOWLY, lambda: cpu_kernel(words))
 
 
 @functools.cache
 def cpu_kernel(words: int) -> Kernel | None:
-    """Compile the kernel for codes of so many words; takes half a second.
+    """Compile the kernel for codes of this many words, which takes half a second.
 
     Returns:
-        ``kernel(codes, scales, means, query, planes, steps, block_ids)``; None where numba is missing. Its arguments
-        are contiguous, on the CPU:
+        ``kernel(codes, scales, means, query, planes, steps, block_ids)``, or None without numba. Its arguments are
+        contiguous tensors on the CPU:
 
         - ``codes``: ``[num_kv_heads, num_blocks, words, block_size]``, int64
         - ``scales``: ``[num_kv_heads, num_blocks, block_size]``, bfloat16
         - ``means``: ``[num_kv_heads, num_blocks, head_size]``, bfloat16
-        - ``query``: ``[num_kv_heads, rows, group, head_size]``, float32, scaled as attention scales it
-        - ``planes``: ``[num_kv_heads, rows, group, QUERY_BITS, words]``, int64: the bits of the levels of the query
-        - ``steps``: ``[num_kv_heads, rows, group]``, float32: half the difference of two levels
+        - ``query``: ``[num_kv_heads, rows, group, head_size]``, float32, with the attention's scale applied
+        - ``planes``: ``[num_kv_heads, rows, group, QUERY_BITS, words]``, int64: the bits of the query's levels
+        - ``steps``: ``[num_kv_heads, rows, group]``, float32: half the distance of two levels
         - ``block_ids``: ``[rows, blocks]``, int64
 
-        It returns ``[num_kv_heads, rows, group, blocks]``, float32: the logarithm of the sum of the weights that each
-        block's estimates give.
+        It returns ``[num_kv_heads, rows, group, blocks]``, float32: the logarithm of the sum of each block's estimated
+        attention weights.
     """
     run = compile_kernel(SLOWLY, lambda numba, threads: _kernel(numba, words, threads))
     if run is None:
@@ -203,7 +204,7 @@ def cpu_kernel(words: int) -> Kernel | None:
 
 
 def _kernel(numba: Any, words: int, threads: Threads) -> Any:
-    """The part of the work that is one thread's, as numba compiles it: all names within are its own or constants."""
+    """Return one thread's part of the work for numba to compile; it uses only its own names and constants."""
     of = intrinsics(numba)
     ones, as_float, at, thread, count = of.ones, of.as_float, of.at, threads.own, threads.count
     carray, num_planes, top = numba.carray, QUERY_BITS, np.float32(TOP * words * WORD)

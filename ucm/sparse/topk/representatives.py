@@ -1,12 +1,12 @@
-"""What is kept of each KV block to guess, without reading it, how much a query attends to it.
+"""Summaries of KV blocks (representatives), which estimate how much a query attends to a block without reading it.
 
-`Representatives` is what a selector needs of it, `KeyBounds` one kind; `ucm.sparse.topk.codes` has another.
+`Representatives` is the interface for selectors. `KeyBounds` is one kind, and `ucm.sparse.topk.codes` has another.
 
 Source of the bounds: Tang, Zhao, Zhu, Xiao, Kasikci, Han, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
-Inference" (ICML 2024, arXiv:2406.10774): the greatest and the least value of each channel of a block's keys bound the
-product of any query with any of these keys from above.
+Inference" (ICML 2024, arXiv:2406.10774). The largest and the smallest value of each channel of a block's keys give an
+upper bound for the product of a query with any of these keys.
 
-Kept by physical block: ``2 / block_size`` of the bytes of the keys, which is ``1 / block_size`` of the KV cache's.
+Stored per physical block: ``2 / block_size`` of the bytes of the keys, which is ``1 / block_size`` of the KV cache's.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Key elements that are read at once while representatives are made: as many as stay in a processor's cache (measured
-#: on a CPU).
+#: The key elements to read at once to compute representatives: as many as fit into a processor's cache (measured on a
+#: CPU).
 AT_ONCE = 1 << 19
-#: Elements that are scored at once, but for those of one row: a request that is computed anew after a preemption has a
-#: row for each of its generated tokens, and the bounds of all of these rows' blocks would not fit into any device.
+#: The elements to score at once, but at least one row. A request that is computed again after a preemption has a row
+#: for each of its generated tokens, and the bounds of the blocks of all these rows would not fit into any device.
 SCORED_AT_ONCE = 1 << 27
-#: A cache of fewer blocks than so many times a row's is scored as a whole: gathering a row's bounds costs more.
+#: A cache with at most this many times a row's blocks is scored completely, because gathering bounds costs more.
 FEW = 4
-#: Shares are counted in parts of so many: sums of whole numbers are the same in any order, and over any ranks.
+#: Shares are integers in units of ``1 / WHOLE``, so their sums are the same in any order and over any ranks.
 WHOLE = 1 << 33
-#: How many blocks of a request `ranked` tells apart; with `WHOLE` it leaves room for 512 heads.
+#: The number of blocks of a request that `ranked` can distinguish; with `WHOLE` it leaves room for 512 heads.
 PLACES = 1 << 20
 
 
 class Representatives(ABC):
-    """What is kept of one layer's blocks, by physical block.
+    """The summaries of one layer's blocks, by physical block.
 
     Args:
-        num_blocks: Of the layer's KV cache.
-        keys: Those of a block, ``[1, block_size, num_kv_heads, head_size]``, for their shape, dtype and device.
+        num_blocks: The number of blocks of the layer's KV cache.
+        keys: The keys of a block, ``[1, block_size, num_kv_heads, head_size]``, for their shape, dtype and device.
     """
 
     def __init__(self, num_blocks: int, keys: Tensor) -> None:
@@ -46,22 +46,22 @@ class Representatives(ABC):
         self._at_once = max(1, AT_ONCE // keys.numel())
 
     def update(self, block_ids: Tensor, read_keys: Callable[[Tensor], Tensor]) -> None:
-        """Make the representatives of some blocks from their keys.
+        """Compute the representatives of some blocks from their keys.
 
         Args:
-            block_ids: ``[n]``, int64; whole blocks.
-            read_keys: Gives ``[n, block_size, num_kv_heads, head_size]`` for some of them.
+            block_ids: ``[n]``, int64; complete blocks.
+            read_keys: Returns the keys of some of them, ``[n, block_size, num_kv_heads, head_size]``.
         """
         for some in block_ids.split(self._at_once):
             self.put(some, read_keys(some))
 
     def shares(self, query: Tensor, block_ids: Tensor, hidden: Tensor | None) -> Tensor:
-        """How much of their attention the heads of each row might give to each of its blocks.
+        """Estimate the share of their attention that the heads of each row give to each of its blocks.
 
         Args:
             query: ``[rows, num_heads, head_size]`` in any floating dtype.
-            block_ids: ``[rows, blocks]``, int64: those of each row.
-            hidden: ``[rows, blocks]``: what stands for no block; None if nothing does.
+            block_ids: ``[rows, blocks]``, int64: the blocks of each row.
+            hidden: ``[rows, blocks]``: entries that are padding; None if there are none.
 
         Returns:
             ``[rows, blocks]``, int64; see `shares`.
@@ -78,37 +78,37 @@ class Representatives(ABC):
 
     @abstractmethod
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
-        """Make the representatives of blocks from these keys, ``[n, block_size, num_kv_heads, head_size]``."""
+        """Compute the representatives of blocks from these keys, ``[n, block_size, num_kv_heads, head_size]``."""
 
     @abstractmethod
     def scores(self, query: Tensor, block_ids: Tensor) -> Tensor:
-        """How strongly each query head may attend to each block.
+        """Estimate how strongly each query head attends to each block.
 
         Args:
             query: ``[rows, num_heads, head_size]`` in any floating dtype.
-            block_ids: ``[rows, blocks]``, int64: those of each row.
+            block_ids: ``[rows, blocks]``, int64: the blocks of each row.
 
         Returns:
-            ``[num_kv_heads, rows, heads of a KV head, blocks]``, float32, scaled as attention scales products: of two
-            blocks the softmax says how much more attention one gets.
+            ``[num_kv_heads, rows, heads of a KV head, blocks]``, float32, with the attention's scale applied, so that a
+            softmax over blocks gives their relative attention.
         """
 
     @abstractmethod
     def _elements(self, num_heads: int, blocks: int) -> int:
-        """How many numbers are held at once to score a row of so many heads and blocks."""
+        """Return the number of elements in memory while a row of this many heads and blocks is scored."""
 
 
 class KeyBounds(Representatives):
-    """The greatest and the least value of each channel of the keys of each block: upper bounds of products."""
+    """The largest and the smallest value of each channel of each block's keys, which bound products from above."""
 
     def __init__(self, num_blocks: int, keys: Tensor) -> None:
         super().__init__(num_blocks, keys)
         _, _, num_kv_heads, head_size = keys.shape
-        #: ``[num_kv_heads, num_blocks, 2 * head_size]``: the greatest values, and behind them the least.
+        #: ``[num_kv_heads, num_blocks, 2 * head_size]``: the largest values, then the smallest.
         self._bounds = keys.new_zeros((num_kv_heads, num_blocks, 2 * head_size))
 
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
-        """Take the bounds of some blocks from these keys."""
+        """Compute the bounds of some blocks from these keys."""
         self._bounds[:, block_ids] = bounds_of(keys)
 
     def _elements(self, num_heads: int, blocks: int) -> int:
@@ -116,26 +116,26 @@ class KeyBounds(Representatives):
         return int(max(heads * both, num_heads * FEW)) * blocks
 
     def scores(self, query: Tensor, block_ids: Tensor) -> Tensor:
-        """An upper bound of each query head's product with any key of each block; see `bounded_products`."""
+        """Return an upper bound of each query head's product with any key of each block; see `bounded_products`."""
         heads, num_blocks, both = self._bounds.shape
         rows, blocks = block_ids.shape
         wanted = signed(query.to(self._bounds.dtype), heads)
         if num_blocks <= FEW * blocks:
             found = bounded_products(wanted.flatten(1, 2), self._bounds).view(heads, rows, -1, num_blocks)
             return found.gather(-1, block_ids[None, :, None].expand(*found.shape[:3], blocks))
-        # index_select rather than an index: measured to be five times as fast on a CPU.
+        # index_select was measured to be five times as fast as indexing on a CPU.
         gathered = self._bounds.index_select(1, block_ids.reshape(-1)).view(heads * rows, blocks, both)
         return bounded_products(wanted.flatten(0, 1), gathered).view(heads, rows, -1, blocks)
 
 
 def bounds_of(keys: Tensor) -> Tensor:
-    """The greatest and the least value of each channel of each block's keys.
+    """Return the largest and the smallest value of each channel of each block's keys.
 
     Args:
         keys: ``[blocks, block_size, num_kv_heads, head_size]``.
 
     Returns:
-        ``[num_kv_heads, blocks, 2 * head_size]``: the greatest values, and behind them the least.
+        ``[num_kv_heads, blocks, 2 * head_size]``: the largest values, then the smallest.
     """
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
@@ -143,13 +143,14 @@ def bounds_of(keys: Tensor) -> Tensor:
 
 
 def signed(query: Tensor, num_kv_heads: int) -> Tensor:
-    """Queries as `bounded_products` wants them: their positive parts, and behind them their negative parts.
+    """Return queries in the form that `bounded_products` needs: their positive parts, then their negative parts.
 
-    A channel's product is greatest with the greatest value where the query is positive, else with the least.
+    The product of a channel is largest with the channel's largest value if the query is positive, and with its smallest
+    value otherwise.
 
     Args:
         query: ``[tokens, num_heads, head_size]``.
-        num_kv_heads: Of the keys.
+        num_kv_heads: The number of heads of the keys.
 
     Returns:
         ``[num_kv_heads, tokens, heads of a KV head, 2 * head_size]``.
@@ -161,38 +162,39 @@ def signed(query: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def bounded_products(queries: Tensor, bounds: Tensor) -> Tensor:
-    """The greatest products that queries can have with the keys of blocks.
+    """Return the largest products that queries can have with the keys of blocks.
 
     Args:
-        queries: ``[batch, n, 2 * head_size]``, as of `signed`.
-        bounds: ``[batch, blocks, 2 * head_size]``, as of `bounds_of`, in the same dtype.
+        queries: ``[batch, n, 2 * head_size]``, from `signed`.
+        bounds: ``[batch, blocks, 2 * head_size]``, from `bounds_of`, in the same dtype.
 
     Returns:
-        ``[batch, n, blocks]``, float32, scaled by ``head_size ** -0.5`` as attention scales them.
+        ``[batch, n, blocks]``, float32, with the attention's scale ``head_size ** -0.5`` applied.
     """
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-    # This way round it is up to three times as fast on a CPU.
+    # This order of the operands is up to three times as fast on a CPU.
     products = torch.bmm(queries * (bounds.shape[-1] // 2) ** -0.5, bounds.transpose(1, 2))
-    if products.dtype == torch.float16:  # a softmax over infinite ones is undefined
+    if products.dtype == torch.float16:  # a softmax over infinities is undefined
         finite = torch.finfo(torch.float16)
         products = products.clamp(finite.min, finite.max)
     return products.float()
 
 
 def shares(scores: Tensor, hidden: Tensor | None) -> Tensor:
-    """How much of their attention all heads of a row together might give to each block.
+    """Return the estimated share of attention that all heads of a row together give to each block.
 
-    A softmax per head, and then the sum: a head that looks for one block in particular counts as much as one that looks
-    everywhere. Sums of the bounds themselves drown it: with 32 heads of which one seeks one block of 128, ten blocks
-    had it in 57 % of trials instead of 23 %, and no mixture of heads was served worse (synthetic keys and queries).
+    It is the sum over heads of a softmax per head, so a head that attends to one block counts as much as a head that
+    attends to all. A sum of the scores themselves would lose the former: with 32 heads, one of which attends to one
+    block of 128, the ten best blocks contained that block in 57 % of trials with the softmax and in 23 % without, and
+    no mixture of heads was worse with it (synthetic keys and queries).
 
     Args:
-        scores: ``[num_kv_heads, rows, heads of a KV head, blocks]``, float32, scaled as attention scales them.
-        hidden: ``[rows, blocks]``: what stands for no block; None if nothing does.
+        scores: ``[num_kv_heads, rows, heads of a KV head, blocks]``, float32, with the attention's scale applied.
+        hidden: ``[rows, blocks]``: entries that are padding; None if there are none.
 
     Returns:
-        ``[rows, blocks]``, int64, in parts of `WHOLE`: those of more heads, on other ranks, may be added.
+        ``[rows, blocks]``, int64, in units of ``1 / WHOLE``; the shares of heads on other ranks can be added.
     """
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
@@ -202,12 +204,12 @@ def shares(scores: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def ranked(shares: Tensor) -> Tensor:
-    """Shares such that no two blocks of a row have the same: of equal ones, the later block comes first.
+    """Make the shares of a row distinct: of equal shares, that of the later block becomes larger.
 
-    So what is chosen is the same whatever stands beside it, and wherever it is chosen.
+    So the selection does not depend on other rows or on the device.
 
     Args:
-        shares: ``[rows, blocks]``, int64, as of `shares`, in the order of the blocks' positions.
+        shares: ``[rows, blocks]``, int64, from `shares`, in the order of the blocks' positions.
 
     Returns:
         ``[rows, blocks]``, int64.

@@ -1,4 +1,4 @@
-"""Which blocks of which rows a step reads: decided on the host from lengths, and on the device from scores."""
+"""Choose the blocks that a step reads: how many, on the host by lengths; which ones, on the device by scores."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockBudget:
-    """How many blocks of a request a decode step reads.
+    """The number of blocks of a request that a decode step reads.
 
     Attributes:
-        block_size: Tokens in a block.
-        sinks: Blocks from the request's start that are always read.
-        recent: Blocks up to the newest token's, which may be incomplete, that are always read.
-        total: All blocks that are read.
+        block_size: The tokens of a block.
+        sinks: The number of first blocks, which are always read.
+        recent: The number of last blocks, which are always read; the last one may be incomplete.
+        total: The number of all blocks that are read.
     """
 
     block_size: int
@@ -37,31 +37,31 @@ class BlockBudget:
 
     @classmethod
     def of_tokens(cls, block_size: int, token_budget: int, sink_tokens: int, recent_tokens: int) -> BlockBudget:
-        """Whole blocks: sinks and recent tokens are rounded up, the budget down."""
+        """Convert tokens to whole blocks; sinks and recent tokens are rounded up, the budget down."""
         recent = -(-recent_tokens // block_size) + 1
         return cls(block_size, -(-sink_tokens // block_size), recent, token_budget // block_size)
 
     @property
     def chosen(self) -> int:
-        """Blocks between the sinks and the recent ones that are read."""
+        """The number of blocks to choose between the sinks and the recent blocks."""
         return self.total - self.sinks - self.recent
 
     @property
     def least_tokens(self) -> int:
-        """The least budget in tokens that leaves a block to choose."""
+        """The smallest budget in tokens that leaves a block to choose."""
         return (self.sinks + self.recent + 1) * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class FreshBlocks:
-    """Blocks of a request that are completed by tokens of the step; whether these are in the cache yet, is not known.
+    """Blocks of a request that tokens of the step complete; these tokens may or may not be in the cache yet.
 
     Attributes:
-        piece: A piece of the request.
+        piece: The index of a piece of the request.
         begin: The position of the first block.
-        end: The position behind the last one.
-        written: Tokens of the request that are in the cache for certain.
-        token: The place of the next one among the step's tokens.
+        end: The position after the last block.
+        written: The number of the request's tokens that are certainly in the cache.
+        token: The index of the next token among the step's tokens.
     """
 
     piece: int
@@ -72,12 +72,12 @@ class FreshBlocks:
 
 
 def with_new_keys(keys: Tensor, new: Tensor, fresh: FreshBlocks) -> Tensor:
-    """The keys of blocks that the step's tokens complete, whether or not these are in the cache yet.
+    """Return the keys of blocks that the step's tokens complete, whether or not these tokens are in the cache yet.
 
     Args:
-        keys: ``[blocks, block_size, num_kv_heads, head_size]``: what the cache holds.
+        keys: ``[blocks, block_size, num_kv_heads, head_size]``: the cache's content.
         new: ``[num_tokens, num_kv_heads, head_size]``: the keys of the step's tokens.
-        fresh: Which blocks these are.
+        fresh: The blocks.
     """
     flat = keys.flatten(0, 1).clone()
     first = fresh.begin * keys.shape[1]
@@ -95,7 +95,7 @@ class CompletedBlocks:
         request_id: The request.
         row: Its row in the step.
         begin: The position of the first block.
-        end: The position behind the last one.
+        end: The position after the last block.
     """
 
     request_id: str
@@ -105,7 +105,7 @@ class CompletedBlocks:
 
 
 def completed_ids(completed: Sequence[CompletedBlocks], block_table: Tensor) -> Tensor:
-    """The ids of completed blocks, ``[n]``, int64.
+    """Return the ids of completed blocks, ``[n]``, int64.
 
     Args:
         completed: At least one.
@@ -118,24 +118,25 @@ def completed_ids(completed: Sequence[CompletedBlocks], block_table: Tensor) -> 
 
 @dataclass(frozen=True, eq=False)
 class SelectionPlan:
-    """The rows of a step that are read sparsely; all arrays are on the host.
+    """The rows of a step that read only some of their blocks (sparse rows); all arrays are on the host.
 
-    A row is a piece of one of the step's: each generated token is one, also where several are computed at once, as
-    after a preemption.
+    Each row is a piece of one of the step's rows: every generated token is a piece of its own, even if a step computes
+    several at once, as after a preemption.
 
     Attributes:
-        budget: How much of each is read.
-        pieces: All rows.
-        request_ids: Of each sparse row.
-        rows: ``[sparse]``, int64: their places among the pieces.
-        tokens: ``[sparse]``, int64: the places of their queries among the step's tokens.
-        blocks: ``[sparse]``, int64: blocks that each has.
-        totals: ``[sparse]``, int64: blocks that each reads; of `budget`, unless its request has a budget of its own.
-        seq_lens: ``[pieces]``, int32: tokens that each piece reads.
-        dense_blocks: The most blocks that a dense piece has; 0 if there is none.
-        missing: For each sparse row the first and the end of the positions of its blocks whose representatives are to
-            be made in this step; ``[sparse, 2]``, int64.
-        fresh: Of sparse rows whose missing blocks hold tokens of this very step.
+        budget: What each row reads.
+        pieces: All rows, sparse and dense.
+        request_ids: The request of each sparse row.
+        rows: ``[sparse]``, int64: the indices of the sparse rows among the pieces.
+        tokens: ``[sparse]``, int64: the indices of their queries among the step's tokens.
+        blocks: ``[sparse]``, int64: the number of blocks that each row has.
+        totals: ``[sparse]``, int64: the number of blocks that each row reads: that of `budget`, unless its request has
+            a budget of its own.
+        seq_lens: ``[pieces]``, int32: the number of tokens that each piece reads.
+        dense_blocks: The largest number of blocks of a dense piece; 0 if there is none.
+        missing: ``[sparse, 2]``, int64: for each sparse row, the first and the end position of the blocks whose
+            representatives must be computed in this step.
+        fresh: The missing blocks that contain tokens of this step.
     """
 
     budget: BlockBudget
@@ -157,14 +158,14 @@ class SelectionPlan:
 
 
 class SelectionPlanner:
-    """Plans steps, and knows for each request up to which block its representatives are made.
+    """Plans steps, and tracks for each request up to which block its representatives are computed.
 
-    That is all there is to know: the blocks of a request are its own, or shared and complete, as long as it holds them,
-    so what was made of them stays right. When it is admitted anew, or is set back, it starts again.
+    As long as a request holds its blocks, they are its own, or shared and complete, so their representatives stay
+    valid. When it is admitted again or set back, they are computed again.
 
     Args:
         budget: What a decode reads.
-        min_context: Tokens below which a request is dense, even where it has more than its budget.
+        min_context: Requests with fewer tokens are dense, even if they exceed their budget.
     """
 
     def __init__(self, budget: BlockBudget, min_context: int = 0) -> None:
@@ -174,16 +175,16 @@ class SelectionPlanner:
         self._made: dict[str, int] = {}
 
     def give(self, request_id: str, budget: BlockBudget) -> None:
-        """A request has a budget of its own, from now until it is forgotten.
+        """Give a request a budget of its own, until it is forgotten.
 
         Args:
             request_id: The request.
-            budget: It differs from `budget` in its total alone.
+            budget: Its budget; only its total may differ from the planner's.
         """
         self._own_totals[request_id] = budget.total
 
     def plan(self, batch: StepBatch, excluded: set[str]) -> SelectionPlan | None:
-        """The sparse rows of a step, if there are any.
+        """Return the sparse rows of a step, or None if all rows are dense.
 
         Args:
             batch: The step.
@@ -225,12 +226,12 @@ class SelectionPlanner:
         )
 
     def completed(self, batch: StepBatch, excluded: set[str]) -> tuple[CompletedBlocks, ...]:
-        """The blocks to choose from later that this step completes; from now on they have representatives.
+        """Return the candidate blocks that this step completes, and record that they have representatives.
 
-        Those of prompts that fit into the budget are left for the step that first chooses among them, if ever one does.
+        The blocks of prompts that fit into the budget are left to the first step that chooses among them.
 
         Args:
-            batch: A step that is planned.
+            batch: A step that was planned.
             excluded: Requests that stay dense.
         """
         budget, found = self.budget, []
@@ -245,19 +246,19 @@ class SelectionPlanner:
         return tuple(found)
 
     def _totals(self, batch: StepBatch) -> NDArray[np.int64]:
-        """``[num_reqs]``: blocks that a decode of each request reads."""
+        """Return the number of blocks that a decode of each request reads, ``[num_reqs]``."""
         total = self.budget.total
         if not self._own_totals:
             return np.full(len(batch.request_ids), total, np.int64)
         return np.array([self._own_totals.get(request_id, total) for request_id in batch.request_ids], np.int64)
 
     def _dense_tokens(self, totals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``[num_reqs]``: the most tokens with which a request is dense."""
+        """Return the largest number of tokens with which each request is dense, ``[num_reqs]``."""
         found: NDArray[np.int64] = np.maximum(totals * self.budget.block_size, self._min_context - 1)
         return found
 
     def _pieces(self, batch: StepBatch, totals: NDArray[np.int64]) -> QueryPieces:
-        """The step's rows, with a piece for each generated token that may be sparse."""
+        """Cut the step's rows so that each generated token that may be sparse is a piece of its own."""
         whole = QueryPieces.of_rows(batch)
         first = np.maximum(batch.num_prompt_tokens, self._dense_tokens(totals))
         if not ((batch.num_new_tokens > 1) & (whole.ends > first)).any():
@@ -268,8 +269,8 @@ class SelectionPlanner:
     def _fresh(
         self, batch: StepBatch, pieces: QueryPieces, rows: NDArray[np.int64], missing: NDArray[np.int64]
     ) -> tuple[FreshBlocks, ...]:
-        """Of the missing blocks those that end with tokens of this step."""
-        if pieces.whole:  # a decode chooses among blocks that were complete before it
+        """Return the missing blocks that tokens of this step complete."""
+        if pieces.whole:  # a decode chooses only among blocks that were complete before the step
             return ()
         found = []
         starts = batch.num_new_tokens.cumsum() - batch.num_new_tokens
@@ -282,23 +283,23 @@ class SelectionPlanner:
         return tuple(found)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
+        """Drop the state of a request that has ended."""
         self.forget_made(request_id)
         self._own_totals.pop(request_id, None)
 
     def forget_made(self, request_id: str) -> None:
-        """Of a request nothing is made."""
+        """Forget the representatives of a request."""
         self._made.pop(request_id, None)
 
     def _set_back(self, batch: StepBatch, row: int) -> None:
-        """What a row holds from here on is written in this step or later, or came with an admission."""
+        """Forget the representatives of blocks that this step or a later one writes, or that came with an admission."""
         request_id = batch.request_ids[row]
         whole = 0 if batch.admitted[row] else int(batch.num_computed_tokens[row]) // self.budget.block_size
         if self._made.get(request_id, 0) > whole:
             self._made[request_id] = whole
 
     def _missing(self, request_id: str, blocks: int) -> tuple[int, int]:
-        """The blocks to choose from that have no representatives yet; from now on they have."""
+        """Return the range of candidate blocks without representatives, and record that they have them."""
         end = blocks - self.budget.recent
         begin = max(self._made.get(request_id, 0), self.budget.sinks)
         end = max(begin, end)
@@ -307,7 +308,7 @@ class SelectionPlanner:
 
 
 class RestrictedTables:
-    """The block tables of a plan: what all layers share is made once.
+    """The block tables of a plan; tensors that all layers share are computed once.
 
     Args:
         plan: The plan.
@@ -321,24 +322,24 @@ class RestrictedTables:
         self._rows = torch.from_numpy(plan.rows).to(device)
         most, total = int(plan.blocks.max()), int(plan.totals.max())
         chosen = plan.totals - budget.sinks - budget.recent
-        #: Blocks that a row chooses, the most; and ``[sparse, 1]``, int64, those of each where they differ.
+        #: The largest number of blocks that a row chooses; and each row's, ``[sparse, 1]``, int64, if they differ.
         self._most_chosen = int(chosen.max())
         self._chosen = None if (plan.totals == total).all() else torch.from_numpy(chosen).to(device)[:, None]
         if plan.pieces.whole:
             whole = block_table[: len(plan.seq_lens)]
         else:
             whole = block_table[torch.from_numpy(plan.pieces.rows).to(device)]
-        #: ``[sparse, most]``: the whole rows of those that are sparse.
+        #: ``[sparse, most]``: the complete block tables of the sparse rows.
         mine = whole[:, :most] if plan.all_rows else whole[self._rows, :most]
         self._dense = None if plan.all_rows else whole[:, : max(plan.dense_blocks, total)]
         self._sinks = mine[:, : budget.sinks]
         ends = torch.from_numpy(plan.blocks).to(device)
         newest = ends[:, None] + torch.arange(-budget.recent, 0, device=device)
         self._recent = mine.gather(1, newest)
-        #: ``[sparse, candidates]``, int64: the blocks to choose from; the last ones of shorter rows are `hidden`.
+        #: ``[sparse, candidates]``, int64: the blocks to choose from; shorter rows end with padding, see `hidden`.
         self.candidates = mine[:, budget.sinks : most - budget.recent].long()
         last = ends - budget.recent - budget.sinks
-        #: ``[sparse, candidates]``: those that stand behind the end of a shorter row; None if there are none.
+        #: ``[sparse, candidates]``: whether an entry is padding behind the end of a shorter row; None if none is.
         self.hidden = None
         if len(set(plan.blocks.tolist())) > 1:
             self.hidden = torch.arange(self.candidates.shape[1], device=device) >= last[:, None]
@@ -346,21 +347,21 @@ class RestrictedTables:
         self.seq_lens = torch.from_numpy(plan.seq_lens).to(device)
         self.max_seq_len = int(plan.seq_lens.max())
         ranges = [mine[row, begin:end] for row, (begin, end) in enumerate(plan.missing.tolist()) if end > begin]
-        #: ``[n]``, int64: blocks whose representatives are to be made; None if there are none.
+        #: ``[n]``, int64: the blocks whose representatives must be computed; None if there are none.
         self.missing = torch.cat(ranges).long() if ranges else None
-        #: Those of them that are completed by tokens of this step: their ids, ``[n]``, int64, and what is known.
+        #: Those of them that tokens of this step complete: their ids, ``[n]``, int64, and their description.
         self.fresh = [(whole[of.piece, of.begin : of.end].long(), of) for of in plan.fresh]
-        #: How the step's queries are spread over the rows; None if each request is one.
+        #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The block table of a layer: sinks, the best of the candidates in the order of their positions, recent blocks.
+        """Return the block table of a layer: sinks, the best candidates in the order of their positions, recent blocks.
 
         Args:
-            scores: ``[sparse, candidates]``, int64: how much each is wanted, by the heads of all ranks.
+            scores: ``[sparse, candidates]``, int64: the score of each candidate, summed over the heads of all ranks.
 
         Returns:
-            ``[pieces, blocks]``, int32; dense rows are whole. What is behind a row's length is a block of its own.
+            ``[pieces, blocks]``, int32. Dense rows are complete. Entries beyond a row's length are valid block ids.
         """
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
@@ -369,12 +370,12 @@ class RestrictedTables:
             scores = scores.masked_fill(self.hidden, -1)
         most, own = self._most_chosen, self._chosen
         best = scores.topk(most, -1, sorted=own is not None).indices
-        if own is not None:  # what a row with fewer leaves of the best goes to its end
+        if own is not None:  # a row that chooses fewer blocks gets the last candidate in the surplus entries
             places = torch.arange(most, device=best.device)
             best = best.masked_fill(places >= own, self.candidates.shape[1] - 1)
         chosen = self.candidates.gather(1, best.sort(-1).values).to(self._sinks.dtype)
         table = torch.cat((self._sinks, chosen, self._recent), 1)
-        if own is not None:  # and recent blocks come right behind those that it reads; then anything follows
+        if own is not None:  # move its recent blocks in front of the surplus entries, which no kernel reads
             columns = torch.arange(table.shape[1], device=table.device)
             left_out = (columns >= self._sinks.shape[1] + own) * (most - own)
             table = table.gather(1, (columns + left_out).clamp(max=table.shape[1] - 1))

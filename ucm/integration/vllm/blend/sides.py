@@ -1,4 +1,4 @@
-"""BlendConnector in each process, put together from its parts and those of the connector for exact prefixes."""
+"""BlendConnector in each process: its own parts, connected to those of the connector for exact prefixes."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.worker_side import WorkerSide
     from ucm.store.base import BlockGeometry, KVStore
 
-#: Below an engine's namespace: position-free KV of chunks, which nothing that looks for exact blocks reads.
+#: The part of the namespace, below the engine's, for position-free KV of chunks; exact lookups never read it.
 CHUNKS = "chunks"
 
 
 class BlendSchedulerSide:
-    """In the scheduler's process.
+    """The side in the scheduler's process.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not give it.
+        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not pass it.
         settings: The connector's settings.
-        blend: Those of blending.
-        exact: The connector for exact prefixes.
+        blend: The settings of ``blend``.
+        exact: The scheduler side of the connector for exact prefixes.
 
     Raises:
         UnsupportedModelError: If nothing can be blended in this engine.
@@ -82,11 +82,11 @@ class BlendSchedulerSide:
         self.take_note()
 
     def plan(self, scheduler_output: Any, plan: StepPlan) -> BlendPlan:
-        """The workers' part of a step.
+        """Plan the workers' part of a step.
 
         Args:
             scheduler_output: vLLM's ``SchedulerOutput`` of the step.
-            plan: What else they do in it; it is told which blocks are filled.
+            plan: The step's plan for exact prefixes; the blocks that blending writes are added to it.
         """
         self.take_note()
         found = self.scheduler.plan(scheduler_output)
@@ -99,7 +99,7 @@ class BlendSchedulerSide:
         return found
 
     def take_note(self) -> None:
-        """Begin once it is known whose chunks these are; start anew where the connector for exact prefixes has."""
+        """Open the stores once the namespace is known, and follow changes of identity of the exact connector."""
         if not self._prepared and self._exact.namespace:
             self._prepared = True
             self.scheduler.prepare(len(self._tags), self._open)
@@ -123,17 +123,17 @@ class BlendSchedulerSide:
 
 
 class BlendWorkerSide:
-    """In a worker's process.
+    """The side in a worker's process.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not give it.
+        kv_cache_config: vLLM's ``KVCacheConfig``, None in releases that do not pass it.
         settings: The connector's settings.
-        blend: Those of blending.
-        exact: The connector for exact prefixes.
+        blend: The settings of ``blend``.
+        exact: The worker side of the connector for exact prefixes.
 
     Raises:
-        UnsupportedModelError: If there are other connectors beside it.
+        UnsupportedModelError: If the engine has other connectors.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class BlendWorkerSide:
         self._worker: BlendWorker | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Find the layers, in a call of the runner that has them.
+        """Find the model and its layers; must be called by the runner.
 
         Args:
             kv_caches: vLLM's KV-cache tensors by layer name.
@@ -183,7 +183,7 @@ class BlendWorkerSide:
         )
 
     def begin(self, step: StepPlan, plan: BlendPlan, attn_metadata: Any) -> None:
-        """Before a step's forward, within its forward context."""
+        """Blend before a step's forward pass, within its forward context."""
         if self._worker is None or self._caches is None:
             return
         if self._store is None and step.namespace:
@@ -195,22 +195,22 @@ class BlendWorkerSide:
         self._worker.blend(plan, attn_metadata, usable=self._unchanged(step))
 
     def layer_begins(self, layer_name: str) -> None:
-        """A layer's attention is about to run."""
+        """See `BlendWorker.layer_begins`."""
         if self._worker is not None:
             self._worker.layer_begins(layer_name)
 
     def save(self, step: StepPlan, plan: BlendPlan) -> None:
-        """After a step's forward."""
+        """Save chunks after a step's forward pass."""
         if self._worker is not None and self._unchanged(step):
             self._worker.save(plan)
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish pending saves, and close the store."""
         if self._worker is not None:
             self._worker.close()
         if self._store is not None:
             call_within(self._store.close, "ucm-close", CLOSE_SECONDS)
 
     def _unchanged(self, step: StepPlan) -> bool:
-        """Whether the weights are those that the step's plan was made for."""
+        """Return whether the weights are those for which the step was planned."""
         return step.epoch > self._exact.report.changed

@@ -1,7 +1,7 @@
-"""The attention layers of a worker: `AttentionView` over whatever backend each layer has, and the step they run in.
+"""The attention layers of a worker: `AttentionView` for the backend of each layer, and the batch of a step.
 
 V1's runner keeps a persistent batch with all counts on the host. V2's batch is built per step and has them on the
-device in some releases, so there `StepBatch` is made from the scheduler's output, which has them in all.
+device in some releases, so for V2 `StepBatch` is built from the scheduler's output, which has them in all releases.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from ucm.sparse.window_kernel import HeadLayout
 
 
-#: What writes KV to a cache, in a release and backend in which that is an operation of its own.
+#: The method that writes KV to a cache, in releases and backends that have a separate operation for it.
 WRITE = "do_kv_cache_update"
 
 
 class Backend(Protocol):
-    """What differs between attention backends; ``layer`` is vLLM's ``Attention``."""
+    """The operations that differ between attention backends; ``layer`` is vLLM's ``Attention``."""
 
     def serves(self, impl: Any) -> bool:
-        """Whether an ``AttentionImpl`` is of this kind, in this release."""
+        """Return whether an ``AttentionImpl`` is of this kind, in this release."""
         ...
 
     def block_size(self, layer: Any, kv_cache: Tensor) -> int:
@@ -72,7 +72,7 @@ class Backend(Protocol):
         ...
 
     def require_parts(self, layer: Any) -> None:
-        """See `PartsView.require_parts`; what any backend's layer may have is looked at elsewhere."""
+        """See `PartsView.require_parts`; obstacles that do not depend on the backend are checked elsewhere."""
         ...
 
     def head_layout(self, layer: Any, kv_cache: Tensor) -> HeadLayout | None:
@@ -84,11 +84,11 @@ class Backend(Protocol):
         ...
 
     def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """See `AttentionLayers.write`; asked only where the implementation has no operation of its own for it."""
+        """See `AttentionLayers.write`; called only if the implementation has no separate operation for it."""
         ...
 
     def require_write(self, layer: Any) -> None:
-        """Refuse a layer for which `write` is out of reach."""
+        """Refuse a layer whose cache `write` cannot write."""
         ...
 
     def attend(
@@ -111,11 +111,11 @@ class Backend(Protocol):
 
 
 class AttentionLayers:
-    """Implements `AttentionView`; nothing is looked at before it is asked for, for the model is loaded later.
+    """Implements `AttentionView`; layers are looked up lazily, because the model is loaded later.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        runner: vLLM's model runner, if the model will be looked at.
+        runner: vLLM's model runner, if the model is needed.
     """
 
     def __init__(self, vllm_config: Any, runner: Any = None) -> None:
@@ -207,7 +207,7 @@ class AttentionLayers:
     def bound_cache(self, layer_name: str) -> Tensor | None:
         """See `PartsView.bound_cache`."""
         bound: Any = getattr(self._layer(layer_name)[0], "kv_cache", None)
-        if isinstance(bound, list | tuple):  # in older releases one for each of several virtual engines
+        if isinstance(bound, list | tuple):  # in older releases, one for each virtual engine
             bound = bound[0] if bound else None
         return bound if getattr(bound, "ndim", 0) > 1 else None
 
@@ -245,7 +245,7 @@ class AttentionLayers:
         """Check that tokens can be written to a layer's cache.
 
         Raises:
-            SparseMethodError: If its backend writes them within its attention, out of reach.
+            SparseMethodError: If its backend can write them only within its attention.
         """
         layer, backend = self._layer(layer_name)
         if not hasattr(layer.impl, WRITE):
@@ -258,8 +258,8 @@ class AttentionLayers:
             layer_name: The layer's prefix in the model.
             kv_cache: Its cache.
             keys: ``[n, num_kv_heads, head_size]``, rotated.
-            values: The same.
-            slots: ``[n]``, int64: where they go.
+            values: Like ``keys``.
+            slots: ``[n]``, int64: their slots in the cache.
         """
         layer, backend = self._layer(layer_name)
         if hasattr(layer.impl, WRITE):
@@ -272,10 +272,10 @@ class AttentionLayers:
         return RawBlocks(kv_caches, int(self._config.cache_config.block_size))
 
     def _layer(self, layer_name: str) -> tuple[Any, Backend]:
-        """A layer that is served, and its backend.
+        """Return a supported layer and its backend.
 
         Raises:
-            SparseMethodError: If it is not served.
+            SparseMethodError: If the layer is not supported.
         """
         found = self._found.get(layer_name)
         if found is None:
@@ -296,8 +296,8 @@ class RawBlocks:
     """Implements `BlockCopies` on a device or on the host.
 
     Args:
-        kv_caches: The caches by layer, all with as many blocks, on one device.
-        block_size: Tokens in a block.
+        kv_caches: The caches by layer, all with the same number of blocks, on one device.
+        block_size: The tokens of a block.
 
     Raises:
         UnknownLayoutError: If the blocks of a layer cannot be located.
@@ -328,7 +328,7 @@ class RawBlocks:
         self._memory.scatter(range(len(block_ids)), block_ids, range(layer, layer + 1), staged)
 
     def _wait(self) -> None:
-        """Until the copies that were asked for are in host memory."""
+        """Wait until the requested copies are in host memory."""
         if self._memory.device.type != "cpu":
             import torch  # noqa: PLC0415 - vLLM brings it
 
@@ -336,12 +336,12 @@ class RawBlocks:
 
 
 def step_batch(runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
-    """The requests of a step, in the order of the rows of its metadata.
+    """Return the requests of a step, in the order of the rows of its metadata.
 
     Args:
         runner: vLLM's model runner, V1 or V2.
         scheduler_output: vLLM's ``SchedulerOutput`` of the step.
-        input_batch: The runner's persistent batch (V1), or the step's (V2).
+        input_batch: The runner's persistent batch (V1), or the step's batch (V2).
     """
     request_ids = list(input_batch.req_ids)
     rows = hasattr(input_batch, "idx_mapping_np")  # V2: the batch's rows point to rows of the runner's states
@@ -368,7 +368,7 @@ def step_batch(runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatc
 
 
 def _scheduled_computed(scheduler_output: Any, request_ids: Sequence[str]) -> list[int]:
-    """The tokens that each request has from before the step, as the scheduler counts them."""
+    """Return the tokens that each request had before the step, as the scheduler counts them."""
     known = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
     cached = scheduler_output.scheduled_cached_reqs
     known.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -376,7 +376,7 @@ def _scheduled_computed(scheduler_output: Any, request_ids: Sequence[str]) -> li
 
 
 def _prompt_lengths(runner: Any) -> NDArray[Any]:
-    """V2: the prompts' lengths by row of the states; an array, from 0.17.1 on one that a device sees too."""
+    """Return V2's prompt lengths by row of its states; from 0.17.1 on, the array is mirrored on the device."""
     lengths = runner.req_states.prompt_len
     found: NDArray[Any] = getattr(lengths, "np", lengths)
     return found
