@@ -382,7 +382,7 @@ class DebugConnector:
                     times.append(time.perf_counter() - began)
                     problems += [f"load: {error}" for error in result.failed.values()]
                     if not result.failed and not memory.is_intact():
-                        problems.append("load: other bytes came back than were saved, and no checksum told")
+                        problems.append("load: the bytes are not those that were saved, and no checksum failed")
         finally:
             remove_blocks(self._config, namespace, keys)
         self.timings.add("save", saved)

@@ -153,7 +153,7 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
     """Return the printed lines: one per budget, the needed shares of the context, and one per layer."""
     layers: Mapping[str, Any] = found["layers"]
     if not layers:
-        return ["Nothing was measured: generate more tokens with --max-tokens, or measure oftener with --every 1."]
+        return ["Nothing was measured: generate more tokens with --max-tokens, or measure every step with --every 1."]
     samples = min(layer["samples"] for layer in layers.values())
     least, most = found["lengths"]
     head = f"{found['model']}: {len(layers)} layers, {found['prompts']} prompts"

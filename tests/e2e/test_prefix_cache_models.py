@@ -161,7 +161,7 @@ def test_latent_kv_that_vllm_does_not_continue_is_refused(latent: Latent) -> Non
     """The answers after a hit are others; vLLM turns its own prefix cache off for the same reason."""
     pairs = [(warm, cold) for warm, cold, single in zip(latent.warm, latent.cold, alone(), strict=True) if single]
     assert sum(warm.tokens != cold.tokens for warm, cold in pairs if warm.cached) > 3
-    assert "gives other tokens after KV from a cache" in latent.refusal()
+    assert "generates other tokens after a cache hit" in latent.refusal()
 
 
 def test_saving_latent_kv_changes_nothing(latent: Latent) -> None:

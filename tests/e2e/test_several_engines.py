@@ -99,5 +99,5 @@ def test_an_engine_whose_worker_does_not_run_its_half_is_refused(environments: E
     )
     assert run.code not in (0, -1)
     assert not run.phases
-    assert "[UCM.Sparse] refused: SinkWindow does not run in all workers as it does beside the scheduler" in run.log
+    assert "[UCM.Sparse] refused: not all workers run SinkWindow as the scheduler side does" in run.log
     assert "runs method None, the scheduler 'ucm.sparse.sink_window.SinkWindow'" in run.log

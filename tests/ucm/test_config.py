@@ -110,7 +110,7 @@ def test_connectors_within_another_with_different_methods_are_refused() -> None:
     ],
 )
 def test_what_would_be_overlooked_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is not a setting of UCM here") as caught:
+    with pytest.raises(ConfigError, match="is not a setting that UCM reads here") as caught:
         sparse_method_config(VllmConfig(None, settings))
     assert 'write {"ucm_sparse_config": {"<method>"' in str(caught.value)
 

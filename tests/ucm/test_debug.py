@@ -164,7 +164,7 @@ def test_what_goes_wrong_is_said(described: dict[str, Any], root: Path) -> None:
     assert all(problem.startswith("save: ") for problem in trip.problems)
     with open_connector({"store": {"pipeline": "tests.ucm.test_debug:ForgetfulStore"}}, "/m") as opened:
         (trip,) = opened.roundtrip()
-    assert trip.problems == ("load: other bytes came back than were saved, and no checksum told",)
+    assert trip.problems == ("load: the bytes are not those that were saved, and no checksum failed",)
 
 
 def test_blocks_are_named_as_the_scheduler_side_names_them() -> None:
@@ -259,7 +259,7 @@ def test_wrong_settings_or_a_wrong_model_are_one_error(
     assert "no.yaml" in err
     code, _, err = run(capsys, "--config", file, "--model", tmp_path)
     assert (code, err.count("ucm: ")) == (2, 1)
-    assert "there is no config.json in it" in err
+    assert "it has no config.json" in err
     with pytest.raises(SystemExit) as ended:
         run(capsys, "--config", file, "--model", tmp_path, "--engine-args", "[]")
     assert ended.value.code == 2

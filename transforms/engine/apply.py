@@ -105,7 +105,7 @@ def _refusal(module: cst.Module, rule: Rule, path: str, release: str, attempt: A
     for text in rule.never:
         hits = [(*attempt.scopes[0], *hit) for hit in pattern(text).find(scope)]
         if hits:
-            detail = f"`{text}` must not occur here, and does"
+            detail = f"`{text}` occurs here, and must not"
             return _outcome(rule, Status.FORBIDDEN, path, attempt, detail, places(module, hits))
     for hit in attempt.hits:
         obstacle = edit.obstacle(scope, hit)
@@ -132,14 +132,14 @@ def _failure(
     if len(fitting) > 1:
         names = ", ".join(a.variant.name for a in fitting)
         hits = [(*a.scopes[0], *hit) for a in fitting for hit in a.hits]
-        detail = f"{len(fitting)} variants fit ({names}); one must"
+        detail = f"{len(fitting)} variants match ({names}); exactly one must"
         return Outcome(rule.id, Status.AMBIGUOUS, path, detail=detail, candidates=places(module, hits))
     best = max(attempts, key=lambda a: (release in a.variant.releases, len(a.scopes) == 1, len(a.hits)))
     if len(best.scopes) > 1:
-        detail = f"{len(best.scopes)} places are {best.variant.scope}; one must be"
+        detail = f"{len(best.scopes)} places match the scope {best.variant.scope}; exactly one must"
         return _outcome(rule, Status.AMBIGUOUS, path, best, detail, places(module, list(best.scopes)))
     if best.already:
-        detail = f"its insertion stands here {best.already} times; {rule.expect} expected"
+        detail = f"its insertion is already here {best.already} times; {rule.expect} expected"
         return _outcome(rule, Status.AMBIGUOUS, path, best, detail, places(module, list(best.scopes)))
     if len(best.hits) > rule.expect:
         hits = [(*best.scopes[0], *hit) for hit in best.hits]

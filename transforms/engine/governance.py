@@ -73,7 +73,7 @@ class Governance:
         for name, text in texts.items():
             if len(text.split()) < FEWEST_WORDS:
                 raise RuleDefinitionError(
-                    f"the governance record's `{name}` does not answer its question",
+                    f"the governance record's `{name}` is too short to answer its question",
                     where=f"transform {transform}",
                     fix=f"write at least {FEWEST_WORDS} words that a reviewer can check",
                 )

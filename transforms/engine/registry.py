@@ -76,7 +76,7 @@ class Registry:
             else [i for i in ids if not i.startswith(f"{self.owner}.")],
             "two transforms are for one module": [path for path, n in paths.items() if n > 1],
             "a module is not one of the package's": [p for p in paths if not p.startswith(f"{self.package.name}/")],
-            "two seams are called": sorted(s.module for s in seams) if len(seams) > 1 else [],
+            "the transforms call more than one seam": sorted(s.module for s in seams) if len(seams) > 1 else [],
         }
         for problem, found in problems.items():
             if found:

@@ -182,16 +182,16 @@ def compare(reviewed: Lock, made: Lock) -> list[str]:
     """Describe the differences between two locks; the origin of the sources does not count."""
     was, now = ({m["path"]: m for m in lock["modules"]} for lock in (reviewed, made))
     found = [f"{path}: no longer rewritten" for path in was.keys() - now.keys()]
-    found += [f"{path}: rewritten, and was not" for path in now.keys() - was.keys()]
+    found += [f"{path}: rewritten, but was not before" for path in now.keys() - was.keys()]
     for path in sorted(was.keys() & now.keys()):
         if was[path]["upstream_sha256"] != now[path]["upstream_sha256"]:
-            found.append(f"{path}: the upstream file is another")
+            found.append(f"{path}: the upstream file has changed")
         elif was[path] != now[path]:
             found.append(f"{path}: the same upstream file is rewritten differently")
     if not found and reviewed["not_inserted"] != made["not_inserted"]:
-        found.append("the rules that are not applicable or upstreamed are others")
+        found.append("other rules are not applicable or upstreamed than before")
     if not found and reviewed.get("conflicts") != made.get("conflicts"):
-        found.append("the places where the rules of several owners meet are others")
+        found.append("the conflicts between rules of several owners have changed")
     return sorted(found)
 
 

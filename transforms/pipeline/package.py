@@ -168,7 +168,7 @@ def build_wheel(source: Path, out: Path) -> Path:
         raise PackageError(
             "hatchling could not build the wheel",
             where=f"{source}: {done.stderr.strip()[-800:]}",
-            fix="install the build requirements: `pip install hatchling`; `nox -s build-overlay` does it by itself",
+            fix="install the build requirements: `pip install hatchling`; `nox -s build-overlay` does that itself",
         )
     return out / Path(done.stderr.strip().splitlines()[-1]).name
 

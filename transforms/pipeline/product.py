@@ -114,7 +114,7 @@ def compose(*registries: Registry) -> Product:
     packages = {one.package for one in registries}
     if len(packages) != 1:
         raise ProductError(
-            "registries of different packages are not applied in one build",
+            "registries for different packages cannot be applied in one build",
             where=", ".join(f"{one.owner}: {one.package.name}" for one in registries),
             fix="build one overlay of each package; both can be installed",
         )
@@ -122,8 +122,7 @@ def compose(*registries: Registry) -> Product:
         shared = {t.module.group for t in one.transforms} & {t.module.group for t in other.transforms}
         if one.owner == other.owner or one.seam.alias == other.seam.alias or shared:
             raise ProductError(
-                "two registries of a build have the name of an owner, of a seam's first package, or of a group in "
-                "common",
+                "two registries of a build share the name of an owner, of a seam's first package, or of a group",
                 where=f"{one.owner} and {other.owner}: {', '.join(sorted(shared)) or one.seam.alias}",
                 fix="give each its own; a group's name starts with its owner's",
             )
@@ -166,7 +165,7 @@ def _loaded(point: metadata.EntryPoint) -> Registry:
         ) from error
     if not isinstance(loaded, Registry):
         raise ProductError(
-            f"an entry point leads to {type(loaded).__name__}, not to a Registry",
+            f"an entry point names a {type(loaded).__name__}, not a Registry",
             where=f"{GROUP}: {point.name} = {point.value}",
             fix="name the object that `transforms.engine.registry.Registry(...)` makes",
         )
@@ -189,7 +188,7 @@ def parse(named: str) -> tuple[Product, str]:
         raise ProductError(
             f"there is no registry of {', '.join(unknown)}",
             where=f"known: {', '.join(known)}",
-            fix=f"install the project that has it, with an entry point `{GROUP}`, where this command runs",
+            fix=f"install the project that has it, with an entry point `{GROUP}`, in the environment of this command",
         )
     return compose(*(known[word] for word in words)), release
 

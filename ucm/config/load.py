@@ -267,7 +267,7 @@ class _Look:
         """Return the error for a directory that has not answered; if an engine starts, log a warning instead."""
         if not self._make:
             what = f"{self._path} has not answered for {self._seconds:.1f} s"
-            fix = "see that its server runs and can be reached, or name another"
+            fix = "check that its server runs and can be reached, or name another directory"
             return wrong(self._place, what, fix, self._written)
         if str(self._path) not in _said:
             _said.add(str(self._path))
@@ -344,15 +344,15 @@ def directory_problem(
     except FileExistsError:
         return wrong(place, f"{directory} is not a directory", "name a directory", written)
     except OSError as error:
-        what = f"{directory} is not there and cannot be made: {error.strerror or error}"
-        return wrong(place, what, "make it, or name another", written)
+        what = f"{directory} does not exist and cannot be created: {error.strerror or error}"
+        return wrong(place, what, "create it, or name another directory", written)
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass
         reason = distrust(directory.stat(), group_id(trusted_group))
     except OSError as error:
-        what = f"no file can be made in {directory}: {error.strerror or error}"
-        return wrong(place, what, "let the user who runs vLLM write there, or name another", written)
+        what = f"no file can be created in {directory}: {error.strerror or error}"
+        return wrong(place, what, "let the user who runs vLLM write there, or name another directory", written)
     except ConfigError as error:
         return error
     if reason:
@@ -384,14 +384,14 @@ def _nearest(directory: Path) -> Path:
 
 
 LOG_INTERVAL = "log_interval"
-_SAME = "the metrics of docs/metrics.md are exported, all of them, through vLLM's own /metrics"
+_SAME = "all metrics of docs/metrics.md are exported, through vLLM's own /metrics"
 WITHOUT_EFFECT = {
     "counter": _SAME,
     "gauge": _SAME,
     "histogram": _SAME,
-    "histogram_max_length": "observations are counted in buckets where they are made, so that nothing piles up",
-    "metric_prefix": "metrics are called ucm:… as the dashboard expects",
-    "multiproc_dir": "vLLM's own setting, PROMETHEUS_MULTIPROC_DIR, rules",
+    "histogram_max_length": "observations are counted in buckets at once, so none accumulate",
+    "metric_prefix": "metrics are named ucm:…, as the dashboard expects",
+    "multiproc_dir": "vLLM's own PROMETHEUS_MULTIPROC_DIR applies",
 }
 
 

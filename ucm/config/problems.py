@@ -91,7 +91,7 @@ def unknown(place: Place, value: object, known: Iterable[str]) -> ConfigError:
     key = place.path.rpartition(".")[2]
     names = sorted(known)
     close = difflib.get_close_matches(key, names, n=1, cutoff=SIMILARITY)
-    fix = f"did you mean {close[0]!r}?" if close else f"remove it; known here: {', '.join(names)}"
+    fix = f"did you mean {close[0]!r}?" if close else f"remove it; the settings are {', '.join(names)}"
     if SECRET.search(key):
         fix = f"write the secret into a file, or an environment variable; {fix}"
         value = NO_VALUE

@@ -37,7 +37,7 @@ def translate(document: Document, own: Iterable[str]) -> Translation:
         place = document.place(key)
         rival = next((name for name in _SAME_THING.get(key, ()) if name in document.settings), None)
         if rival is not None:
-            out.refuse(place, f"says the same thing as {rival}", "keep one of the two", value)
+            out.refuse(place, f"sets the same as {rival}", "keep one of the two", value)
         elif key == SPARSE and isinstance(value, dict) and BLEND in value:
             _blend(out, place, value)
         elif key in ours:
@@ -83,7 +83,12 @@ def _blend(out: Translation, place: Place, value: dict[str, object]) -> None:
     """Translate UCM's blending, which selects tokens by their deviation in one layer."""
     place, options = place.inside(BLEND), value[BLEND]
     if len(value) > 1 or not isinstance(options, dict):
-        out.refuse(place, "not a mapping, or beside a sparse method", f"write {{{BLEND}: {{…}}}} alone", value)
+        out.refuse(
+            place,
+            "must be a mapping, and cannot be combined with a sparse method",
+            f"write {{{BLEND}: {{…}}}} alone",
+            value,
+        )
         return
     out.put(("blend", "select"), "deviation", place, options)
     for key, written in options.items():
@@ -102,7 +107,7 @@ def _check_layer(out: Translation, place: Place, value: object) -> None:
     told = items[0][1] if numbers else None
     if not isinstance(told, dict) or set(told) != {"ratio"}:
         fix = "write {model.layers.1.self_attn.attn: {ratio: 0.2}}"
-        out.refuse(place, "not one layer with the ratio that is computed behind it", fix, value)
+        out.refuse(place, "must be one layer with the ratio to compute after it", fix, value)
         return
     out.put(("blend", "check_layer"), int(numbers[0]), place.inside(str(items[0][0])), value)
     out.put(("blend", "ratio"), told["ratio"], place.inside(str(items[0][0]), "ratio"), told["ratio"])

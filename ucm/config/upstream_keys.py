@@ -9,12 +9,10 @@ from __future__ import annotations
 
 _THREADS = "store.load_threads and store.save_threads say how many threads transfer blocks"
 _LAYOUT = "the geometry of a block is read from the KV cache itself"
-_QUEUES = "store.save_queue says how many bytes may wait for being written"
+_QUEUES = "store.save_queue says how many bytes may wait to be written"
 _GC = "when a capacity is set, the blocks unused for longest go as soon as it is reached"
-_DEVICE = "copies between device and host are the device interface's own"
-_HEALTH = (
-    "a directory that fails is always left alone for a while; store.failures_until_rest and store.rest_seconds say when"
-)
+_DEVICE = "the device interface decides how to copy between device and host"
+_HEALTH = "a directory that fails always rests for a while; store.failures_until_rest and store.rest_seconds say when"
 _NO_TIMEOUT = "a transfer ends when the medium answers; requests are recomputed meanwhile, not failed"
 _SAFE_SAVE = "a save always waits for the step that computes its blocks"
 
@@ -24,7 +22,7 @@ TOP_LEVEL_WITHOUT_EFFECT = {
     "enable_record_traces": "requests are not traced; ucm:queried_tokens_total and ucm:hit_tokens_total count them",
     "inference_duration_monitor_fake_hit_ratio": "there is no such monitor",
     "load_only_first_rank": "every rank loads what it needs itself",
-    "persist_token_threshold": "short requests are saved as well; min_hit_tokens says from which hit on to load",
+    "persist_token_threshold": "short requests are saved as well; min_hit_tokens is the shortest hit that is loaded",
     "timeout_ms": _NO_TIMEOUT,
     "transferIoSize": _LAYOUT,
     "wa_dump_block_wise": "every whole block is saved",
@@ -48,7 +46,7 @@ STORE_WITHOUT_EFFECT = {
     "cpu_affinity_cores": "threads run where the operating system puts them",
     "device": _DEVICE,
     "device_id": _DEVICE,
-    "engine_id": "engines share blocks by what the blocks are, not by whose they were",
+    "engine_id": "engines share blocks by content, whichever engine stored them",
     "gpu_kv_buffer_addrs": _LAYOUT,
     "gpu_kv_buffer_sizes": _LAYOUT,
     "io_size": _LAYOUT,
@@ -65,7 +63,7 @@ STORE_WITHOUT_EFFECT = {
     "posix_gc_shard_sample_ratio": _GC,
     "posix_gc_task_timeout_ms": _GC,
     "posix_gc_trigger_threshold_ratio": _GC,
-    "posix_io_engine": "there is one way to read and write; store.direct_io chooses whether the page cache takes part",
+    "posix_io_engine": "there is one way to read and write; store.direct_io bypasses the page cache",
     "posix_lookup_concurrency": _THREADS,
     "posix_open_concurrency": _THREADS,
     "recycleEnable": _GC,
@@ -85,7 +83,7 @@ STORE_WITHOUT_EFFECT = {
     "transfer_enable": "vLLM says which side a connector is on",
     "transfer_stream_number": _THREADS,
     "transfer_timeout_ms": _NO_TIMEOUT,
-    "unique_id": "engines share blocks by what the blocks are, not by whose they were",
+    "unique_id": "engines share blocks by content, whichever engine stored them",
     "use_gdr": _DEVICE,
     "use_scatter_gather": _DEVICE,
     "waiting_queue_depth": _QUEUES,
@@ -144,7 +142,7 @@ PIPELINES = {"Cache|Ds3fs": "Cache|Posix", "Cache|Empty": "Dram", "Ds3fs": "Posi
 PIPELINES_NOT_IN_THIS_VERSION = {
     "Cache|Compress|Posix": "use 'Cache|Posix': blocks are stored as they are",
     "Cache|Fake": "use 'Dram', or 'Empty' to measure without a store",
-    "Fake": "use 'Empty' to measure without a store; one that hands back other data than it took is not offered",
+    "Fake": "use 'Empty' to measure without a store; a store that returns other data than it was given is not offered",
 }
 
 

@@ -25,7 +25,7 @@ _WORDS = {
     "int_type": ("not a whole number", "write a whole number"),
     "invalid_key": ("a name is expected, not a number", "write a setting's name"),
     "less_than_equal": ("more than {le}", "write {le} or less"),
-    "literal_error": ("not one of those that there are", "write {expected}"),
+    "literal_error": ("not one of the possible values", "write {expected}"),
     "model_type": ("not a mapping", "write {{name: value, …}}"),
     "string_too_short": ("empty", "write a text, or leave the setting out"),
     "string_type": ("not a text", "write it in quotes"),

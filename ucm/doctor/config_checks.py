@@ -75,12 +75,12 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
     if blend is None:
         return []
     if beside:
-        what = "blending and a sparse method do not go together: each decides which tokens may be read"
+        what = "blending and a sparse method cannot be combined: each decides which tokens may be read"
         return [Finding(BLENDING, Status.ERROR, what, (str(file),), ("leave one of blend and ucm_sparse_config out",))]
     computed = {
         "edges": f"the first {blend.edge_tokens} tokens of each",
         "deviation": f"{blend.ratio:.0%} of their tokens; start vLLM with --enforce-eager",
-        "none": "nothing but what is checked: only right for measuring",
+        "none": "only the tokens that the gate checks, which is for measurements",
     }[blend.select]
     ends = blend.chunk_end_token_ids
     named = f"separator tokens {', '.join(map(str, ends))} end them" if ends else "requests mark them (ucm_chunks)"
@@ -151,7 +151,7 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
 
 def _refused(check: str, error: ConfigError, file: Path) -> Finding:
     what, *details = str(error).splitlines()
-    todo = f"correct {file}, as said beside '{check}'"
+    todo = f"correct {file} as described under '{check}'"
     return Finding(check, Status.ERROR, what, tuple(details), (todo,))
 
 

@@ -101,7 +101,10 @@ class Report:
             return "UCM's overlay is installed and switched off: vLLM runs unchanged."
         manifest = self.overlays[0].manifest
         release = manifest.release if manifest else ""
-        return f"UCM's overlay acts: {on} of its {len(self.modules)} modules replace those of vLLM {release} at import."
+        return (
+            f"UCM's overlay is active: {on} of its {len(self.modules)} modules replace those of vLLM {release} "
+            "at import."
+        )
 
     @property
     def todo(self) -> list[str]:

@@ -82,7 +82,7 @@ def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disable
     unknown = [name for name in on if groups and name not in known]
     details = [f"{group} is off: {reason}" for group, reason in disabled.items()]
     details += [f"{name} names no group of this overlay and has no effect" for name in unknown]
-    todo = f"to have {'it' if len(on) == 1 else 'them'} back: unset {' '.join(on)}"
+    todo = f"to switch {'it' if len(on) == 1 else 'them'} on again: unset {' '.join(on)}"
     if ALL in on:
         return Finding(check, Status.WARNING, f"{ALL} is set: vLLM runs without the overlay", todo=(todo,))
     return Finding(check, Status.WARNING, f"set: {', '.join(on)}", tuple(details), (todo,))

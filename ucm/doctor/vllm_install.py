@@ -102,7 +102,7 @@ def check_vllm(vllm: Vllm | None, wanted: str | None) -> Finding:
     what = f"{vllm.release} by content ({vllm.files} of {vllm.files} files)"
     if vllm.agree is False:
         todo = ("unset VLLM_VERSION, or set it to the release of the files",) if vllm.stated else ()
-        return Finding(CHECK, Status.WARNING, f"{what}, but {said}: the overlay goes by content", (place,), todo)
+        return Finding(CHECK, Status.WARNING, f"{what}, but {said}: the overlay decides by content", (place,), todo)
     return Finding(CHECK, Status.OK, what, (place,))
 
 

@@ -46,7 +46,7 @@ class _Adapter:
             raise AdapterError("a LoRA adapter is being read; its requests are cached when that is done")
         self._contents.confirm()
         if {path.name for path in _files(next(iter(self.files.values())).parent)} != set(self.files):
-            raise AdapterError("files have come or gone since the engine loaded it")
+            raise AdapterError("files were added or removed since the engine loaded it")
         contents = [[name, self._digests.of[path]] for name, path in sorted(self.files.items())]
         return hashlib.sha256(frame(contents)).digest()
 
@@ -137,8 +137,8 @@ class Adapters:
         if self._stood_for.setdefault(sign, content) != content:
             self._stood_for[sign] = None
             raise AdapterError(
-                f"{what} has stood for different weights, and vLLM may compute with those that it loaded first, or "
-                "find their blocks; give each LoRA adapter a name and a number of its own"
+                f"{what} was used for different weights, so vLLM may compute with the first ones, or find their "
+                "blocks; give each LoRA adapter a name and a number of its own"
             )
 
 
@@ -151,11 +151,11 @@ def _directory(path: str) -> Path:
         hub = importlib.import_module("huggingface_hub")  # installed with vLLM
         return Path(hub.snapshot_download(path, local_files_only=True))
     except Exception as error:  # the hub raises errors of many classes for an unknown name
-        raise OSError(f"it is no directory, and not in the hub's cache ({error})") from error
+        raise OSError(f"it is not a directory, and not in the hub's cache ({error})") from error
 
 
 def _files(directory: Path) -> list[Path]:
     found = sorted(path for path in directory.iterdir() if path.suffix in _SUFFIXES and path.is_file())
     if all(path.suffix == ".json" for path in found):
-        raise FileNotFoundError(f"{directory} holds no weights")
+        raise FileNotFoundError(f"{directory} contains no weights")
     return found

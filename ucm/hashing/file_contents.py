@@ -81,7 +81,7 @@ class FileState(NamedTuple):
         """
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(f"{path} is no regular file")
+            raise FileNotFoundError(f"{path} is not a regular file")
         return cls._from(found, _newest_step(path))
 
     @classmethod
@@ -278,7 +278,7 @@ class FileContents:
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
                 if self._closed.is_set():
-                    raise FileChangedError("reading was ended early", where=str(path))
+                    raise FileChangedError("reading was stopped early", where=str(path))
             if FileState.of_open(file.fileno()).content != state.content:
                 raise _changed(path, "changed while UCM read it", state)
         return digest.hexdigest()
@@ -403,6 +403,6 @@ def _changed(path: Path, how: str, state: FileState) -> FileChangedError:
         f"the file {how}, so it may not be what the engine has loaded (last change "
         f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state.changed))})",
         where=str(path),
-        fix="start the engine anew when nothing writes the model's files any more, or name the weights with "
+        fix="restart the engine when nothing writes to the model's files any more, or name the weights with "
         "`weights_id`",
     )

@@ -187,8 +187,8 @@ class ContentReader:
         if lora_request is None:
             if self._mixes_adapters:
                 raise NotCacheableError(
-                    "vLLM's LoRA on the CPU computes requests without an adapter with another request's adapter, "
-                    "where both are in one step"
+                    "on a CPU, vLLM computes a request without a LoRA adapter with the adapter of another request "
+                    "in the same step"
                 )
             return None
         try:
@@ -239,8 +239,7 @@ def digest_of(data: Any) -> Digest:
     """
     if data is None:
         return NotCacheableError(
-            "a multimodal input comes without its data, so its name is all that is known of it; with "
-            "`trust_media_names` names count"
+            "a multimodal input comes without its data, so only its name is known; `trust_media_names` accepts names"
         )
     digest = hashlib.sha256()
     try:
@@ -249,8 +248,9 @@ def digest_of(data: Any) -> Digest:
     except NotCacheableError as error:
         return error
     return NotCacheableError(
-        "a multimodal input comes with a reference in place of its data (mm_processor_cache_type: shm), which "
-        "means another input in another engine; with lru data comes, and with `trust_media_names` names count"
+        "a multimodal input comes with a reference in place of its data (mm_processor_cache_type: shm), and in "
+        "another engine the same reference may mean another input; mm_processor_cache_type: lru passes data, and "
+        "`trust_media_names` accepts names"
     )
 
 

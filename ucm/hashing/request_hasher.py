@@ -146,7 +146,7 @@ def _token_bytes(token_ids: TokenIds) -> bytes:
     try:
         native = array.array("I", token_ids)  # the fastest conversion from Python's integers to bytes
     except (OverflowError, TypeError) as error:
-        raise ValueError(f"a token id is no integer from 0 to 2**32 - 1: {error}") from None
+        raise ValueError(f"a token id is not an integer from 0 to 2**32 - 1: {error}") from None
     if sys.byteorder == "big":
         native.byteswap()
     return native.tobytes()

@@ -61,7 +61,7 @@ def plan_hashes(vllm_config: Any) -> HashPlan:
     """
     algorithm = getattr(getattr(vllm_config, "cache_config", None), "prefix_caching_hash_algo", None)
     if algorithm not in _SOUND:
-        return _ours(f"vLLM hashes blocks with {algorithm!r}, which is no cryptographic hash")
+        return _ours(f"vLLM hashes blocks with {algorithm!r}, which is not a cryptographic hash")
     utils, function = _utils(), _hash_function(algorithm)
     if utils is None or function is None:
         return _ours("this vLLM release has no block hashes of requests")

@@ -79,9 +79,9 @@ def find_weights(model_config: Any, load_config: Any, stated: str | None = None)
     if stated is not None:
         return Weights(facts | {"stated": stated}, files)
     if load_format not in _FILE_FORMATS:
-        raise _unknown(f"weights in the format {load_format!r} come from where UCM cannot look", model)
+        raise _unknown(f"UCM cannot find the files of weights in the format {load_format!r}", model)
     if getattr(model_config, "model_weights", ""):
-        raise _unknown("the weights are in object storage, where UCM cannot look", str(model_config.model_weights))
+        raise _unknown("the weights are in object storage, which UCM cannot read", str(model_config.model_weights))
     files |= _weights_elsewhere(model_config, load_config)
     if place.exists():
         found = _weight_files(place)
@@ -127,7 +127,7 @@ def _weights_elsewhere(model_config: Any, load_config: Any) -> dict[str, Path]:
         if not place.is_dir():
             place = _snapshot(name, _cached_commit(name, None), load_config) or place
         if not place.is_dir():
-            raise _unknown("the model loads weights of another one that is not in the hub's cache", name)
+            raise _unknown("the model loads weights of another model, which is not in the hub's cache", name)
         files |= {f"{name}--{file.name}": file for file in _weight_files(place)}
     return files
 

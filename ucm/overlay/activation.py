@@ -102,7 +102,7 @@ def _check_in_place(finder: Any, directory: str) -> None:
     late = sorted(foreign_modules(directory))
     if late:
         raise InactiveOverlayError(
-            "modules that it shadows were imported before or around its finder",
+            "modules that it shadows were imported before its finder ran, or bypassed it",
             [f"{name}: {origin}" for name, origin in late],
             [
                 (
@@ -117,7 +117,10 @@ def _check_in_place(finder: Any, directory: str) -> None:
         raise InactiveOverlayError(
             "a finder in front of its own would load modules that it shadows from elsewhere",
             [f"{name}: {by}" for name, by in claimed],
-            ["remove the package that puts this finder into sys.meta_path, or let it pass these names on", DISABLE],
+            [
+                "remove the package that puts this finder into sys.meta_path, or make that finder ignore these names",
+                DISABLE,
+            ],
         )
 
 

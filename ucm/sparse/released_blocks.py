@@ -1,22 +1,23 @@
-"""Giving a running request's blocks back to vLLM's pool, as vLLM's own sliding-window manager does it.
+"""Release blocks of running requests to vLLM's pool, as vLLM's own sliding-window manager does.
 
-A released block is replaced by the pool's null block in ``req_to_blocks``, and its reference is given back with
-``BlockPool.free_blocks``: a block that another request shares stays that request's. Positions, slot mapping and the
-length of the row stay as they are, so all that vLLM does with a request afterwards (allocating, finding what is cached,
-preempting, freeing) goes on as before. The row in a worker's block table keeps the old ids; nobody reads them.
+A released block is replaced by the pool's null block in ``req_to_blocks``, and its reference is dropped with
+``BlockPool.free_blocks``: if another request shares the block, that request keeps it. Positions, slot mapping and the
+length of the row do not change, so everything that vLLM does with the request afterwards (allocation, prefix caching,
+preemption, freeing) works as before. The row in a worker's block table keeps the old ids, which nothing reads.
 
-What is released, and when:
+Blocks are released under these conditions:
 
-- Only of a request that is running, right before its allocation for a step, and only blocks that neither this step nor
-  a later one reads (`ucm.sparse.window`).
-- Only behind what the engine is *known* to have computed: the tokens that the request had before the oldest step whose
-  outcome the scheduler may not know yet. With one step at a time these are all of its tokens; with steps in flight
-  (asynchronous scheduling, pipeline parallelism) ``num_computed_tokens`` runs ahead. The device would be in order even
-  so, but a KV connector writes into blocks beside the device's stream, and a released block may be its next one. And a
-  load that failed is told with the outcome of its step, so whatever vLLM takes back then is still held.
-- Nothing before the step of a request's admission has gone well; a preempted request is admitted anew.
-- With prefix caching, only blocks that the cache knows, but for the last of them: older releases take the parent's hash
-  from it, and cache no null blocks (up to 0.13.0 they would give the null block a hash).
+- The request is running and about to be allocated for a step, and neither this step nor a later one reads the block
+  (`ucm.sparse.window`).
+- The block lies within what the engine is *known* to have computed: the tokens that the request had before the oldest
+  step whose outcome the scheduler may not know yet. With one step at a time these are all of its tokens; with steps in
+  flight (asynchronous scheduling, pipeline parallelism) ``num_computed_tokens`` is ahead of them. The device would run
+  steps in order anyway, but a KV connector writes to blocks outside the device's stream, and a released block may be
+  the next one that it writes to. And a failed load is reported with the outcome of its step, so the request still
+  holds the blocks to which vLLM then sets it back.
+- The step of the request's admission has succeeded; a preempted request is admitted again.
+- With prefix caching, the block is cached, and is not the last cached block: older releases take the parent's hash from
+  that block, and cache no null blocks (up to 0.13.0 they would give the null block a hash).
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from ucm.sparse.base import SparseMethod
 if TYPE_CHECKING:
     from ucm.sparse.window import SinksAndWindow
 
-#: The manager and the specification of plain full attention, by their names: a subclass may keep its blocks otherwise.
+#: The manager and the specification of plain full attention, by name: a subclass may manage its blocks differently.
 MANAGER = "FullAttentionManager"
 SPECIFICATION = "FullAttentionSpec"
-#: Where a manager that gives blocks back keeps how many a request may come to hold (from 0.20.2, and from 0.31.0 on).
+#: The attribute of a manager that frees blocks with the most blocks a request may hold (from 0.20.2, from 0.31.0).
 CAPS = ("_max_admission_blocks_per_request", "max_admission_blocks_per_request")
 
 
 class ReleasedBlocks:
-    """The requests of one scheduler, and how far their blocks are released.
+    """Tracks, for the requests of one scheduler, up to where their blocks are released.
 
     Args:
         scheduler: vLLM's ``Scheduler``.
-        window: What is read.
+        window: The sinks and the window that tokens read.
 
     Raises:
         SparseMethodError: If this engine's blocks cannot be released.
@@ -53,7 +54,7 @@ class ReleasedBlocks:
     def __init__(self, scheduler: Any, window: SinksAndWindow) -> None:
         self._manager = _manager(scheduler)
         self._scheduler = scheduler
-        #: The requests that are to be preempted in this step, with the priority that each has.
+        #: The requests to preempt in this step, with their own priorities.
         self._giving_way: list[tuple[Any, Any]] = []
         self._pool = self._manager.block_pool
         self._window = window
@@ -61,32 +62,32 @@ class ReleasedBlocks:
         self._sinks = window.sink_blocks(self.block_size)
         self._batches = batches_in_flight(scheduler.vllm_config)
         self._step = 0
-        #: Of each request, where its released blocks end: there are some if that is behind the sinks.
+        #: By request, the end of its released blocks; if it is not behind the sinks, there are none.
         self._ends: dict[str, int] = {}
-        #: The steps that a request was asked about and that may be in flight: their number, and its tokens before each.
+        #: By request, the steps for which it was allocated and which may be in flight: number, and tokens before it.
         self._asked: dict[str, deque[tuple[int, int]]] = {}
         if not window.dense_prefill and scheduler.connector is None:
             self._cap_admission(int(scheduler.scheduler_config.max_num_batched_tokens))
 
     def step_planned(self) -> None:
-        """A step is decided; steps may be empty."""
+        """Count a scheduled step, which may be empty."""
         self._step += 1
         self._restore_priorities()
 
     def forget(self, request_id: str) -> None:
-        """A request has lost its blocks, or is about to."""
+        """Forget a request that has lost its blocks, or is about to."""
         self._ends.pop(request_id, None)
         self._asked.pop(request_id, None)
 
     def release(self, request: Any) -> bool:
-        """Release what can be released, before the request's allocation for a step.
+        """Release the blocks that can be released, before the request's allocation for a step.
 
         Args:
             request: vLLM's ``Request``.
 
         Returns:
-            Whether what the step will read is there. It is not if vLLM took the request back to where its blocks are
-            released, which a KV connector can bring about that tells of a failed load long after its step.
+            Whether the blocks that the step reads exist. They do not if vLLM set the request back to a position whose
+            blocks are released, as it does if a KV connector reports a failed load long after its step.
         """
         request_id, running = request.request_id, request.status.name == "RUNNING"
         known = self._known_tokens(request_id, request.num_computed_tokens if running else 0)
@@ -97,22 +98,22 @@ class ReleasedBlocks:
         if self._sinks + self._window.skipped_by(request.num_computed_tokens, prompt, self.block_size) < end:
             return False
         if self._window.dense_prefill and getattr(request, "resumable", False):
-            return True  # its answers become part of a longer prompt, which reads everything
+            return True  # its output becomes part of a longer prompt, which reads everything
         wanted = self._sinks + self._window.skipped_by(known, prompt, self.block_size)
         if wanted > end:
             self._release(request_id, end, wanted)
         return True
 
     def give_way(self, request: Any) -> None:
-        """Let a running request be the first that vLLM preempts for want of blocks.
+        """Make a running request the first one that vLLM preempts if blocks run out.
 
-        Else it would preempt the latest, or the least important, one by one until it comes to this one.
+        Otherwise vLLM would preempt the latest requests, or those of the lowest priority, until it reaches this one.
         """
         running = self._scheduler.running
         if request.status.name != "RUNNING" or request not in running:
             return
         if getattr(getattr(self._scheduler, "policy", None), "value", "fcfs") == "priority":
-            if not any(request is one for one, _ in self._giving_way):  # else its priority is not its own
+            if not any(request is one for one, _ in self._giving_way):  # otherwise its current priority is not its own
                 self._giving_way.append((request, request.priority))
                 request.priority = sys.maxsize
         else:
@@ -120,7 +121,7 @@ class ReleasedBlocks:
             running.append(request)
 
     def gave_way(self, request: Any) -> None:
-        """A request is preempted: from here on it is as important as it was."""
+        """Restore the priority of a request that was preempted."""
         if any(request is one for one, _ in self._giving_way):
             self._restore_priorities()
 
@@ -130,7 +131,7 @@ class ReleasedBlocks:
         self._giving_way.clear()
 
     def _known_tokens(self, request_id: str, num_computed_tokens: int) -> int:
-        """The tokens that the request had before the oldest of the steps in flight, this one included."""
+        """Return the tokens that the request had before the oldest step in flight, including this step."""
         asked = self._asked.setdefault(request_id, deque())
         while asked and asked[0][0] <= self._step - self._batches:
             asked.popleft()
@@ -147,13 +148,13 @@ class ReleasedBlocks:
         freed = blocks[begin:end]
         blocks[begin:end] = [null] * (end - begin)
         self._ends[request_id] = end
-        # Backwards, as vLLM frees: of a chain of cached blocks the end is to be evicted first.
+        # In reverse order, like vLLM, so that the end of a chain of cached blocks is evicted first.
         self._pool.free_blocks(reversed(freed))
 
     def _cap_admission(self, tokens_per_step: int) -> None:
-        """Have vLLM admit prompts that it has room for as they will be held, where it asks for room for all of them.
+        """Let vLLM admit prompts for which there is room after blocks are released, not only those that fit completely.
 
-        Not beside a KV connector: requests that wait for loads hold all of their blocks.
+        Not used with a KV connector, because requests that wait for loads hold all of their blocks.
         """
         most = self._window.most_blocks(self._batches * tokens_per_step, self.block_size)
         for name in CAPS:
@@ -162,16 +163,16 @@ class ReleasedBlocks:
 
 
 def _manager(scheduler: Any) -> Any:
-    """The manager of the engine's only kind of KV cache."""
+    """Return the manager of the engine's only kind of KV cache."""
     coordinator = getattr(scheduler.kv_cache_manager, "coordinator", None)
     if coordinator is None:
         raise SparseMethodError(
-            "this vLLM release keeps its blocks in another way", where="KVCacheManager", fix="use vLLM 0.9.1 or later"
+            "this vLLM release manages its blocks in another way", where="KVCacheManager", fix="use vLLM 0.9.1 or later"
         )
     managers = coordinator.single_type_managers
     if len(managers) != 1:
         raise SparseMethodError(
-            f"blocks are released in models with one kind of KV cache, and this one has {len(managers)}",
+            f"blocks are released only in models with one kind of KV cache, and this model has {len(managers)}",
             where="kv_cache_config.kv_cache_groups",
             fix="serve this model without ucm_sparse_config",
         )
@@ -180,7 +181,7 @@ def _manager(scheduler: Any) -> Any:
     plain = type(manager).__name__ == MANAGER and type(spec).__name__ == SPECIFICATION
     if not plain or any(getattr(spec, name, None) for name in windows):
         raise SparseMethodError(
-            "blocks are released under plain full attention only",
+            "blocks are released only with plain full attention",
             where=f"{type(manager).__name__} for {spec}",
             fix="serve this model without ucm_sparse_config",
         )
@@ -193,17 +194,17 @@ def _manager(scheduler: Any) -> Any:
     return manager
 
 
-#: The groups of rewritten modules whose hooks this method needs on both sides: with one side alone, what is released
-#: would be read, or nothing would be released.
+#: The groups of rewritten modules whose hooks the method needs. With the hooks of one side only, released blocks would
+#: be read, or no blocks would be released.
 NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
-#: Connectors of ours; others may send, or offload, the blocks of a whole request when it ends.
+#: The package of UCM's connectors; others may send or offload all blocks of a request when it ends.
 OUR_CONNECTORS = "ucm."
 
 Releases = TypeVar("Releases", bound=ReleasedBlocks)
 
 
 class ReleasingMethod(SparseMethod, Generic[Releases]):
-    """Releases blocks in ``before_allocation``, and has a request computed anew whose blocks are gone.
+    """Releases blocks in ``before_allocation``, and has requests computed again that have lost blocks.
 
     Attributes:
         releases: Set in ``scheduler_started``.
@@ -213,7 +214,7 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
     releases: Releases | None = None
 
     def before_allocation(self, request: Any) -> bool:
-        """Release blocks; a request whose blocks are gone is the first that vLLM preempts."""
+        """Release blocks; if the request has lost blocks, make it the first one that vLLM preempts."""
         if self._blocks.release(request):
             return True
         self.tell_lost(request)
@@ -221,20 +222,21 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
         return False
 
     def tell_lost(self, request: Any) -> None:
-        """Log that a request is computed anew."""
+        """Log that a request is computed again."""
         get_logger(__name__).warning(
-            "[UCM.Sparse] request %s was taken back to token %d, where its blocks are released: it is computed anew",
+            "[UCM.Sparse] a failed load set request %s back to token %d, where its blocks are released: it is "
+            "computed again",
             request.request_id,
             request.num_computed_tokens,
         )
 
     def request_preempted(self, request: Any) -> None:
-        """It starts again with nothing."""
+        """Forget the request, which starts again without blocks."""
         self._blocks.gave_way(request)
         self._blocks.forget(request.request_id)
 
     def request_freed(self, request: Any) -> None:
-        """It has ended."""
+        """Forget the request, which has ended."""
         self._blocks.forget(request.request_id)
 
     @property
@@ -245,28 +247,28 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
 
 
 def require_own_connector(connector: Any, name: str) -> None:
-    """Refuse a KV connector that needs blocks which are released.
+    """Refuse a KV connector that may need blocks after they are released.
 
     Args:
-        connector: The scheduler's, or None.
-        name: The method's.
+        connector: The scheduler's connector, or None.
+        name: The method's name.
 
     Raises:
-        SparseMethodError: If it does, or may.
+        SparseMethodError: If the connector is not UCM's.
     """
     if connector is None:
         return
     fix = "serve without ucm_sparse_config, or without this connector"
     if not type(connector).__module__.startswith(OUR_CONNECTORS):
         raise SparseMethodError(
-            f"a KV connector that is not UCM's may still want blocks that {name} gives back",
+            f"another KV connector than UCM's may still need blocks that {name} releases",
             where=f"kv_transfer_config: {type(connector).__name__}",
             fix=fix,
         )
 
 
 def batches_in_flight(vllm_config: Any) -> int:
-    """How many steps may be scheduled before the outcome of the first of them is known."""
+    """Return how many steps may be scheduled before the outcome of the first of them is known."""
     known = getattr(vllm_config, "max_concurrent_batches", None)
     pipeline = int(vllm_config.parallel_config.pipeline_parallel_size)
     asynchronous = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))

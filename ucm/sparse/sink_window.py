@@ -181,9 +181,9 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self._batch, self._skips = None, False
         if unasked:
             raise SparseMethodError(
-                "a step ran whose attention did not ask what to read: it may have read released blocks",
+                "no layer of a step asked what to read: the step may have read released blocks",
                 where="the hook attention_begin",
-                fix="see with `ucm doctor --run` which hooks fire; serve without ucm_sparse_config until they do",
+                fix="`ucm doctor --run` shows which hooks fire; serve without ucm_sparse_config until they do",
             )
 
     def figures(self) -> dict[str, float]:

@@ -87,7 +87,8 @@ class Complaints:
         if self._rank == 0 and why not in self._told and len(self._told) < MOST_TOLD:
             self._told.add(why)
             get_logger(__name__).warning(
-                "[UCM.Sparse] request %s asks %s for what it does not get, so %s; further ones are not told.\n%s",
+                "[UCM.Sparse] request %s asks %s for options that cannot be honoured, so %s; further such requests "
+                "are not logged.\n%s",
                 *(request_id, self._name, instead, why),
             )
 
@@ -104,10 +105,10 @@ def refuse_asked(asked: Mapping[str, object], method: SparseMethod) -> None:
             if parse_asked(of) == RequestOptions():
                 continue
             error = ConfigError(
-                f"{type(method).__name__} serves all requests alike",
+                f"{type(method).__name__} has no options for single requests",
                 where=f"extra_args.{KEY}: {shown(of)}",
-                fix=f"leave {KEY} out; BlockTopK, GSAOnDevice, and SinkWindow with `prefill: dense`, serve it",
+                fix=f"leave {KEY} out; BlockTopK, GSAOnDevice, and SinkWindow with `prefill: dense` support it",
             )
         except ConfigError as wrong:
             error = wrong
-        method.complaints.tell(request_id, error, "it is served like all others")
+        method.complaints.tell(request_id, error, "it runs like all others")

@@ -177,7 +177,7 @@ def duration(text: str) -> float:
     """
     found = _DURATION.fullmatch(text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 90s, 15min, 12h, 30d or 4w")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write 90s, 15min, 12h, 30d or 4w")
     return float(found[1]) * _SECONDS[found[2]]
 
 
@@ -213,5 +213,5 @@ def count(text: str) -> int:
         argparse.ArgumentTypeError: It is none.
     """
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)

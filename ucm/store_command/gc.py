@@ -48,7 +48,7 @@ def _check(options: argparse.Namespace, places: Places) -> None:
     if options.all and not options.namespace:
         raise UcmError("--all deletes the namespaces that --namespace names", fix="name them; '*' stands for every one")
     if options.all and (options.older_than is not None or options.to is not None):
-        raise UcmError("--all leaves nothing for --older-than and --to", fix="give it alone")
+        raise UcmError("--all cannot be combined with --older-than or --to", fix="give it alone")
     tiers = {directory.tier for directory in places.directories}
     if options.to is not None and len(tiers) > 1:
         raise UcmError("--to is the size of one tier, and this store has two", fix="add --tier posix, or --tier dram")
@@ -82,7 +82,7 @@ def _text(outcome: Outcome, what: str) -> list[str]:
         others = many(sum(tally.count for tally in outcome.tallies.values()), "file", "files")
         lines = [*table(rows, right=(3, 4)), "", f"{others} {what}, {blocks} among them: {format_size(nbytes)}."]
     if outcome.spared:
-        lines.append(f"{many(outcome.spared, 'block is', 'blocks are')} in use, and stayed.")
+        lines.append(f"{many(outcome.spared, 'block is', 'blocks are')} in use and were kept.")
     return [*lines, *(f"{path} could not be deleted: {reason}" for path, reason in outcome.failed)]
 
 

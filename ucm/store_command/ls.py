@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """
     older, newer = options.older_than, options.newer_than
     if older is not None and newer is not None and older >= newer:
-        raise UcmError("no block is both that old and that new", fix="let --newer-than be the longer time")
+        raise UcmError("no block can match both --older-than and --newer-than", fix="make --newer-than the longer time")
     places = find_places(options)
     blocks = nbytes = 0
 

@@ -135,7 +135,7 @@ class Places:
         found = [(directory, layout) for directory in self.readable for layout in namespaces(directory.path)]
         for directory in self.readable:
             for path, reason in distrusted_namespaces(directory.path):
-                raise UcmError(f"the namespace is not to be trusted: {reason}", where=path, fix="delete it by hand")
+                raise UcmError(f"the namespace cannot be trusted: {reason}", where=path, fix="delete it by hand")
         if not self.patterns:
             return found
         meant = [
@@ -146,9 +146,11 @@ class Places:
         if not meant and not (self.servers and self.digests() is not None):
             there = sorted({layout.namespace for _, layout in found})
             raise UcmError(
-                f"no namespace is like {' or '.join(self.patterns)}",
+                f"no namespace matches {' or '.join(self.patterns)}",
                 where="--namespace",
-                fix=f"there are: {', '.join(there)}" if there else "there are none at all: is this the directory?",
+                fix=f"the namespaces are {', '.join(there)}"
+                if there
+                else "the store has no namespaces: is this the right directory?",
             )
         return meant
 
@@ -174,7 +176,7 @@ def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places
         found = Places(tuple(Directory("posix", path, _problem(path)) for path in paths), patterns)
         for directory in found.broken:
             raise UcmError(
-                f"this is no directory that can be read: {directory.problem}",
+                f"this directory cannot be read: {directory.problem}",
                 where=f"--directory {directory.path}",
                 fix="name a directory of the store, as in the engines' configuration",
             )
@@ -233,9 +235,9 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: b
     others = tuple(name for name in pipeline_parts(settings.pipeline) if servers and is_on_servers(name))
     if not settings.parts & (POSIX | DRAM) and not others:
         raise ConfigError(
-            f"the store {settings.pipeline!r} has no directories of ours to look at",
+            f"the store {settings.pipeline!r} has no directories that this command can read",
             where="store: pipeline",
-            fix="name a store's directories with --directory, or ask whoever made that store",
+            fix="name a store's directories with --directory, or use that store's own tools",
         )
     config = settings.as_store_config()
     directories: list[Directory] = []

@@ -88,8 +88,8 @@ def blocks_and_bytes(blocks: int, nbytes: int) -> str:
 def about_unmarked(path: str) -> list[str]:
     """Return the message about a namespace without a marker."""
     return [
-        f"{path} looks like a namespace and lacks its marker, so nobody looks after it.",
-        "  An engine that uses it makes the marker again within minutes; if none does, delete the directory.",
+        f"{path} looks like a namespace but lacks its marker, so nothing cleans it up.",
+        "  An engine that uses it creates the marker again within minutes; if none does, delete the directory.",
     ]
 
 

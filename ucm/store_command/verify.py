@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         UcmError: The options match nothing.
     """
     if not options.threads:
-        raise UcmError("somebody has to read", where="--threads 0", fix="give it 1 or more")
+        raise UcmError("--threads must be at least 1", where="--threads 0", fix="give it 1 or more")
     places = find_places(options, servers=True)
     verdict = verify(places, options.threads, options.quarantine)
     lacks = Lacks.of(places, verdict.silent)

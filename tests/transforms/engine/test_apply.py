@@ -72,7 +72,7 @@ def test_its_own_insertion_twice_is_ambiguous() -> None:
     line = "            hook(batch)  # ucm: t.r\n"
     outcome = unchanged(rule("t.r", STEP, RUN), result.replace(line, line * 2))
     assert outcome.status is Status.AMBIGUOUS
-    assert outcome.detail == "its insertion stands here 2 times; 1 expected"
+    assert outcome.detail == "its insertion is already here 2 times; 1 expected"
 
 
 def test_missing_anchor_shows_the_nearest_statements() -> None:
@@ -142,7 +142,7 @@ def test_a_scope_twice_is_ambiguous() -> None:
     code = "if new:\n    def f(): a()\nelse:\n    @old\n    def f(): a()\n"
     outcome = unchanged(rule("t.r", Scope("f"), AtStart("hook()")), code)
     assert outcome.status is Status.AMBIGUOUS
-    assert outcome.detail == "2 places are f; one must be"
+    assert outcome.detail == "2 places match the scope f; exactly one must"
     assert outcome.candidates == (Candidate(2, "def f(): a()"), Candidate(5, "def f(): a()"))
 
 
@@ -155,7 +155,7 @@ def _variants(first: Releases, second: Releases) -> Rule:
 def test_two_variants_that_fit_are_ambiguous() -> None:
     outcome = unchanged(_variants(Releases(before="1"), Releases(before="1")))
     assert outcome.status is Status.AMBIGUOUS
-    assert outcome.detail == "2 variants fit (plan, run); one must"
+    assert outcome.detail == "2 variants match (plan, run); exactly one must"
     assert [c.line for c in outcome.candidates] == [6, 8]
     assert unchanged(_variants(Releases(), Releases())).status is Status.AMBIGUOUS
 
@@ -197,7 +197,7 @@ def test_the_variant_of_the_release_is_the_one_that_is_reported() -> None:
 def test_forbidden() -> None:
     outcome = unchanged(rule("t.r", STEP, RUN, never=("self.sleep()", "return _")))
     assert outcome.status is Status.FORBIDDEN
-    assert outcome.detail == "`return _` must not occur here, and does"
+    assert outcome.detail == "`return _` occurs here, and must not"
     assert outcome.candidates == (Candidate(9, "return batch"),)
     assert outcome.status.failed
 

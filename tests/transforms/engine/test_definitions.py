@@ -98,14 +98,14 @@ class TestGovernance:
     @pytest.mark.parametrize("text", ["", "because", "word " * (FEWEST_WORDS - 1)])
     def test_every_question_is_answered(self, name: str, text: str) -> None:
         changed: dict[str, Any] = {name: text}
-        with pytest.raises(RuleDefinitionError, match=f"`{name}` does not answer"):
+        with pytest.raises(RuleDefinitionError, match=f"`{name}` is too short"):
             _transform(_rule("t.a"), record=dataclasses.replace(RECORD, **changed))
 
     @pytest.mark.parametrize(
         ("changed", "problem"),
         [
             ({"processes": ()}, "names no process"),
-            ({"upstream": Upstream(UpstreamStatus.SUBMITTED, "soon")}, "`upstream.reason` does not answer"),
+            ({"upstream": Upstream(UpstreamStatus.SUBMITTED, "soon")}, "`upstream.reason` is too short"),
             ({"upstream": Upstream(UpstreamStatus.SUBMITTED, WORDS, "github.com/1")}, "not an https address"),
             ({"upstream": Upstream(UpstreamStatus.SUBMITTED, WORDS, "http://github.com/1")}, "not an https address"),
         ],

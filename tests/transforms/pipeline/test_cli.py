@@ -74,7 +74,7 @@ def test_build_overlay_refuses_what_was_not_reviewed(repository: Path, tmp_path:
     done = run(repository, "build-overlay", "--from", str(edited))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.lstrip().startswith(f"error: the overlay of vLLM {RELEASE} is not the one that was reviewed:\n")
-    assert "    vllm/v1/core/sched/scheduler.py: the upstream file is another\n" in done.stderr
+    assert "    vllm/v1/core/sched/scheduler.py: the upstream file has changed\n" in done.stderr
     assert " --accept`\n" in done.stderr
     assert f"nox -s review -- {RELEASE} --from " in done.stderr
     assert not (repository / "build").exists()
@@ -100,7 +100,7 @@ def test_build_overlay_refuses_rules_that_do_not_apply(repository: Path, tmp_pat
         ),
         (["--from", "none"], "there is no such file or directory\n  where: none\n  to do: name one that exists with "),
         (["--from", "ucm"], "this directory does not hold vLLM\n  where: ucm (looked for vllm/__init__.py)\n"),
-        ([RELEASE], "no package index is in reach that has vLLM, and the release is not in the cache\n"),
+        ([RELEASE], "no package index with vLLM can be reached, and the release is not in the cache\n"),
     ],
     ids=["no-release", "no-path", "no-vllm", "no-index"],
 )

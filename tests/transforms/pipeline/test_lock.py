@@ -157,10 +157,10 @@ def other_source(lock: Lock) -> None:
     ("change", "told"),
     [
         (lose_module, [f"{SCHEDULER}: no longer rewritten"]),
-        (other_upstream, [f"{SCHEDULER}: the upstream file is another"]),
+        (other_upstream, [f"{SCHEDULER}: the upstream file has changed"]),
         (other_rewritten, [f"{SCHEDULER}: the same upstream file is rewritten differently"]),
         (other_rule, [f"{SCHEDULER}: the same upstream file is rewritten differently"]),
-        (other_reason, ["the rules that are not applicable or upstreamed are others"]),
+        (other_reason, ["other rules are not applicable or upstreamed than before"]),
         (other_source, []),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_module_more_differs(overlay: Overlay) -> None:
     made = make_lock(overlay, 1)
     reviewed = copy.deepcopy(made)
     lose_module(reviewed)
-    assert compare(reviewed, made) == [f"{SCHEDULER}: rewritten, and was not"]
+    assert compare(reviewed, made) == [f"{SCHEDULER}: rewritten, but was not before"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "edited", "line-ends"])

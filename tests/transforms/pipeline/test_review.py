@@ -63,7 +63,7 @@ def test_verdicts(overlays: Path) -> None:
     accept(small_overlay(DictTree("0.32.0"), overlays))
     assert review_of(overlays).verdict is Verdict.SAME
     changed = review_of(overlays, worker=LONGER)
-    assert (changed.verdict, changed.differences) == (Verdict.DIFFERS, (f"{WORKER}: the upstream file is another",))
+    assert (changed.verdict, changed.differences) == (Verdict.DIFFERS, (f"{WORKER}: the upstream file has changed",))
     (overlays / "vllm-0.32.0" / "changes.diff").write_text("", encoding="utf-8")
     assert review_of(overlays).differences == ("changes.diff is not the diff of these modules",)
 

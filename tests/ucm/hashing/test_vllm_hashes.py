@@ -51,7 +51,7 @@ def test_the_seed_that_an_operator_fixed_is_part_of_the_kind(monkeypatch: pytest
 def test_an_algorithm_that_one_can_find_collisions_of(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     FakeVllm(monkeypatch).release("0.29.0")
-    assert plan(algorithm).reason == f"vLLM hashes blocks with {algorithm!r}, which is no cryptographic hash"
+    assert plan(algorithm).reason == f"vLLM hashes blocks with {algorithm!r}, which is not a cryptographic hash"
 
 
 def test_a_start_that_changes_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def test_weights_of_other_models_that_are_loaded_count(tmp_path: Path, monkeypat
     assert len({str(one) for one in found}) == 3
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     config.text_model_id = "org/elsewhere"  # type: ignore[attr-defined]
-    with pytest.raises(WeightsUnknownError, match="weights of another one"):
+    with pytest.raises(WeightsUnknownError, match="weights of another model"):
         find_weights(ModelConfig(str(model), hf_config=config), LOAD)
 
 
@@ -201,7 +201,7 @@ def test_a_hub_repository_whose_commit_the_cache_knows(monkeypatch: pytest.Monke
         ("a/b", "auto", {}, "neither a directory nor a hub repository whose commit is known"),
         ("a/b", "auto", {"hf_config": HfConfig({}, _commit_hash=OTHER), "hf_config_path": "c/d"}, "commit is known"),
         ("EMPTY", "auto", {}, "no weights in this directory"),
-        ("EMPTY", "tensorizer", {}, "the format 'tensorizer' come from where UCM cannot look"),
+        ("EMPTY", "tensorizer", {}, "cannot find the files of weights in the format 'tensorizer'"),
         ("EMPTY", "my_plugin", {}, "the format 'my_plugin'"),
         ("EMPTY", "runai_streamer", {"model_weights": "s3://bucket/model"}, "object storage"),
     ],

@@ -145,7 +145,7 @@ def test_a_step_whose_attention_does_not_ask_is_an_error() -> None:
     method.execute_finished(None, None, None)
     batch.num_computed_tokens[:] = 30
     method.execute_begin(None, None, None)
-    with pytest.raises(SparseMethodError, match="did not ask what to read"):
+    with pytest.raises(SparseMethodError, match="no layer of a step asked what to read"):
         method.execute_finished(None, None, None)
 
 
@@ -153,7 +153,7 @@ def test_a_step_whose_attention_does_not_ask_is_an_error() -> None:
     ("module", "refusal"),
     [
         ("ucm.integration.vllm.ucm_connector", ""),
-        ("vllm.somewhere", "not UCM's may still want blocks that SinkWindow gives back"),
+        ("vllm.somewhere", "than UCM's may still need blocks that SinkWindow releases"),
     ],
 )
 def test_connectors(module: str, refusal: str) -> None:
@@ -180,7 +180,7 @@ def manager(name: str = "FullAttentionManager", kind: str = "FullAttentionSpec",
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (SimpleNamespace(kv_cache_manager=SimpleNamespace()), "keeps its blocks in another way"),
+        (SimpleNamespace(kv_cache_manager=SimpleNamespace()), "manages its blocks in another way"),
         (scheduler(), "one kind of KV cache"),
         (scheduler(manager(), manager("SlidingWindowManager")), "has 2"),
         (scheduler(manager("SlidingWindowManager", "SlidingWindowSpec")), "plain full attention"),
@@ -246,5 +246,5 @@ def test_where_prompts_are_not_dense_nobody_is() -> None:
         worker.execute_begin(None, None, None)
     assert worker._batch is worker.attention.batch(None, None, None)
     (line,) = warnings(records)
-    assert "SinkWindow serves all requests alike" in line
-    assert "it is served like all others" in line
+    assert "SinkWindow has no options for single requests" in line
+    assert "it runs like all others" in line

@@ -111,8 +111,9 @@ def test_a_method_that_serves_all_alike_says_so_once(told: list[logging.LogRecor
     refuse_asked(dict.fromkeys("abc", False), of)
     (line,) = warnings(told)
     assert line.startswith(
-        "[UCM.Sparse] request a asks SparseMethod for what it does not get, so it is served like all others; further "
-        "ones are not told.\nSparseMethod serves all requests alike\n  where: extra_args.ucm_sparse: False"
+        "[UCM.Sparse] request a asks SparseMethod for options that cannot be honoured, so it runs like all others; "
+        "further such requests are not logged.\nSparseMethod has no options for single requests\n"
+        "  where: extra_args.ucm_sparse: False"
     )
 
 

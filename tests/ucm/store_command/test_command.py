@@ -57,7 +57,7 @@ def test_the_other_commands_need_no_packages() -> None:
 def test_a_directory_must_be_there(command: str, tmp_path: Path, ask: Callable[..., Answer]) -> None:
     answer = ask(command, "--directory", tmp_path / "nowhere")
     assert answer.code == 2
-    assert answer.err.startswith("ucm: this is no directory that can be read: No such file or directory\n  where: ")
+    assert answer.err.startswith("ucm: this directory cannot be read: No such file or directory\n  where: ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -134,7 +134,7 @@ def test_blocks_of_a_living_process_s_own_stay(
     answer = ask("gc", "--older-than", "60h", "--namespace", BIG, "--directory", kept.root)
     assert answer.code == 0
     assert kept.blocks(BIG) == before
-    assert answer.out.endswith("blocks are in use, and stayed.\n")
+    assert answer.out.endswith("blocks are in use and were kept.\n")
 
 
 def test_blocks_used_meanwhile_stay(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,9 +167,9 @@ def test_what_cannot_be_deleted_is_told(
     ("options", "what"),
     [
         (("--all",), "--all deletes the namespaces that --namespace names"),
-        (("--all", "--namespace", "*", "--to", "0"), "--all leaves nothing"),
-        (("--all", "--namespace", "*", "--older-than", "1d"), "--all leaves nothing"),
-        (("--namespace", "nobody"), "no namespace is like nobody"),
+        (("--all", "--namespace", "*", "--to", "0"), "--all cannot be combined"),
+        (("--all", "--namespace", "*", "--older-than", "1d"), "--all cannot be combined"),
+        (("--namespace", "nobody"), "no namespace matches nobody"),
     ],
 )
 def test_misuse(kept: Kept, ask: Callable[..., Answer], options: tuple[str, ...], what: str) -> None:

@@ -93,7 +93,7 @@ def test_when_a_block_was_made(kept: Kept, ask: Callable[..., Answer], monkeypat
 def test_filters_that_contradict_each_other(kept: Kept, ask: Callable[..., Answer]) -> None:
     answer = ask("ls", "--directory", kept.root, "--older-than", "2d", "--newer-than", "1d")
     assert answer.code == 2
-    assert "no block is both that old and that new" in answer.err
+    assert "no block can match both --older-than and --newer-than" in answer.err
 
 
 def test_strangers_are_not_listed(kept: Kept, ask: Callable[..., Answer], tmp_path: Path) -> None:

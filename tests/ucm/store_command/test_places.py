@@ -52,8 +52,8 @@ def test_what_the_connector_does_not_understand(name: str, tmp_path: Path, monke
         ("store: {pipeline: Posix}", "needs a directory"),
         ("stores: {}", "'stores' is not a setting"),
         ("", "needs a directory"),
-        ("store: {pipeline: Empty}", "the store 'Empty' has no directories of ours"),
-        ("store: {pipeline: 'a.b:C'}", "the store 'a.b:C' has no directories of ours"),
+        ("store: {pipeline: Empty}", "the store 'Empty' has no directories that this command can read"),
+        ("store: {pipeline: 'a.b:C'}", "the store 'a.b:C' has no directories that this command can read"),
         ("store: {directories: ['$NOWHERE_AT_ALL/kv']}", "NOWHERE_AT_ALL is not set"),
     ],
 )
@@ -107,4 +107,4 @@ def test_several_directories_and_patterns(kept: Kept, tmp_path: Path, ask: Calla
     ).data
     assert [(one["directory"], one["blocks"]) for one in data["directories"]] == [(str(kept.root), 4), (str(other), 0)]
     answer = ask("stat", "--directory", other, "--namespace", "x")
-    assert "there are none at all" in answer.err
+    assert "the store has no namespaces" in answer.err

@@ -164,7 +164,7 @@ def test_a_namespace_without_its_marker_is_not_read_and_a_problem(kept: Kept, as
     kept.side(BIG, "NAMESPACE").unlink()
     answer = ask("verify", "--directory", kept.root)
     assert answer.code == 1
-    assert answer.out.startswith(f"{kept.side(BIG, '.')} looks like a namespace and lacks its marker")
+    assert answer.out.startswith(f"{kept.side(BIG, '.')} looks like a namespace but lacks its marker")
     assert answer.out.endswith("not all could be, see above.\n")
     kept.side(SMALL, "NAMESPACE").unlink()
     answer = ask("verify", "--directory", kept.root)

@@ -94,7 +94,7 @@ class Index:
             packages = [p for p in found if self._is_it(p)]
         if not packages:
             raise SourceError(
-                f"no package index is in reach that has {self.package.title}, and the release is not in the cache",
+                f"no package index with {self.package.title} can be reached, and the release is not in the cache",
                 where="; ".join(client.problems) or CONFIGURED,
                 fix="check the network, the proxy and pip's index settings; or build from a copy that you have: "
                 "--from PATH (a virtual environment, a directory, a wheel, an sdist)",
@@ -181,7 +181,7 @@ def _verify(config: PipConfig) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=config.cert) if config.cert else True
     except OSError as error:
         raise SourceError(
-            "the certificates that pip is configured for cannot be read",
+            "the certificates in pip's configuration cannot be read",
             where=f"{config.cert}: {error}",
             fix="correct pip's `cert` setting (`python -m pip config list`)",
         ) from error

@@ -131,7 +131,7 @@ def agreed_release(given: str, stated: str, place: Path, package: Package = VLLM
         return given
     if not same:
         raise SourceError(
-            f"these are the sources of {package.title} {stated}, not of {given}",
+            f"these are the sources of {package.title} {stated}, not {given}",
             where=str(place),
             fix=f"name {stated}, or a variant of it that is your own: {Version(stated).public}+mine; "
             "set VLLM_VERSION if what they state is wrong",
@@ -155,7 +155,7 @@ def _stated_release(root: Path, package: Package) -> str:
 
 def _unknown_release(root: Path) -> NoReturn:
     raise SourceError(
-        "the release of this directory is not written in it",
+        "the sources in this directory do not state their release",
         where=str(root),
         fix="say which release it is: --release X.Y.Z --from PATH",
     )

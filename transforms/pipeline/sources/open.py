@@ -88,7 +88,7 @@ def _published_place(release: str, filename: str, package: Package) -> Place:
         if archive.filename == filename:
             return archive, index.config
     raise SourceError(
-        f"the package index no longer has {filename}, of which the cache holds a part",
+        f"the package index no longer has {filename}, and the cache has only a part of it",
         fix="name another index for pip, or build from a copy that you have with --from PATH",
     )
 

@@ -75,7 +75,7 @@ def _pip(*arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=wide)  # noqa: S603 - fixed words
     if done.returncode:
         raise SourceError(
-            "pip does not answer, so the package index that you use is not known",
+            "pip failed, so your package index is unknown",
             where=f"{sys.executable} -m pip {' '.join(arguments)}: {done.stderr.strip()[-400:]}",
             fix="install pip in this environment, or name the sources with --from PATH",
         )

@@ -82,7 +82,7 @@ def _refuse_misspelt(additional: dict[str, Any]) -> None:
         ours = str(key).lower().replace("-", "_").startswith("ucm_") or (key in METHODS and isinstance(value, dict))
         if ours and key != KEY:
             raise ConfigError(
-                f"{key!r} is not a setting of UCM here",
+                f"{key!r} is not a setting that UCM reads here",
                 where=f"additional_config.{key}",
                 fix=f"""write {{"{KEY}": {{"<method>": {{…options…}}}}}}; files are for the connector's settings""",
             )
@@ -109,11 +109,11 @@ def _one_method(place: str, value: object) -> tuple[str, dict[str, Any]]:
         raise ConfigError(
             f"{len(value)} sparse methods are named, but only one can run",
             where=f"{place}: {', '.join(map(str, value))}",
-            fix="remove all but one; options of a method stand below its name",
+            fix="remove all but one; write a method's options below its name",
         )
     if not isinstance(value, dict) or not value:
         raise ConfigError(
-            "a sparse method is one name with its options",
+            "a sparse method must be one name with its options",
             where=f"{place}: {value!r}",
             fix=f'write {{"{KEY}": {{"<method>": {{…options…}}}}}}',
         )

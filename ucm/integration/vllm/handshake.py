@@ -59,7 +59,7 @@ def _require_same_in_workers(engine_core: Any) -> None:
     scheduler_method = getattr(scheduler, METHOD, None)
     if "SCHEDULER" in wanted.needed_hooks and scheduler_method is None:
         raise SparseMethodError(
-            f"the scheduler's half of {name} does not run",
+            f"the scheduler side of {name} does not run",
             where=f"{type(scheduler).__module__}.{type(scheduler).__qualname__} calls none of the overlay's hooks",
             fix="serve with vLLM's own scheduler (no --scheduler-cls), or without ucm_sparse_config",
         )
@@ -78,7 +78,7 @@ def _require_same_in_workers(engine_core: Any) -> None:
     refused = [f"{answer['place']}: {answer['refuses']}" for answer in answers if answer.get("refuses")]
     if refused and not wrong:
         raise SparseMethodError(
-            f"{name} cannot be served by all of these workers",
+            f"not all of these workers can run {name}",
             where="; ".join(refused),
             fix="run all workers of an engine on one node, with one directory for temporary files (TMPDIR), or serve "
             "without ucm_sparse_config",
@@ -88,7 +88,7 @@ def _require_same_in_workers(engine_core: Any) -> None:
         wrong.append(f"{len(answers)} of {expected} workers answered")
     if wrong:
         raise SparseMethodError(
-            f"{name} does not run in all workers as it does beside the scheduler", where="; ".join(wrong), fix=SAME
+            f"not all workers run {name} as the scheduler side does", where="; ".join(wrong), fix=SAME
         )
     get_logger(__name__).info(
         "[UCM.Sparse] %d worker(s) run %s as the scheduler does (asked in %.1f ms)", len(answers), name, took

@@ -279,7 +279,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         self._worker.end()
         loaded = self._worker.worker.take_loaded() if self._worker.has_begun else set()
         for request_id in loaded:
-            logger.debug("[UCM.Load] request %s: its blocks are there", request_id)
+            logger.debug("[UCM.Load] request %s: its blocks are loaded", request_id)
         return None, loaded or None
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:

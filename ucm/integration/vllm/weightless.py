@@ -128,9 +128,9 @@ def describe_engine(
     """
     if not (model / "config.json").is_file():
         raise UcmError(
-            "this directory has no model: there is no config.json in it",
+            "this directory contains no model: it has no config.json",
             where=f"model: {model}",
-            fix="name a directory with config.json and the weights, as vLLM would be given it",
+            fix="name a directory with config.json and the weights, as you would for vLLM",
         )
     config = _engine_config(model, extra_config, engine_args or {})
     kind = str(config.device_config.device_type)

@@ -167,8 +167,8 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         if request.request_id not in self._anew:
             self._anew.add(request.request_id)
             get_logger(__name__).warning(
-                "[UCM.Sparse] request %s is computed anew: blocks of it are lost, or it was taken back to where they "
-                "are released (token %d)",
+                "[UCM.Sparse] request %s is computed again: blocks of it were lost, or a failed load set it back "
+                "to where they are released (token %d)",
                 request.request_id,
                 request.num_computed_tokens,
             )
@@ -195,8 +195,8 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         config = self._options.store.as_store_config()
         if not opens_within(partial(open_store, config, "middle/trial", None), config.stuck_seconds):
             get_logger(__name__).warning(
-                "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, what is released stays "
-                "in host memory",
+                "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, released blocks "
+                "stay in host memory",
                 NAME,
                 config.stuck_seconds,
                 ", ".join(store_roots(config)) or config.pipeline,

@@ -240,7 +240,7 @@ class OffloadStore:
                     self._refused.append((saving.admission, place))
                     self._retry_at = time.monotonic() + RETRY_SECONDS
         for error in failed.values():
-            self._tell("blocks stay in host memory, for the store does not take them", error)
+            self._tell("blocks stay in host memory, because the store does not accept them", error)
 
     def _again(self, fetch: Fetch, row: int) -> bool:
         """Load a block once more."""

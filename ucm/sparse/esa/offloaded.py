@@ -231,7 +231,7 @@ def out_of_reach(path: str) -> str:
     """
     if os.access(path, os.W_OK):
         return ""
-    return f"it does not reach the scheduler's {path}, through which it says what it loses"
+    return f"it cannot write to the scheduler's {path}, where it reports lost blocks"
 
 
 def tell_loss(path: str, admission: int) -> None:
@@ -248,7 +248,9 @@ def tell_loss(path: str, admission: int) -> None:
             os.close(descriptor)
     except OSError as error:
         get_logger(__name__).error(
-            "[UCM.Sparse] a request goes on without its lost blocks: no word to the scheduler: %s", error
+            "[UCM.Sparse] a request goes on without its lost blocks, because they cannot be reported to the "
+            "scheduler: %s",
+            error,
         )
 
 

@@ -62,7 +62,7 @@ def reading(batch: StepBatch, window: SinksAndWindow, budget: int, block_size: i
     ends = pieces.lasts
     if (chooses & (batch.num_new_tokens > 1) & (last >= batch.num_prompt_tokens)).any():
         raise SparseMethodError(
-            "several tokens of an answer came in one step, and there is room for what one of them wants",
+            "a step computes several tokens of an answer, but there is room for the selection of one only",
             where="the hook limit_new_tokens of the scheduler",
             fix="build the overlay anew (`nox -s build-overlay`), and install it in every environment of the engine",
         )

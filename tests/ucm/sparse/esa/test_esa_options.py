@@ -126,7 +126,7 @@ def test_a_wrong_option_is_told_beside_a_directory_that_does_not_answer(
 
 
 def test_connectors_of_others_are_refused() -> None:
-    with pytest.raises(SparseMethodError, match="a KV connector that is not UCM's"):
+    with pytest.raises(SparseMethodError, match="another KV connector than UCM's"):
         ESA(config(), Role.SCHEDULER, {}).scheduler_started(SimpleNamespace(connector=object()))
 
 

@@ -58,9 +58,7 @@ def test_a_worker_elsewhere_does_not_reach_the_file(tmp_path: Path) -> None:
     losses = Losses()
     assert out_of_reach(losses.path) == ""
     elsewhere = str(tmp_path / "none")
-    assert (
-        out_of_reach(elsewhere) == f"it does not reach the scheduler's {elsewhere}, through which it says what it loses"
-    )
+    assert out_of_reach(elsewhere) == f"it cannot write to the scheduler's {elsewhere}, where it reports lost blocks"
 
 
 def test_what_cannot_be_told_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -70,7 +68,7 @@ def test_what_cannot_be_told_is_in_the_log(tmp_path: Path, caplog: pytest.LogCap
         tell_loss(str(tmp_path / "none" / "file"), 1)
     finally:
         logger.removeHandler(caplog.handler)
-    assert "no word to the scheduler" in caplog.text
+    assert "cannot be reported to the scheduler" in caplog.text
     losses = Losses()
     Path(losses.path).unlink()
     assert losses.admissions() == set()

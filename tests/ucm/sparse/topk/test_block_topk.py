@@ -483,7 +483,9 @@ def test_who_asks_for_what_there_is_not_is_dense(asked: object, told: list[loggi
     assert run(made, batch, metadata(batch, TABLES), kv)[-1].seq_lens.tolist() == [31, 19, 31]
     assert made.counts["requests_refused"] == 2
     (line,) = warnings(told)
-    assert line.startswith("[UCM.Sparse] request a asks BlockTopK for what it does not get, so it is dense; ")
+    assert line.startswith(
+        "[UCM.Sparse] request a asks BlockTopK for options that cannot be honoured, so it is dense; "
+    )
     assert "where: extra_args.ucm_sparse" in line
     assert "2 because they asked for what there is not" in made.summary()
 

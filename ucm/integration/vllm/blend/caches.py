@@ -1,4 +1,4 @@
-"""The KV caches of a worker's layers, as blending reads and writes them: token by token, in any backend's layout."""
+"""The KV caches of a worker's layers, read and written token by token in the layout of any backend."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Rows:
 
     Attributes:
         positions: ``[tokens]``, int64.
-        slots: ``[tokens]``, int64: where their KV is written.
+        slots: ``[tokens]``, int64: the slots to which their KV is written.
         table: ``[rows, blocks]``, int32: the request's blocks, for each row.
-        seq_lens: ``[rows]``, int32: up to where each row reads.
-        starts: ``[rows + 1]``, int32: where each row's tokens begin.
-        longest: The most tokens of a row.
-        reach: The greatest of ``seq_lens``.
+        seq_lens: ``[rows]``, int32: the number of tokens that each row reads.
+        starts: ``[rows + 1]``, int32: the index of each row's first token.
+        longest: The largest number of tokens of a row.
+        reach: The largest of ``seq_lens``.
     """
 
     positions: Tensor
@@ -52,7 +52,7 @@ class Rows:
 
 
 class LayerCaches:
-    """All layers of a worker that hold KV.
+    """All layers of a worker that have a KV cache.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -60,8 +60,8 @@ class LayerCaches:
         model: vLLM's model.
 
     Raises:
-        UnsupportedModelError: If there is a layer whose keys cannot be turned, or a backend whose write is out of
-            reach.
+        UnsupportedModelError: If the keys of a layer cannot be rotated, or its backend writes KV only within its
+            attention.
     """
 
     def __init__(self, vllm_config: Any, kv_caches: Mapping[str, Any], model: Any) -> None:
@@ -102,12 +102,12 @@ class LayerCaches:
 
     @property
     def piece_shape(self) -> tuple[int, int, int, int]:
-        """Of a piece, in one layer: keys and values, tokens, heads, numbers of a head."""
+        """The shape of a piece in one layer: ``(2, PIECE, heads, head_size)``, keys then values."""
         return (2, PIECE, self.heads, self.head_size)
 
     @property
     def geometry(self) -> BlockGeometry:
-        """Of a piece: one layer slice for each layer."""
+        """The geometry of a piece: one layer slice for each layer."""
         two, tokens, heads, size = self.piece_shape
         about = f"{FORMAT} {self.piece_shape} {self.dtype} {self.names}"
         digest = hashlib.blake2b(about.encode(), digest_size=16).digest()
@@ -115,11 +115,11 @@ class LayerCaches:
         return BlockGeometry((nbytes,) * len(self.names), digest)
 
     def sum_over_ranks(self, counts: Tensor) -> Tensor:
-        """The sum over all ranks; see `AttentionView.sum_over_ranks`."""
+        """Return the sum over all ranks; see `AttentionView.sum_over_ranks`."""
         return self._view.sum_over_ranks(counts)
 
     def blocks(self, block_ids: Sequence[int]) -> Tensor:
-        """``[n]``, int64: a request's blocks as the caches count them; vLLM may split its own for a kernel."""
+        """Return the ids of a request's blocks in the caches, ``[n]``, int64; a kernel may use smaller blocks."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         split = self._manager_block // self._kernel_block
@@ -127,20 +127,20 @@ class LayerCaches:
         return (whole[:, None] * split + torch.arange(split)).flatten().to(self.device)
 
     def slots(self, blocks: Tensor, positions: Tensor) -> Tensor:
-        """``[n]``, int64: where the KV of some positions lies."""
+        """Return the slots of some positions, ``[n]``, int64."""
         return blocks[positions // self._kernel_block] * self._kernel_block + positions % self._kernel_block
 
     def write(self, layer: int, positions: Tensor, slots: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
-        """Write KV without its position to some positions.
+        """Write position-free KV to some positions.
 
         Args:
-            layer: The layer's place among `names`.
+            layer: The layer's index in `names`.
             positions: ``[n]``, int64.
-            slots: Of these; see `slots`.
+            slots: ``[n]``, int64: their slots; see `slots`.
             free: ``[2, n, heads, head_size]``, on the caches' device: keys and values.
 
         Returns:
-            What was written: keys and values.
+            The keys and values as written.
         """
         name = self.names[layer]
         keys, values = self._rotations[name].done(free[0], positions), free[1].contiguous()
@@ -148,7 +148,7 @@ class LayerCaches:
         return keys, values
 
     def read(self, layer: int, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The KV at some positions, as it is cached: keys and values, each ``[n, heads, head_size]``."""
+        """Return the cached keys and values at some positions, each ``[n, heads, head_size]``."""
         name = self.names[layer]
         places = positions // self._kernel_block
         wanted, inverse = places.unique(return_inverse=True)
@@ -157,12 +157,12 @@ class LayerCaches:
         return keys, values
 
     def read_free(self, layer: int, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with the keys' rotation taken back."""
+        """Return the same as `read`, with the rotation of the keys undone."""
         keys, values = self.read(layer, blocks, positions)
         return self._rotations[self.names[layer]].taken_back(keys, positions), values
 
     def rows(self, runs: Sequence[Run], blocks: Tensor) -> Rows:
-        """Runs of a request as rows; each reads up to its own last token."""
+        """Return the runs of a request as rows, each of which reads up to its own last token."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         positions = torch.cat([torch.arange(run.start, run.end) for run in runs]).to(self.device)
@@ -182,11 +182,11 @@ class LayerCaches:
 
     @contextmanager
     def context(self, rows: Rows, attn_metadata: Mapping[str, Any]) -> Iterator[None]:
-        """The forward context of a pass over some rows.
+        """Set the forward context of a pass over some rows.
 
         Args:
             rows: The rows.
-            attn_metadata: That of the step, by layer: what does not depend on its rows is taken from it.
+            attn_metadata: The step's metadata, by layer; fields that do not depend on rows are taken from it.
         """
         from vllm.forward_context import set_forward_context  # noqa: PLC0415 - ucm imports without vLLM
 
@@ -211,7 +211,7 @@ class LayerCaches:
         table = getattr(module, "cos_sin_cache", None)
         if module is None or table is None or table.dim() != 2:  # noqa: PLR2004 - positions, numbers
             raise UnsupportedModelError(
-                "no rotary embedding with one table for all positions is found beside the layer",
+                "the layer has no rotary embedding with one table for all positions",
                 where=f"layer {name}",
                 fix=OTHER,
             )
@@ -227,5 +227,5 @@ class LayerCaches:
 
 
 def _place(name: str) -> tuple[int, ...]:
-    """Where a layer stands in the model: the numbers in its name."""
+    """Return a layer's place in the model: the numbers in its name."""
     return tuple(int(number) for number in re.findall(r"\d+", name))

@@ -1,4 +1,4 @@
-"""What blending does not serve, told by vLLM's configuration or by a layer; each refusal says what to do."""
+"""Refuse engines that blending does not support, by vLLM's configuration; each error says what to do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from ucm.config.settings import BlendSettings
 
-#: The cache's ``cache_dtype`` of KV that is stored as the model computes it.
+#: The values of ``cache_dtype`` with which KV is stored as the model computes it.
 PLAIN = ("auto", "float16", "half", "bfloat16", "float32", "float")
 OTHER = "use UCMConnector, which loads exact prefixes, for this model"
-#: Where a model's configuration says that some of its layers turn no keys.
+#: The attributes of a model's configuration for layers that do not rotate their keys.
 UNROTATED = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", "nope_layers")
 
 
@@ -27,7 +27,7 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        settings: The operator's.
+        settings: The settings of ``blend``.
         groups: The model's KV-cache groups.
 
     Raises:
@@ -37,13 +37,13 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
     _refuse_parallel(vllm_config)
     if sparse_method_config(vllm_config) is not None:
         raise UnsupportedModelError(
-            "blending and a sparse method do not go together: each decides which tokens may be read",
+            "blending and a sparse method cannot be combined: each decides which tokens may be read",
             where="ucm_sparse_config",
             fix="leave one of the two out",
         )
     if getattr(vllm_config, "speculative_config", None) is not None:
         raise UnsupportedModelError(
-            "blending fills the KV cache of the model alone, not that of a draft",
+            "blending fills only the model's KV cache, not that of a draft model",
             where="speculative_config",
             fix="start vLLM without --speculative-config, or use UCMConnector",
         )
@@ -56,14 +56,14 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
     cache = vllm_config.cache_config
     if cache.cache_dtype not in PLAIN:
         raise UnsupportedModelError(
-            f"keys stored as {cache.cache_dtype!r} cannot be turned to another place",
+            f"keys stored as {cache.cache_dtype!r} cannot be rotated to another position",
             where="cache_config.cache_dtype",
             fix="start vLLM with --kv-cache-dtype auto, or use UCMConnector",
         )
     if cache.enable_prefix_caching and not names_are_kept_apart():
         raise UnsupportedModelError(
-            "before vLLM 0.11.0 the names of a request's blocks in vLLM's prefix cache are out of reach: others would "
-            "find blended KV under exact names",
+            "before vLLM 0.11.0, UCM cannot change the hashes of a request's blocks in vLLM's prefix cache: others "
+            "would find blended KV as exact",
             where="cache_config.enable_prefix_caching",
             fix="start vLLM with --no-enable-prefix-caching, or use a newer one",
         )
@@ -76,13 +76,13 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
 
 
 def require_alone(vllm_config: Any) -> None:
-    """Refuse to be one of several connectors: the others would save blended KV under exact names.
+    """Refuse to be one of several connectors, because the others would save blended KV under exact keys.
 
-    vLLM gives each connector of a ``MultiConnector`` a configuration of its own. That of the engine is known while its
-    workers make their connectors.
+    vLLM gives each connector of a ``MultiConnector`` its own configuration. The engine's configuration is available
+    while its workers create their connectors.
 
     Args:
-        vllm_config: vLLM's ``VllmConfig``, as this connector got it, in a worker.
+        vllm_config: vLLM's ``VllmConfig`` that this connector was given, in a worker.
 
     Raises:
         UnsupportedModelError: If the engine's own configuration names another connector.
@@ -95,7 +95,7 @@ def require_alone(vllm_config: Any) -> None:
     outer = getattr(transfer, "kv_connector", None)
     if outer is not None and outer != vllm_config.kv_transfer_config.kv_connector:
         raise UnsupportedModelError(
-            "the connectors beside this one would save what was blended under exact names",
+            "the other connectors would save blended KV as exact",
             where=f"kv_transfer_config.kv_connector: {outer}",
             fix="name BlendConnector, which also loads and saves exact prefixes, as the engine's only connector",
         )
@@ -114,7 +114,7 @@ def _refuse_model(model: Any, groups: Sequence[Any]) -> None:
         or getattr(model, "uses_xdrope_dim", 0),
         "blending does not serve models that mix attention with other layers": getattr(model, "is_hybrid", False),
         "blending does not serve models that attend within chunks": getattr(model, "attention_chunk_size", None),
-        "blending does not serve models whose layers do not all turn their keys": any(
+        "blending does not serve models in which some layers do not rotate their keys": any(
             getattr(text, name, None) for name in UNROTATED
         ),
         "blending does not serve models with sliding windows, or several kinds of attention": len(groups) != 1
@@ -135,7 +135,7 @@ def _refuse_parallel(vllm_config: Any) -> None:
     ):
         if int(getattr(parallel, name, 1) or 1) > 1:
             raise UnsupportedModelError(
-                "the forward passes of blending run on the ranks of one tensor-parallel group alone",
+                "the forward passes of blending run only on the ranks of one tensor-parallel group",
                 where=f"parallel_config.{name} = {getattr(parallel, name)}",
                 fix=f"start vLLM with --{name.replace('_', '-')} 1, or use UCMConnector",
             )

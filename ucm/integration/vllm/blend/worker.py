@@ -1,8 +1,8 @@
-"""The worker's side of blending: fills a stretch from chunks, and computes what must be by vLLM's own forward.
+"""The worker side of blending: fills a stretch from chunks, and computes the other tokens by vLLM's own forward pass.
 
-It runs within a step, ahead of the step's forward and in the same order on all ranks. A request's runs are the rows of
-one forward pass: each row reads up to its own last token, and all of a layer's KV is written before its attention; so
-what is computed is what a chunked prefill over the same cache would have computed.
+It runs within a step, before the step's forward pass and in the same order on all ranks. The runs of a request are the
+rows of one forward pass. Each row reads up to its own last token, and all of a layer's KV is written before its
+attention, so the result is that of a chunked prefill over the same cache.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, KVStore, Task
     from ucm.store.slab import SlabAddress
 
-#: So many chunks whose KV is not what the model computes, and the model is refused.
+#: After this many chunks whose KV is not what the model computes, the model is refused.
 MOST_GATE_FAILURES = 3
-#: Deviations are added up over ranks as integers: in this part of the greatest.
+#: Deviations are summed over ranks as integers, with this many steps for each unit, and are clamped to this value.
 _STEPS = 1 << 20
 
 
 class StretchCounters(Protocol):
-    """Where a worker counts what it did."""
+    """The counters of a worker."""
 
     def blended(self, reused: int, computed: int) -> None:
-        """A stretch was filled: tokens from chunks, and tokens computed."""
+        """Count the reused and the computed tokens of a stretch."""
 
     def gate_failed(self, chunks: int) -> None:
-        """Chunks were computed because their KV is not what the model computes."""
+        """Count chunks that were computed because their KV is not what the model computes."""
 
     def chunk_saved(self, tokens: int) -> None:
-        """A chunk was handed to the store."""
+        """Count a chunk that was handed to the store."""
 
 
 class _EndOfPassError(Exception):
-    """Ends a forward pass behind the check layer."""
+    """Ends a forward pass after the check layer."""
 
 
 class BlendWorker:
     """Blends on one rank.
 
     Args:
-        caches: Its KV caches.
+        caches: The rank's KV caches.
         model: vLLM's model.
-        settings: The operator's.
-        counters: What was done.
-        most_tokens: Tokens of a forward pass that memory was profiled for.
-        rank: This worker's, among those of the tensor-parallel group.
-        name: The model's, for the log.
+        settings: The settings of ``blend``.
+        counters: The counters of the rank.
+        most_tokens: The most tokens of a forward pass, for which vLLM profiled memory.
+        rank: The rank in the tensor-parallel group.
+        name: The model's name, for the log.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class BlendWorker:
         return self._failures >= MOST_GATE_FAILURES
 
     def begin(self, step: StepPlan, plan: BlendPlan, store: KVStore | None) -> None:
-        """Before a step.
+        """Begin a step.
 
         Args:
-            step: Its plan for exact prefixes, which says what is confirmed.
-            plan: Its plan.
-            store: Where chunks are kept, once that is known.
+            step: The step's plan for exact prefixes, which says which saves are confirmed.
+            plan: The step's plan for blending.
+            store: The store of chunks, None until it is known.
         """
         self._store, self._step = store, step.step
         self._unconfirmed.begin(step)
@@ -117,9 +117,12 @@ class BlendWorker:
         """Fill all stretches of a step.
 
         Args:
-            plan: Its plan.
+            plan: The step's plan.
             attn_metadata: The step's metadata, by layer.
-            usable: Whether chunks may be used at all; not if the weights were changed since they were promised.
+            usable: Whether chunks may be used; False if the weights have changed since they were promised.
+
+        Raises:
+            TypeError: If the metadata is not given by layer.
         """
         for blend in plan.blends:
             if not isinstance(attn_metadata, dict):
@@ -127,19 +130,19 @@ class BlendWorker:
             self._fill(blend, plan.shares, attn_metadata, usable=usable and not self.refused)
 
     def layer_begins(self, layer_name: str) -> None:
-        """A layer's attention is about to run; a pass that only looks for deviations may end here."""
+        """End a pass that only measures deviations, if this layer follows the check layer."""
         if layer_name == self._ends_before:
             raise _EndOfPassError
 
     def save(self, plan: BlendPlan) -> None:
-        """Store the chunks that the step has computed, without their position."""
+        """Store the chunks that the step has computed, without their positions."""
         if self._store is not None and not self.refused:
             for save in plan.saves:
                 self._save(self._store, save)
         self._settle()
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish pending saves, and detach from the slab."""
         self._unconfirmed.close()
         wait_while_it_shrinks(self._left, STILL_SECONDS)
         self._slab.close()
@@ -150,7 +153,7 @@ class BlendWorker:
         import torch  # noqa: PLC0415 - vLLM brings it
 
         blocks = self._caches.blocks(blend.block_ids)
-        # The type that the runners give: a compiled model has no guard against another, and would read other tokens.
+        # The dtype that the runners use: a compiled model does not check it, and would read other tokens.
         tokens = torch.tensor(blend.token_ids, dtype=torch.int32).to(self._caches.device)
         if blend.unwritten < blend.start:
             self._compute([Run(blend.unwritten, blend.start)], blend, blocks, tokens, attn_metadata)
@@ -164,7 +167,7 @@ class BlendWorker:
         computed = sum(chosen)
         wrong = self._wrong(blend, chunks, chosen, blocks, loaded)
         if wrong:
-            # All that was computed behind the first of them has read it.
+            # Everything computed behind the first of them has read its KV.
             begin = max(blend.start, wrong[0].start)
             self._compute([Run(begin, blend.end)], blend, blocks, tokens, attn_metadata)
             computed = sum(chosen[: begin - blend.start]) + blend.end - begin
@@ -178,10 +181,11 @@ class BlendWorker:
     def _load(
         self, blend: Blend, shares: tuple[int, ...], blocks: Tensor, *, usable: bool
     ) -> tuple[list[Chunk], dict[Chunk, dict[int, tuple[Tensor, Tensor]]]]:
-        """Write chunks to the caches. A rank that may use none says so to the others, which then use none either.
+        """Write chunks to the caches; if one rank cannot use a chunk, no rank does.
 
         Returns:
-            Those that all ranks could; and what was written to the layers that are looked at later.
+            The chunks that all ranks could use, and their keys and values as written to the layers that are checked
+            later.
         """
         import torch  # noqa: PLC0415 - vLLM brings it
 
@@ -212,7 +216,7 @@ class BlendWorker:
         return chunks, loaded
 
     def _copy(self, chunk: Chunk, places: Sequence[int], shares: tuple[int, ...]) -> Tensor | None:
-        """A chunk's pieces out of the slab, ``[pieces, layers, …]`` in host memory; None if they cannot be read."""
+        """Copy a chunk's pieces from the slab, ``[pieces, layers, …]`` in host memory; None if they cannot be read."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         caches = self._caches
@@ -238,7 +242,7 @@ class BlendWorker:
         *,
         whole: bool = True,
     ) -> None:
-        """Run the model over some tokens of a blend; without ``whole``, up to the check layer alone."""
+        """Run the model over some tokens of a blend; without ``whole``, only up to the check layer."""
         names = self._caches.names
         behind = self._check_layer + 1
         for batch in passes(runs, self._most_tokens):
@@ -252,7 +256,7 @@ class BlendWorker:
             finally:
                 self._ends_before = ""
 
-    # Looking at what was filled
+    # Checks
 
     @property
     def _check_layer(self) -> int:
@@ -261,7 +265,7 @@ class BlendWorker:
     def _most_deviating(
         self, blend: Blend, chunks: Sequence[Chunk], blocks: Tensor, loaded: Mapping[Chunk, Any]
     ) -> list[bool]:
-        """The share of the reused tokens whose KV in the check layer is farthest from what they have here."""
+        """Select the reused tokens whose stored KV deviates most from the computed KV in the check layer."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         deviation = torch.zeros(blend.end - blend.start, device=self._caches.device)
@@ -286,9 +290,9 @@ class BlendWorker:
         blocks: Tensor,
         loaded: Mapping[Chunk, Any],
     ) -> list[Chunk]:
-        """The chunks whose KV in the first layer is not what the model has computed there.
+        """Return the chunks whose KV in the first layer is not what the model has computed there.
 
-        That depends on the token and its position alone, so it must agree whatever stands before it.
+        That KV depends only on the token and its position, so it must be the same whatever precedes the chunk.
         """
         import torch  # noqa: PLC0415 - vLLM brings it
 
@@ -318,8 +322,8 @@ class BlendWorker:
         if self._rank == 0:
             self._counters.gate_failed(chunks)
         get_logger(__name__).warning(
-            "[UCM.Blend] the KV of %d chunks is not what %s computes in its first layer (off by %.3g, allowed %.3g): "
-            "they are computed",
+            "[UCM.Blend] the stored KV of %d chunks is not what %s computes in its first layer (off by %.3g, "
+            "allowed %.3g): these chunks are computed",
             chunks,
             self._name or "the model",
             worst,
@@ -327,8 +331,8 @@ class BlendWorker:
         )
         if self.refused and not before:
             get_logger(__name__).error(
-                "[UCM.Blend] %s is refused: the first layer's KV of %d chunks was not that of their tokens at their "
-                "place; no request is blended any more. Use UCMConnector for this model, and report this message",
+                "[UCM.Blend] %s is refused: in its first layer, the stored KV of %d chunks was not what the model "
+                "computes; no request is blended any more. Use UCMConnector for this model, and report this message",
                 self._name or "the model",
                 self._failures,
             )
@@ -372,7 +376,7 @@ class BlendWorker:
         return len(self._saving)
 
     def _settle(self) -> None:
-        """Take note of saves that have ended; their memory is theirs until then."""
+        """Release the memory of saves that have ended."""
         still = []
         for task, room in self._saving:
             if self._store is None or not self._store.check(task):
@@ -388,7 +392,7 @@ class BlendWorker:
         return {"sizes": list(geometry.slice_sizes), "fingerprint": geometry.fingerprint.hex(), REFUSED: self.refused}
 
     def _tell(self, *, refused: bool) -> None:
-        """Write this rank's record anew."""
+        """Write this rank's record again."""
         if self._address is not None:
             writer = SlabReader()
             writer.attach(self._address, self._rank, {**self._record(), REFUSED: refused})
@@ -396,5 +400,5 @@ class BlendWorker:
 
 
 def _name(number: int) -> Any:
-    """A name for a piece that is copied, for the copy alone."""
+    """Return a key for a piece, used only for its copy."""
     return number.to_bytes(16, "big")

@@ -108,7 +108,7 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(getattr(parallel, name, 1) or 1) > 1:
             raise UnsupportedModelError(
-                "the tokens of a block are spread over ranks, and UCM's connectors store whole blocks",
+                "context parallelism spreads the tokens of a block over ranks, but UCM's connectors store whole blocks",
                 where=f"parallel_config.{name} = {getattr(parallel, name)}",
                 fix="run without context parallelism, or without a UCM connector",
             )
@@ -121,8 +121,8 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
     sleeps = getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
     if sleeps and _device_type(vllm_config) != "cpu":
         raise UnsupportedModelError(
-            "vLLM's sleep takes the KV cache's memory away without telling the workers' connectors, which may still be "
-            "saving from it",
+            "vLLM's sleep mode frees the KV cache's memory without telling the workers' connectors, which may "
+            "still be saving from it",
             where="model_config.enable_sleep_mode",
             fix="leave out --enable-sleep-mode, or run without a UCM connector",
         )
@@ -149,8 +149,8 @@ def refuse_kv_that_is_not_continued(vllm_config: Any) -> None:
     chunked = getattr(getattr(vllm_config, "scheduler_config", None), "enable_chunked_prefill", True)
     if not chunked and not vllm_config.cache_config.enable_prefix_caching:
         raise UnsupportedModelError(
-            "vLLM's latent attention on this processor gives other tokens after KV from a cache, so vLLM turns its own "
-            "prefix cache and chunked prefill off",
+            "on this processor, vLLM's latent attention generates other tokens after a cache hit, so vLLM itself "
+            "turns its prefix cache and chunked prefill off",
             where="model_config.use_mla, device cpu",
             fix="run this model on an accelerator, or with chunked prefill on a processor with AMX, or without a UCM "
             "connector",
@@ -179,7 +179,7 @@ def refuse_method_without_hooks(vllm_config: Any) -> None:
     if any(HOOKS in getattr(module, "__dict__", ()) for module in modules):
         return
     raise SparseMethodError(
-        f"the sparse method {found[0]} is configured, and vLLM has no hooks for it here: the engine would be dense",
+        f"the sparse method {found[0]} is configured, but vLLM has no hooks for it here: the engine would be dense",
         where="ucm_sparse_config, in a process without UCM's overlay",
         fix="install the overlay's wheel beside this vLLM and see `ucm doctor`; or serve without ucm_sparse_config",
     )

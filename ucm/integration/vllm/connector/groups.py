@@ -148,7 +148,7 @@ def _unpadded(spec: Any) -> int:
         if value is not None:
             return int(value)
     raise UnsupportedModelError(
-        f"{type(spec).__name__} does not tell the size of its blocks", fix="run this model without a UCM connector"
+        f"{type(spec).__name__} does not say how large its blocks are", fix="run this model without a UCM connector"
     )
 
 

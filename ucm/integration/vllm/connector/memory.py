@@ -205,7 +205,7 @@ def _block_axis(shape: list[int], num_blocks: int, where: str) -> int:
 def _only_axis(shape: list[int], where: str) -> int:
     """Return the block dimension in releases that do not give the number of blocks; those never split blocks."""
     if len(shape) > 1 and shape[0] == shape[1] == PLANES:
-        raise UnknownLayoutError("this KV cache has its blocks in either of two places", where=where)
+        raise UnknownLayoutError("either of two dimensions of this KV cache may count its blocks", where=where)
     return 1 if shape[0] == PLANES else 0
 
 

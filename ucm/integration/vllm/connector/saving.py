@@ -202,7 +202,7 @@ class Saver:
         """Begin a commit; blocks with refused layer slices fail."""
         refused = self._room.forget(keys)
         task = SaveTask(keys)
-        task.failed = {key: IncompleteBlockError(f"block {key.hex()} had no room among the saves") for key in refused}
+        task.failed = {key: IncompleteBlockError(f"there was no room to save block {key.hex()}") for key in refused}
         return task
 
     def commit(self, task: SaveTask) -> SaveTask:

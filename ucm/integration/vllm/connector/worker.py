@@ -157,7 +157,7 @@ class TransferWorker:
             self._refused.add(moves.request_id)
         if refused and not self._between_steps:
             raise PromisedBlockLostError(
-                "the weights were changed in place when blocks of the old ones were promised already",
+                "the weights were changed in place after blocks of the old ones had been promised",
                 where=f"request {refused[0].request_id}",
                 fix="call reset_prefix_cache after each change of the weights",
             )

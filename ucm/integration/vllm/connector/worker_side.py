@@ -160,18 +160,19 @@ class WorkerSide:
         begun = time.monotonic()
         model = None if weights_move(self._vllm_config) else running_model()
         transferred = getattr(self._vllm_config, "weight_transfer_config", None) is not None
-        reason = "they move, or their model is out of reach"
+        reason = "vLLM moves them, or the connector cannot reach the model"
         try:
             self._weights = None if model is None else LiveWeights(model, thorough=transferred)
         except (RuntimeError, NotImplementedError) as error:  # tensor subclasses may have no storage of their own
             reason = str(error)
         if self._weights is None:
             get_logger(__name__).info(
-                "[UCM.Connector] changes of the weights in place are noticed only by reset_connector=True (%s)", reason
+                "[UCM.Connector] in-place changes of the weights are noticed only after reset_connector=True (%s)",
+                reason,
             )
             return
         get_logger(__name__).info(
-            "[UCM.Connector] weights are watched for changes in place (%.2f s)", time.monotonic() - begun
+            "[UCM.Connector] weights are watched for in-place changes (%.2f s)", time.monotonic() - begun
         )
 
     def _look_at_weights(self, plan: StepPlan) -> None:
@@ -186,7 +187,7 @@ class WorkerSide:
         if self._weights.changed(wholly=plan.verify):
             self.report.changed = plan.epoch
             get_logger(__name__).warning(
-                "[UCM.Connector] the weights were changed in place: nothing is loaded or saved under their old name"
+                "[UCM.Connector] the weights were changed in place: nothing is loaded or saved under their old identity"
             )
 
     def _create_worker(self, namespace: str) -> TransferWorker:

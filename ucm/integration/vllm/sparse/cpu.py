@@ -1,8 +1,8 @@
-"""vLLM's own attention on the CPU: metadata with a schedule of its own, and keys packed within a block.
+"""vLLM's own attention on the CPU: metadata with a schedule, and keys packed within a block.
 
-How many threads read which blocks is decided once per step, from the lengths: other lengths need another schedule,
-which the operator's own function makes. Keys lie in a block as the instruction set wants them (in tiles for AMX, in
-columns for AVX-512): where each one lies is seen by writing known keys through the backend's own write.
+The schedule says which threads read which blocks. It is computed once per step from the lengths, so other lengths need
+another schedule, from the operator's own function. The instruction set determines the order of keys in a block (tiles
+for AMX, columns for AVX-512). This order is determined by writing known keys with the backend's own function.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from ucm.sparse.partial_attention import Span
 
 IMPLEMENTATION = "CPUAttentionBackendImpl"
-#: The dimensions of a cache in which keys and values are halves of each head's part; until 0.22.1 they are planes.
+#: The number of dimensions of a cache with keys and values as halves of each head; up to 0.22.1 they are planes.
 _HALVES_OF_HEADS = 4
-#: Sizes and strides, slowest first.
+#: Sizes and strides, outermost first.
 Order: TypeAlias = "list[tuple[int, int]]"
-#: Integers below this are exact in every dtype that a cache may have.
+#: Integers below this are exact in every dtype of a cache.
 DIGIT = 256
 
 
 class CpuBackend:
-    """See `Backend` for what each of its methods is asked.
+    """vLLM's CPU attention; `Backend` documents the methods.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -43,21 +43,21 @@ class CpuBackend:
 
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
-        #: By kind of cache, where a head's keys and values lie in a block: sizes and strides.
+        #: By kind of cache, the order of a head's keys and of its values in a block.
         self._orders: dict[tuple[object, ...], tuple[Order, Order]] = {}
-        #: The lengths that a schedule was last made for, as the objects that they came as, and the schedule.
+        #: The last schedule, with the metadata and the lengths that it was computed for.
         self._scheduled: tuple[Any, Any, Any] | None = None
 
     def serves(self, impl: Any) -> bool:
-        """Whether an implementation is this one, as it is from 0.11.1 on."""
+        """Return whether an implementation is this one, in its form from 0.11.1 on."""
         return type(impl).__name__ == IMPLEMENTATION and paged.metadata_class(type(impl)) is not None
 
     def block_size(self, layer: Any, kv_cache: Tensor) -> int:
-        """Tokens in a block."""
+        """Return the tokens of a block."""
         return int(_halves(layer, kv_cache)[0].shape[2])
 
     def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
-        """Blocks in the cache."""
+        """Return the number of blocks of the cache."""
         return int(_halves(layer, kv_cache)[0].shape[0])
 
     def restricted(
@@ -69,9 +69,9 @@ class CpuBackend:
         max_seq_len: int,
         split: QuerySplit | None,
     ) -> Any:
-        """The metadata with other blocks to read."""
+        """Return the metadata with other blocks to read."""
         paged.require_restrictable(attn_metadata)
-        if getattr(attn_metadata, "use_sdpa_prefill", False):  # until 0.23.0, where processors are neither x86 nor ARM
+        if getattr(attn_metadata, "use_sdpa_prefill", False):  # up to 0.23.0, on processors other than x86 and ARM
             raise SparseMethodError(
                 "the block table of this step has no rows for its prompts",
                 where=f"{type(attn_metadata).__name__}.use_sdpa_prefill",
@@ -84,20 +84,20 @@ class CpuBackend:
         return dataclasses.replace(found, scheduler_metadata=self._scheduled[2])
 
     def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """The keys in some blocks."""
+        """Return the keys of some blocks."""
         stored, _ = _halves(layer, kv_cache)
         _, heads, block_size, head_size = stored.shape
-        # Whole blocks, values and all, are copied some times faster than the keys alone.
+        # Copying whole blocks with their values is several times faster than copying the keys alone.
         whole = (kv_cache if kv_cache.dim() == _HALVES_OF_HEADS else stored).flatten(1).index_select(0, block_ids)
         packed = whole.view(len(block_ids), heads, -1)[:, :, : block_size * head_size]
         laid_out = _laid_out(packed, self._order(layer, kv_cache)[0])
         return laid_out.reshape(len(block_ids), heads, block_size, head_size).transpose(1, 2)
 
     def require_parts(self, layer: Any) -> None:
-        """PyTorch's own kernel computes parts of any layer."""
+        """Accept any layer: PyTorch's own kernel computes parts of it."""
 
     def head_layout(self, layer: Any, kv_cache: Tensor) -> HeadLayout | None:
-        """Where each number lies, of float32 and bfloat16, if queries are the same."""
+        """Return the memory layout of a float32 or bfloat16 cache, if the model has the same dtype."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         if kv_cache.dtype not in {torch.float32, torch.bfloat16} & {self._config.model_config.dtype}:
@@ -115,7 +115,7 @@ class CpuBackend:
         )
 
     def read(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in some blocks; in memory each head's tokens follow each other, block after block."""
+        """Return the keys and values of some blocks; in memory they are ordered by head, block and token."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         stored, _ = _halves(layer, kv_cache)
@@ -135,7 +135,7 @@ class CpuBackend:
     def attend(
         self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Attention over runs of keys, one after the other."""
+        """Compute attention over runs of keys, one after the other."""
         begin, found = 0, []
         for span in spans:
             run = slice(span.first_block, span.first_block - (-span.keys // keys.shape[1]))
@@ -154,7 +154,7 @@ class CpuBackend:
         spans: Sequence[Span],
         window: int,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the last keys, one request after the other."""
+        """Compute attention over the last keys, one request after the other."""
         size = self.block_size(layer, kv_cache)
         begin, found = 0, []
         for row, span in enumerate(spans):
@@ -167,10 +167,10 @@ class CpuBackend:
         return _joined(found)
 
     def require_write(self, layer: Any) -> None:
-        """Nothing to refuse: vLLM's function for it takes any tokens."""
+        """Accept any layer: vLLM's function writes any tokens."""
 
     def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """As the backend does within its attention, until 0.23.0, and by an operation of its own from then on."""
+        """Write KV with the backend's function, which up to 0.23.0 the backend calls within its attention."""
         self._write(layer, kv_cache, keys, values, slots, self._isa(layer, self.block_size(layer, kv_cache)))
 
     def _write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, isa: str) -> None:
@@ -192,7 +192,7 @@ class CpuBackend:
         write(**_arguments(write, known))
 
     def _order(self, layer: Any, kv_cache: Tensor) -> tuple[Order, Order]:
-        """Where keys and values lie in a block of a head."""
+        """Return the order of a head's keys, and of its values, in a block."""
         _, heads, block_size, head_size = _halves(layer, kv_cache)[0].shape
         isa = self._isa(layer, block_size)
         key = (kv_cache.dim(), isa, kv_cache.dtype, heads, block_size, head_size)
@@ -201,7 +201,7 @@ class CpuBackend:
         return self._orders[key]
 
     def _schedule(self, layer: Any, attn_metadata: Any) -> Tensor:
-        """What the backend's builder makes of the lengths, by the same function with the same arguments."""
+        """Compute the schedule of the lengths with the same function and arguments as the backend's builder."""
         from vllm import _custom_ops, envs  # noqa: PLC0415
 
         make = _custom_ops.cpu_attn_get_scheduler_metadata
@@ -224,9 +224,9 @@ class CpuBackend:
         return schedule
 
     def _isa(self, layer: Any, block_size: int) -> str:
-        """The instruction set that the layer's keys are packed for: the layer's (0.28.0), its implementation's, …."""
+        """Return the instruction set that the layer's keys are packed for."""
         found = getattr(layer, "isa", None) or getattr(layer.impl, "isa", None)
-        if found is None:  # until 0.23.0 only the metadata names it, after this function
+        if found is None:  # up to 0.23.0 only the metadata has it, from this function
             choose = sys.modules[type(layer.impl).__module__]._get_attn_isa  # noqa: SLF001
             known = {
                 "dtype": self._config.model_config.dtype,
@@ -238,16 +238,15 @@ class CpuBackend:
         return str(found)
 
     def _find_order(self, layer: Any, kv_cache: Tensor, isa: str) -> tuple[Order, Order]:
-        """Where each number of a key, and of a value, lies in a block.
+        """Determine the order of a head's keys, and of its values, in a block.
 
-        Each number is written digit by digit, for a cache's dtype may hold few integers exactly.
+        The index of each element is written digit by digit, because few integers are exact in some dtypes of a cache.
 
         Returns:
-            Of keys and of values, sizes and strides of a head's numbers in memory such that, in this order, they are
-            token by token.
+            For keys and for values, the sizes and strides of a view of a head's memory that is ordered by token.
 
         Raises:
-            SparseMethodError: If what was written is not found again, each element once, with its own head.
+            SparseMethodError: If an element is not found exactly once, in its own head.
         """
         import torch  # noqa: PLC0415 - vLLM brings it
 
@@ -273,8 +272,7 @@ class CpuBackend:
         ]
         if orders[0] is None or orders[1] is None:
             raise SparseMethodError(
-                f"{'keys' if orders[0] is None else 'values'} that were written to the cache are not found in it one "
-                "by one",
+                f"the positions of {'keys' if orders[0] is None else 'values'} in the KV cache cannot be determined",
                 where=f"CPU attention for {isa}, a KV cache of the shape {tuple(kv_cache.shape)}",
                 fix="use a method that reads no keys, and report this processor and vLLM's version",
             )
@@ -282,7 +280,7 @@ class CpuBackend:
 
 
 def _order_of(numbers: Tensor, owners: Tensor) -> Order | None:
-    """The order of what was found, by head; None if it is not each number once, in the same place for all heads."""
+    """Return the order of the elements; None unless each occurs once, and at the same place in all heads."""
     import torch  # noqa: PLC0415 - vLLM brings it
 
     place = numbers[0].argsort()
@@ -297,7 +295,7 @@ def _order_of(numbers: Tensor, owners: Tensor) -> Order | None:
 
 
 def _laid_out(packed: Tensor, order: Order) -> Tensor:
-    """A view of numbers token by token; the last dimension is what `_order_of` was told."""
+    """Return a view that is ordered by token; the last dimension has the order of `_order_of`."""
     sizes, strides = zip(*order, strict=True)
     return packed.as_strided((*packed.shape[:-1], *sizes), (*packed.stride()[:-1], *strides), packed.storage_offset())
 
@@ -312,10 +310,10 @@ def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def strided(places: list[int]) -> Order | None:
-    """An order as sizes and strides, slowest first; None where there are none that give it.
+    """Return sizes and strides that describe the places, outermost first; None if there are none.
 
     Args:
-        places: For each element its place.
+        places: The place of each element in memory.
     """
     found: list[tuple[int, int]] = []
     done = 1
@@ -330,7 +328,7 @@ def strided(places: list[int]) -> Order | None:
 
 
 def places_of(order: Order) -> list[int]:
-    """For each element its place."""
+    """Return the place of each element in memory."""
     built = [0]
     for size, stride in reversed(order):
         built = [n * stride + place for n in range(size) for place in built]
@@ -338,31 +336,31 @@ def places_of(order: Order) -> list[int]:
 
 
 def _halves(layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as the operator takes them: each ``[num_blocks, num_kv_heads, block_size, head_size]``.
+    """Return keys and values as the operator takes them, each ``[num_blocks, num_kv_heads, block_size, head_size]``.
 
     Raises:
         SparseMethodError: If the cache has another shape.
     """
     shape = tuple(kv_cache.shape)
     if len(shape) == 5 and shape[0] == 2 and shape[2] == layer.num_kv_heads and shape[4] == layer.head_size:  # noqa: PLR2004
-        return kv_cache[0], kv_cache[1]  # until 0.22.1
+        return kv_cache[0], kv_cache[1]  # up to 0.22.1
     if len(shape) == _HALVES_OF_HEADS and shape[1] == layer.num_kv_heads and shape[3] == 2 * layer.head_size:
-        # Each head's keys, packed, and behind them its values: not side by side, as the shape seems to say.
+        # The memory of each head has all keys, packed, then all values, although the shape suggests pairs.
         rows = kv_cache.view(shape[0], shape[1], 2 * shape[2], layer.head_size)
         first, second = rows.chunk(2, dim=2)
         return first, second
     raise SparseMethodError(
-        f"a KV cache of the shape {shape} is not one that is known",
+        f"KV caches of the shape {shape} are not known",
         where=f"CPU attention, {layer.num_kv_heads} KV heads of {layer.head_size}",
         fix="serve without ucm_sparse_config",
     )
 
 
 def _arguments(function: Any, known: dict[str, Any]) -> dict[str, Any]:
-    """What a function of this release takes, of all that any release's takes.
+    """Select the arguments that this release's function takes from those that any reviewed release's takes.
 
     Raises:
-        SparseMethodError: If it needs what no reviewed release's does.
+        SparseMethodError: If the function needs an argument that no reviewed release has.
     """
     parameters = inspect.signature(function).parameters
     unknown = [

@@ -1,8 +1,8 @@
-"""Backends whose metadata is a block table per request: FlashAttention, Triton, and what the CPU's shares with them.
+"""Backends whose metadata has a block table per request: FlashAttention, Triton, and what the CPU backend shares.
 
-A metadata object is told by its fields, never by a release. What its kernel derives from the fields that are replaced
-must be replaced too: the fields that do so are listed here, and a field of theirs that is in use is either set to what
-the backend's own builder gives where it is not used, or refused.
+A metadata object is recognised by its fields, never by the release. Fields that a builder derives from the replaced
+fields must change too. They are listed here: each is either set to the value that the backend's own builder uses for
+"unused", or refused if it is in use.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from ucm.sparse.attention import QuerySplit
     from ucm.sparse.partial_attention import Span
 
-#: The field with the block table.
+#: The field of the block table.
 TABLE = "block_table"
-#: What every served metadata has.
+#: The fields that all supported metadata have.
 FIELDS = (
     *(TABLE, "seq_lens", "max_seq_len", "query_start_loc", "max_query_len"),
     *("slot_mapping", "num_actual_tokens"),
 )
 #: Implementations whose kernels read exactly the tokens that the replaced fields name.
 IMPLEMENTATIONS = ("FlashAttentionImpl", "TritonAttentionImpl")
-#: What FlashAttention is called; it tells the sums of exponentials, which other kernels keep to themselves.
+#: The name of FlashAttention's function, which returns the log-sum-exp; other kernels do not.
 FLASH = "flash_attn_varlen_func"
-#: Work that a builder does ahead of the kernel for a batch as it was; without it the kernel does it itself. Cascade
-#: attention reads a prefix that all rows share as if it were one: with other blocks per row there is none.
+#: Results that a builder computes for the original batch; without them the kernel computes its own. Cascade attention
+#: reads a prefix that all rows share only once; with different blocks per row there is no such prefix.
 AHEAD = {
     "scheduler_metadata": None,
     "prefix_scheduler_metadata": None,
@@ -45,7 +45,7 @@ AHEAD = {
     "prefix_kv_lens": None,
     "suffix_kv_lens": None,
 }
-#: Masks by the position of a token, which in a restricted table is no longer its place: refused where set.
+#: Masks by a token's position, which differs from its index in a restricted table: refused if set.
 POSITIONAL = (
     "local_attn_metadata",
     "dcp_context_kv_lens",
@@ -58,19 +58,19 @@ POSITIONAL = (
 
 
 class PagedBackend:
-    """FlashAttention and Triton; see `Backend` for what each of its methods is asked."""
+    """FlashAttention and Triton; `Backend` documents the methods."""
 
     def serves(self, impl: Any) -> bool:
-        """Whether an implementation is one of these, with its metadata beside it."""
+        """Return whether an implementation is one of these and its module defines its metadata."""
         kind = type(impl)
         return kind.__name__ in IMPLEMENTATIONS and metadata_class(kind) is not None
 
     def block_size(self, layer: Any, kv_cache: Tensor) -> int:
-        """Tokens in a block."""
+        """Return the tokens of a block."""
         return int(self._keys(layer, kv_cache).shape[1])
 
     def num_blocks(self, layer: Any, kv_cache: Tensor) -> int:
-        """Blocks in the cache."""
+        """Return the number of blocks of the cache."""
         return int(self._keys(layer, kv_cache).shape[0])
 
     def restricted(
@@ -82,7 +82,7 @@ class PagedBackend:
         max_seq_len: int,
         split: QuerySplit | None,
     ) -> Any:
-        """The metadata with other blocks to read."""
+        """Return the metadata with other blocks to read."""
         del layer
         require_restrictable(attn_metadata)
         changes: dict[str, Any] = {name: value for name, value in AHEAD.items() if hasattr(attn_metadata, name)}
@@ -91,29 +91,29 @@ class PagedBackend:
         return dataclasses.replace(attn_metadata, **changes, block_table=table, seq_lens=lens, max_seq_len=max_seq_len)
 
     def read_keys(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
-        """The keys in some blocks."""
+        """Return the keys of some blocks."""
         return self._keys(layer, kv_cache)[block_ids]
 
     def require_parts(self, layer: Any) -> None:
-        """FlashAttention tells the sums of its parts."""
+        """Refuse backends other than FlashAttention, which returns the log-sum-exp of a part."""
         if not callable(_flash_attention(layer)):
             raise SparseMethodError(
-                f"the attention backend {type(layer.impl).__name__} does not tell the sums of exponentials, without "
-                "which parts of a context cannot be put together",
+                f"the attention backend {type(layer.impl).__name__} does not return log-sum-exps, which are needed "
+                "to merge the parts of a context",
                 where=type(layer.impl).__module__,
                 fix=choose_backend(tells_sums=True),
             )
 
     def head_layout(self, layer: Any, kv_cache: Tensor) -> None:
-        """These caches are an accelerator's."""
+        """Return None: these caches are on an accelerator."""
 
     def read(self, layer: Any, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in some blocks."""
+        """Return the keys and values of some blocks."""
         keys, values = self._planes(layer, kv_cache)
         return keys[block_ids], values[block_ids]
 
     def require_write(self, layer: Any) -> None:
-        """Out of reach: these backends have written by an operation of their own since 0.16.0."""
+        """Refuse: before 0.16.0 these backends have no separate operation for writing KV."""
         raise SparseMethodError(
             f"{type(layer.impl).__name__} writes KV within its attention in this release",
             where=type(layer.impl).__module__,
@@ -128,12 +128,12 @@ class PagedBackend:
     def attend(
         self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Attention over runs of keys, all in one call: the blocks are a cache of their own."""
+        """Compute attention over runs of keys in one call; the blocks serve as a cache."""
         import torch  # noqa: PLC0415 - vLLM brings it
 
         first = torch.tensor([span.first_block for span in spans], dtype=torch.int32)
         longest = -(-max(span.keys for span in spans) // keys.shape[1])
-        # Columns behind a run's own end are never read; they only must not point outside the blocks.
+        # Columns behind a run's end are not read, but must contain valid block ids.
         table = (first[:, None] + torch.arange(longest, dtype=torch.int32)).clamp(max=keys.shape[0] - 1)
         table = table.to(query.device, non_blocking=True)
         return _flash(layer, query, keys, values, table, spans, causal=causal, window_size=[-1, -1])
@@ -147,12 +147,12 @@ class PagedBackend:
         spans: Sequence[Span],
         window: int,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the last keys, on the cache itself."""
+        """Compute attention over the last keys, on the cache itself."""
         keys, values = self._planes(layer, kv_cache)
         return _flash(layer, query, keys, values, block_table, spans, causal=True, window_size=[window - 1, 0])
 
     def _planes(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        """Return keys and values, each ``[num_blocks, block_size, num_kv_heads, head_size]``."""
         keys = self._keys(layer, kv_cache)
         if len(kv_cache.shape) == 4:  # noqa: PLR2004 - halves of each head
             return keys, kv_cache.transpose(1, 2)[..., layer.head_size :]
@@ -162,7 +162,7 @@ class PagedBackend:
         keys = keys_of(kv_cache, layer.num_kv_heads, layer.head_size)
         if keys is None:
             raise SparseMethodError(
-                f"a KV cache of the shape {tuple(kv_cache.shape)} is not one that is known",
+                f"KV caches of the shape {tuple(kv_cache.shape)} are not known",
                 where=f"{type(layer.impl).__name__}, {layer.num_kv_heads} KV heads of {layer.head_size}",
                 fix=choose_backend(),
             )
@@ -170,7 +170,7 @@ class PagedBackend:
 
 
 def _flash_attention(layer: Any) -> Any:
-    """The kernel's function, as the implementation's own module has it; None for another kernel."""
+    """Return FlashAttention's function from the implementation's own module; None for other implementations."""
     impl = type(layer.impl)
     return getattr(sys.modules[impl.__module__], FLASH, None) if impl.__name__ == IMPLEMENTATIONS[0] else None
 
@@ -186,7 +186,7 @@ def _flash(
     causal: bool,
     window_size: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """One call of FlashAttention over blocks; its causal mask and its window are aligned to the last query and key."""
+    """Call FlashAttention on blocks; its causal mask and window align the last query with the last key."""
     import torch  # noqa: PLC0415 - vLLM brings it
 
     starts = torch.tensor([0, *accumulate(span.queries for span in spans)], dtype=torch.int32)
@@ -210,7 +210,7 @@ def _flash(
 
 
 def metadata_class(implementation: type[Any], fields: Sequence[str] = FIELDS) -> type[Any] | None:
-    """The metadata that an implementation's module defines, if it has these fields."""
+    """Return the metadata class that an implementation's module defines, if it has these fields."""
     for member in vars(sys.modules[implementation.__module__]).values():
         if isinstance(member, type) and dataclasses.is_dataclass(member):
             names = {field.name for field in dataclasses.fields(member)}
@@ -220,10 +220,10 @@ def metadata_class(implementation: type[Any], fields: Sequence[str] = FIELDS) ->
 
 
 def require_restrictable(attn_metadata: Any) -> None:
-    """Refuse metadata whose kernel looks at more than rows of blocks.
+    """Refuse metadata whose kernel uses more than the rows of a block table.
 
     Raises:
-        SparseMethodError: If it does.
+        SparseMethodError: If a field is missing, a mask depends on positions, or the attention is not causal.
     """
     missing = [name for name in FIELDS if not hasattr(attn_metadata, name)]
     name = type(attn_metadata).__name__
@@ -249,10 +249,10 @@ def require_restrictable(attn_metadata: Any) -> None:
 def rows_of(
     attn_metadata: Any, block_table: Tensor, seq_lens: Tensor, split: QuerySplit | None
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Table and lengths of all rows, and what else of the metadata changes with these rows.
+    """Return the table and lengths of all rows, and the other fields of the metadata that change with these rows.
 
-    Rows for graphs of fixed sizes, which follow those of the requests, are kept. Rows that are not the requests are of
-    no fixed number; they only come where no graph is replayed.
+    Padding rows for graphs of fixed sizes, which follow those of the requests, are kept. With a split, the number of
+    rows varies; this happens only if no graph is replayed.
     """
     if split is not None:
         return block_table, seq_lens, {"query_start_loc": split.starts, "max_query_len": split.longest}
@@ -264,11 +264,11 @@ def rows_of(
 
 
 def keys_of(kv_cache: Tensor, num_kv_heads: int, head_size: int) -> Tensor | None:
-    """A view of the keys, ``[num_blocks, block_size, num_kv_heads, head_size]``, or None for another layout.
+    """Return a view of the keys, ``[num_blocks, block_size, num_kv_heads, head_size]``, or None for another layout.
 
-    The layouts, by their logical dimensions: keys and values as two planes before or behind the blocks (FlashAttention
-    to 0.25, Triton to 0.25), or as the two halves of each head (both from 0.26 on). How the dimensions lie in memory
-    is the strides' business.
+    Known layouts, by their logical dimensions: keys and values as two planes, in the dimension before or after the
+    blocks (FlashAttention and Triton up to 0.25), or as the two halves of each head (both from 0.26 on). The order in
+    memory is given by the strides.
     """
     shape = tuple(kv_cache.shape)
     if len(shape) == 5 and shape[3:] == (num_kv_heads, head_size) and (shape[0] == 2) != (shape[1] == 2):  # noqa: PLR2004 - planes

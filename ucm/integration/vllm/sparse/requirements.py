@@ -107,7 +107,7 @@ def hook_lost(name: str, hook: str, runs: str, place: str = "model runner") -> S
     return SparseMethodError(
         f"{name} was not told of a step that runs: a hook of the {place} has been taken out",
         where=f"{runs} runs, and the hook {hook} did not fire before it",
-        fix=f"do without what replaces functions of vLLM's {place} in a running engine, or serve without "
+        fix=f"remove the code that replaces functions of vLLM's {place} in a running engine, or serve without "
         "ucm_sparse_config",
     )
 
@@ -152,10 +152,10 @@ def _of_model(vllm_config: Any) -> Refusal | None:
         "sparse methods do not serve encoder-decoder models": model.is_encoder_decoder,
         "the model has a sliding window of its own": vllm_config.cache_config.sliding_window is not None,
         "the model attends within chunks": getattr(model, "attention_chunk_size", None),
-        "the model attends to images in both directions, by the places of their tokens": getattr(
+        "the model attends to images in both directions, by the positions of their tokens": getattr(
             model, "is_mm_prefix_lm", False
         ),
-        "the model attends in windows that depend on the places of tokens": getattr(model, "rswa_window", None),
+        "the model attends in windows that depend on the positions of tokens": getattr(model, "rswa_window", None),
         "sparse methods do not serve models that mix attention with other layers": getattr(model, "is_hybrid", False),
     }
     for what, there in obstacles.items():
@@ -210,7 +210,7 @@ def _of_platform(vllm_config: Any) -> Refusal | None:
         chosen = settings.get(name) if isinstance(settings, dict) else None
         if isinstance(chosen, dict) and chosen.get("enabled"):
             return Refusal(
-                "sparse methods do not run in graphs that replay no Python: no layer would be asked",
+                "sparse methods do not run in graphs whose replay runs no Python: no layer would call the method",
                 f"additional_config: {name}",
                 f"start vLLM without {name}, or without ucm_sparse_config",
             )
@@ -219,7 +219,7 @@ def _of_platform(vllm_config: Any) -> Refusal | None:
     is_310p = getattr(utils, "is_310p", None)
     if (device is not None and device().name == "_310P") or (device is None and is_310p is not None and is_310p()):
         return Refusal(
-            "sparse methods do not serve the Ascend 310P, whose KV cache and attention are others",
+            "sparse methods do not serve the Ascend 310P, whose KV cache and attention differ",
             "vllm_ascend.utils",
             "serve on another NPU, or without ucm_sparse_config",
         )

@@ -1,4 +1,4 @@
-"""The rotary embedding that belongs to an attention layer, found in the model and checked before it is relied upon."""
+"""Find the rotary embedding of an attention layer in the model, and check it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: vLLM's class of rotary embeddings whose angle is a plain multiple of the position.
+#: vLLM's class of rotary embeddings whose angles are multiples of the position.
 PLAIN = "RotaryEmbedding"
-#: What models call it, beside their attention layer.
+#: The models' attribute for it, in the module that contains the attention layer.
 ATTRIBUTE = "rotary_emb"
-#: Between its call and the attention's, a norm of what it has turned.
+#: A norm of queries or keys between the calls of the rotary embedding and of the attention.
 NORM_BEHIND = re.compile(rf"\.{ATTRIBUTE}\((?:(?!\.attn\().)*?\b(?:q|k|query|key)\w*norm\w*\(", re.DOTALL)
-#: Positions at which a table is compared with what it should be, and how far rounding may put it off.
+#: The positions at which a table is compared with its formula, and the largest deviation by rounding.
 CHECKED, TOLERANCE = 2048, 2**-6
 ELSEWHERE = "serve this model without this method"
 
@@ -40,14 +40,15 @@ class Rotaries:
         self._by_module: dict[int, Rotary] = {}
 
     def of(self, layer_name: str, layer: Any) -> Rotary:
-        """The rotary embedding of a layer.
+        """Return the rotary embedding of a layer.
 
         Args:
             layer_name: Its prefix in the model.
             layer: vLLM's ``Attention``.
 
         Raises:
-            SparseMethodError: If there is none, it is not a plain one, or its table ends before the longest context.
+            SparseMethodError: If there is none, it is not a plain one, or its table is shorter than the longest
+                context.
         """
         found = self._by_layer.get(layer_name)
         if found is None:
@@ -66,7 +67,7 @@ class Rotaries:
 def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) -> None:
     where = f"layer {layer_name}"
     if module is None:
-        raise SparseMethodError("no rotary embedding is found beside the layer", where=where, fix=ELSEWHERE)
+        raise SparseMethodError("no rotary embedding was found for the layer", where=where, fix=ELSEWHERE)
     kind = type(module).__name__
     table = getattr(module, "cos_sin_cache", None)
     if kind != PLAIN or table is None:
@@ -79,7 +80,9 @@ def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) 
         )
     if NORM_BEHIND.search(_source(owner)):
         raise SparseMethodError(
-            "the layer norms its keys after their rotation, which cannot be turned back", where=where, fix=ELSEWHERE
+            "the layer normalises its keys after their rotation, which then cannot be undone",
+            where=where,
+            fix=ELSEWHERE,
         )
     longest = int(model_config.max_model_len)
     if table.shape[0] < longest:
@@ -91,10 +94,10 @@ def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) 
 
 
 def _owner(runner: Any, layer: Any) -> Any:
-    """The module that has an attention layer as a child; names of layers and of modules may differ."""
+    """Return the module that has the attention layer as a child; names of layers and of modules may differ."""
     model = getattr(runner, "model", None)
     get_model = getattr(runner, "get_model", None)
-    if get_model is not None:  # without what graphs are captured with around it
+    if get_model is not None:  # returns the model without the wrapper for graph capture
         model = get_model()
     if model is None:
         return None
@@ -109,15 +112,15 @@ def _source(owner: Any) -> str:
 
 
 def _as_applied(module: Any, table: Tensor, model_config: Any) -> Tensor:
-    """The table in the dtype that queries and keys are multiplied in: theirs, but for FlashInfer's kernel."""
+    """Return the table in the dtype of the multiplication: that of queries and keys, except in FlashInfer's kernel."""
     return table if getattr(module, "use_flashinfer", False) else table.to(model_config.dtype)
 
 
 def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
-    """Radians per position, by the formula of plain rotary embedding; the table must agree.
+    """Return radians per position, by the formula of plain rotary embedding.
 
     Raises:
-        SparseMethodError: If it does not.
+        SparseMethodError: If the table differs from this formula.
     """
     import torch  # noqa: PLC0415 - vLLM brings it
 
@@ -136,7 +139,7 @@ def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
 
 
 def _overrides(model_config: Any, longest: int) -> str:
-    """What lengthens the table, written as the operator has to."""
+    """Return the value of ``--hf-overrides`` that lengthens the table."""
     own: dict[str, Any] = {"max_position_embeddings": longest}
     whole = getattr(model_config, "hf_config", None)
     text = getattr(model_config, "hf_text_config", whole)

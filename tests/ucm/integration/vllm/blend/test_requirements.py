@@ -60,13 +60,16 @@ def test_an_ordinary_engine_is_served() -> None:
         ({"model_config__uses_xdrope_dim": 3}, "mrope"),
         ({"model_config__is_hybrid": True}, "mix attention"),
         ({"model_config__attention_chunk_size": 8192}, "within chunks"),
-        ({"model_config__hf_text_config": SimpleNamespace(no_rope_layers=[1, 1, 0])}, "do not all turn their keys"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "tensor-parallel group alone"),
-        ({"parallel_config__data_parallel_size": 2}, "tensor-parallel group alone"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "tensor-parallel group alone"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "tensor-parallel group alone"),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(no_rope_layers=[1, 1, 0])},
+            "some layers do not rotate their keys",
+        ),
+        ({"parallel_config__pipeline_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
+        ({"parallel_config__data_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "only on the ranks of one tensor-parallel group"),
         ({"parallel_config__enable_dbo": True}, "micro-batches"),
-        ({"cache_config__cache_dtype": "fp8"}, "cannot be turned"),
+        ({"cache_config__cache_dtype": "fp8"}, "cannot be rotated"),
         ({"speculative_config": object()}, "not that of a draft"),
         ({"additional_config": {"ucm_sparse_config": {"BlockTopK": {}}}}, "sparse method"),
     ],
@@ -93,7 +96,7 @@ def test_deviation_wants_an_eager_model() -> None:
 def test_names_that_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 0.10.2, vLLM's own cache would give blended blocks to other requests."""
     monkeypatch.setattr(requirements, "names_are_kept_apart", lambda: False)
-    with pytest.raises(ConfigError, match="out of reach"):
+    with pytest.raises(ConfigError, match="cannot change the hashes"):
         require_engine(config(), BlendSettings(), [GROUP])
     require_engine(config(cache_config__enable_prefix_caching=False), BlendSettings(), [GROUP])
 
@@ -110,7 +113,7 @@ def test_other_connectors_beside_it_are_refused(
     monkeypatch.setitem(sys.modules, "vllm.config", vllm)
     own = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="BlendConnector"))
     if refused:
-        with pytest.raises(ConfigError, match="under exact names"):
+        with pytest.raises(ConfigError, match="blended KV as exact"):
             require_alone(own)
     else:
         require_alone(own)

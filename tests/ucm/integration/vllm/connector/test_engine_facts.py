@@ -135,7 +135,7 @@ def test_sleep_mode_is_refused_where_it_takes_memory_away(device: dict[str, Any]
     refuse_what_cannot_work(engine(True, {"device_type": "cpu"}), None)
     refuse_what_cannot_work(config(model_config=None), None)
     refuse_what_cannot_work(config(model_config=SimpleNamespace()), None)
-    with pytest.raises(UnsupportedModelError, match="sleep takes the KV cache's memory away") as refused:
+    with pytest.raises(UnsupportedModelError, match="sleep mode frees the KV cache's memory") as refused:
         refuse_what_cannot_work(engine(True, device), None)
     assert refused.value.where == "model_config.enable_sleep_mode"
     assert "leave out --enable-sleep-mode" in refused.value.fix
@@ -174,7 +174,7 @@ def test_a_sparse_method_without_hooks_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, name, module)
     sparse = config(additional_config={"ucm_sparse_config": {"BlockTopK": {}}})
     refuse_method_without_hooks(config())
-    with pytest.raises(SparseMethodError, match="the sparse method BlockTopK is configured, and vLLM has no hooks"):
+    with pytest.raises(SparseMethodError, match="the sparse method BlockTopK is configured, but vLLM has no hooks"):
         refuse_method_without_hooks(sparse)
     module._ucm_hooks = object()  # type: ignore[attr-defined] # what a rewritten module has
     refuse_method_without_hooks(sparse)
@@ -221,6 +221,6 @@ def test_latent_attention_that_does_not_continue_from_stored_kv_is_refused(
     if not refused:
         refuse_kv_that_is_not_continued(engine)
         return
-    with pytest.raises(UnsupportedModelError, match="gives other tokens after KV from a cache") as caught:
+    with pytest.raises(UnsupportedModelError, match="generates other tokens after a cache hit") as caught:
         refuse_kv_that_is_not_continued(engine)
     assert "without a UCM connector" in caught.value.fix

@@ -194,7 +194,7 @@ def test_a_model_without_kv_is_refused() -> None:
 
 def test_a_specification_without_a_size_is_refused() -> None:
     silent = type("FullAttentionSpec", (), {"block_size": 16})()
-    with pytest.raises(UnsupportedModelError, match="does not tell the size"):
+    with pytest.raises(UnsupportedModelError, match="does not say how large"):
         cache_groups(None, config((["a"], silent)))
 
 

@@ -216,7 +216,7 @@ def test_what_vllm_computes_for_these_tokens_is_little() -> None:
 @pytest.mark.parametrize(
     ("impl", "what", "fix"),
     [
-        (TritonAttentionImpl(), "TritonAttentionImpl does not tell the sums", "--attention-backend FLASH_ATTN"),
+        (TritonAttentionImpl(), "TritonAttentionImpl does not return log-sum-exps", "--attention-backend FLASH_ATTN"),
         (
             type("FlashAttentionImpl", (FlashAttentionImpl,), {"logits_soft_cap": 30.0})(),
             "caps its scores, at 30.0",

@@ -100,13 +100,13 @@ def test_what_is_served(settings: Any) -> None:
         (config(compilation_config=old_flag(True)), "full CUDA graphs", "full_cuda_graph", "--enforce-eager"),
         (
             config(additional_config={"torchair_graph_config": {"enabled": True}}),
-            "graphs that replay no Python",
+            "graphs whose replay runs no Python",
             "torchair_graph_config",
             "start vLLM without torchair_graph_config",
         ),
         (
             config(additional_config={"xlite_graph_config": {"enabled": True}}),
-            "graphs that replay no Python",
+            "graphs whose replay runs no Python",
             "xlite_graph_config",
             "start vLLM without xlite_graph_config",
         ),

@@ -112,8 +112,8 @@ def test_the_table_is_as_flashinfer_has_it_where_it_rotates() -> None:
     [
         (SelfAttention(YaRNScalingRotaryEmbedding()), "is a YaRNScalingRotaryEmbedding; only a plain", "rope_scaling"),
         (SelfAttention(MRotaryEmbedding()), "is a MRotaryEmbedding; only a plain", "rope_parameters"),
-        (SelfAttention(None), "no rotary embedding is found beside", "without this method"),
-        (NormsBehind(RotaryEmbedding()), "norms its keys after their rotation", "without this method"),
+        (SelfAttention(None), "no rotary embedding was found for", "without this method"),
+        (NormsBehind(RotaryEmbedding()), "normalises its keys after their rotation", "without this method"),
         (SelfAttention(RotaryEmbedding(scale=0.5)), "is not that of its base", "without this method"),
     ],
 )
@@ -138,5 +138,5 @@ def test_a_table_that_is_too_short_is_refused_with_what_lengthens_it(text: int, 
 
 
 def test_a_layer_that_is_not_in_the_model_is_refused() -> None:
-    with pytest.raises(SparseMethodError, match="no rotary embedding is found"):
+    with pytest.raises(SparseMethodError, match="no rotary embedding was found"):
         rotaries(Runner(SelfAttention(RotaryEmbedding()))).of(NAME, Attention())
