@@ -193,7 +193,7 @@ def test_all_is_switched_off(site: Site) -> None:
     answer = site.ask(UCM_DISABLE_PATCHES="1")
     assert (answer.code, answer.statuses()) == (0, {"switches": "warning"})
     assert answer.data["verdict"] == "UCM's overlay is installed and switched off: vLLM runs unchanged."
-    assert answer.data["next"] == ["to have it back: unset UCM_DISABLE_PATCHES"]
+    assert answer.data["next"] == ["to switch it on again: unset UCM_DISABLE_PATCHES"]
     assert all(module["loads"] == str(site.packages / module_path(module)) for module in answer.data["modules"])
 
 

@@ -40,7 +40,7 @@ def test_the_text(site: Site) -> None:
     assert any(line.endswith("vLLM: UCM_DISABLE_ATTENTION_PATCH is set") for line in lines)
     assert lines[-3:] == [
         "What to do next",
-        "  - to have it back: unset UCM_DISABLE_ATTENTION_PATCH",
+        "  - to switch it on again: unset UCM_DISABLE_ATTENTION_PATCH",
         "  - export VLLM_PLUGINS=ucm_overlay",
     ]
 

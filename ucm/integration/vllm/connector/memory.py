@@ -195,7 +195,7 @@ def _block_axis(shape: list[int], num_blocks: int, where: str) -> int:
     planes_first = len(shape) > 1 and shape[0] == PLANES and shape[1] % num_blocks == 0 and shape[1] >= num_blocks
     if blocks_first == planes_first:
         raise UnknownLayoutError(
-            "this KV cache has its blocks " + ("in either of two places" if blocks_first else "in no known place"),
+            "this KV cache has " + ("two possible block dimensions" if blocks_first else "no block dimension"),
             where=where,
             fix="report the vLLM release, the platform and this line; run without the connector meanwhile",
         )
@@ -205,7 +205,7 @@ def _block_axis(shape: list[int], num_blocks: int, where: str) -> int:
 def _only_axis(shape: list[int], where: str) -> int:
     """Return the block dimension in releases that do not give the number of blocks; those never split blocks."""
     if len(shape) > 1 and shape[0] == shape[1] == PLANES:
-        raise UnknownLayoutError("either of two dimensions of this KV cache may count its blocks", where=where)
+        raise UnknownLayoutError("this KV cache has two possible block dimensions", where=where)
     return 1 if shape[0] == PLANES else 0
 
 

@@ -142,13 +142,13 @@ def test_another_page_size_is_refused(case: tuple[Tensor, int, int], off_by: int
 @pytest.mark.parametrize(
     ("shape", "blocks", "what"),
     [
-        ((7, 4, 16), 5, "no known place"),
-        ((3, 5, 4, 16), 5, "no known place"),  # three planes
-        ((4, 8), 5, "no known place"),  # fewer rows than blocks
-        ((2, 7, 16), 5, "no known place"),
-        ((2, 2, 4, 16), 2, "either of two dimensions"),
-        ((2, 16, 4), 2, "either of two dimensions"),
-        ((2, 1, 16), 1, "either of two dimensions"),
+        ((7, 4, 16), 5, "no block dimension"),
+        ((3, 5, 4, 16), 5, "no block dimension"),  # three planes
+        ((4, 8), 5, "no block dimension"),  # fewer rows than blocks
+        ((2, 7, 16), 5, "no block dimension"),
+        ((2, 2, 4, 16), 2, "two possible block dimensions"),
+        ((2, 16, 4), 2, "two possible block dimensions"),
+        ((2, 1, 16), 1, "two possible block dimensions"),
     ],
 )
 def test_unknown_and_ambiguous_orders_are_refused(shape: tuple[int, ...], blocks: int, what: str) -> None:
@@ -171,7 +171,7 @@ def test_releases_that_do_not_tell_the_number_of_blocks(shape: tuple[int, ...], 
 
 
 def test_they_are_ambiguous_with_two_blocks() -> None:
-    with pytest.raises(UnknownLayoutError, match="either of two dimensions"):
+    with pytest.raises(UnknownLayoutError, match="two possible block dimensions"):
         part_of("layer", tensor((2, 2, 8, 4)), None, None)
 
 
