@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from transforms import refusals
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 MODULE = Module(
     id="attention",
@@ -53,26 +54,6 @@ NO_MLA_OP = (
     Absent(Releases(since="0.16.0"), "the MLA operators are in mla_attention.py, which the transform mla changes"),
 )
 
-
-def _op(name: str, call: str, inserted_before: str = "", inserted_after: str = "") -> str:
-    lines = [
-        f"def {name}(query, key, value, output, layer_name):",
-        *filter(None, (inserted_before, call, inserted_after)),
-    ]
-    return "\n    ".join(lines) + "\n"
-
-
-def _case(rule_id: str, op: str, call: str, release: str, *, begin: str = "", finished: str = "") -> Case:
-    mark = f"  # ucm: {rule_id}"
-    added = _op(op, call, begin and begin + mark, finished and finished + mark)
-    return Case(rule_id, _op(op, call), added, release)
-
-
-RETURNING = "output = self.impl.forward(self, query, key, value, kv_cache, attn_metadata)"
-WRITING = "self.impl.forward(self, query, key, value, kv_cache, attn_metadata, output=output)"
-MLA_RETURNING = "output = self.impl.forward(self, q, kv_c_normed, k_pe, kv_cache, attn_metadata)"
-MLA_WRITING = "self.impl.forward(self, q, kv_c_normed, k_pe, kv_cache, attn_metadata, output=output)"
-UPDATE = "attn_layer.impl.do_kv_cache_update(attn_layer, key, value, kv_cache, layer_slot_mapping)"
 
 OPERATORS = (
     "attention.begin",
@@ -314,18 +295,7 @@ TRANSFORM = Transform(
             absent=(NO_KV_WRITE_OP,),
         ),
     ),
-    cases=(
-        _case("attention.begin", "unified_attention", RETURNING, "0.9.0", begin=BEGIN),
-        _case("attention.finished", "unified_attention", RETURNING, "0.9.0", finished=FINISHED),
-        _case("attention.output-begin", "unified_attention_with_output", WRITING, "0.32.0", begin=BEGIN),
-        _case("attention.output-finished", "unified_attention_with_output", WRITING, "0.32.0", finished=FINISHED),
-        _case("attention.mla-begin", "unified_mla_attention", MLA_RETURNING, "0.14.1", begin=MLA_BEGIN),
-        _case("attention.mla-finished", "unified_mla_attention", MLA_RETURNING, "0.14.1", finished=MLA_FINISHED),
-        _case("attention.mla-output-begin", MLA_OUTPUT.name, MLA_WRITING, "0.14.1", begin=MLA_BEGIN),
-        _case("attention.mla-output-finished", MLA_OUTPUT.name, MLA_WRITING, "0.14.1", finished=MLA_FINISHED),
-        _case("attention.kv-begin", "unified_kv_cache_update", UPDATE, "0.32.0", begin=KV_BEGIN),
-        _case("attention.kv-finished", "unified_kv_cache_update", UPDATE, "0.32.0", finished=KV_FINISHED),
-    ),
+    cases=cases_beside(__file__, "attention"),
     needs=("worker",),
     opt_in=(
         "attention.mla-begin",

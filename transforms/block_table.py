@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.members import Method
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 MODULE = Module(id="block_table", group="model_runner", paths=(ModulePath("vllm/v1/worker/block_table.py"),))
 
@@ -19,15 +20,6 @@ def clear_row(self, row_idx: int) -> None:
 def _rule(name: str, cls: str) -> Rule:
     native = Upstreamed(Scope(f"{cls}.clear_row"), f"{cls}.clear_row is vLLM's own from 0.19.0")
     return Rule(f"block_table.{name}", (Variant(Scope(cls), Method("add_row", CODE)),), upstreamed=native)
-
-
-def _case(name: str, cls: str) -> Case:
-    given = f"class {cls}:\n    def add_row(self, block_ids, row_idx):\n        self.rows[row_idx] = block_ids\n"
-    added = f"""
-    def clear_row(self, row_idx: int) -> None:  # ucm: block_table.{name}
-        _ucm_hooks.clear_row(self, row_idx)
-"""
-    return Case(f"block_table.{name}", given, given + added, "0.9.0")
 
 
 TRANSFORM = Transform(
@@ -47,6 +39,6 @@ TRANSFORM = Transform(
     ),
     not_counted="The rules add to two classes a method that later releases have; there are no other such places.",
     rules=(_rule("clear-row", "BlockTable"), _rule("clear-row-groups", "MultiGroupBlockTable")),
-    cases=(_case("clear-row", "BlockTable"), _case("clear-row-groups", "MultiGroupBlockTable")),
+    cases=cases_beside(__file__, "block_table"),
     opt_in=("block_table",),
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from transforms import refusals
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtStart
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 from transforms.model_runner_v2 import ABSENT
 
 MODULE = Module(
@@ -19,11 +20,6 @@ MODULE = Module(
     absent=ABSENT,
 )
 CODE = "new_block_ids, overwrite = _ucm_hooks.v2_append_block_ids(self, req_index, new_block_ids, overwrite)"
-GIVEN = """\
-class BlockTables:
-    def append_block_ids(self, req_index, new_block_ids, overwrite):
-{}        self.rows.write(req_index, new_block_ids, overwrite)
-"""
 
 CENSUS = (
     Census(
@@ -74,14 +70,7 @@ TRANSFORM = Transform(
     ),
     rules=(rule("block_table_v2.append", Scope("BlockTables.append_block_ids"), AtStart(CODE)),),
     census=CENSUS,
-    cases=(
-        Case(
-            "block_table_v2.append",
-            GIVEN.format(""),
-            GIVEN.format(f"        {CODE}  # ucm: block_table_v2.append\n"),
-            "0.32.0",
-        ),
-    ),
+    cases=cases_beside(__file__, "block_table_v2"),
     needs=("worker",),
     opt_in=("block_table_v2",),
 )

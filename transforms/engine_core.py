@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtEnd
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 MODULE = Module(id="engine_core", group="scheduler", paths=(ModulePath("vllm/v1/engine/core.py"),))
-
-GIVEN = """\
-class EngineCore:
-    def __init__(self, vllm_config):
-        self.vllm_config = vllm_config
-"""
 
 CENSUS = (
     Census(
@@ -50,12 +45,5 @@ TRANSFORM = Transform(
     ),
     census=CENSUS,
     rules=(rule("engine_core.started", Scope("EngineCore.__init__"), AtEnd("_ucm_hooks.engine_core_started(self)")),),
-    cases=(
-        Case(
-            "engine_core.started",
-            GIVEN,
-            GIVEN + "        _ucm_hooks.engine_core_started(self)  # ucm: engine_core.started\n",
-            "0.32.0",
-        ),
-    ),
+    cases=cases_beside(__file__, "engine_core"),
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtStart
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 MODULE = Module(
     id="kv_cache_manager", group="kv_cache_manager", paths=(ModulePath("vllm/v1/core/kv_cache_manager.py"),)
@@ -16,16 +17,6 @@ MODULE = Module(
 ASK = """\
 if not _ucm_hooks.before_allocation(self, request):
     return None
-"""
-
-GIVEN = """\
-class KVCacheManager:
-    def allocate_slots(self, request, num_new_tokens):
-{}        return self.blocks(request)
-"""
-ASKED = """\
-        if not _ucm_hooks.before_allocation(self, request):  # ucm: kv_cache_manager.before-allocation
-            return None
 """
 
 CENSUS = (
@@ -62,6 +53,6 @@ TRANSFORM = Transform(
     ),
     census=CENSUS,
     rules=(rule("kv_cache_manager.before-allocation", Scope("KVCacheManager.allocate_slots"), AtStart(ASK)),),
-    cases=(Case("kv_cache_manager.before-allocation", GIVEN.format(""), GIVEN.format(ASKED), "0.32.0"),),
+    cases=cases_beside(__file__, "kv_cache_manager"),
     needs=("scheduler",),
 )

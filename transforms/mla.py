@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from transforms import refusals
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 MODULE = Module(
     id="mla",
@@ -58,37 +59,6 @@ MHA, MQA = "self.impl.forward_mha(...)", "self.impl.forward_mqa(...)"
 PREFILL, DECODE = "self._forward_prefill(...)", "self._forward_decode(...)"
 SPLIT_DECODE = "self._forward_decode(decode_ql_nope, decode_q_pe, ...)"
 WHOLE_DECODE = "self._forward_decode(decode_q, ...)"
-
-GIVEN = """\
-class MLAAttention:
-    def forward_impl(self, q, kv_cache, attn_metadata, output):
-        if num_mha_tokens > 0:
-{prefill_begin}            self.impl.forward_mha(q, kv_cache, attn_metadata, output=output[num_mqa_tokens:])
-{prefill_finished}        if num_mqa_tokens > 0:
-            mqa_q = q[:num_mqa_tokens]
-{decode_begin}            attn_out, lse = self.impl.forward_mqa(mqa_q, kv_cache, attn_metadata, self)
-{decode_finished}        return output
-"""
-OP_GIVEN = """\
-def {name}(q, kv_c_normed, k_pe, output, layer_name):
-{begin}    {target}layer.forward_impl(q, kv_c_normed, k_pe, kv_cache, attn_metadata, output=output)
-{finished}"""
-
-
-def _case(name: str, place: str, code: str) -> Case:
-    places = dict.fromkeys(("prefill_begin", "prefill_finished", "decode_begin", "decode_finished"), "")
-    added = {**places, place: f"            {code}  # ucm: mla.{name}\n"}
-    return Case(f"mla.{name}", GIVEN.format(**places), GIVEN.format(**added), "0.32.0")
-
-
-def _op_case(name: str, scope: Scope, begin: str = "", finished: str = "") -> Case:
-    begin, finished = (code and f"    {code}  # ucm: mla.{name}\n" for code in (begin, finished))
-    target = "output = " if scope is RETURNING_OP else ""
-    given = OP_GIVEN.format(name=scope.name, target=target, begin="", finished="")
-    return Case(
-        f"mla.{name}", given, OP_GIVEN.format(name=scope.name, target=target, begin=begin, finished=finished), "0.16.0"
-    )
-
 
 CENSUS = (
     Census(
@@ -215,16 +185,7 @@ TRANSFORM = Transform(
         rule("mla.op-begin", OP, before(OP_FORWARD, OP_BEGIN), absent=(OP_ELSEWHERE,)),
         rule("mla.op-finished", OP, after(OP_FORWARD, OP_FINISHED), absent=(OP_ELSEWHERE,)),
     ),
-    cases=(
-        _case("prefill-begin", "prefill_begin", _begin("self", "prefill", "q[num_mqa_tokens:]")),
-        _case("prefill-finished", "prefill_finished", _finished("self", "prefill", "output[num_mqa_tokens:]")),
-        _case("decode-begin", "decode_begin", _begin("self", "decode", "mqa_q")),
-        _case("decode-finished", "decode_finished", _finished("self", "decode", "attn_out")),
-        _op_case("returning-begin", RETURNING_OP, begin=OP_BEGIN),
-        _op_case("returning-finished", RETURNING_OP, finished=OP_FINISHED),
-        _op_case("op-begin", OP, begin=OP_BEGIN),
-        _op_case("op-finished", OP, finished=OP_FINISHED),
-    ),
+    cases=cases_beside(__file__, "mla"),
     needs=("worker",),
     opt_in=("mla",),
     census=CENSUS,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from transforms import refusals
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtStart, after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 MODULE = Module(id="model_runner", group="model_runner", paths=(ModulePath("vllm/v1/worker/gpu_model_runner.py"),))
 
@@ -25,37 +26,6 @@ FINISHED_REQUESTS = "_ucm_hooks.worker_requests_finished(self, scheduler_output.
 BLOCKS = "_ucm_hooks.blocks_updated(self, req_id, req_index, scheduler_output)"
 BEGIN = "_ucm_hooks.execute_begin(self, scheduler_output)"
 FINISHED = "_ucm_hooks.execute_finished(self, scheduler_output, model_output)"
-
-UPDATE_GIVEN = """\
-class GPUModelRunner:
-    def _update_states(self, scheduler_output):
-        {}for req_id in scheduler_output.finished_req_ids:
-            self.requests.pop(req_id, None)
-        for req_id in scheduler_output.cached:
-            if new_block_ids is not None:
-                self.input_batch.block_table.append_row(new_block_ids, req_index)
-{}        for req_id in scheduler_output.others:
-            self.input_batch.remove_request(req_id)
-"""
-EXECUTE_GIVEN = """\
-class GPUModelRunner:
-    def execute_model(self, scheduler_output):
-        with context():
-{}            model_output = self._model_forward(input_ids=input_ids)
-{}        return model_output
-"""
-
-
-def _update_case(name: str, head: str = "", tail: str = "") -> Case:
-    mark = f"  # ucm: model_runner.{name}\n"
-    added = UPDATE_GIVEN.format(head and head + mark + " " * 8, tail and " " * 12 + tail + mark)
-    return Case(f"model_runner.{name}", UPDATE_GIVEN.format("", ""), added, "0.32.0")
-
-
-def _execute_case(name: str, head: str = "", tail: str = "") -> Case:
-    head, tail = (code and f"            {code}  # ucm: model_runner.{name}\n" for code in (head, tail))
-    return Case(f"model_runner.{name}", EXECUTE_GIVEN.format("", ""), EXECUTE_GIVEN.format(head, tail), "0.32.0")
-
 
 #: Used by two of the censuses.
 V2_WITHOUT_HOOKS = Elsewhere(
@@ -194,13 +164,7 @@ TRANSFORM = Transform(
             tuple(Variant(EXECUTE, after(text, FINISHED), known, name) for name, (text, known) in FORWARD.items()),
         ),
     ),
-    cases=(
-        _update_case("update-states", head=STATES),
-        _update_case("requests-finished", head=FINISHED_REQUESTS),
-        _update_case("blocks-updated", tail=BLOCKS),
-        _execute_case("execute-begin", head=BEGIN),
-        _execute_case("execute-finished", tail=FINISHED),
-    ),
+    cases=cases_beside(__file__, "model_runner"),
     needs=("worker",),
     opt_in=("model_runner.blocks-updated",),
     census=CENSUS,

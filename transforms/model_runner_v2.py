@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtEnd, AtStart, after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 ABSENT = (
     Absent(Releases(before="0.12.0"), "the V2 model runner does not exist"),
@@ -41,31 +42,6 @@ METHODS = {
     "requests-added": "add_requests",
     "requests-updated": "update_requests",
 }
-
-GIVEN = """\
-class GPUModelRunner:
-    def execute_model(self, scheduler_output, dummy_run):
-        input_batch = self.prepare(scheduler_output)
-{}        if full:
-            out = self.cudagraph_manager.run_fullgraph(batch)
-        else:
-            out = self.model(batch)
-{}        return out
-"""
-
-
-def _state_case(name: str) -> Case:
-    code = f"        {STATES[name].code}  # ucm: model_runner_v2.{name}\n"
-    given = f"class GPUModelRunner:\n    def {METHODS[name]}(self, scheduler_output):\n"
-    body = "        self.states.change(scheduler_output)\n"
-    added = code + body if isinstance(STATES[name], AtStart) else body + code
-    return Case(f"model_runner_v2.{name}", given + body, given + added, "0.32.0")
-
-
-def _execute_case(name: str, head: str = "", tail: str = "") -> Case:
-    head, tail = (code and f"        {code}  # ucm: model_runner_v2.{name}\n" for code in (head, tail))
-    return Case(f"model_runner_v2.{name}", GIVEN.format("", ""), GIVEN.format(head, tail), "0.32.0")
-
 
 CENSUS = (
     Census(
@@ -114,11 +90,7 @@ TRANSFORM = Transform(
             tuple(Variant(EXECUTE, after(text, FINISHED, "outer"), known, n) for n, (text, known) in FORWARD.items()),
         ),
     ),
-    cases=(
-        *(_state_case(name) for name in STATES),
-        _execute_case("execute-begin", head=BEGIN),
-        _execute_case("execute-finished", tail=FINISHED),
-    ),
+    cases=cases_beside(__file__, "model_runner_v2"),
     needs=("worker",),
     opt_in=("model_runner_v2.requests-added", "model_runner_v2.requests-updated"),
     census=CENSUS,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.edits import after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.rule import Module, ModulePath, Rule, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 LAYER_CALL = "hidden_states, residual = layer(positions, hidden_states, residual, ...)"
 LAYER_BEGIN = "hidden_states, residual = _ucm_hooks.layer_begin(layer, positions, hidden_states, residual)"
@@ -53,46 +54,15 @@ def _ffn_rules(transform: str, layer: str) -> tuple[Rule, ...]:
     )
 
 
-def _layer_case(transform: str, model: str, name: str, *, begin: str = "", finished: str = "") -> Case:
-    given = (
-        f"class {model}:\n    def forward(self, positions, hidden_states, residual):\n"
-        "        for layer in self.layers:\n{}            hidden_states, residual = layer(positions, hidden_states, "
-        "residual)\n{}        return hidden_states\n"
-    )
-    begin, finished = (code and f"            {code}  # ucm: {transform}.{name}\n" for code in (begin, finished))
-    return Case(f"{transform}.{name}", given.format("", ""), given.format(begin, finished), "0.32.0")
-
-
-def _ffn_case(transform: str, layer: str, name: str, *, begin: str = "", finished: str = "") -> Case:
-    given = (
-        f"class {layer}:\n    def forward(self, hidden_states, residual):\n{{}}        {NORM}\n        {MLP}\n"
-        "{}        return hidden_states, residual\n"
-    )
-    begin, finished = (code and f"        {code}  # ucm: {transform}.{name}\n" for code in (begin, finished))
-    return Case(f"{transform}.{name}", given.format("", ""), given.format(begin, finished), "0.32.0")
-
-
 def _transform(name: str, layer: str, model: str | None) -> Transform:
     layer_rules = _layer_rules(name, model) if model else ()
-    layer_cases = (
-        (
-            _layer_case(name, model, "layer-begin", begin=LAYER_BEGIN),
-            _layer_case(name, model, "layer-finished", finished=LAYER_FINISHED),
-        )
-        if model
-        else ()
-    )
     return Transform(
         id=name,
         module=Module(id=name, group="models", paths=(ModulePath(f"vllm/model_executor/models/{name}.py"),)),
         governance=GOVERNANCE,
         not_counted=NOT_COUNTED,
         rules=(*layer_rules, *_ffn_rules(name, layer)),
-        cases=(
-            *layer_cases,
-            _ffn_case(name, layer, "ffn-begin", begin=FFN_BEGIN),
-            _ffn_case(name, layer, "ffn-finished", finished=FFN_FINISHED),
-        ),
+        cases=cases_beside(__file__, name),
         needs=("worker",),
         opt_in=(name,),
     )

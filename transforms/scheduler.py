@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from transforms import refusals
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtEnd, AtStart, after
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
-from transforms.engine.releases import Absent, Releases
+from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import HERE, Shown, Transform, cases_of, method_case, rules_of
+from transforms.engine.transform import Transform
 
 MODULE = Module(id="scheduler", group="scheduler", paths=(ModulePath("vllm/v1/core/sched/scheduler.py"),))
 
@@ -30,43 +31,27 @@ WAITING = "num_new_tokens = request.num_tokens - num_computed_tokens"
 PREEMPT = "{}.status = RequestStatus.PREEMPTED"
 
 
-def call_after(id: str, place: str, anchor: str, code: str, release: str, absent: tuple[Absent, ...] = ()) -> Shown:  # noqa: A002 - a rule's fields
-    """Make a rule, with its case, that inserts a call after a statement of a scheduler's method.
-
-    Args:
-        id: The rule's id.
-        place: ``Class.method``.
-        anchor: The statement.
-        code: The call.
-        release: The release that the case represents.
-        absent: The releases without the statement.
-    """
-    one = rule(id, Scope(place), after(anchor, code), absent=absent)
-    return one, method_case(one, release, "if go:", f"    {anchor}", f"    {HERE}")
-
-
-def steps(transform: str, cls: str, output: str, release: str) -> tuple[Shown, ...]:
+def steps(transform: str, cls: str, output: str) -> tuple[Rule, ...]:
     """Make the rules for the tokens and the output of a scheduler's step, in vLLM's class or a copy of it.
 
     Args:
         transform: The id of their transform.
         cls: The scheduler's class.
         output: The class of its output.
-        release: The release that the cases represent.
     """
-    schedule = f"{cls}.schedule"
+    schedule = Scope(f"{cls}.schedule")
     limited = LIMITED.format("request.num_computed_tokens")
     running = Rule(
         f"{transform}.running-tokens",
         (
-            Variant(Scope(schedule), after(RUNNING, limited), Releases(since="0.10.0"), "with placeholders"),
-            Variant(Scope(schedule), after(RUNNING_BEFORE, limited), Releases(before="0.10.0"), "without"),
+            Variant(schedule, after(RUNNING, limited), Releases(since="0.10.0"), "with placeholders"),
+            Variant(schedule, after(RUNNING_BEFORE, limited), Releases(before="0.10.0"), "without"),
         ),
     )
     return (
-        (running, method_case(running, release, "for request in self.running:", f"    {RUNNING}", f"    {HERE}")),
-        call_after(f"{transform}.waiting-tokens", schedule, WAITING, LIMITED.format("num_computed_tokens"), release),
-        call_after(f"{transform}.output", schedule, f"scheduler_output = {output}(...)", OUTPUT, release),
+        running,
+        rule(f"{transform}.waiting-tokens", schedule, after(WAITING, LIMITED.format("num_computed_tokens"))),
+        rule(f"{transform}.output", schedule, after(f"scheduler_output = {output}(...)", OUTPUT)),
     )
 
 
@@ -235,13 +220,6 @@ PREEMPTION = Rule(
     ),
 )
 ENDED = rule("scheduler.freed", Scope("Scheduler._free_request"), AtStart(FREED))
-SHOWN = (
-    (CREATED, method_case(CREATED, "0.32.0", "self.running = []", HERE)),
-    call_after("scheduler.request-added", "Scheduler.add_request", NOTED, ADDED, "0.32.0"),
-    *steps("scheduler", "Scheduler", "SchedulerOutput", "0.32.0"),
-    (PREEMPTION, method_case(PREEMPTION, "0.32.0", PREEMPT.format("request"), HERE)),
-    (ENDED, method_case(ENDED, "0.32.0", HERE, "assert request.is_finished()")),
-)
 
 TRANSFORM = Transform(
     id="scheduler",
@@ -259,8 +237,14 @@ TRANSFORM = Transform(
         ),
         removal="vLLM lets a plugin extend the scheduler's allocation and output steps without copying them.",
     ),
-    rules=rules_of(SHOWN),
-    cases=cases_of(SHOWN),
+    rules=(
+        CREATED,
+        rule("scheduler.request-added", Scope("Scheduler.add_request"), after(NOTED, ADDED)),
+        *steps("scheduler", "Scheduler", "SchedulerOutput"),
+        PREEMPTION,
+        ENDED,
+    ),
+    cases=cases_beside(__file__, "scheduler"),
     opt_in=("scheduler.request-added",),
     census=CENSUS,
 )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.members import Field
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 MODULE = Module(id="scheduler_output", group="scheduler", paths=(ModulePath("vllm/v1/core/sched/output.py"),))
 
 FIELD = "ucm_sparse_meta: object = None"
-GIVEN = "class SchedulerOutput:\n    step: int\n"
-METHOD = "\n    def total(self):\n        return self.step\n"
 
 TRANSFORM = Transform(
     id="scheduler_output",
@@ -31,13 +30,6 @@ TRANSFORM = Transform(
         removal="SchedulerOutput gains a field for extensions that vLLM passes to the workers unchanged.",
     ),
     rules=(rule("scheduler_output.sparse-meta", Scope("SchedulerOutput"), Field(FIELD)),),
-    cases=(
-        Case(
-            "scheduler_output.sparse-meta",
-            GIVEN + METHOD,
-            GIVEN + f"    {FIELD}  # ucm: scheduler_output.sparse-meta\n" + METHOD,
-            "0.32.0",
-        ),
-    ),
+    cases=cases_beside(__file__, "scheduler_output"),
     not_counted="The rule changes one class; `scheduler.outputs` counts where it is constructed.",
 )

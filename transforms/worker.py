@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import after
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 MODULE = Module(
     id="worker",
@@ -18,13 +19,6 @@ MODULE = Module(
         ModulePath("vllm/worker/worker_base.py", Releases(before="0.11.1")),
     ),
 )
-
-GIVEN = """\
-class WorkerWrapperBase:
-    def init_device(self):
-        with set_current_vllm_config(self.vllm_config):
-            self.worker.init_device()
-"""
 
 CENSUS = (
     Census(
@@ -85,7 +79,5 @@ TRANSFORM = Transform(
         ),
     ),
     census=CENSUS,
-    cases=(
-        Case("worker.init", GIVEN, GIVEN + "            _ucm_hooks.worker_init(self)  # ucm: worker.init\n", "0.32.0"),
-    ),
+    cases=cases_beside(__file__, "worker"),
 )

@@ -13,8 +13,9 @@ from transforms.engine.report import Outcome, Status
 from transforms.pipeline.product import products
 
 if TYPE_CHECKING:
+    from transforms.engine.cases import Case
     from transforms.engine.rule import Rule
-    from transforms.engine.transform import Case, Transform
+    from transforms.engine.transform import Transform
 
 TRANSFORMS = [transform for product in products() for transform in product.transforms]
 CASES = [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from transforms import refusals
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 BEGIN = (
     "query, key, value, attn_metadata = "
@@ -47,19 +48,6 @@ RECORD = Governance(
     removal="The oldest supported release is 0.13.0, which runs vLLM's operator, or vLLM offers a callback per layer.",
 )
 
-
-def _op(name: str, call: str, begin: str = "", end: str = "") -> str:
-    lines = [f"def {name}(query, key, value, output, layer_name):", *filter(None, (begin, call, end))]
-    return "\n    ".join(lines) + "\n"
-
-
-def _op_case(rule_id: str, name: str, call: str, release: str, *, begin: str = "", end: str = "") -> Case:
-    mark = f"  # ucm: {rule_id}"
-    return Case(rule_id, _op(name, call), _op(name, call, begin and begin + mark, end and end + mark), release)
-
-
-CALL = "self.impl.forward(self, query, key, value, kv_cache, attn_metadata, output, trace_flag=False)"
-MLA_CALL = "self.mla_attn.impl.forward(self.mla_attn.layer_name, hidden_states, kv_cache, attn_metadata, output)"
 
 CENSUS = (
     Census(
@@ -111,10 +99,7 @@ ATTENTION = Transform(
         rule("ascend.attention.begin", OPERATOR, before(FORWARD, BEGIN)),
         rule("ascend.attention.finished", OPERATOR, after(FORWARD, FINISHED)),
     ),
-    cases=(
-        _op_case("ascend.attention.begin", OPERATOR.name, CALL, "0.11.0", begin=BEGIN),
-        _op_case("ascend.attention.finished", OPERATOR.name, CALL, "0.11.0", end=FINISHED),
-    ),
+    cases=cases_beside(__file__, "attention"),
     needs=("worker",),
     census=CENSUS,
 )
@@ -149,10 +134,7 @@ MLA_OPERATOR_TRANSFORM = Transform(
         rule("ascend.mla_operator.begin", MLA_OPERATOR, before(MLA_FORWARD, MLA_BEGIN)),
         rule("ascend.mla_operator.finished", MLA_OPERATOR, after(MLA_FORWARD, MLA_FINISHED)),
     ),
-    cases=(
-        _op_case("ascend.mla_operator.begin", "mla_forward", MLA_CALL, "0.23.0", begin=MLA_BEGIN),
-        _op_case("ascend.mla_operator.finished", "mla_forward", MLA_CALL, "0.23.0", end=MLA_FINISHED),
-    ),
+    cases=cases_beside(__file__, "mla_operator"),
     needs=("worker",),
     opt_in=("ascend.mla_operator",),
     not_counted="Calls of a backend's forward are counted under ascend.attention.",
@@ -193,29 +175,12 @@ def _half_rules(phase: str, anchor: str) -> tuple[Rule, ...]:
     )
 
 
-def _half_case(name: str, phase: str, *, begin: str = "", end: str = "") -> Case:
-    mark, call = f"  # ucm: ascend.mla.{name}", f"output_{phase} = self._forward_{phase}(a)"
-    head = "class AscendMLAImpl:\n    def forward(self, layer_name, kv_cache, attn_metadata):\n"
-    lines = [begin and begin + mark, call, end and end + mark, f"return output_{phase}"]
-    added = head + "".join(f"        {line}\n" for line in lines if line)
-    return Case(f"ascend.mla.{name}", f"{head}        {call}\n        return output_{phase}\n", added, "0.23.0")
-
-
 MLA = Transform(
     id="ascend.mla",
     module=Module("ascend.mla", "attention", (ModulePath("vllm_ascend/attention/mla_v1.py"),)),
     governance=MLA_RECORD,
     rules=(*_half_rules("prefill", PREFILL), *_half_rules("decode", DECODE)),
-    cases=(
-        *(
-            case
-            for phase in ("prefill", "decode")
-            for case in (
-                _half_case(f"{phase}-begin", phase, begin=_half("layer_name", phase, QUERIES[phase][0])),
-                _half_case(f"{phase}-finished", phase, end=_half_done("layer_name", phase)),
-            )
-        ),
-    ),
+    cases=cases_beside(__file__, "mla"),
     needs=("worker",),
     opt_in=("ascend.mla",),
     census=(

@@ -7,6 +7,7 @@ the same is true of the V1 runner's state update, but not of its step.
 from __future__ import annotations
 
 from transforms import refusals
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtStart, after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
@@ -14,7 +15,7 @@ from transforms.engine.members import Method
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Transform
+from transforms.engine.transform import Transform
 
 APPEND_ROW = "self.input_batch.block_table.append_row(...)"
 STATES = "_ucm_hooks.update_states(self, scheduler_output)"
@@ -53,21 +54,6 @@ UPDATE_ELSEWHERE = (
 )
 
 
-def _update(head: str, indent: str, begin: str = "", end: str = "") -> str:
-    """Make a state update with an insertion at its start or after its rows."""
-    lines = [
-        *([begin] if begin else []),
-        "for req_id in scheduler_output.finished_req_ids:",
-        "    self.requests.pop(req_id, None)",
-        "for req_id in scheduler_output.cached:",
-        "    self.input_batch.block_table.append_row(new_block_ids, req_index)",
-        *([f"    {end}"] if end else []),
-        "for req_id in scheduler_output.others:",
-        "    self.input_batch.remove_request(req_id)",
-    ]
-    return head + "".join(f"{indent}{line}\n" for line in lines)
-
-
 def _update_rules(transform: str, scope: str, absent: tuple[Absent, ...] = ()) -> tuple[Rule, ...]:
     loop = Scope(scope, loop_with=APPEND_ROW)
     inherited = Upstreamed(
@@ -85,30 +71,6 @@ def _update_rules(transform: str, scope: str, absent: tuple[Absent, ...] = ()) -
         ),
         rule(f"{transform}.blocks-updated", loop, after(APPEND_ROW, BLOCKS, "outer"), absent=absent),
     )
-
-
-def _update_cases(transform: str, head: str, indent: str, release: str) -> tuple[Case, ...]:
-    def case(name: str, begin: str = "", end: str = "") -> Case:
-        mark = f"  # ucm: {transform}.{name}"
-        added = _update(head, indent, begin and begin + mark, end and end + mark)
-        return Case(f"{transform}.{name}", _update(head, indent), added, release)
-
-    return (
-        case("update-states", begin=STATES),
-        case("requests-finished", begin=ENDED),
-        case("blocks-updated", end=BLOCKS),
-    )
-
-
-def _forward_case(name: str, method: str, call: str, release: str, *, begin: str = "", end: str = "") -> Case:
-    mark, place = f"  # ucm: ascend.model_runner.{name}\n", " " * 12
-    head = f"class NPUModelRunner:\n    def {method}(self, scheduler_output):\n        with context():\n"
-    given = f"{head}{place}{call}\n        return hidden_states\n"
-    added = (
-        f"{head}{begin and place + begin + mark}{place}{call}\n{end and place + end + mark}"
-        "        return hidden_states\n"
-    )
-    return Case(f"ascend.model_runner.{name}", given, added, release)
 
 
 def _forward_rules() -> tuple[Rule, ...]:
@@ -256,22 +218,7 @@ MODEL_RUNNER = Transform(
         *_update_rules("ascend.model_runner", "NPUModelRunner._update_states", UPDATE_ELSEWHERE),
         *_forward_rules(),
     ),
-    cases=(
-        *_update_cases(
-            "ascend.model_runner",
-            "class NPUModelRunner:\n    def _update_states(self, scheduler_output):\n",
-            " " * 8,
-            "0.11.0",
-        ),
-        _forward_case(
-            "execute-begin", "execute_model", "hidden_states = self._model_forward(a)", "0.23.0", begin=BEGIN
-        ),
-        _forward_case(
-            "execute-finished", "execute_model", "hidden_states = self._model_forward(a)", "0.23.0", end=FINISHED
-        ),
-        _forward_case("graph-begin", "_process_reqs", "hidden_states = compiled_model(a=1)", "0.9.1", begin=BEGIN),
-        _forward_case("graph-finished", "_process_reqs", "hidden_states = compiled_model(a=1)", "0.9.1", end=FINISHED),
-    ),
+    cases=cases_beside(__file__, "model_runner"),
     needs=("worker",),
     opt_in=("ascend.model_runner.blocks-updated",),
     census=CENSUS,
@@ -297,7 +244,7 @@ UPDATE_STATES = Transform(
         removal="0.13.0 is no longer supported; later releases do not replace the function.",
     ),
     rules=_update_rules("ascend.update_states", "_update_states"),
-    cases=_update_cases("ascend.update_states", "def _update_states(self, scheduler_output):\n", "    ", "0.13.0"),
+    cases=cases_beside(__file__, "update_states"),
     needs=("worker",),
     opt_in=("ascend.update_states.blocks-updated",),
     not_counted="State updates are counted with the runners, under ascend.model_runner.",
@@ -307,15 +254,6 @@ UPDATE_STATES = Transform(
 def _clear_rule(name: str, cls: str) -> Rule:
     native = Upstreamed(Scope(f"{cls}.clear_row"), f"{cls}.clear_row is vLLM Ascend's own from 0.23.0")
     return Rule(f"ascend.block_table.{name}", (Variant(Scope(cls), Method("add_row", CLEAR)),), upstreamed=native)
-
-
-def _clear_case(name: str, cls: str) -> Case:
-    given = f"class {cls}:\n    def add_row(self, block_ids, row_idx):\n        self.rows[row_idx] = block_ids\n"
-    added = f"""
-    def clear_row(self, row_idx: int) -> None:  # ucm: ascend.block_table.{name}
-        _ucm_hooks.clear_row(self, row_idx)
-"""
-    return Case(f"ascend.block_table.{name}", given, given + added, "0.11.0")
 
 
 BLOCK_TABLE = Transform(
@@ -338,7 +276,7 @@ BLOCK_TABLE = Transform(
         removal="The oldest supported release is 0.23.0 or newer, all of which have clear_row.",
     ),
     rules=(_clear_rule("clear-row", "BlockTable"), _clear_rule("clear-row-groups", "MultiGroupBlockTable")),
-    cases=(_clear_case("clear-row", "BlockTable"), _clear_case("clear-row-groups", "MultiGroupBlockTable")),
+    cases=cases_beside(__file__, "block_table"),
     needs=("worker",),
     opt_in=("ascend.block_table",),
     not_counted="The rules add to two classes a method that later releases have; there are no other such places.",

@@ -5,15 +5,16 @@ Most derive from vLLM's `Scheduler` and inherit the other hooks. In 0.11.0 the o
 
 from __future__ import annotations
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
-from transforms.engine.edits import AtEnd, AtStart
+from transforms.engine.edits import AtEnd, AtStart, after
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.members import Field
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import HERE, Case, Shown, Transform, cases_of, method_case, rules_of
-from transforms.scheduler import ADDED, FREED, INIT, LIMITED, NOTED, PREEMPT, PREEMPTED, call_after, steps
+from transforms.engine.transform import Transform
+from transforms.scheduler import ADDED, FREED, INIT, LIMITED, NOTED, PREEMPT, PREEMPTED, steps
 
 RECOMPUTE = "self.kv_cache_manager.free(recomputed_req)"
 FIELD = "ucm_sparse_meta: object = None"
@@ -43,7 +44,7 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
     inline: bool = False,
     census: tuple[Census, ...] = (),
     whole: bool = False,
-    more: tuple[Shown, ...] = (),
+    more: tuple[Rule, ...] = (),
     opt_in: tuple[str, ...] = (),
     also_absent: tuple[Absent, ...] = (),
     reads_beside: bool = False,
@@ -59,15 +60,14 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
         inline: Whether it preempts within ``schedule``, rather than through vLLM's own method.
         whole: Whether it always computes the rest of a request in one step.
         census: Its censuses.
-        more: More rules, each with its case.
+        more: More rules.
         opt_in: Those of them that no shipped feature uses.
         also_absent: More releases without it.
         reads_beside: Whether it reads files next to itself.
     """
-    shown = [*steps(id, cls, output, "0.23.0")[2 if whole else 0 :]]
+    rules = [*steps(id, cls, output)[2 if whole else 0 :]]
     if inline:
-        shown.append(_preempted(id, cls, "preempted_req", PREEMPT.format("preempted_req")))
-    shown.extend(more)
+        rules.append(_preempted(id, cls, "preempted_req", PREEMPT.format("preempted_req")))
     return Transform(
         id=id,
         module=Module(
@@ -87,8 +87,8 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
             ),
             removal="The scheduler calls super().schedule(), or vLLM Ascend has removed it.",
         ),
-        rules=rules_of(shown),
-        cases=cases_of(shown),
+        rules=(*rules, *more),
+        cases=cases_beside(__file__, id.removeprefix("ascend.")),
         opt_in=opt_in,
         census=census,
         not_counted=""
@@ -97,15 +97,16 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
     )
 
 
-def _preempted(transform: str, cls: str, request: str, anchor: str, absent: tuple[Absent, ...] = ()) -> Shown:
+def _preempted(transform: str, cls: str, request: str, anchor: str, absent: tuple[Absent, ...] = ()) -> Rule:
     name = request.removesuffix("_req")
-    return call_after(f"{transform}.{name}", f"{cls}.schedule", anchor, PREEMPTED.format(request), "0.11.0", absent)
+    return rule(
+        f"{transform}.{name}", Scope(f"{cls}.schedule"), after(anchor, PREEMPTED.format(request)), absent=absent
+    )
 
 
-def _recompute_rules() -> tuple[Shown, ...]:
+def _recompute_rules() -> tuple[Rule, ...]:
     """Return the rules that only the scheduler for recomputation needs; in 0.11.0 it is a complete copy of vLLM's."""
     t, cls, output = "ascend.recompute_scheduler", "RecomputeScheduler", "RecomputeSchedulerOutput"
-    given = f"class {output}:\n    step: int\n"
     inherited = Upstreamed(
         Scope(f"{cls}.__init__"), "it calls super().__init__, which vLLM's overlay hooks", "super().__init__(...)"
     )
@@ -120,20 +121,21 @@ def _recompute_rules() -> tuple[Shown, ...]:
     freed = rule(f"{t}.freed", Scope(f"{cls}._free_request"), AtStart(FREED), absent=(INHERITED,))
     meta = Rule(f"{t}.sparse-meta", (Variant(Scope(output), Field(FIELD)),), upstreamed=derived)
     return (
-        call_after(
+        rule(
             f"{t}.waiting-tokens-of-drafts",
-            f"{cls}.schedule",
-            "num_new_tokens = request.num_tokens_with_spec - num_computed_tokens",
-            LIMITED.format("num_computed_tokens"),
-            "0.23.0",
-            DRAFTS_ABSENT,
+            Scope(f"{cls}.schedule"),
+            after(
+                "num_new_tokens = request.num_tokens_with_spec - num_computed_tokens",
+                LIMITED.format("num_computed_tokens"),
+            ),
+            absent=DRAFTS_ABSENT,
         ),
         _preempted(t, cls, "preempted_req", PREEMPT.format("preempted_req"), (INHERITED,)),
         _preempted(t, cls, "recomputed_req", RECOMPUTE, (RECOMPUTED_ABSENT,)),
-        (init, method_case(init, "0.11.0", "self.running = []", HERE)),
-        call_after(f"{t}.request-added", f"{cls}.add_request", NOTED, ADDED, "0.11.0", (ADDED_ABSENT,)),
-        (freed, method_case(freed, "0.11.0", HERE, "go()")),
-        (meta, Case(meta.id, given, f"{given}    {FIELD}  # ucm: {meta.id}\n", "0.11.0")),
+        init,
+        rule(f"{t}.request-added", Scope(f"{cls}.add_request"), after(NOTED, ADDED), absent=(ADDED_ABSENT,)),
+        freed,
+        meta,
     )
 
 

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from transforms.engine.edits import AtStart
 from transforms.engine.errors import RuleDefinitionError
-from transforms.engine.marks import MARK
 from transforms.engine.rule import rule
 from transforms.engine.scope import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from transforms.engine.cases import Case
     from transforms.engine.census import Census
     from transforms.engine.governance import Governance
     from transforms.engine.rule import Module, Rule
@@ -44,63 +42,6 @@ class Seam:
 
 #: The default seam.
 DEFAULT_SEAM = Seam("ucm.integration.vllm.hooks")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Code before and after one rule; our own, not vLLM's.
-
-    Attributes:
-        rule: The rule's id.
-        before: The input.
-        after: The expected output.
-        release: The release that the code represents; it selects the variant.
-    """
-
-    rule: str
-    before: str
-    after: str
-    release: str
-
-
-#: A rule with the case that shows it.
-Shown = tuple["Rule", Case]
-#: The placeholder for the inserted line in the body that `method_case` takes.
-HERE = "+"
-
-
-def method_case(one: Rule, release: str, *body: str) -> Case:
-    """Make the case of a rule that inserts one line into a function or method.
-
-    Args:
-        one: The rule.
-        release: The release that the code represents; it selects the variant.
-        body: The lines of the body, with `HERE` in place of the insertion, at its indentation.
-
-    Raises:
-        RuleDefinitionError: If no variant is for that release, or the body does not contain `HERE` exactly once.
-    """
-    variant = next((v for v in one.variants if release in v.releases), None)
-    if variant is None or [line.strip() for line in body].count(HERE) != 1:
-        raise RuleDefinitionError("a case needs a variant for its release, and one insertion", where=one.id)
-    *classes, function = variant.scope.name.split(".")
-    heads = [*(f"class {name}:" for name in classes), f"def {function}({'self, ' if classes else ''}*given):"]
-    head = "".join(f"{'    ' * depth}{line}\n" for depth, line in enumerate(heads))
-    lines = [f"{'    ' * len(heads)}{line}\n" for line in body]
-    before = "".join(line for line in lines if line.strip() != HERE)
-    marked = f"{variant.edit.code}  {MARK}{one.id}"
-    after = "".join(line.replace(HERE, marked) if line.strip() == HERE else line for line in lines)
-    return Case(one.id, head + before, head + after, release)
-
-
-def rules_of(shown: Iterable[Shown]) -> tuple[Rule, ...]:
-    """Return the rules of pairs of rule and case."""
-    return tuple(one for one, _ in shown)
-
-
-def cases_of(shown: Iterable[Shown]) -> tuple[Case, ...]:
-    """Return the cases of pairs of rule and case."""
-    return tuple(case for _, case in shown)
 
 
 @dataclass(frozen=True)

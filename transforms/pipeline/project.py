@@ -24,6 +24,7 @@ FILES = {
     "{module}/__init__.py": "__init__.py",
     "{module}/hooks.py": "hooks.py",
     "{module}/rules.py": "rules.py",
+    "{module}/cases/first.py": "case.py",
 }
 #: A function that every supported vLLM has.
 PLACE = "vllm/v1/core/sched/scheduler.py:Scheduler.add_request"

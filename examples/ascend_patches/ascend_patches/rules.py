@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.edits import AtEnd, after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.registry import Registry
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import HERE, Seam, Transform, method_case
+from transforms.engine.transform import Seam, Transform
 from transforms.registry import VLLM
 
 PLACE = Path(__file__).parent
@@ -56,7 +57,7 @@ QUEUE = Transform(
         removal="The oldest supported release caps the wait of a reader itself.",
     ),
     rules=(RECHECK,),
-    cases=(method_case(RECHECK, "0.23.0", READ, HERE, "while True:", "    wait(read_timeout.timeout_ms())"),),
+    cases=cases_beside(__file__, "queue"),
     not_counted="Only acquire_read waits for a message; the writer's waits end by their own deadline.",
     seam=SEAM,
 )
@@ -78,10 +79,7 @@ MAMBA = Transform(
         removal="vLLM's own count includes the block that a synchronous load takes.",
     ),
     rules=(OF_ALL, OF_ALIGNED),
-    cases=(
-        method_case(OF_ALL, "0.23.0", 'if self.mode != "align":', f"    {HERE}", f"    {BY_TOKENS}", "return 0"),
-        method_case(OF_ALIGNED, "0.23.0", HERE, BY_BLOCKS),
-    ),
+    cases=cases_beside(__file__, "mamba"),
     not_counted="MambaManager counts blocks only in this method, at the two hooked statements.",
     seam=SEAM,
 )
@@ -100,7 +98,7 @@ ENGINE_CORE = Transform(
         removal="vLLM notifies the scheduler when its workers are up, and gives it access to collective_rpc.",
     ),
     rules=(STARTED,),
-    cases=(method_case(STARTED, "0.23.0", "self.scheduler = make()", HERE),),
+    cases=cases_beside(__file__, "engine_core"),
     not_counted="Every process that schedules creates one EngineCore, through the hooked constructor.",
     seam=SEAM,
 )

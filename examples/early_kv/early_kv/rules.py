@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transforms.engine.cases import cases_beside
 from transforms.engine.edits import AtStart, after
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.registry import Registry
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import HERE, Seam, Transform, method_case
+from transforms.engine.transform import Seam, Transform
 from transforms.registry import VLLM
 
 PLACE = Path(__file__).parent
@@ -20,11 +21,10 @@ UPSTREAM = Upstream(
     "https://github.com/vllm-project/vllm/issues/39696",
 )
 
-NOTED = "self.requests[request.request_id] = request"
 ADMITTED = rule(
     "early.scheduler.admitted",
     Scope("Scheduler.add_request"),
-    after(NOTED, "_early_kv_hooks.request_admitted(self.connector, request)"),
+    after("self.requests[request.request_id] = request", "_early_kv_hooks.request_admitted(self.connector, request)"),
 )
 BEFORE = rule(
     "early.runner.before-update-states",
@@ -43,7 +43,7 @@ SCHEDULER = Transform(
         removal="All supported releases call the connector's on_new_request, which does the same.",
     ),
     rules=(ADMITTED,),
-    cases=(method_case(ADMITTED, "0.32.0", "if new:", f"    {NOTED}", f"    {HERE}"),),
+    cases=cases_beside(__file__, "scheduler"),
     not_counted="vLLM's scheduler registers new requests in one place, which the rule hooks.",
     seam=SEAM,
 )
@@ -60,7 +60,7 @@ RUNNER = Transform(
         removal="vLLM asks KV connectors before a step which of its tokens need not be computed.",
     ),
     rules=(BEFORE,),
-    cases=(method_case(BEFORE, "0.32.0", HERE, "self._update_states(scheduler_output)"),),
+    cases=cases_beside(__file__, "runner"),
     not_counted="The V1 runner has one execute_model, which the rule hooks; the V2 runner is not supported.",
     seam=SEAM,
 )

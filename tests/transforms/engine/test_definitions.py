@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from transforms.engine.cases import Case
 from transforms.engine.edits import AtEnd, AtStart
 from transforms.engine.errors import OverlayError, RuleDefinitionError
 from transforms.engine.governance import FEWEST_WORDS, Governance, Process, Upstream, UpstreamStatus
@@ -14,7 +15,7 @@ from transforms.engine.releases import ALL_RELEASES, Absent, Releases
 from transforms.engine.report import Candidate, Outcome, Status
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import DEFAULT_SEAM, Case, Transform
+from transforms.engine.transform import DEFAULT_SEAM, Transform
 
 WORDS = "six words that answer the question"
 RECORD = Governance(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from transforms.engine.cases import Case
 from transforms.engine.edits import AtStart, after
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.registry import Package, Registry
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Seam, Transform
+from transforms.engine.transform import Seam, Transform
 from transforms.registry import VLLM
 
 if TYPE_CHECKING:
@@ -87,12 +88,13 @@ REGISTRY_SOURCE = '''\
 
 from pathlib import Path
 
+from transforms.engine.cases import Case
 from transforms.engine.edits import AtEnd
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.registry import Package, Registry
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Case, Seam, Transform
+from transforms.engine.transform import Seam, Transform
 
 HERE = Path(__file__).parents[1]
 WORDS = "a reason that a reviewer is able to check"
