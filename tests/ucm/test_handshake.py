@@ -130,7 +130,7 @@ def test_hooks_that_were_taken_out_since_the_scheduler_started_are_named(monkeyp
         asked.append((list(groups), kind))
         return ["Scheduler.schedule is replaced by intruder.mine"]
 
-    monkeypatch.setattr("ucm.integration.vllm.proof.check_feature", taken_out)
+    monkeypatch.setattr("ucm.integration.vllm.handshake.check_feature", taken_out)
     assert refusal(engine_core).where == "Scheduler.schedule is replaced by intruder.mine"
     assert asked == [([group.lower() for group in Windowed.needed_hooks], Scheduler)]
 

@@ -16,7 +16,7 @@ from ucm.background import call_later
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
 from ucm.config.problems import NO_VALUE, Place, raise_for, unknown, wrong
 from ucm.config.settings import ConnectorConfig
-from ucm.config.store_settings import DRAM, FORMER_NAMES, POSIX, StoreSettings
+from ucm.config.store_settings import DRAM, FORMER_NAMES, POSIX, StoreSettings, replace_former_names
 from ucm.config.units import format_size
 from ucm.config.upstream import translate
 from ucm.config.validation import problems_of
@@ -126,23 +126,20 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
 
 
 def rename_former(written: Any, out: Translation, top: Place) -> Any:
-    """The store's settings with their former names replaced, with a warning; both names of one are a problem."""
+    """Replace former names in the store's settings, with a warning; two names of one setting are a problem."""
     if not isinstance(written, dict):
         return written
-    renamed = dict(written)
-    for former, name in FORMER_NAMES.items():
-        if former not in written:
-            continue
-        place, value = top.inside("store", former), renamed.pop(former)
-        if name in written:
-            out.refuse(place, f"{former} is the former name of {name}, which is set as well", f"remove {former}", value)
-            continue
+    settings, replaced = replace_former_names(written)
+    for former, name in replaced.items():
+        place = top.inside("store", former)
         if str(place) not in _said:
             _said.add(str(place))
             get_logger(__name__).warning("[UCM.Connector] %s is deprecated, use %s", place, name)
-        renamed[name] = value
-        out.origins["store", name] = (place, value)
-    return renamed
+        out.origins["store", name] = (place, settings[name])
+    for former in [name for name in FORMER_NAMES if name in settings]:
+        what = f"{former} is the former name of {FORMER_NAMES[former]}, which is set as well"
+        out.refuse(top.inside("store", former), what, f"remove {former}", settings.pop(former))
+    return settings
 
 
 def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> None:

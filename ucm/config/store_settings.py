@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ucm.config.units import SIZE_HELP, parse_size
 from ucm.config.validation import RefusedValueError
 from ucm.store.config import ENTRY_POINT_GROUP, OURS, StoreConfig, default_dram_directory, pipeline_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: The names of the Posix tier and of the Dram tier in a pipeline.
 POSIX, DRAM = frozenset({"Posix"}), frozenset({"Dram", "Cache"})
@@ -118,6 +121,20 @@ class StoreSettings(BaseModel):
     def as_store_config(self) -> StoreConfig:
         """Return the settings in the form that ``ucm.store.factory.open_store`` takes."""
         return StoreConfig(**{_STORE_NAMES.get(name, name): getattr(self, name) for name in type(self).model_fields})
+
+
+def replace_former_names(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Replace the former names of settings in a ``store`` section, before it is validated.
+
+    Args:
+        section: The settings as they were written.
+
+    Returns:
+        The settings under their present names, and the former names that were replaced, with the present ones. If both
+        names of a setting are given, neither is changed.
+    """
+    replaced = {former: name for former, name in FORMER_NAMES.items() if former in section and name not in section}
+    return {replaced.get(key, key): value for key, value in section.items()}, replaced
 
 
 #: Former names of settings, deprecated, with the names to use.

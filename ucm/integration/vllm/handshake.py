@@ -1,4 +1,4 @@
-"""Check, before an engine's first request, that all workers run the scheduler side's sparse method.
+"""Check that a sparse method's hooks are the overlay's, and that all workers run the scheduler side's method.
 
 A worker whose hooks never fired (another platform's class, another node without the overlay, a switch set only
 there) would silently read blocks that the scheduler side frees. So EngineCore asks every worker what
@@ -20,13 +20,13 @@ from ucm.integration.vllm.config import sparse_method_config
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.hooks import METHOD
 from ucm.integration.vllm.options import v1_runner
-from ucm.integration.vllm.proof import require_hooked
 from ucm.logger import get_logger
+from ucm.overlay.activation import check_feature
 from ucm.sparse.base import SparseMethod
 from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ucm.overlay.finder import State
 
@@ -151,6 +151,28 @@ def model_runner(wrapper: Any, method: SparseMethod) -> Any:
             "the overlay has; or serve without ucm_sparse_config",
         )
     return runner
+
+
+def require_hooked(name: str, groups: Iterable[str], owner: Any) -> None:
+    """Refuse a method whose hooks another package has replaced in this process.
+
+    Args:
+        name: The method's name.
+        groups: The groups of rewritten modules that it needs, as their switches name them.
+        owner: vLLM's object that starts the method; a derived class may override hooked functions.
+
+    Raises:
+        SparseMethodError: Naming each replaced function, and its replacement.
+        InactiveOverlayError: If the overlay is inactive, or another finder takes its modules.
+    """
+    found = check_feature([group.lower() for group in groups], type(owner))
+    if found:
+        raise SparseMethodError(
+            f"{name} needs hooks that another package has taken out",
+            where="; ".join(map(str, found)),
+            fix="do without that package or its feature, install an overlay that covers it, or serve without "
+            "ucm_sparse_config",
+        )
 
 
 def require_built_hooks(method: type[SparseMethod]) -> None:

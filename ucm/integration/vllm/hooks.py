@@ -79,8 +79,7 @@ def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMe
         configured = sparse_method_config(vllm_config)
         if configured is None:
             return None
-        from ucm.integration.vllm.handshake import require_built_hooks  # noqa: PLC0415
-        from ucm.integration.vllm.proof import require_hooked  # noqa: PLC0415
+        from ucm.integration.vllm.handshake import require_built_hooks, require_hooked  # noqa: PLC0415
         from ucm.sparse.factory import create_method  # noqa: PLC0415
 
         name, options = configured

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from ucm.config.store_settings import FORMER_NAMES, StoreSettings
+from ucm.config.store_settings import StoreSettings, replace_former_names
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.esa.offload_store import store_roots
@@ -85,11 +85,10 @@ class ESAOptions(MethodOptions):
     def _section(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
-        for former, name in FORMER_NAMES.items():
-            if former in value and name not in value:
-                get_logger(__name__).warning("[UCM.Sparse] ESA: store.%s is deprecated, use %s", former, name)
-                value = {name if key == former else key: given for key, given in value.items()}
-        return StoreSettings.model_validate(value)
+        settings, replaced = replace_former_names(value)
+        for former, name in replaced.items():
+            get_logger(__name__).warning("[UCM.Sparse] ESA: store.%s is deprecated, use %s", former, name)
+        return StoreSettings.model_validate(settings)
 
     def window(self, tile: int = TILE) -> SinksAndWindow:
         """Return the sinks and the window, which are always read."""
