@@ -1,4 +1,4 @@
 """The fault campaign: real processes and real stores under kills, damage, full disks and vanishing directories.
 
-``python -m tests.campaign`` runs it whole and prints its figures.
+``python -m tests.campaign`` runs all of it and prints its figures.
 """

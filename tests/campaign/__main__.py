@@ -43,7 +43,7 @@ PARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; 1 if a figure is not zero that must be."""
+    """Run the parts; return 1 if a figure that must be zero is not."""
     listed = "; ".join(f"{name}: {part.what}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=f"{__doc__} The parts: {listed}.")
     parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_part(name: str, count: int, seed: int) -> Figures:
-    """One part's figures."""
+    """Run one part, and return its figures."""
     part = PARTS[name]
     trials = max(1, round(count * part.share))
     with folders() as (disk, shared), tqdm.tqdm(total=trials, desc=f"{name:<8}", disable=None) as bar:

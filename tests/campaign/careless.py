@@ -1,4 +1,4 @@
-"""A store as it must not be: it writes blocks in their places and checks nothing. The campaign has to notice."""
+"""A broken store that writes blocks in place and checks nothing; the campaign has to notice."""
 
 from __future__ import annotations
 

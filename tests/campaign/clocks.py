@@ -1,4 +1,4 @@
-"""Clocks that jump, in processes and in the times of files, while old blocks are deleted to make room."""
+"""Make clocks jump, in processes and in the times of files, while old blocks are evicted."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _JUMPS = (0.0, 1.0, -1.0, 3700.0, -3700.0, _YEAR, -_YEAR, 80 * _YEAR)
 
 
 def run(count: int, stage: Stage) -> Figures:
-    """Let clocks jump in so many stores.
+    """Make clocks jump in this many stores.
 
     Args:
-        count: How many.
-        stage: Where.
+        count: The number of stores.
+        stage: Where they are created.
     """
     figures = Figures()
     scenes: list[Scene] = []
@@ -61,7 +61,7 @@ def _live(rng: random.Random, scene: Scene, stop: Path) -> Figures:
 
 
 def _use_another_time(reporter: Reporter, scene: Scene, seed: int, stop: str) -> None:
-    """Use a store with a clock that jumps whenever it is asked."""
+    """Use a store with a clock that jumps at each call."""
     rng = random.Random(seed)  # noqa: S311 - it decides what is tested
     real = time.time
     time.time = lambda: real() + rng.choice(_JUMPS)
@@ -69,7 +69,7 @@ def _use_another_time(reporter: Reporter, scene: Scene, seed: int, stop: str) ->
 
 
 def _shift(rng: random.Random, root: Path) -> None:
-    """Give some files and directories another time of last use."""
+    """Change the time of last use of some files and directories."""
     for path in below(root):
         if rng.random() < 0.2:
             moment = max(0.0, time.time() + rng.choice(_JUMPS))

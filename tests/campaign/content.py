@@ -1,4 +1,4 @@
-"""Blocks with known content: whoever has a key can tell whether a store gave back the right bytes."""
+"""Blocks with known content: a block's key determines its bytes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Corpus:
     """A set of blocks.
 
     Args:
-        seed: Tells this corpus's keys and bytes from any other's.
-        count: How many blocks it has.
+        seed: Determines the keys and the bytes.
+        count: The number of blocks.
         slice_sizes: The bytes of each block's layer slices.
     """
 
@@ -32,25 +32,25 @@ class Corpus:
 
     @property
     def geometry(self) -> BlockGeometry:
-        """What a block of it is."""
+        """The geometry of a block."""
         name = repr((self.seed, self.slice_sizes)).encode()
         return BlockGeometry(self.slice_sizes, hashlib.blake2b(name, digest_size=16).digest())
 
     def key(self, index: int) -> BlockKey:
-        """A block's name."""
+        """Return a block's key."""
         return BlockKey(hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=32).digest())
 
     def slices(self, index: int, edition: int = 0) -> list[bytes]:
-        """A block's bytes; another edition of it has other ones under the same key."""
+        """Return a block's layer slices; another edition has other bytes under the same key."""
         generator = Generator(SFC64([self.seed, index, edition]))
         return [generator.bytes(size) for size in self.slice_sizes]
 
     def transfer(self, index: int, edition: int = 0) -> BlockTransfer:
-        """A whole block, to be saved."""
+        """Return a transfer that saves a whole block."""
         return BlockTransfer(self.key(index), [memoryview(layer_slice) for layer_slice in self.slices(index, edition)])
 
     def pieces(self, index: int, rng: random.Random, edition: int = 0) -> list[BlockTransfer]:
-        """A block as transfers of a few layer slices each, in random order."""
+        """Return a block as transfers of a few layer slices each, in random order."""
         slices = [memoryview(layer_slice) for layer_slice in self.slices(index, edition)]
         cuts = sorted(rng.sample(range(1, len(slices)), rng.randrange(len(slices))))
         bounds = list(zip([0, *cuts], [*cuts, len(slices)], strict=True))
@@ -58,17 +58,17 @@ class Corpus:
         return [BlockTransfer(self.key(index), slices[begin:end], begin) for begin, end in bounds]
 
     def room(self, index: int) -> BlockTransfer:
-        """Memory to load a block into, filled with what no block of it holds."""
+        """Return memory to load a block into, filled with bytes that no block has."""
         return BlockTransfer(self.key(index), [memoryview(bytearray(b"\xa5" * size)) for size in self.slice_sizes])
 
     def edition_of(self, index: int, loaded: BlockTransfer, editions: int = 1) -> int | None:
-        """Which edition a loaded block is; None if its bytes are nobody's."""
+        """Return the edition of a loaded block; None if its bytes are those of no edition."""
         found = [bytes(layer_slice) for layer_slice in loaded.slices]
         return next((edition for edition in range(editions) if self.slices(index, edition) == found), None)
 
 
 def random_corpus(rng: random.Random, count: int) -> Corpus:
-    """A corpus with blocks of a random shape, of some 20 to 500 KiB."""
+    """Return a corpus with blocks of a random shape, of about 20 to 500 KiB."""
     shapes = (
         tuple(rng.randrange(1, 24 * _KIB) for _ in range(rng.randrange(2, 24))),
         (4 * _KIB,) * rng.randrange(4, 40),

@@ -1,6 +1,6 @@
-"""Ways in which a store's files can come to harm; also for tests that run an engine on the store.
+"""Ways to damage a store's files; also used by tests that run an engine on the store.
 
-``damage_store(root, "flip", rng)`` harms every block below a directory of a store.
+``damage_store(root, "flip", rng)`` damages every block below a directory of a store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Damage = Callable[[Path, "random.Random", list[BlockFile]], None]
 
 
 def block_files(root: Path) -> list[BlockFile]:
-    """Every block below a directory of a store, in the order of their names."""
+    """Return every block below a directory of a store, ordered by name."""
     found = []
     for layout in namespaces(str(root)):
         for bucket in buckets(layout):
@@ -44,16 +44,16 @@ def block_files(root: Path) -> list[BlockFile]:
 
 
 def damage_store(root: Path, how: str, rng: random.Random, limit: int | None = None) -> list[BlockFile]:
-    """Harm blocks.
+    """Damage blocks.
 
     Args:
-        root: A directory of a store, as it is configured.
+        root: A configured directory of a store.
         how: One of ``DAMAGES``.
-        rng: Decides which blocks, and where.
-        limit: How many; None: all.
+        rng: Chooses the blocks and the places.
+        limit: The largest number of blocks; None for all.
 
     Returns:
-        Those that were harmed.
+        The damaged blocks.
     """
     found = block_files(root)
     chosen = rng.sample(found, len(found) if limit is None else min(limit, len(found)))
@@ -73,49 +73,49 @@ def _flip(path: Path, rng: random.Random, begin: int, end: int) -> None:
 
 
 def _header(path: Path) -> int:
-    """The length of a header that is whole."""
+    """Return the length of an intact header."""
     with path.open("rb") as file:
         return int.from_bytes(file.read(12)[10:12], "little") * UNIT
 
 
 def flip(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """One bit, anywhere."""
+    """Flip one bit, anywhere."""
     _flip(path, rng, 0, path.stat().st_size)
 
 
 def flip_header(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """One bit of the header."""
+    """Flip one bit of the header."""
     _flip(path, rng, 0, _header(path))
 
 
 def flip_body(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """One bit behind the header."""
+    """Flip one bit after the header."""
     _flip(path, rng, _header(path), path.stat().st_size)
 
 
 def truncate(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """Cut anywhere, the very beginning included."""
+    """Truncate the file anywhere, possibly to nothing."""
     os.truncate(path, rng.randrange(path.stat().st_size))
 
 
 def truncate_header(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """Cut within the header."""
+    """Truncate the file within the header."""
     os.truncate(path, rng.randrange(_header(path)))
 
 
 def truncate_body(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """Cut behind the header."""
+    """Truncate the file after the header."""
     os.truncate(path, rng.randrange(_header(path), path.stat().st_size))
 
 
 def extend(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """Bytes too many."""
+    """Append bytes."""
     with path.open("ab") as file:
         file.write(rng.randbytes(rng.randrange(1, 2 * UNIT)))
 
 
 def hole(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """A stretch of zeros, as a file system leaves it that lost a page; where there were zeros, one bit set instead."""
+    """Overwrite a range with zeros, like a file system that lost a page; if it was zero already, set one bit."""
     size = path.stat().st_size
     place = rng.randrange(0, size, 512)
     with path.open("r+b") as file:
@@ -126,7 +126,7 @@ def hole(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
 
 
 def scramble(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
-    """Other bytes from some place on to the end."""
+    """Overwrite everything from some place on with random bytes."""
     size = path.stat().st_size
     place = rng.randrange(size)
     with path.open("r+b") as file:
@@ -137,7 +137,7 @@ def scramble(path: Path, rng: random.Random, _: list[BlockFile]) -> None:
 
 
 def misplace(path: Path, rng: random.Random, found: list[BlockFile]) -> None:
-    """Another block, whole, in this one's place; if there is no other one, a flipped bit."""
+    """Put another intact block in this one's place; if there is no other, flip a bit."""
     mine = path.read_bytes()
     for other in rng.sample(found, len(found)):
         if other.path.exists() and other.path.read_bytes() != mine:
@@ -149,11 +149,11 @@ def misplace(path: Path, rng: random.Random, found: list[BlockFile]) -> None:
 
 
 def delete(path: Path, _: random.Random, __: list[BlockFile]) -> None:
-    """No file at all."""
+    """Delete the file."""
     path.unlink()
 
 
-#: Every way, by its name.
+#: All kinds of damage, by name.
 DAMAGES: dict[str, Damage] = {
     way.__name__.strip("_").replace("_", "-"): way
     for way in (

@@ -1,4 +1,4 @@
-"""Files that are flipped, cut and mixed up: never served, quarantined, and written anew."""
+"""Damaged files: they must never be loaded, must be quarantined, and must be written again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _BLOCKS = 40
 
 
 def run(count: int, stage: Stage) -> Figures:
-    """Damage so many files, each once.
+    """Damage this many files, each once.
 
-    In each store all blocks are damaged in all their copies, loaded by a fresh process, saved again, and loaded again.
+    In each store, all copies of all blocks are damaged, loaded by a new process, saved again, and loaded again.
 
     Args:
-        count: How many.
-        stage: Where.
+        count: The number of files.
+        stage: Where the stores are created.
     """
     figures = Figures()
     ways: Counter[str] = Counter()
@@ -39,7 +39,7 @@ def run(count: int, stage: Stage) -> Figures:
             figures.trials += 1
             stage.tick()
         found = inspect(scene, damaged=True)
-        # Loads must have failed: whatever came back is a block that was damaged, and served.
+        # All loads must have failed: a block that was loaded is a damaged block that was served.
         found.wrong_bytes += found.loaded
         found.loaded = 0
         figures.add(found)
@@ -50,7 +50,7 @@ def run(count: int, stage: Stage) -> Figures:
 
 
 def fill(scene: Scene) -> Figures:
-    """Save every block of a scene's corpus in a fresh process."""
+    """Save every block of a scene's corpus in a new process."""
     return in_new_process(_fill, scene)[1]
 
 
@@ -63,7 +63,7 @@ def _fill(reporter: Reporter, scene: Scene) -> None:
 
 
 def _damage_all(scene: Scene, rng: random.Random) -> list[str]:
-    """Damage each block in one way, in all tiers alike; the ways, by block."""
+    """Damage each block in one way, the same in all tiers; return the kind of damage by block."""
     keys = [scene.corpus.key(index) for index in range(scene.corpus.count)]
     ways = {key: rng.choice(sorted(DAMAGES)) for key in keys}
     for root in scene.roots:

@@ -1,4 +1,4 @@
-"""Permissions that are withdrawn while a process saves and loads, and given back."""
+"""Withdraw permissions while a process saves and loads, and restore them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _NOBODY = 65534
 
 
 def run(count: int, stage: Stage) -> Figures:
-    """Withdraw permissions so many times.
+    """Withdraw permissions this many times.
 
     Args:
         count: How many times.
-        stage: Where.
+        stage: Where the stores are created.
     """
-    # To root nothing is forbidden: its processes become another user first.
+    # Root may do everything, so its processes become another user first.
     user = _NOBODY if os.geteuid() == 0 else None
     stage.disk.chmod(0o711)
     rng = stage.rng
     figures = Figures()
     scenes: list[Scene] = []
     while figures.trials < count:
-        # A Dram tier that is not its user's own is refused at start: there is nothing to withdraw from it.
+        # A Dram tier of another user is refused at the start, so nothing can be withdrawn from it.
         scene = replace(stage, shared=None).scene(_BLOCKS)
         scenes.append(scene)
         for root in scene.roots:
@@ -75,7 +75,7 @@ def _refused_at_open(scene: Scene, user: int | None) -> Figures:
 
 
 def _withdraw(rng: random.Random, scene: Scene) -> None:
-    """Forbid writing or everything, in one place, for a moment."""
+    """Forbid writing or all access, in one place, for a moment."""
     root = Path(rng.choice(scene.roots))
     path = rng.choice([root, root, *below(root)])
     try:

@@ -1,4 +1,4 @@
-"""What a part of the campaign counts, and when it has failed."""
+"""The counts of a part of the campaign, and whether it has failed."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ if TYPE_CHECKING:
 
 @dataclass
 class Figures:
-    """Counts of one part; those that must be zero stand last."""
+    """The counts of one part; those that must be zero come last."""
 
     trials: int = 0  #: kills, damaged files, removals, rounds
     committed: int = 0  #: blocks that a store reported as committed
     visible: int = 0  #: blocks that a lookup promised, to fresh processes unless the part says otherwise
-    loaded: int = 0  #: blocks that were loaded, and were right
+    loaded: int = 0  #: blocks that were loaded correctly
     refused: int = 0  #: operations on blocks that failed as they should: counted, and recomputed by an engine
-    left_by_faults: int = 0  #: temporary files that lay about before anybody tidied
+    left_by_faults: int = 0  #: temporary files before the cleanup
 
-    corrupt_hits: int = 0  #: promised and torn though nobody damaged them, or promised again though known as damaged
-    wrong_bytes: int = 0  #: loads that reported success and brought other bytes
-    lost: int = 0  #: committed, not deleted by anybody, and gone
+    corrupt_hits: int = 0  #: found but incomplete without injected damage, or found again although known as damaged
+    wrong_bytes: int = 0  #: loads that reported success with other bytes
+    lost: int = 0  #: committed, not deleted, and gone
     stuck: int = 0  #: stores that did not work again after the fault was over
     left_over: int = 0  #: temporary files that are still there after reopening
-    crashes: int = 0  #: processes or threads that ended otherwise than they should
+    crashes: int = 0  #: processes or threads that ended unexpectedly
 
-    notes: list[str] = field(default_factory=list)  #: what else there is to say, in sentences
+    notes: list[str] = field(default_factory=list)  #: further results, in sentences
 
     def add(self, other: Figures) -> None:
-        """Take another one's counts and notes."""
+        """Add another part's counts and notes."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.notes += [note for note in other.notes if note not in self.notes]
 
     @property
     def failed(self) -> bool:
-        """Whether something is not zero that must be."""
+        """Whether a count that must be zero is not."""
         return any(getattr(self, name) for name in MUST_BE_ZERO)
 
     def as_data(self) -> dict[str, Any]:
-        """The counts for a program."""
+        """Return the counts for a program."""
         return asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Figures:
-        """What ``as_data`` made."""
+        """Return the counts from the result of ``as_data``."""
         return cls(**data)
 
 
@@ -55,7 +55,7 @@ MUST_BE_ZERO = COUNTS[COUNTS.index("corrupt_hits") :]
 
 
 def table(parts: Mapping[str, Figures]) -> str:
-    """The counts of all parts, one line each, and their notes."""
+    """Return the counts of all parts, one line each, and their notes."""
     total = Figures()
     for figures in parts.values():
         total.add(figures)

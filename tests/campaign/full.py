@@ -1,4 +1,4 @@
-"""No room: a disk that is full, and a limit on the size of files."""
+"""No space: a full disk, and a limit on the size of files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _ROOT = Path(__file__).parents[2]
 
 
 def run(count: int, stage: Stage) -> Figures:
-    """Fill so many disks, half of them by a limit on the size of files instead.
+    """Fill this many disks; half of the time, limit the size of files instead.
 
     Args:
-        count: How many.
-        stage: Where.
+        count: The number of disks.
+        stage: Where the stores are created.
     """
     small = stage.disk / "small"
     small.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def run(count: int, stage: Stage) -> Figures:
 
 
 def _private_mounts() -> list[str] | None:
-    """How a command gets mounts of its own, which go when it ends; None if that is impossible."""
+    """Return the prefix that gives a command its own mounts, which vanish with it; None if that is impossible."""
     unshare = shutil.which("unshare")
     for options in ([], ["--user", "--map-root-user"]):
         words = [unshare or "", *options, "--mount"]
@@ -75,9 +75,9 @@ def main(small: Path, rounds: int, seed: int) -> Figures:
     """Fill disks, in a process whose mounts are its own.
 
     Args:
-        small: Where to mount.
-        rounds: How many disks.
-        seed: Decides everything.
+        small: The mount point.
+        rounds: The number of disks.
+        seed: The seed of all random choices.
     """
     rng = random.Random(seed)  # noqa: S311 - it decides what is tested
     figures = Figures()
@@ -113,7 +113,7 @@ def _one_disk(rng: random.Random, posix: Path, dram: Path) -> Figures:
 
 
 def _fill_up(reporter: Reporter, scene: Scene, seed: int) -> None:
-    """Save more than there is room for, wait until somebody makes room, and save again."""
+    """Save more than fits, wait until there is space, and save again."""
     rng = random.Random(seed)  # noqa: S311 - it decides what is tested
     figures = Figures()
     corpus = scene.corpus
@@ -124,7 +124,7 @@ def _fill_up(reporter: Reporter, scene: Scene, seed: int) -> None:
             result = store.wait(store.commit([corpus.key(index) for index in indices]))
             figures.committed += len(result.done)
             figures.refused += len(result.failed)
-            # What only the Dram tier took may make room there for what comes later.
+            # Blocks that only the Dram tier took may be evicted there for later ones.
             return [index for index in indices if result.done.get(corpus.key(index)) == "posix"]
 
         order = rng.sample(range(corpus.count), corpus.count)

@@ -1,4 +1,4 @@
-"""kill -9 while blocks are being saved: by the clock, and within a call to the operating system."""
+"""SIGKILL while blocks are being saved: after a random time, or within a system call."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
     from tests.campaign.processes import Reporter
 
-#: How many kills a store goes through, with this many blocks.
+#: The number of kills per store, and the number of its blocks.
 _KILLS, _BLOCKS = 5, 120
-#: A process is killed at a random moment after it committed up to so many blocks, or at its fuse.
+#: A process is killed at a random moment after it has committed at most this many blocks, or at its fuse.
 _MOST_COMMITTED = 30
 _MOMENT, _LONGEST_LIFE = 0.02, 5.0
 _CALLS = ("open", "write", "pwritev", "ftruncate", "fsync", "close", "rename", "mkdir", "unlink")
 
 
 def run(count: int, stage: Stage) -> Figures:
-    """Kill so many processes; after each, a fresh one loads all that is visible.
+    """Kill this many processes; after each, a new one loads everything visible.
 
     Args:
-        count: How many.
-        stage: Where.
+        count: The number of processes.
+        stage: Where the stores are created.
     """
     figures = Figures()
     rng = stage.rng
@@ -61,13 +61,13 @@ def run(count: int, stage: Stage) -> Figures:
 
 
 def save_until_killed(reporter: Reporter, scene: Scene, seed: int, fuse: int | None) -> None:
-    """Save random blocks, their layer slices in random order, and tell which are committed.
+    """Save random blocks, their layer slices in random order, and report the committed ones.
 
     Args:
-        reporter: Hears of each block.
-        scene: Where to.
-        seed: Decides which.
-        fuse: After how many calls to the operating system to die, within the next one; None: never.
+        reporter: Receives each committed block.
+        scene: The store.
+        seed: The seed of all random choices.
+        fuse: The number of system calls after which the process dies within the next one; None for never.
     """
     rng = random.Random(seed)  # noqa: S311 - it decides what is tested
     corpus = scene.corpus
@@ -96,7 +96,7 @@ def save_in_pieces(store: Any, pieces: Sequence[Any], rng: random.Random) -> Non
 
 
 def burn(fuse: int, rng: random.Random) -> None:
-    """Let this process die within a later call to the operating system: before it, after it, or half way through."""
+    """Make this process die in a later system call: before it, after it, or half-way through."""
     left = [fuse]
 
     def deadly(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,6 +119,6 @@ def burn(fuse: int, rng: random.Random) -> None:
 def _tear(
     call: Callable[..., Any], descriptor: int, buffers: Sequence[Any], offset: int, *, rng: random.Random
 ) -> None:
-    """Write the beginning of what was to be written."""
+    """Write only the beginning of the data."""
     whole = b"".join(bytes(buffer) for buffer in buffers)
     call(descriptor, [whole[: rng.randrange(len(whole) + 1)]], offset)

@@ -1,4 +1,4 @@
-"""What each process of the campaign would import first; see ``processes``."""
+"""Imports that all processes of the campaign share; see ``processes``."""
 # ruff: noqa: F401 - it is imported to be there
 
 import tests.campaign.clocks

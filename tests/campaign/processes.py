@@ -1,4 +1,4 @@
-"""Processes that share nothing with each other but the files of a store, and tell of everything that goes wrong."""
+"""Processes that share only the files of a store, and report everything that goes wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.campaign.preload"])
 _ROOT = str(Path(__file__).parents[2])
-#: How long a process may take for what takes a moment.
+#: The time limit, in seconds, for operations that normally take a moment.
 PATIENCE = 120.0
 
 
@@ -42,10 +42,10 @@ def _start_server() -> None:
 
 
 class Reporter:
-    """A child's line to its parent; may be used from any thread.
+    """Sends messages from a child to its parent; may be used from any thread.
 
     Args:
-        connection: A pipe: a short message is in it whole or not at all, also if the sender is killed.
+        connection: A pipe; a short message arrives completely or not at all, even if the sender is killed.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -86,11 +86,11 @@ class Child:
             pass
 
     def values(self, subject: str) -> list[Any]:
-        """What it has told of a subject so far."""
+        """Return what the process has reported on a subject so far."""
         return [value for about, value in list(self.told) if about == subject]
 
     def await_word(self, subject: str) -> bool:
-        """Wait until it has told of a subject; False if it ended or took too long before that."""
+        """Wait for a report on a subject; return False if the process ends or takes too long before."""
         deadline = time.monotonic() + PATIENCE
         while not self.values(subject):
             if not self.alive or time.monotonic() > deadline:
@@ -100,11 +100,11 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it still may tell something."""
+        """Whether the process may still report something."""
         return self._draining.is_alive()
 
     def kill(self) -> None:
-        """SIGKILL, now."""
+        """Send SIGKILL."""
         self._killed = True
         self._process.kill()
 
@@ -139,7 +139,7 @@ def in_new_process(function: Callable[..., None], *arguments: Any) -> tuple[Chil
 
 
 class _Alarm(logging.Handler):
-    """A store logs an error only where one of its own threads failed unexpectedly."""
+    """Reports logged errors: a store logs one only if one of its threads fails unexpectedly."""
 
     def __init__(self, reporter: Reporter) -> None:
         super().__init__(logging.ERROR)

@@ -1,4 +1,4 @@
-"""An operating system that refuses: any call may fail, or do half of what it was asked."""
+"""An operating system in which any call may fail, or do only a part of its work."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SHARE = 0.05
 
 
 def run(count: int, stage: Stage) -> Figures:
-    """Refuse in so many stores.
+    """Make system calls fail in this many stores.
 
     Args:
-        count: How many.
-        stage: Where.
+        count: The number of stores.
+        stage: Where they are created.
     """
     figures = Figures()
     scenes: list[Scene] = []
@@ -62,7 +62,7 @@ def _use_refused(reporter: Reporter, scene: Scene, seed: int) -> None:
 
 @contextmanager
 def _refusals(rng: random.Random) -> Iterator[None]:
-    """Let some calls to the operating system fail, and others read or write less than they should."""
+    """Make some system calls fail, and others read or write less than requested."""
     originals = {name: getattr(os, name) for name in _CALLS}
 
     def unreliable(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

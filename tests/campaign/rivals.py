@@ -1,4 +1,4 @@
-"""Several writers of the same blocks at the same time, each with bytes of its own; some of them are killed."""
+"""Several processes write the same blocks at the same time, each with its own bytes; some are killed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LONGEST = 0.5
 
 
 def run(count: int, stage: Stage) -> Figures:
-    """Let writers meet in so many stores.
+    """Let writers compete in this many stores.
 
-    Each loads as it writes, from all. Blocks are deleted under them, so that they are written again and again.
+    Each also loads blocks of all writers. Blocks are deleted meanwhile, so they are written again and again.
 
     Args:
-        count: How many stores.
-        stage: Where.
+        count: The number of stores.
+        stage: Where they are created.
     """
     figures = Figures()
     scenes: list[Scene] = []
@@ -62,7 +62,7 @@ def _meet(rng: random.Random, scene: Scene, stop: Path) -> Figures:
 
 
 def _thin_out(rng: random.Random, root: Path) -> None:
-    """Delete some blocks, as an eviction does."""
+    """Delete some blocks, like an eviction."""
     for block in block_files(root):
         if rng.random() < 0.2:
             block.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A store in directories of its own, and what a fresh process finds in it."""
+"""A store in its own directories, and its inspection by a new process."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 NAMESPACE = "campaign/rank0"
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - directories with random names and mode 0700 are made in it
-#: The chance of ways of writing that are slow.
+#: The probability of slow ways of writing.
 _SELDOM = 0.2
-#: How long a store may take to delete what dead writers left: its keeper begins after some seconds.
+#: The time limit, in seconds, for deleting what dead writers left; the evictor starts after some seconds.
 _TIDY_PATIENCE = 60.0
 
 
@@ -40,8 +40,8 @@ class Scene:
     """A store.
 
     Args:
-        config: How it is opened.
-        corpus: What is put into it.
+        config: The store's configuration.
+        corpus: The blocks to store.
     """
 
     config: StoreConfig
@@ -49,12 +49,12 @@ class Scene:
 
     @property
     def roots(self) -> list[str]:
-        """All its directories."""
+        """All directories of the store."""
         dram = [self.config.dram_directory] if "Cache" in self.config.pipeline else []
         return [*self.config.directories, *dram]
 
     def views(self) -> list[StoreConfig]:
-        """The store as it is, and if it has several tiers, each of them alone."""
+        """The store as configured and, if it has several tiers, each of them alone."""
         plain = replace(self.config, lookup_cache_keys=0)
         if "|" not in plain.pipeline:
             return [plain]
@@ -63,7 +63,7 @@ class Scene:
 
 @contextmanager
 def folders() -> Iterator[tuple[Path, Path | None]]:
-    """Two new directories, one on the disk and one in memory where the system has that; deleted at the end."""
+    """Create two directories, on the disk and in memory if the system has a tmpfs; delete them at the end."""
     disk = Path(tempfile.mkdtemp(prefix="ucm-campaign-"))
     shared = None
     if in_memory(_SHARED_MEMORY) and os.access(_SHARED_MEMORY, os.W_OK):
@@ -78,12 +78,12 @@ def folders() -> Iterator[tuple[Path, Path | None]]:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a part of the campaign plays on.
+    """The environment of a part of the campaign.
 
     Args:
-        rng: Decides everything.
-        disk: Where stores are made.
-        shared: Where their Dram tiers are; without it there are none.
+        rng: The source of all random choices.
+        disk: The directory of the stores.
+        shared: The directory of their Dram tiers; without it there are none.
         tick: Called after each trial.
         options: Options of every store, in place of random ones.
     """
@@ -95,7 +95,7 @@ class Stage:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def scene(self, blocks: int, **options: Any) -> Scene:
-        """A store with random tiers, threads and ways of writing.
+        """Create a store with random tiers, threads and ways of writing.
 
         Args:
             blocks: How many blocks its corpus has.
@@ -120,17 +120,17 @@ class Stage:
         return Scene(config, random_corpus(rng, blocks))
 
     def stop_file(self) -> Path:
-        """A file that is not there yet."""
+        """Return the path of a file that does not exist yet."""
         return self.disk / f"stop-{self.rng.getrandbits(64):016x}"
 
 
 def below(root: str | Path) -> list[Path]:
-    """Everything below a directory, in order; what vanishes meanwhile may be among it or not."""
+    """Return everything below a directory, in order; entries that vanish meanwhile may be included."""
     return sorted(Path(folder, name) for folder, *names in os.walk(root) for name in itertools.chain(*names))
 
 
 def temporaries(scene: Scene) -> int:
-    """How many temporary files lie in a store."""
+    """Return the number of temporary files in a store."""
     count = 0
     for root in scene.roots:
         for layout in namespaces(root) if Path(root).is_dir() else []:
@@ -139,7 +139,7 @@ def temporaries(scene: Scene) -> int:
 
 
 def loose_files(scene: Scene) -> int:
-    """How many files lie where a keeper never looks, in directories that no marker says to be ours."""
+    """Return the number of files in directories without a marker, which the evictor does not scan."""
     count = 0
     for root in scene.roots:
         known = {Path(layout.base) for layout in namespaces(root)} if Path(root).is_dir() else set()
@@ -152,13 +152,13 @@ def loose_files(scene: Scene) -> int:
 
 
 def inspect(scene: Scene, committed: Sequence[int] = (), *, editions: int = 1, damaged: bool = False) -> Figures:
-    """Load everything visible in a fresh process, through all tiers and through each alone.
+    """Load everything visible in a new process, through all tiers and through each one alone.
 
     Args:
         scene: The store.
-        committed: Blocks that must be there.
-        editions: How many editions of a block are right.
-        damaged: Whether somebody damaged files, so that loads may fail; what failed must then be a miss.
+        committed: The blocks that must exist.
+        editions: The number of valid editions of a block.
+        damaged: Whether files were damaged, so that loads may fail; a block that failed must then be a miss.
     """
     figures = Figures()
     for number, view in enumerate(scene.views()):
@@ -192,7 +192,7 @@ def _load_all(reporter: Reporter, config: StoreConfig, corpus: Corpus, editions:
 
 
 def reopen(scenes: Sequence[Scene]) -> Figures:
-    """Open stores again as an engine does, and see whether what dead writers left goes away."""
+    """Open stores again like an engine, and check that leftovers of dead writers are deleted."""
     return in_new_process(_reopen, scenes)[1]
 
 

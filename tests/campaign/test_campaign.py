@@ -1,4 +1,4 @@
-"""A short campaign; and a store that is not careful, which the campaign must find out."""
+"""A short campaign passes on our store, and fails on a careless one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that saves and loads without pause, whatever happens to the store, as an engine does."""
+"""A process that saves and loads without pause, like an engine, whatever happens to the store."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def use(
     user_id: int | None = None,
     editions: int = 1,
 ) -> None:
-    """Save random blocks, load random blocks, and compare; until a file appears, from when on all must work again.
+    """Save, load and compare random blocks until a file appears; from then on everything must work again.
 
     Args:
-        reporter: Hears the figures in the end, and ``working`` after the first block.
+        reporter: Receives ``working`` after the first block, and the figures at the end.
         scene: The store.
-        seed: Decides what is done.
+        seed: The seed of all random choices.
         stop: The file.
-        user_id: The user to become first; None: stay who we are.
-        editions: How many editions of a block are right; which one is saved is decided by the seed.
+        user_id: The user to become first; None to stay the same user.
+        editions: The number of valid editions of a block; the seed chooses the one to save.
     """
     if user_id is not None:
         os.setgroups([])
@@ -59,7 +59,7 @@ def use(
 
 
 def open_refused(reporter: Reporter, scene: Scene, user_id: int | None) -> None:
-    """Open a store that cannot be used; that must be an error which says so."""
+    """Open a store that cannot be used, which must raise an error that says so."""
     if user_id is not None:
         os.setgroups([])
         os.setgid(user_id)
@@ -80,9 +80,9 @@ class User:
 
     Args:
         scene: The store.
-        rng: Decides what is done.
-        edition: Which edition of the blocks it saves.
-        editions: How many editions are right.
+        rng: The source of all random choices.
+        edition: The edition of the blocks to save.
+        editions: The number of valid editions.
     """
 
     def __init__(self, scene: Scene, rng: random.Random, edition: int, editions: int) -> None:
@@ -91,11 +91,11 @@ class User:
         self._rng = rng
         self._edition, self._editions = edition, editions
         self.store = open_store(scene.config, NAMESPACE, scene.corpus.geometry)
-        # Half of the processes list the names of blocks almost at once, and rely on them.
+        # Half of the processes list the names of blocks almost at once, and then use the list.
         posix_index.WORTH = rng.choice((1, posix_index.WORTH))
 
     def save_some(self) -> bool:
-        """Whether all went well."""
+        """Save some blocks; return whether all saves succeeded."""
         corpus, rng = self._corpus, self._rng
         batch = rng.sample(range(corpus.count), rng.randrange(1, 4))
         pieces = [piece for index in batch for piece in corpus.pieces(index, rng, self._edition)]
@@ -106,7 +106,7 @@ class User:
         return not result.failed
 
     def load_some(self) -> bool:
-        """Whether all that was promised went well, and something was promised."""
+        """Load some blocks; return whether some were found and all of these loads succeeded."""
         corpus, rng, store = self._corpus, self._rng, self.store
         batch = rng.sample(range(corpus.count), 4)
         promised = store.lookup([corpus.key(index) for index in batch])
@@ -131,7 +131,7 @@ class User:
                 figures.loaded += 1
 
     def recover(self) -> None:
-        """Go on until a save and a load went well."""
+        """Continue until a save and a load have succeeded."""
         deadline = time.monotonic() + _PATIENCE
         saved = loaded = False
         while not (saved and loaded):

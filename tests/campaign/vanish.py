@@ -1,4 +1,4 @@
-"""A store's directory goes away while a process saves and loads, and comes back."""
+"""A store's directory vanishes while a process saves and loads, and comes back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.campaign.user import use
 if TYPE_CHECKING:
     import random
 
-#: How many removals a store goes through, with this many blocks.
+#: The number of removals per store, and the number of its blocks.
 _REMOVALS, _BLOCKS = 5, 40
 _MOMENT = 0.15
 
 
 def run(count: int, stage: Stage) -> Figures:
-    """Remove directories so many times.
+    """Remove directories this many times.
 
     Args:
         count: How many times.
-        stage: Where.
+        stage: Where the stores are created.
     """
     figures = Figures()
     rng = stage.rng
@@ -51,7 +51,7 @@ def run(count: int, stage: Stage) -> Figures:
 
 
 def _take_away(rng: random.Random, scene: Scene) -> None:
-    """Remove or hide a directory or a part of it; what was hidden comes back."""
+    """Remove or hide a directory or a part of it; hidden parts come back."""
     root = Path(rng.choice(scene.roots))
     parts = [path for path in below(root) if path.is_dir()]
     chosen = rng.choice([root, root, *parts])
@@ -75,12 +75,12 @@ def _take_away(rng: random.Random, scene: Scene) -> None:
             time.sleep(rng.uniform(0, _MOMENT))
             root.mkdir(mode=0o700, exist_ok=True)
     except OSError:
-        # The store was quicker: it made the directory again, or a file in it.
+        # The store was faster: it has created the directory again, or a file in it.
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _bring_back(aside: Path, chosen: Path) -> None:
-    """Put a directory back where the store may have made a new one meanwhile: that one goes."""
+    """Restore a directory, and delete the one that the store may have created meanwhile."""
     if chosen.exists():
         shutil.rmtree(chosen)
     aside.rename(chosen)
