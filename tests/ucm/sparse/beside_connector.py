@@ -1,4 +1,4 @@
-"""What the tests of sparse methods beside UCM's connector share: their model, their engines and their prompts.
+"""Shared by the tests of sparse methods with UCM's connector: the model, the engines and the prompts.
 
 The engine of the connector's own tests has a model in miniature whose every wrong byte shows. Here its layers attend to
 a few tokens only, so that what it computes depends neither on steps nor on what was released; for vLLM it is a model
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
 
-#: The model attends to this many tokens, the newest among them; methods keep as many before the newest, or more.
+#: The model attends to this many tokens, including the newest; methods keep at least as many before the newest.
 ATTENDS = 9
 
 ENGINES = {
@@ -34,12 +34,12 @@ ENGINES = {
 
 
 def truth_of(setting: Setting) -> Truth:
-    """What is right in such an engine."""
+    """Return the expected content of such an engine."""
     return Truth([ATTENDS] * 5, setting.ranks)
 
 
 def prompts(chance: random.Random) -> list[list[int]]:
-    """Some that share beginnings, of up to 30 blocks."""
+    """Return some prompts with common prefixes, of up to 30 blocks."""
 
     def some(length: int) -> list[int]:
         return [chance.choice([token for token in range(VOCABULARY) if token != END]) for _ in range(length)]
@@ -51,7 +51,7 @@ def prompts(chance: random.Random) -> list[list[int]]:
 def check_engines(
     make: Callable[[Setting, Path, random.Random, Truth], VllmEngine], name: str, blocks: int, directory: Path
 ) -> None:
-    """Serve requests on engines of a class with so many blocks; blocks are released, and nothing is wrong."""
+    """Serve requests on engines with this many blocks; check that blocks are released and nothing is wrong."""
     setting = replace(ENGINES[name], blocks=blocks, budget=24)
     chance = random.Random(name)  # noqa: S311 - no secret
     happened = serve(make, setting, directory, chance, truth_of(setting), prompts(chance), (1, 6, 25), "released")

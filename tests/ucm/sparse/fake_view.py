@@ -1,7 +1,7 @@
 """A worker's attention in plain torch: `AttentionView` over a cache in rows, and the attention that it restricts.
 
-Imported only where torch is. It stands in for vLLM's layers where a method's own doing is tested; what those do is
-tested on them.
+Imported only if torch is installed. It replaces vLLM's layers in tests of a method's own logic; other tests
+cover the layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metadata:
-    """As much of a backend's metadata as is replaced."""
+    """The fields of a backend's metadata that are replaced."""
 
     block_table: torch.Tensor
     seq_lens: torch.Tensor
@@ -32,8 +32,8 @@ class FakeView:
     """Keys in ``[num_blocks, block_size, num_kv_heads, head_size]``, whatever the layer.
 
     Attributes:
-        reads: The block ids that keys were read of, by layer, in order.
-        required: The layers that were asked for, with whether their keys will be read.
+        reads: The ids of blocks whose keys were read, by layer, in order.
+        required: The required layers, with whether their keys will be read.
         unreadable: Layers whose keys cannot be read.
     """
 
@@ -93,7 +93,7 @@ class FakeView:
 
 
 def metadata(batch: StepBatch, rows: Sequence[Sequence[int]], width: int | None = None) -> Metadata:
-    """The dense metadata of a step, with block ids for each row."""
+    """Return the dense metadata of a step, with block ids for each row."""
     width = width or max(len(row) for row in rows)
     table = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int32)
     lens = torch.from_numpy(batch.seq_lens).int()

@@ -1,4 +1,4 @@
-"""Steps as a worker's method sees them; no torch is needed."""
+"""Steps as a worker's method sees them; they need no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def step(*rows: tuple[str, int, int, int], admitted: Sequence[str] = (), **asked: object) -> StepBatch:
-    """A step from rows of id, tokens computed before, tokens of the step, and prompt, and from what requests ask."""
+    """Return a step from rows of id, computed tokens, tokens of the step and prompt tokens, and from options."""
     ids, computed, new, prompt = zip(*rows, strict=True)
     return StepBatch(
         list(ids),

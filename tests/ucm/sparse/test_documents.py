@@ -1,4 +1,4 @@
-"""docs/sparse_attention.md and docs/rerope.md: every method and option, its default, and nothing that there is not."""
+"""docs/sparse_attention.md and docs/rerope.md: every method and option with its default, and no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ucm.sparse.options import MethodOptions
 
 DOCS = Path(__file__).parents[3] / "docs"
-#: By page, in the order of their defaults there.
+#: By page, in the order of the defaults there.
 OPTIONS: dict[str, dict[str, type[MethodOptions]]] = {
     "sparse_attention.md": {"BlockTopK": BlockTopKOptions, "SinkWindow": SinkWindowOptions, "ESA": ESAOptions},
     "rerope.md": {"ReRoPE": ReRoPEOptions, "LeakyReRoPE": LeakyReRoPEOptions},
@@ -27,7 +27,7 @@ PAGES = {page: (DOCS / page).read_text(encoding="utf-8") for page in OPTIONS}
 
 
 def documented(page: str) -> dict[tuple[str, str], str]:
-    """By method and option, its default."""
+    """Return the documented defaults by method and option."""
     found: dict[tuple[str, str], str] = {}
     option = ""
     for name, defaults, methods in re.findall(

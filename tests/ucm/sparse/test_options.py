@@ -1,4 +1,4 @@
-"""A method's options: refused with their place, and with what would be right."""
+"""A method's options: errors name the place and the valid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks with names of their request's own in vLLM's prefix cache."""
+"""Blocks with hashes of their own request in vLLM's prefix cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tuple(NamedTuple):
 
 
 class Request:
-    """As much of vLLM's as hashes its blocks; ``bound`` as up to 0.11.2, where the hasher knows its request."""
+    """The parts of vLLM's request that hash its blocks; ``bound``: up to 0.11.2, the hasher is bound to its request."""
 
     def __init__(self, tokens: list[int], *, bound: bool, make: Callable[[Any, list[int]], Any]) -> None:
         self.tokens, self.make = list(tokens), make

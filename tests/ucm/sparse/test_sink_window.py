@@ -1,4 +1,4 @@
-"""Which blocks are skipped, the options, and what is refused; the whole is in `accounting` and end to end."""
+"""Skipped blocks, options and refusals; `accounting` and the end-to-end tests cover the whole."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_both_sides_count_alike(window: SinksAndWindow, size: int, rows: list[tu
 def test_smaller_blocks_of_a_backend_skip_no_less_than_is_released(
     window: SinksAndWindow, sizes: tuple[int, int], computed: int
 ) -> None:
-    """A backend may count in parts of the manager's blocks: what it reads must be held."""
+    """A backend may use parts of the manager's blocks: the blocks that it reads must be held."""
     whole, part = sizes
     released_from = window.sink_blocks(whole) * whole
     released_to = released_from + window.skipped_by(computed, 0, whole) * whole
@@ -80,7 +80,7 @@ steps = st.lists(st.tuples(tokens, st.integers(1, 200), tokens), min_size=1, max
 def test_what_a_token_reads_is_a_matter_of_its_position_alone(
     window: SinksAndWindow, size: int, rows: list[tuple[int, int, int]]
 ) -> None:
-    """Whatever the chunk that it is in, the other rows of the step, and where a hit ends."""
+    """Whatever its chunk, the other rows of the step, and the end of a hit."""
     batch = step(*[(str(number), computed, new, prompt) for number, (computed, new, prompt) in enumerate(rows)])
     pieces, skipped = window.cut(batch, size)
     assert pieces.whole == (len(pieces.rows) == len(rows))
@@ -167,7 +167,7 @@ def test_no_connector_is_no_obstacle() -> None:
 
 
 def scheduler(*managers: Any) -> Any:
-    """As much of vLLM's scheduler as is looked at before anything is released; the real one has it all elsewhere."""
+    """The parts of vLLM's scheduler that are checked before blocks are released; other tests use the real one."""
     coordinator = SimpleNamespace(single_type_managers=managers)
     return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator), connector=None)
 
@@ -200,7 +200,7 @@ CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), cache_config=S
 
 
 def both_sides(options: dict[str, Any], asked: object) -> tuple[SinkWindow, SinkWindow, Any]:
-    """The scheduler's and the worker's, and a request that asks for something; another one in the step does not."""
+    """Return the scheduler side, the worker side, and a request with options; another request of the step has none."""
     scheduler, worker = (create_method("SinkWindow", CONFIG, role, options) for role in Role)
     assert isinstance(scheduler, SinkWindow)
     assert isinstance(worker, SinkWindow)
@@ -223,7 +223,7 @@ def both_sides(options: dict[str, Any], asked: object) -> tuple[SinkWindow, Sink
     ],
 )
 def test_both_sides_take_alike_who_is_dense(asked: object, dense: bool, told: str) -> None:
-    """Where prompts are dense anyhow."""
+    """With dense prompts."""
     scheduler, worker, request = both_sides({"window_tokens": 16, "prefill": "dense"}, asked)
     assert scheduler.before_allocation(request)
     assert scheduler._blocks.release.called == (not dense)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What releasing blocks relies on, in the published sources of every release; what differs among them is said here."""
+"""The code that releasing blocks relies on, in the published sources of every release, with the differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POOL = "vllm/v1/core/block_pool.py"
 BLOCKS = "vllm/v1/core/kv_cache_manager.py"
 #: 0.9.0 has no coordinator, and is refused.
 SERVED = REVIEWED[REVIEWED.index("0.9.1") :]
-#: Who looks at a request's row under full attention. All of it was read: rows with null blocks are right for each.
+#: The functions that read a request's row under full attention. All were reviewed: null blocks are valid for each.
 READERS = {
     "__init__",
     "_apply_cow",  # the tail of a partial hit, which is newer than any window
@@ -77,7 +77,7 @@ def test_null_blocks_are_not_put_into_the_free_queue(release: str) -> None:
 
 @pytest.mark.parametrize("release", SERVED)
 def test_the_cache_looks_at_no_block_before_the_last_cached_one(release: str) -> None:
-    """Which is never released; up to 0.13.0 its hash is the parent's, and null blocks would be given one."""
+    """That block is never released; up to 0.13.0 it provides the parent's hash, and null blocks would get one."""
     node = vllm.function(release, POOL, "BlockPool.cache_full_blocks")
     looked_at = {
         ast.unparse(child.slice)
@@ -93,7 +93,7 @@ def test_the_cache_looks_at_no_block_before_the_last_cached_one(release: str) ->
 
 @pytest.mark.parametrize("release", SERVED)
 def test_the_end_of_a_prompt_may_be_released(release: str) -> None:
-    """Prompts that end within a block are cached so far as well, from 0.24.0 on; a null block is passed over."""
+    """From 0.24.0 on, prompts that end within a block are cached up to their end as well; null blocks are skipped."""
     node = vllm.methods(release, POOL, "BlockPool").get("cache_partial_block")
     assert (node is not None) == (release in SERVED[SERVED.index("0.24.0") :])
     if node is not None:
@@ -102,7 +102,7 @@ def test_the_end_of_a_prompt_may_be_released(release: str) -> None:
 
 @pytest.mark.parametrize("release", SERVED)
 def test_a_common_prefix_ends_at_a_null_block(release: str) -> None:
-    """Its count is never that of the running requests: nobody counts it up, and freeing counts it down."""
+    """Its reference count is never that of the running requests: it is not increased, and freeing decreases it."""
     node = vllm.methods(release, MANAGERS, MANAGER).get("get_num_common_prefix_blocks")
     if node is None:
         assert release in {"0.32.0", "0.33.0"}
@@ -126,7 +126,7 @@ def test_freeing_a_row_frees_each_block_of_it_once(release: str) -> None:
 
 @pytest.mark.parametrize("release", SERVED)
 def test_how_many_blocks_admission_asks_for(release: str) -> None:
-    """Where vLLM wants room for a whole prompt, it lets a manager say how many blocks a request may come to hold."""
+    """If vLLM requires room for a whole prompt, a manager may state how many blocks a request holds at most."""
     attributes = vllm.attributes(release, MANAGERS, "SingleTypeKVCacheManager")
     whole = (
         "full_sequence_must_fit"
@@ -138,6 +138,6 @@ def test_how_many_blocks_admission_asks_for(release: str) -> None:
 
 @pytest.mark.parametrize("release", SERVED)
 def test_running_requests_only_get_more_blocks_of_the_worker_s_row(release: str) -> None:
-    """So the ids of released blocks stay in it, at their places, and are read by nobody."""
+    """So the ids of released blocks stay at their places in it, and nothing reads them."""
     text = ast.unparse(vllm.function(release, vllm.RUNNER, "GPUModelRunner._update_states"))
     assert "self.input_batch.block_table.append_row(" in text

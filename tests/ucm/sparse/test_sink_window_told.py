@@ -1,4 +1,4 @@
-"""What the sinks and the window tell of their steps."""
+"""The log lines of `SinkWindow` about its steps."""
 
 from __future__ import annotations
 

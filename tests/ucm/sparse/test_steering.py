@@ -1,4 +1,4 @@
-"""What a request asks for: read from what a client wrote, told once where it is not there."""
+"""The options of a request: parsed from the client's values, and logged once if they cannot be honoured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged meanwhile, once each, whatever else listens to the logger."""
+"""Collect log records, once each, whatever other handlers the logger has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Keeping(logging.Handler):
 
 @contextmanager
 def told_meanwhile() -> Iterator[list[logging.LogRecord]]:
-    """The records of UCM's loggers, in order, as they come."""
+    """Collect the records of UCM's loggers, in order."""
     handler = _Keeping()
     get_logger().addHandler(handler)
     try:
@@ -33,5 +33,5 @@ def told_meanwhile() -> Iterator[list[logging.LogRecord]]:
 
 
 def warnings(records: list[logging.LogRecord]) -> list[str]:
-    """The warnings among them."""
+    """Return the warnings among the records."""
     return [record.getMessage() for record in records if record.levelno == logging.WARNING]

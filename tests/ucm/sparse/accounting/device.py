@@ -1,4 +1,4 @@
-"""A worker without a model: every cell of its KV cache tells of what token it is; the method in it is the real one."""
+"""A worker without a model: each cell of its KV cache identifies its token; the method in it is the real one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LAYERS = ("layer.0", "layer.1")
 
 
 def following(mark: int) -> int:
-    """The token behind a token with this mark; few, so that requests come to share what they generate."""
+    """Return the token that follows a token with this mark; there are few, so that requests share generated tokens."""
     return 1 + mark % VOCABULARY
 
 
 def marks(tokens: Sequence[int]) -> list[int]:
-    """Of each token, a number that stands for it and all tokens before it."""
+    """Return for each token a number that identifies it and all tokens before it."""
     found, mark = [], 1
     for token in tokens:
         mark = (mark * 1_000_003 + token * 8_191 + 12_345) % (1 << 61)
@@ -38,34 +38,34 @@ def marks(tokens: Sequence[int]) -> list[int]:
 
 
 class SmallTiles(SinkWindow):
-    """With tiles that are in proportion to the blocks and the contexts here."""
+    """`SinkWindow` with tiles in proportion to the blocks and contexts of these tests."""
 
     tile = 6
 
 
 class Device:
-    """What one worker keeps and does; it runs steps in the order in which they were scheduled.
+    """One worker, which runs steps in the order in which they were scheduled.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         options: The method's options.
-        num_blocks: Blocks of the KV cache.
-        block_size: Tokens per block.
+        num_blocks: The blocks of the KV cache.
+        block_size: The tokens per block.
     """
 
     def __init__(self, vllm_config: Any, options: Mapping[str, Any], num_blocks: int, block_size: int) -> None:
         self.method = SmallTiles(vllm_config, Role.WORKER, options)
         self.method.attention = self
-        #: What is to be read.
+        #: The tokens that must be read.
         self.wanted = self.method.window
         self.cells = np.zeros((num_blocks, block_size), np.int64)
         self.rows = Rows()
-        #: Requests that are to read everything.
+        #: Requests that must read everything.
         self.dense: set[str] = set()
         self.size = block_size
         self.skipped_blocks = 0
 
-    # What the method asks of vLLM's attention
+    # `AttentionView`
 
     def batch(self, runner: Any, scheduler_output: Any, input_batch: StepBatch) -> StepBatch:
         del runner, scheduler_output
@@ -114,11 +114,11 @@ class Device:
     # Steps
 
     def scribble(self, block_ids: Sequence[int]) -> None:
-        """Something writes into blocks beside the device's stream, as a connector does that loads into new blocks."""
+        """Overwrite blocks outside the device's stream, like a connector that loads into new blocks."""
         self.cells[list(block_ids)] = -1
 
     def run(self, output: Any, resumed: Mapping[str, list[int]], alive: set[str]) -> dict[str, list[int]]:
-        """Write the KV of a step's tokens, then read what the method leaves of each request's row."""
+        """Write the KV of a step's tokens, then read each request's row as restricted by the method."""
         starts = self.rows.update(output, resumed)
         self.method.requests_finished(None, output.finished_req_ids)
         asked = {
@@ -176,7 +176,7 @@ class Device:
                 self.skipped_blocks += (queries[-1] + 1 - length) // self.size
 
     def _check(self, request_id: str, queries: list[int], blocks: list[int], length: int) -> None:
-        """What each query reads are the request's own tokens: sinks, window, and what its own position says."""
+        """Check that each query reads only its request's tokens: sinks, window, and those up to its position."""
         window = self.wanted
         known = marks(self.rows.tokens[request_id])
         read = [int(self.cells[blocks[place // self.size], place % self.size]) for place in range(length)]

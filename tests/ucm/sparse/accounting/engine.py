@@ -1,4 +1,4 @@
-"""vLLM's own scheduler and KV-cache manager, with sinks and a window beside them, and a device that keeps no secrets.
+"""vLLM's own scheduler and KV-cache manager with `SinkWindow`, and a device whose cache identifies its tokens.
 
 Imported only where vLLM is.
 """
@@ -33,8 +33,8 @@ class Setting(EngineSetting):
     """An engine.
 
     Args:
-        options: The method's.
-        crowded: Whether requests that were short when they were admitted come to want more blocks than there are.
+        options: The method's options.
+        crowded: Whether requests that were short at their admission grow to need more blocks than there are.
         dense: The share of requests that ask to be dense, 0 to 1.
     """
 
@@ -44,12 +44,12 @@ class Setting(EngineSetting):
 
 
 class Engine(CheckedEngine):
-    """An engine that checks at every step that no request holds too much, and at its end that it was answered right.
+    """An engine that checks in every step that no request holds too many blocks, and at the end that output is correct.
 
     Args:
-        setting: What it is like.
-        directory: Where its model's configuration is.
-        chance: Decides what is left open.
+        setting: The engine's setting.
+        directory: The directory of its model's configuration.
+        chance: The source of random choices.
     """
 
     def __init__(self, setting: Setting, directory: Path, chance: random.Random) -> None:
@@ -63,13 +63,13 @@ class Engine(CheckedEngine):
         self.settled: set[str] = set()
 
     def submit(self, prompt: Sequence[int], max_tokens: int, asked: object = None) -> Any:
-        """Some ask to be dense."""
+        """Submit a request; some ask to be dense."""
         if self.setting.dense and self.chance.random() < self.setting.dense:
             asked = False
         return super().submit(prompt, max_tokens, asked)
 
     def take_back(self, request: Any, num_tokens: int) -> None:
-        """What vLLM's recovery does to a running request when a connector tells that blocks failed to load."""
+        """Do to a running request what vLLM's recovery does when a connector reports failed loads."""
         request.num_computed_tokens = num_tokens
         self.happened["taken back"] += 1
 
@@ -79,11 +79,11 @@ class Engine(CheckedEngine):
         assert not self.method._blocks._asked
 
     def held(self, request: Any) -> int:
-        """The blocks that a request holds."""
+        """Return the blocks that a request holds."""
         return sum(not block.is_null for block in self.manager.req_to_blocks.get(request.request_id, ()))
 
     def _scheduled(self, output: Any) -> None:
-        """No request holds more than sinks, window and the tokens in flight, once its first step has gone well.
+        """Check that no request holds more than sinks, window and tokens in flight, once its first step has succeeded.
 
         What the step gives to requests may be written beside the device's stream at once.
         """

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler through thousands of random steps: no block is lost, freed twice, or read by a stranger."""
+"""vLLM's own scheduler through thousands of random steps: no block is lost, freed twice, or read by another request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STEPS = 500
 
-#: Wide enough that a request grows for a while after its admission.
+#: Large enough that a request grows for a while after its admission.
 WIDE = {"sink_tokens": 3, "window_tokens": 60}
 ENGINES = {
     "one step at a time": Setting(),
@@ -44,14 +44,14 @@ ENGINES = {
 
 
 def prompts(chance: random.Random) -> list[list[int]]:
-    """Some that share beginnings, short and long."""
+    """Return some prompts with common prefixes, short and long."""
     stems = [[chance.randint(1, VOCABULARY) for _ in range(length)] for length in (9, 40, 90)]
     ends = [[chance.randint(1, VOCABULARY) for _ in range(chance.randint(1, 60))] for _ in range(6)]
     return [[*stem, *end] for stem in stems for end in ends]
 
 
 def run(engine: Engine) -> None:
-    """Random steps, and then to the end of all requests."""
+    """Run random steps, then run all requests to their end."""
     chance = engine.chance
     answers = (60, 90, 120) if engine.setting.crowded else (1, 5, 20, 80)
     some = prompts(chance)
@@ -85,7 +85,7 @@ def test_random_steps(name: str, tmp_path: Path) -> None:
 
 
 def test_releasing_behind_the_scheduler_s_count_shows(tmp_path: Path) -> None:
-    """With a step in flight, what the scheduler takes for computed may still be read."""
+    """With a step in flight, blocks that the scheduler counts as computed may still be read."""
     setting = Setting(asynchronous=True, caching=False, blocks=26, crowded=True)
     engine = Engine(setting, tmp_path, random.Random(1))  # noqa: S311
     engine.method._blocks._batches = 1

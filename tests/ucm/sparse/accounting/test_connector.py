@@ -1,4 +1,4 @@
-"""UCM's connector beside the method, on vLLM's own scheduler: what is stored, loaded and generated is right."""
+"""UCM's connector with `SinkWindow`, on vLLM's own scheduler: stored blocks, loaded blocks and output are correct."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = {"sink_tokens": 3, "window_tokens": 10}
 
 
 class WindowedEngine(VllmEngine):
-    """The same with the method beside the connector; it counts what the scheduled requests have released."""
+    """The connector's engine with the method; it counts the released blocks of the scheduled requests."""
 
     def _configuration(self, model: Path) -> Any:
         config = super()._configuration(model)

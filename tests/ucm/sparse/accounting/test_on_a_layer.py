@@ -1,4 +1,4 @@
-"""Sinks and a window on the installed vLLM's own layer and kernel: what is released is poisoned, and not read."""
+"""`SinkWindow` on the installed vLLM's own layer and kernel: released blocks are overwritten, and not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ucm.sparse.window import TILE
 SIZE, HEAD = 32, 64
 #: Two blocks of sinks; a window that begins within a block.
 OPTIONS = {"sink_tokens": 40, "window_tokens": 50}
-#: Of each row: tokens before the step, new ones, tokens of its prompt. Decodes, parts of prompts and short requests.
+#: For each row: tokens before the step, new tokens, prompt tokens. Decodes, parts of prompts and short requests.
 STEPS = [
     [(300, 1, 10), (129, 1, 100), (64, 1, 64), (7, 1, 5)],
     [(300, 1, 10), (200, 60, 400), (0, 33, 33), (150, 1, 2)],
@@ -33,7 +33,7 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def masked(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention in double precision; ``mask`` is ``[num_queries, num_keys]``."""
+    """Compute attention in double precision; ``mask`` is ``[num_queries, num_keys]``."""
     shared = HEADS // KV_HEADS
     of_heads = keys.double().repeat_interleave(shared, 1), values.double().repeat_interleave(shared, 1)
     scores = torch.einsum("qhd,khd->hqk", query.double(), of_heads[0]) * HEAD**-0.5

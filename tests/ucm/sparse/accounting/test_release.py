@@ -1,4 +1,4 @@
-"""What releasing blocks comes to, one condition at a time, on vLLM's own scheduler."""
+"""The conditions of releasing blocks, one at a time, on vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_memory_stays_flat_while_the_context_grows(engine: Engine) -> None:
         held.append(engine.held(request))
         step(engine)
     assert request.num_tokens == 500
-    # Sinks: 1 block; a chunk: 8; a window: 4, and one more where it does not begin with a block.
+    # Sinks: 1 block; a chunk: 8; a window: 4, and one more if it begins within a block.
     assert max(held) <= 1 + 8 + 4 + 1
-    # Decoding: sinks, window, and what is filled of the tile of 6 tokens.
+    # Decoding: sinks, window, and the filled part of the tile of 6 tokens.
     assert set(held[-150:]) == {6, 7}
 
 
@@ -68,7 +68,7 @@ def test_a_shared_block_stays_with_the_other_request(engine: Engine) -> None:
     assert len(shared) == 8
     engine.execute()
     second = engine.submit(LONG[:64], 100)
-    # The first releases what is between its sinks and its window; the second finds it all, and holds it for a step.
+    # The first releases the blocks between sinks and window; the second finds all of them, and holds them for a step.
     step(engine, 2)
     assert [block.is_null for block in engine.manager.req_to_blocks[first.request_id][:8]] == [False, *[True] * 7]
     assert [block.ref_cnt for block in shared] == [2, *[1] * 7]
@@ -100,7 +100,7 @@ def test_a_preempted_request_starts_again_in_windows(engine: Engine) -> None:
 
 
 def test_a_request_that_was_taken_back_is_computed_anew(engine: Engine) -> None:
-    """As vLLM's recovery does it with a running request some of whose blocks turn out not to have been loaded."""
+    """As vLLM's recovery sets back a running request when some of its blocks were not loaded."""
     request, other = engine.submit(LONG, 60), engine.submit(LONG[::-1], 60)
     step(engine, 25)
     engine.take_back(request, 40)
@@ -128,7 +128,7 @@ def test_a_request_that_was_taken_back_within_its_window_goes_on(engine: Engine)
 def test_what_gives_vllm_its_own_function_back_ends_the_engine(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, hook: str, derived: bool
 ) -> None:
-    """Nothing would be released any more; whether an engine runs vLLM's class or one that is derived from it."""
+    """Otherwise no blocks would be released; for vLLM's class and for a derived one."""
     holder = engine.scheduler.kv_cache_manager if kind is KVCacheManager else engine.scheduler
     if derived:
         monkeypatch.setattr(holder, "__class__", _calling(type(holder), name))
@@ -143,7 +143,7 @@ def test_what_gives_vllm_its_own_function_back_ends_the_engine(
 
 
 def _calling(kind: type, name: str) -> type:
-    """A class derived from one of vLLM's, as platforms have them, with a method that calls the one it overrides."""
+    """Return a class derived from one of vLLM's, as on other platforms, whose method calls the overridden one."""
 
     def method(self: Any, *arguments: Any, **more: Any) -> Any:
         return getattr(kind, name)(self, *arguments, **more)
@@ -152,7 +152,7 @@ def _calling(kind: type, name: str) -> type:
 
 
 def _of_vllm(kind: type, name: str) -> Any:
-    """The function as vLLM's own file has it, which the overlay shadows."""
+    """Return the function from vLLM's own file, which the overlay shadows."""
     file = Path(importlib.import_module("vllm").__file__ or "").parents[1] / f"{kind.__module__.replace('.', '/')}.py"
     spec = importlib.util.spec_from_file_location("of_vllm", file)
     assert spec is not None
@@ -163,7 +163,7 @@ def _of_vllm(kind: type, name: str) -> Any:
 
 
 def test_prompts_are_admitted_that_fit_only_in_windows(tmp_path: Path) -> None:
-    """Four prompts of 75 blocks each at once, in 80 blocks."""
+    """Four prompts of 75 blocks each run at once in 80 blocks."""
     engine = Engine(Setting(OPTIONS, blocks=81, budget=32), tmp_path, random.Random(0))  # noqa: S311
     requests = [engine.submit([place, *LONG], 40) for place in range(1, 5)]
     together = 0
@@ -189,7 +189,7 @@ def test_a_dense_prompt_is_held_until_it_is_computed(tmp_path: Path) -> None:
 
 
 def test_a_session_s_dense_prompts_find_all_that_came_before(tmp_path: Path) -> None:
-    """A streaming session's answers become part of its next prompt, so nothing of it is released."""
+    """A streaming session's output becomes part of its next prompt, so none of its blocks are released."""
     options = {**OPTIONS, "prefill": "dense"}
     engine = Engine(Setting(options, blocks=120, budget=32), tmp_path, random.Random(0))  # noqa: S311
     request: Any = engine.submit(LONG, 60)

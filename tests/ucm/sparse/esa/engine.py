@@ -1,4 +1,4 @@
-"""vLLM's own scheduler with ESA on both of its sides; imported only where vLLM is."""
+"""vLLM's own scheduler with both sides of ESA; imported only if vLLM is installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Setting(EngineSetting):
     """An engine.
 
     Args:
-        options: The method's, but for its store.
+        options: The method's options, except its store.
         at_once: Whether an offloaded context is released from its first block on.
     """
 
@@ -41,12 +41,12 @@ class Setting(EngineSetting):
 
 
 class Engine(CheckedEngine):
-    """An engine that checks what becomes of resident blocks, and keeps the answers.
+    """An engine that checks its resident blocks, and keeps the output.
 
     Args:
-        setting: What it is like.
-        directory: For its model's configuration and its store.
-        chance: Decides what is left open.
+        setting: The engine's setting.
+        directory: The directory of its model's configuration and its store.
+        chance: The source of random choices.
     """
 
     def __init__(self, setting: Setting, directory: Path, chance: random.Random) -> None:
@@ -64,9 +64,9 @@ class Engine(CheckedEngine):
         self.worker: Any = create_method(name, config, Role.WORKER, options)
         always = options["sink_tokens"], options["window_tokens"]
         self.device: Device = Device(self.worker, setting.blocks, BLOCK, always)
-        #: Of each request that has ended by itself, prompt, answer, and the last layer's KV of all these tokens.
+        #: For each request that has finished: prompt, output, and the last layer's KV of all these tokens.
         self.answers: dict[str, tuple[list[int], list[int], torch.Tensor]] = {}
-        #: The most blocks that a request with an offloaded context has held, by the tokens that it had, in hundreds.
+        #: The most blocks that a request with an offloaded context has held, by its tokens in hundreds.
         self.held: Counter[int] = Counter()
 
     def drain(self) -> None:
@@ -84,7 +84,7 @@ class Engine(CheckedEngine):
         return [block.block_id for block in offloaded.resident] if offloaded else []
 
     def _check_blocks(self) -> None:
-        """A resident block is its request's alone."""
+        """Check that each resident block belongs to one request only."""
         super()._check_blocks()
         for request_id, offloaded in self.method._blocks._offloaded.items():
             if row := self.manager.req_to_blocks.get(request_id):

@@ -1,7 +1,7 @@
-"""UCM's connector beside ESA's scheduler side, on vLLM's own scheduler: what is stored, loaded and generated is right.
+"""UCM's connector with ESA's scheduler side, on vLLM's own scheduler: stored and loaded blocks and output are correct.
 
-A worker writes into resident blocks while its layers run; here garbage is written into all of them, at the beginning
-and at the end of that time.
+A worker writes to resident blocks while its layers run; here all of them are overwritten with garbage before and after
+that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GARBAGE = 0xBAD
 
 
 class RetrievingEngine(VllmEngine):
-    """The same with the method beside the connector."""
+    """The connector's engine with the method."""
 
     def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth) -> None:
         self.resident: dict[int, list[int]] = {}

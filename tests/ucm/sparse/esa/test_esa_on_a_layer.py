@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SIZE, HEAD = 32, 64
 TOKENS = 9 * SIZE + 5
-#: After one block of sinks five blocks are offloaded; the next ones are still where they were, then comes the window.
+#: After one block of sinks, five blocks are offloaded; the next ones are not released yet, then comes the window.
 FIRST, STORED = 1, 5
 WINDOW = 90
 BLOCKS = list(range(2, 14))
@@ -37,7 +37,7 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Tiles(ESA):
-    """With tiles of a token, so that the offloaded context grows within a test."""
+    """ESA with tiles of one token, so that the offloaded context grows within a test."""
 
     tile = 1
 
@@ -66,9 +66,9 @@ class Case:
         return torch.randn((tokens, heads, HEAD), generator=self._source).to(self.real.kv_cache.dtype)
 
     def run(self, new: int) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-        """One step of so many tokens: their queries, what attention gave, and the blocks that each read, by place.
+        """Run a step of this many tokens; return their queries, the attention's output, and the blocks that each read.
 
-        Several tokens are the last ones of a longer prompt, as of a session's next turn; one answers.
+        Several tokens are the end of a longer prompt, as in a session's next turn; one token is a decode.
         """
         self.keys = torch.cat((self.keys, self.draw(new, KV_HEADS)))
         self.values = torch.cat((self.values, self.draw(new, KV_HEADS)))
@@ -93,7 +93,7 @@ class Case:
         return query, output, places
 
     def check(self, new: int) -> list[int]:
-        """One step gives what attention to the tokens of the blocks that were read gives; the last token's blocks."""
+        """Check that a step's output is the attention over the blocks it read; return the last token's blocks."""
         query, output, of_tokens = self.run(new)
         for at, places in enumerate(of_tokens):
             assert places == sorted(set(places))
@@ -104,11 +104,11 @@ class Case:
 
     @property
     def offloaded(self) -> range:
-        """The blocks between the sinks and the window of the newest token."""
+        """Return the blocks between the sinks and the window of the newest token."""
         return range(FIRST, (len(self.keys) - 1 - WINDOW) // SIZE)
 
     def saved(self) -> None:
-        """Wait until the store has what was released: from here on, nothing of it is in host memory."""
+        """Wait until the store has the released blocks, so that none of them is in host memory."""
         store = self.method.reader._opened
         for saving in store._saving:
             store._store.wait(saving.commit)
@@ -151,7 +151,7 @@ def test_with_room_for_two_just_these_are_read(real: RealLayer, tmp_path: Path, 
 def test_a_token_that_a_query_looks_for_is_read(
     real: RealLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One head of six looks for one token of the offloaded context; the others look nowhere in particular."""
+    """One head of six attends to one token of the offloaded context; the others attend to nothing in particular."""
     case = Case(real, tmp_path / "store", [3], "exact", 1)
     wanted = 3 * case.keys[(FIRST + 3) * SIZE + 9, 1]
     draw = case.draw
@@ -167,7 +167,7 @@ def test_a_token_that_a_query_looks_for_is_read(
 
 
 def test_the_first_token_of_a_turn_chooses_for_itself(real: RealLayer, tmp_path: Path) -> None:
-    """Not what the last token of the turn before was going to want next."""
+    """It does not read the blocks that the last token of the previous turn selected."""
     chosen: dict[str, list[list[int]]] = {}
     for retrieval in ("exact", "ahead"):
         case = Case(real, tmp_path / retrieval, [3, 20], retrieval, 2)

@@ -1,4 +1,4 @@
-"""What an operator may write for ESA."""
+"""The options of ESA."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_worker_refuses_it_before_it_loads_a_model() -> None:
 
 
 def start_beside_a_frozen_directory(path: Path, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any]) -> list[object]:
-    """Start a worker: what it raises, or that it is there; nothing if it waits for the directory."""
+    """Start a worker; return its error, or that it has started; nothing if it waits for the directory."""
     path.mkdir()
     options = {"store": {"pipeline": "Posix", "directories": str(path), "stuck_seconds": 1.0, **store}}
     method = ESA(config(parallel_config=SimpleNamespace(rank=0)), Role.WORKER, options)

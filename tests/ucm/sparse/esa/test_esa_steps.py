@@ -41,14 +41,14 @@ ENGINES = {
 
 
 def prompts(chance: random.Random) -> list[list[int]]:
-    """Some that share beginnings, short and long."""
+    """Return some prompts with common prefixes, short and long."""
     stems = [[chance.randrange(VOCABULARY) for _ in range(length)] for length in (5, 30, 80)]
     ends = [[chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 40))] for _ in range(4)]
     return [[*stem, *end] for stem in stems for end in ends]
 
 
 def run(engine: Engine) -> None:
-    """Random steps, and then to the end of all requests."""
+    """Run random steps, then run all requests to their end."""
     chance = engine.chance
     some = prompts(chance)
     while engine.happened["steps"] < STEPS:
@@ -89,7 +89,7 @@ def test_random_steps(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_copying_out_too_late_shows(tmp_path: Path, late: bool) -> None:
-    """When the step's new blocks may hold anything already."""
+    """Once the step has begun, its new blocks may contain anything."""
     engine = Engine(Setting(SOME, caching=False, blocks=40, running=8), tmp_path, random.Random(3))  # noqa: S311
     if late:
         _copy_out_late(engine.worker)
@@ -160,7 +160,7 @@ def test_a_request_that_has_lost_blocks_goes_alone(tmp_path: Path, policy: str) 
 
 
 def test_a_streaming_session_that_has_lost_blocks_begins_its_turn(tmp_path: Path) -> None:
-    """It waits with its blocks, and who waits cannot be preempted: refused, it would keep all behind it waiting."""
+    """A waiting request holds its blocks and cannot be preempted: if refused, it would block all behind it."""
     engine = Engine(Setting(SOME, blocks=300), tmp_path, random.Random(2))  # noqa: S311
     request = engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(60)], 60)
     while not engine.method._blocks._offloaded:
@@ -220,7 +220,7 @@ def test_a_store_that_goes_away_has_requests_computed_anew(tmp_path: Path) -> No
 @pytest.mark.parametrize("retrieval", ["exact", "ahead"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_request_that_is_computed_anew_goes_on_alike(tmp_path: Path, retrieval: str, *, caching: bool) -> None:
-    """With a prefix cache it may find blocks of its answer again, and none under the old names where that matters."""
+    """With a prefix cache it may find blocks of its output again, but none under the old keys if they differ."""
     answers = []
     for lost in (False, True):
         (tmp_path / str(lost)).mkdir()

@@ -1,4 +1,4 @@
-"""Workers' word to the scheduler that blocks are lost."""
+"""Workers report lost blocks to the scheduler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_file_is_its_user_s_own_and_goes_with_its_owner() -> None:
 
 
 def test_a_file_that_was_cleaned_up_is_made_again() -> None:
-    """As by what deletes files in /tmp that nobody has used for days."""
+    """As by a service that deletes files in /tmp that were not used for days."""
     losses = Losses()
     tell_loss(losses.path, 7)
     tell_loss(losses.path, 8)

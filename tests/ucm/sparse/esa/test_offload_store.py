@@ -1,4 +1,4 @@
-"""A worker's store on real files: nothing is given up before the store has it, nothing damaged ever comes back."""
+"""A worker's store on real files: no block is freed before the store has it, and no damaged block is returned."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(root: Path, **others: Any) -> StoreConfig:
 
 
 def copies() -> Any:
-    """What the store asks of a worker's layers."""
+    """Return the `BlockCopies` of a worker's layers."""
 
     def host_rows(layer: int, blocks: int) -> Tensor:
         return torch.zeros(blocks, SIZES[layer], dtype=torch.uint8)
@@ -191,7 +191,7 @@ def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path)
 
 
 class Clock:
-    """What tells when a thread counts as stuck."""
+    """The clock by which a thread counts as stuck."""
 
     now = 1000.0
 

@@ -1,4 +1,4 @@
-"""What is chosen of an offloaded context, where it comes to lie, and the tables that name it."""
+"""The selection from an offloaded context, the resident blocks, and the tables that contain them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS, BLOCK, KV_HEADS, HEADS, SIZE = 200, 4, 2, 4, 8
 
 
 def bounds_of(keys: torch.Tensor, pieces: tuple[int, ...]) -> OffloadedBounds:
-    """Bounds of ``[blocks, BLOCK, KV_HEADS, SIZE]``, added in pieces, from blocks in another order."""
+    """Return the bounds of ``[blocks, BLOCK, KV_HEADS, SIZE]``, added in pieces, from blocks in another order."""
     found, done = OffloadedBounds(), 0
     order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(1))
     cache = torch.empty_like(keys)
@@ -99,7 +99,7 @@ def test_what_a_token_reads_is_a_matter_of_its_position_and_of_the_prompt() -> N
 
 
 def test_tables_name_sinks_chosen_and_latest_blocks() -> None:
-    # Rows: one that reads everything; one that chooses two of its eight; one whose three released ones all come back.
+    # Rows: one reads everything; one chooses two of its eight blocks; one loads all of its three released blocks.
     batch = step(("a", 9, 1, 9), ("b", 52, 1, 40), ("c", 29, 1, 20))
     found = reading(batch, SinksAndWindow(4, 16, tile=1), 2, BLOCK)
     assert found.choosing == {1: 8}

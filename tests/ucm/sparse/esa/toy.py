@@ -1,7 +1,7 @@
-"""A transformer in miniature over a paged KV cache, with the real worker's side of ESA between its layers.
+"""A miniature transformer over a paged KV cache, with the real worker side of ESA between its layers.
 
-Whatever a layer reads is compared, key by key, with what was written for that request; and the same model without any
-cache says which tokens a dense engine generates.
+Everything that a layer reads is compared, key by key, with what was written for that request. The same model without a
+cache determines which tokens a dense engine generates.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from ucm.sparse.attention import QuerySplit
     from ucm.sparse.base import SparseMethod
 
-#: An argument that no method here looks at.
+#: An argument that no method here uses.
 NOTHING: Any = None
 VOCABULARY, HIDDEN, KV_HEADS, HEADS, SIZE, LAYERS = 61, 32, 2, 4, 8, 3
 LENGTH = 512
-#: Tokens of a tile, in proportion to the blocks and the contexts here.
+#: The tokens of a tile, in proportion to the blocks and contexts of these tests.
 TILE = 6
 
 
 class SmallTiles(ESA):
-    """With such tiles."""
+    """ESA with small tiles."""
 
     tile = TILE
 
 
 class EagerSmallTiles(EagerESA):
-    """The same that leaves nothing where it is."""
+    """The same, releasing blocks at once."""
 
     tile = TILE
 
 
 class Model:
-    """Its weights; the same for everyone."""
+    """The model's weights, the same for all instances."""
 
     def __init__(self) -> None:
         chance = torch.Generator().manual_seed(1)
@@ -73,7 +73,7 @@ class Model:
         return (normed @ self.query[layer]).view(-1, HEADS, SIZE), torch.cat((key, value), -1)
 
     def attend(self, layer: int, hidden: torch.Tensor, query: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """The hidden states behind a layer whose tokens are the last of those in ``kv``."""
+        """Return the hidden states after a layer whose tokens are the last of those in ``kv``."""
         group = HEADS // KV_HEADS
         keys, values = (half.repeat_interleave(group, 1) for half in kv.to(query.dtype).split(SIZE, -1))
         products = torch.einsum("thd,shd->hts", query, keys) * SIZE**-0.5
@@ -83,11 +83,11 @@ class Model:
         return hidden + torch.einsum("hts,shd->thd", weights, values).reshape(new, -1) @ self.out[layer]
 
     def following(self, hidden: torch.Tensor) -> int:
-        """The token behind the last one."""
+        """Return the token after the last one."""
         return int((torch.nn.functional.layer_norm(hidden[-1], (HIDDEN,)) @ self.tokens.T).argmax())
 
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """What a dense engine answers."""
+        """Return the output of a dense engine."""
         tokens, kvs, start = list(prompt), [torch.zeros(0, KV_HEADS, 2 * SIZE)] * LAYERS, 0
         while len(tokens) < len(prompt) + count:
             hidden = self.embed(tokens[start:], start)
@@ -105,9 +105,9 @@ class Device:
 
     Args:
         method: The worker's instance.
-        num_blocks: Blocks of the KV cache.
-        block_size: Tokens per block.
-        always: Tokens from the start, and before the newest, that must always be read.
+        num_blocks: The blocks of the KV cache.
+        block_size: The tokens per block.
+        always: The first tokens, and the tokens before the newest, that must always be read.
     """
 
     def __init__(self, method: SparseMethod, num_blocks: int, block_size: int, always: tuple[int, int]) -> None:
@@ -121,11 +121,11 @@ class Device:
         method.attention = self  # type: ignore[assignment] # what it asks of one
         method.worker_started()
         self.rows = Rows()
-        #: Of each request and layer, what was written, or was found at its admission.
+        #: For each request and layer, the KV that was written, or found at its admission.
         self.written: dict[tuple[str, int], torch.Tensor] = {}
         self.read = self.left_out = 0
 
-    # What a method asks of vLLM's attention
+    # `AttentionView`
 
     def batch(self, runner: Any, scheduler_output: Any, input_batch: StepBatch) -> StepBatch:
         del runner, scheduler_output
@@ -137,7 +137,7 @@ class Device:
         return counts
 
     def require_engine(self) -> None:
-        """It serves."""
+        """Accept the engine."""
 
     def block_size(self, layer_name: str, kv_cache: torch.Tensor) -> int:
         del layer_name
@@ -174,7 +174,7 @@ class Device:
     # Steps
 
     def run(self, output: Any, resumed: Mapping[str, list[int]], alive: set[str]) -> dict[str, list[int]]:
-        """A step's forward, layer by layer; what it gives to requests and has not computed may hold anything."""
+        """Run a step's forward pass, layer by layer; new blocks that are not written yet contain garbage."""
         self.method.update_states(None, output)
         unwritten = fresh(output, self.size)
         for cache in self.caches.values():
@@ -221,7 +221,7 @@ class Device:
                 queries.append(query)
                 kvs.append(kv)
                 self._write(layer, request_id, starts[row], kv.float())
-            for request_id, length in self.rows.admitted.items():  # others may have written it in this very step
+            for request_id, length in self.rows.admitted.items():  # other requests may have written it in this step
                 own = self.written[request_id, layer]
                 self.written[request_id, layer] = torch.cat(
                     (self._gather(layer, self.rows.blocks[request_id], length), own)
@@ -250,7 +250,7 @@ class Device:
         self.written[request_id, layer] = torch.cat((known, kv))
 
     def _check(self, layer: int, request_id: str, begin: int, end: int, read: torch.Tensor) -> None:
-        """What a piece reads are its request's tokens, each once and in order; sinks, window and its own among them."""
+        """Check that a piece reads its request's tokens, once and in order, including sinks, window and its own."""
         written = self.written[request_id, layer][:end]
         known = {row.numpy().tobytes(): place for place, row in enumerate(written)}
         found = [known.get(row.numpy().tobytes()) for row in read]

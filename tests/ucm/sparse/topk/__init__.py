@@ -1,1 +1,1 @@
-"""vLLM's scheduler with ESA, over a transformer in miniature."""
+"""`BlockTopK`, its selectors and its probe."""

@@ -52,7 +52,7 @@ def cache(seed: int = 0) -> torch.Tensor:
 def run(
     made: BlockTopK, batch: StepBatch, dense: Metadata, kv: torch.Tensor, query: torch.Tensor | None = None
 ) -> list[Metadata]:
-    """A step through all layers; their metadata."""
+    """Run a step through all layers; return their metadata."""
     if query is None:
         query = torch.ones((int(batch.num_new_tokens.sum()), HEADS, HEAD))
     made.execute_begin(None, None, batch)
@@ -70,7 +70,7 @@ LONG = list(range(10, 18))
 
 @pytest.fixture(params=["bounds", "codes"])
 def selector(request: pytest.FixtureRequest) -> str:
-    """What blocks are ranked by."""
+    """Return the method's selector."""
     name: str = request.param
     return name
 
@@ -98,7 +98,7 @@ def test_a_long_decode_reads_its_budget_and_first_layers_everything() -> None:
 
 
 def test_the_blocks_with_the_keys_that_the_query_seeks_are_read(selector: str) -> None:
-    """Keys that point where the query does, in two blocks between sinks and recent ones."""
+    """Two blocks between sinks and recent blocks have keys in the query's direction."""
     made, batch, kv = method(selector=selector), step(("a", 30, 1, 8)), cache() * 0.01
     kv[0, 12, 3] = 1.0
     kv[0, 15, 0] = 1.0
@@ -184,7 +184,7 @@ def test_keys_of_a_block_are_read_once_per_layer(selector: str) -> None:
 
 
 def test_a_block_with_new_content_gets_a_new_representative(selector: str) -> None:
-    """One request ends and another gets its blocks; one is preempted and comes back to other content."""
+    """One request ends and another gets its blocks; one is preempted and resumes with other content."""
     made, old, new = method(selector=selector), cache() * 0.01, cache() * 0.01
     old[0, 12] = old[0, 13] = 1.0
     new[0, 14] = new[0, 15] = 1.0
@@ -199,7 +199,7 @@ def test_a_block_with_new_content_gets_a_new_representative(selector: str) -> No
 
 
 def test_generated_tokens_that_are_computed_again_choose_as_they_did(selector: str) -> None:
-    """After a preemption, in one step; also where the back end has not written the step's keys yet."""
+    """After a preemption, in one step; also if the back end has not written the step's keys yet."""
     made, kv = method(selector=selector), cache()
     row, first, last = list(range(10, 22)), 22, 44
     query = torch.randn((last, HEADS, HEAD), generator=torch.Generator().manual_seed(7))
@@ -329,7 +329,7 @@ def test_a_step_that_no_layer_asked_about_is_an_error() -> None:
 
 
 def test_a_method_that_was_never_asked_is_an_error() -> None:
-    """As where a platform's layers call their back end past the hooks; not only once something is left out."""
+    """As on a platform whose layers bypass the hooks; even before anything is left out."""
     made = method()
     made.execute_begin(None, None, step(("a", 0, 8, 8)))
     with pytest.raises(SparseMethodError, match="was not asked by any layer"):
@@ -337,7 +337,7 @@ def test_a_method_that_was_never_asked_is_an_error() -> None:
 
 
 def test_a_failure_on_one_of_several_ranks_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others would go on without it, and wait for its scores."""
+    """The other ranks would wait for its scores."""
     made, batch = method(), step(("a", 30, 1, 8))
     failing(made, LAYERS[2])
     monkeypatch.setattr(FakeView, "ranks", 2)
@@ -407,7 +407,7 @@ def test_hooks_that_are_switched_on_by_name_are_no_obstacle(monkeypatch: pytest.
 
 
 def test_blocks_of_the_metadata_may_be_smaller_than_the_managers() -> None:
-    """vLLM may split its blocks for the kernels; the budget is in the blocks that the metadata counts."""
+    """vLLM may split its blocks for the kernels; the budget counts the metadata's blocks."""
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=2 * SIZE))
     made = BlockTopK(config, Role.WORKER, {**OPTIONS, "token_budget": 40})
     made.attention = FakeView()
@@ -437,7 +437,7 @@ TABLES = [LONG, list(range(20, 28)), list(range(30, 38))]
 
 
 def test_a_request_is_dense_if_it_asks_for_it() -> None:
-    """From its first step to its end, and the others are not; later its name is another request's."""
+    """From its first step to its end, and no others are; later another request has its id."""
     made, kv = method(), cache()
     asking = step(("a", 0, 30, 30), ("b", 30, 1, 8), admitted=["a"], a=False)
     run(made, asking, metadata(asking, TABLES[:2]), kv)
@@ -456,7 +456,7 @@ def test_a_request_is_dense_if_it_asks_for_it() -> None:
 
 
 def test_each_row_reads_its_own_request_s_budget(selector: str) -> None:
-    """What it reads alone, with that budget for all."""
+    """The same as alone in an engine with that budget."""
     kv, query = cache(), torch.randn((3, HEADS, HEAD), generator=torch.Generator().manual_seed(3))
     batch = step(("a", 30, 1, 8), ("b", 28, 1, 8), ("c", 30, 1, 8), a={"token_budget": 27}, b='{"token_budget": 16}')
     found = run(method(selector=selector), batch, metadata(batch, TABLES), kv, query)[-1]
@@ -517,7 +517,7 @@ def test_below_the_least_context_a_request_is_dense() -> None:
 
 
 def test_figures() -> None:
-    """Of restricted layers, of which there are two, in tokens; a request is counted once."""
+    """In tokens, summed over the two restricted layers; a request is counted once."""
     made, kv = method(), cache()
     assert set(made.figures().values()) == {0}
     batch = step(("a", 30, 1, 8), ("b", 28, 1, 8), ("c", 30, 1, 8), b=False, c="no")

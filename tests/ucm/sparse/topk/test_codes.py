@@ -1,4 +1,4 @@
-"""Codes of keys: their estimates are close, and do not suffer from what keys have in common."""
+"""Codes of keys: their estimates are close, even if keys have much in common."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_turn_keeps_products_and_spreads_each_channel(head: int) -> None:
 
 
 def estimates(query: torch.Tensor, cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The same without rounding queries: written down anew."""
+    """Compute the same without rounding queries, independently."""
     signed = turn(query.shape[-1]).double()
     means = cache.double().mean(1, keepdim=True)
     beyond = cache.double() - means
@@ -68,12 +68,12 @@ def test_estimates_of_the_logarithm_of_each_blocks_mass(head: int, dtype: torch.
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), estimates(query, cache, ids), atol=0.15, rtol=0.05)
     both = torch.stack((found.double().flatten(), true_scores(query, cache, ids).flatten()))
-    # Of keys that have nothing to do with each other a bit per channel says this much.
+    # The accuracy of one bit per channel for independent keys.
     assert torch.corrcoef(both)[0, 1] > 0.7
 
 
 def test_what_all_keys_have_in_common_does_not_matter() -> None:
-    """Signs of such keys themselves are all alike: their estimates would be worth nothing."""
+    """The signs of such keys are all equal, so estimates from them would be useless."""
     cache = keys()
     query = torch.randn((3, 4, 64), generator=torch.Generator().manual_seed(2))
     shift = 50 * torch.randn(64, generator=torch.Generator().manual_seed(3))
@@ -127,7 +127,7 @@ def test_bits_are_packed_in_order() -> None:
 
 
 def test_a_head_has_the_same_codes_and_scores_whatever_other_heads_there_are() -> None:
-    """To the bit, so that all tensor-parallel sizes choose the same blocks."""
+    """Bit-identical, so that all tensor-parallel sizes choose the same blocks."""
     cache, query = keys(seed=11), torch.randn((2, 6, 64), generator=torch.Generator().manual_seed(12))
     ids = torch.arange(BLOCKS).repeat(2, 1)
     both = codes_of(cache)
@@ -190,7 +190,7 @@ def test_without_numba_torch_does_it_and_that_is_told(
 def test_numba_is_not_loaded_where_engines_share_a_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine's process has a parent that started it; this one has none. All layers together say so once."""
+    """An engine's process has a parent that started it; this one has none. All layers together log this once."""
     monkeypatch.setattr(get_logger(), "propagate", True)
     caplog.set_level("INFO")
     compiled._say_why_slow.cache_clear()
@@ -199,7 +199,7 @@ def test_numba_is_not_loaded_where_engines_share_a_process(
 
 
 def test_memory_is_what_the_documents_say() -> None:
-    """Of keys and values of two bytes: a bit per channel, a scale per token, a mean per block."""
+    """For keys and values of two bytes: a bit per channel, a scale per token, a mean per block."""
     made = codes_of(keys(128).bfloat16())
     kept = sum(of.numel() * of.element_size() for of in (made._codes, made._scales, made._means))
     assert kept / (2 * keys(128).numel() * 2) == pytest.approx(0.03516 + 1 / (2 * SIZE), abs=1e-4)

@@ -1,4 +1,4 @@
-"""The probe on attention in plain torch: what it measures, compared with attention that is computed in full."""
+"""The probe on attention in plain torch, compared with full attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def probe(**options: Any) -> MassProbe:
 
 
 class TwoRanks(FakeView):
-    """Another rank beside this one: its heads attend to what these attend to, or to the opposite end.
+    """A view with a second rank, whose heads attend like this rank's heads or to the opposite end.
 
     Args:
         others: ``alike`` or ``elsewhere``.
@@ -66,7 +66,7 @@ def run(made: MassProbe, batch: StepBatch, rows: list[list[int]], kv: torch.Tens
 
 
 def true_masses(query: torch.Tensor, keys: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The share of attention of each block, head by head."""
+    """Return the share of attention of each block, head by head."""
     blocks = -(-tokens // SIZE)
     found = torch.zeros(blocks)
     flat = keys.flatten(0, 1)[:tokens]
@@ -81,7 +81,7 @@ def test_what_is_kept_is_the_true_share_of_the_attention() -> None:
     tokens, row = 62, list(range(5, 21))
     made, kv = probe(), drawn(0, 2, BLOCKS, SIZE, KV_HEADS, HEAD)
     query = drawn(1, 3, HEADS, HEAD) * 2
-    # A prefill of two tokens stands before the decode, and is not measured.
+    # A prefill of two tokens precedes the decode, and is not measured.
     run(made, step(("a", 4, 2, 40), ("b", tokens - 1, 1, 9)), [[30, 31], row], kv, query)
     masses = true_masses(query[2], kv[0][row], tokens)
     layer = made.report()["layers"][LAYER]
@@ -113,7 +113,7 @@ def test_a_block_with_the_wanted_key_is_found_by_bounds_and_codes() -> None:
 
 
 def test_a_choice_is_that_of_the_heads_of_all_ranks() -> None:
-    """Another rank with heads that attend just as these do changes nothing; with others it changes the choice."""
+    """Another rank with the same heads changes nothing; with other heads it changes the choice."""
     tokens, row = 62, list(range(5, 21))
     kv, query = drawn(0, 2, BLOCKS, SIZE, KV_HEADS, HEAD), drawn(1, 1, HEADS, HEAD) * 2
     batch, found = step(("b", tokens - 1, 1, 9)), []

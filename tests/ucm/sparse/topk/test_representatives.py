@@ -1,4 +1,4 @@
-"""Bounds of keys: of the right blocks, above every product, and at most read once."""
+"""Bounds of keys: they belong to the right blocks, exceed every product, and are read once at most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bounds_of(cache: torch.Tensor, block_ids: list[int]) -> KeyBounds:
 
 
 def products(query: torch.Tensor, cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """The greatest product of each head with a key of each block, laid out as the bounds are."""
+    """Return the largest product of each head with a key of each block, in the layout of the bounds."""
     rows, heads, _ = query.shape
     grouped = query.double().view(rows, KV_HEADS, heads // KV_HEADS, HEAD)
     found = torch.einsum("rkgd,rbskd->krgbs", grouped, cache[block_ids].double())
@@ -91,7 +91,7 @@ def test_keys_are_read_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_are_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a preemption each generated token is a row; what all of them look at at once fits into no device."""
+    """After a preemption each generated token is a row; the bounds of all together would not fit into a device."""
     bounds = bounds_of(keys(), list(range(BLOCKS)))
     source = torch.Generator().manual_seed(7)
     query, ids = torch.randn((5, 6, HEAD), generator=source), torch.randint(BLOCKS, (5, 3), generator=source)
@@ -132,7 +132,7 @@ def test_shares_are_those_of_a_softmax_per_head() -> None:
 
 
 def test_what_is_chosen_does_not_depend_on_how_heads_are_spread_over_ranks() -> None:
-    """To the bit: sums of floating-point numbers would differ with their order."""
+    """Bit-identical, although sums of floating-point numbers depend on their order."""
     scores = torch.randn((8, 3, 4, 700), generator=torch.Generator().manual_seed(6))
     for ranks in (2, 4, 8):
         assert torch.equal(torch.stack([shares(of, None) for of in scores.chunk(ranks)]).sum(0), shares(scores, None))
@@ -140,7 +140,7 @@ def test_what_is_chosen_does_not_depend_on_how_heads_are_spread_over_ranks() -> 
 
 
 def test_a_head_that_seeks_one_block_is_not_drowned_by_heads_that_seek_none() -> None:
-    """Two heads weigh all blocks alike but for large and idle differences; the third needs the last block."""
+    """Two heads have large but irrelevant differences between blocks; the third needs the last block."""
     scores = torch.zeros((1, 1, 3, 4))
     scores[0, 0, 0] = torch.tensor([40.0, 39.9, 39.8, 39.0])
     scores[0, 0, 1] = torch.tensor([39.9, 40.0, 39.8, 39.0])

@@ -1,4 +1,4 @@
-"""Which rows are sparse, which representatives are missing, and which blocks a row reads."""
+"""Sparse rows, missing representatives, and the blocks that a row reads."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_of_blocks_that_are_wanted_alike_the_later_ones_are_read() -> None:
 
 
 def test_generated_tokens_that_are_computed_at_once_each_choose_for_themselves() -> None:
-    """As after a preemption: the prompt is dense, and so is what fits; blocks that the step completes can be chosen."""
+    """As after a preemption: the prompt and short contexts are dense; blocks that the step completes can be chosen."""
     rows = [("a", 30, 1, 8), ("back", 6, 23, 14)]
     batch = step(*rows)
     plan = SelectionPlanner(BUDGET).plan(batch, set())
@@ -189,7 +189,7 @@ def test_shorter_dense_rows_make_room_for_the_budget() -> None:
 
 
 def test_a_plan_of_random_steps_reads_what_it_says() -> None:
-    """Each sparse row: as many tokens as its blocks hold, its newest block last, no block twice, none of another."""
+    """Each sparse row has the tokens of its blocks, its newest block last, no block twice, and no other request's."""
     chance = np.random.default_rng(0)
     planner = SelectionPlanner(BUDGET)
     for _ in range(100):
@@ -215,7 +215,7 @@ def test_a_plan_of_random_steps_reads_what_it_says() -> None:
 
 
 def test_blocks_are_completed_by_the_step_that_fills_them_up() -> None:
-    """But not those of sinks, of prompts that fit, and of requests that stay dense; and each once."""
+    """Except blocks of sinks, of prompts that fit, and of dense requests; each block once."""
     planner = SelectionPlanner(BUDGET)
 
     def completed(*rows: Any, admitted: Any = ()) -> list[tuple[str, int, int, int]]:
@@ -230,7 +230,7 @@ def test_blocks_are_completed_by_the_step_that_fills_them_up() -> None:
     assert completed(("long", 21, 19, 40)) == [("long", 0, 5, 10)]
     assert completed(("long", 40, 1, 40)) == []
     assert completed(("long", 43, 1, 40)) == [("long", 0, 10, 11)]
-    # Set back, and admitted with other blocks: what follows is made anew.
+    # Set back, and admitted with other blocks: the following blocks are computed again.
     assert completed(("long", 22, 10, 40)) == [("long", 0, 5, 8)]
     assert completed(("long", 32, 2, 40), admitted=["long"]) == [("long", 0, 1, 8)]
 
@@ -242,7 +242,7 @@ def test_ids_of_completed_blocks() -> None:
 
 
 def test_below_the_least_context_all_is_dense() -> None:
-    """By the position of a token alone, also where several are computed at once."""
+    """By a token's position alone, even if several are computed at once."""
     planner = SelectionPlanner(BUDGET, min_context=31)
     assert plan_of(planner, ("a", 29, 1, 8)) is None
     assert not planner.completed(step(("a", 29, 1, 8)), set())
