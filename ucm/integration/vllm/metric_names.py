@@ -64,8 +64,10 @@ def _counter(
     )
 
 
-QUERIED_TOKENS = _counter("queried_tokens_total", "Tokens that vLLM did not have itself and asked for.", "tokens")
-MATCHED_TOKENS = _counter("matched_tokens_total", "Tokens among these that were promised from the store.", "tokens")
+QUERIED_TOKENS = _counter(
+    "queried_tokens_total", "Tokens that were looked up, which vLLM's own prefix cache lacked.", "tokens"
+)
+MATCHED_TOKENS = _counter("matched_tokens_total", "Those of them that were promised from the store.", "tokens")
 HIT_TOKENS = _counter(
     "hit_tokens_total", "Tokens whose KV was loaded, by the tier it came from.", "tokens", ("tier",), _TIERS
 )
@@ -79,7 +81,7 @@ LOOKUPS = _counter(
 LOOKUP_DURATION = Metric(
     "ucm:lookup_duration_seconds",
     Kind.HISTOGRAM,
-    "Time from the question for a request to its answer, with the blocks staged.",
+    "Time from vLLM's first query for a request to the result, including staging.",
     (),
     "seconds",
     LOOKUP_BUCKETS,
@@ -104,7 +106,7 @@ FAILURES = _counter(
     _FAILURES,
 )
 TIER_LOOKED_UP = _counter("tier_lookup_blocks_total", "Blocks that a tier was asked for.", "blocks", ("tier",), _TIERS)
-TIER_FOUND = _counter("tier_hit_blocks_total", "Blocks among these that it had.", "blocks", ("tier",), _TIERS)
+TIER_FOUND = _counter("tier_hit_blocks_total", "Those of them that the tier had.", "blocks", ("tier",), _TIERS)
 TIER_LOADED_BYTES = _counter("tier_load_bytes_total", "Bytes read from a tier.", "bytes", ("tier",), _TIERS)
 TIER_SAVED_BYTES = _counter("tier_save_bytes_total", "Bytes written to a tier.", "bytes", ("tier",), _TIERS)
 TIER_EVICTED = _counter("tier_evicted_blocks_total", "Blocks deleted to make room.", "blocks", ("tier",), _TIERS)
@@ -113,7 +115,7 @@ TIER_QUARANTINED = _counter(
 )
 TIER_FAILURES = _counter(
     "tier_failures_total",
-    "What failed in a tier, seen by a request or not.",
+    "Failures in a tier, whether or not a request was affected.",
     "failures",
     ("tier", "operation", "cause"),
     tuple((*tier, *failure) for tier, failure in product(_TIERS, _FAILURES)),
@@ -129,16 +131,16 @@ TIER_SAVE_SECONDS = _counter(
 TIER_RESTING = Metric(
     "ucm:tier_resting_ratio",
     Kind.GAUGE,
-    "The share of a tier that is left alone after failures, 0 to 1.",
+    "The share of a tier that rests after failures, 0 to 1.",
     ("tier",),
     "ratio",
     known=(),
 )
 TIER_QUEUED = Metric(
-    "ucm:tier_queued_bytes", Kind.GAUGE, "Bytes that wait to be written behind.", ("tier",), "bytes", known=()
+    "ucm:tier_queued_bytes", Kind.GAUGE, "Bytes that wait for write-behind.", ("tier",), "bytes", known=()
 )
 TIER_USED = Metric(
-    "ucm:tier_used_bytes", Kind.GAUGE, "Bytes in a tier, of all who use it.", ("tier",), "bytes", known=()
+    "ucm:tier_used_bytes", Kind.GAUGE, "Bytes in a tier, of all its users.", ("tier",), "bytes", known=()
 )
 TIER_CAPACITY = Metric(
     "ucm:tier_capacity_bytes",
@@ -161,13 +163,15 @@ BLEND_COMPUTED_TOKENS = _counter(
     "blend_computed_tokens_total", "Tokens of blended stretches that were computed: gaps and selected ones.", "tokens"
 )
 BLEND_GATE_FAILURES = _counter(
-    "blend_gate_failures_total", "Chunks computed because their KV was not what the model computes.", "chunks"
+    "blend_gate_failures_total",
+    "Chunks that were computed because the gate rejected their KV.",
+    "chunks",
 )
 BLEND_SAVED_CHUNKS = _counter("blend_saved_chunks_total", "Chunks handed to the store.", "chunks")
 
 SPARSE_REQUESTS = _counter(
     "sparse_requests_total",
-    "Requests of which a sparse method left something out, and those that were dense, by why.",
+    "Requests, by whether a sparse method left something out, or why they were dense.",
     "requests",
     ("outcome",),
     (("failed",), ("opted_out",), ("refused",), ("restricted",)),
@@ -180,12 +184,10 @@ SPARSE_HELD_TOKENS = _counter(
     "sparse_held_tokens_total", "Tokens that they would have read there with dense attention.", "tokens"
 )
 SPARSE_SELECT_SECONDS = _counter(
-    "sparse_select_seconds_total", "Time that the first rank's thread spent on what to read.", "seconds"
+    "sparse_select_seconds_total", "Time that the first rank's thread spent on selecting what to read.", "seconds"
 )
-SPARSE_FETCHED_BLOCKS = _counter(
-    "sparse_fetched_blocks_total", "Blocks that were brought back from where they were offloaded to.", "blocks"
-)
-SPARSE_LOST_BLOCKS = _counter("sparse_lost_blocks_total", "Offloaded blocks that could not be brought back.", "blocks")
+SPARSE_FETCHED_BLOCKS = _counter("sparse_fetched_blocks_total", "Offloaded blocks that were loaded again.", "blocks")
+SPARSE_LOST_BLOCKS = _counter("sparse_lost_blocks_total", "Offloaded blocks that could not be loaded again.", "blocks")
 SPARSE_REROPE_ROWS = _counter(
     "sparse_rerope_rows_total", "Rows of steps with tokens beyond the window of ReRoPE.", "rows"
 )
@@ -197,7 +199,7 @@ SPARSE_REROPE_TOKENS = _counter(
     (("compiled",), ("torch",)),
 )
 SPARSE_REROPE_KEYS = _counter(
-    "sparse_rerope_turned_keys_total", "Keys that were turned for them in each layer.", "keys"
+    "sparse_rerope_turned_keys_total", "Keys that were rotated for them in each layer.", "keys"
 )
 
 #: All metrics by name, in the order of docs/metrics.md.
