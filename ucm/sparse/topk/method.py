@@ -255,7 +255,7 @@ class BlockTopK(SparseMethod):
             f"{counts['blocks_read']} of {counts['blocks_held']} blocks read ({share:.1%}), "
             f"{counts['representatives']} representatives made, {counts['requests_failed']} requests dense after "
             f"{counts['failures']} failures, {counts['requests_opted_out']} because they asked for it, "
-            f"{counts['requests_refused']} because they asked for what there is not"
+            f"{counts['requests_refused']} whose options could not be honoured"
         )
 
     def _restrict(

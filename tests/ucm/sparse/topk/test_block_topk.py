@@ -429,7 +429,7 @@ def test_told_at_powers_of_two(told: list[logging.LogRecord]) -> None:
     assert lines[0] == (
         "[UCM.Sparse] BlockTopK restricted 1 decodes in 1 steps: 10 of 16 blocks read (62.5%), "
         "12 representatives made, 0 requests dense after 0 failures, 0 because they asked for it, "
-        "0 because they asked for what there is not"
+        "0 whose options could not be honoured"
     )
 
 
@@ -487,7 +487,7 @@ def test_who_asks_for_what_there_is_not_is_dense(asked: object, told: list[loggi
         "[UCM.Sparse] request a asks BlockTopK for options that cannot be honoured, so it is dense; "
     )
     assert "where: extra_args.ucm_sparse" in line
-    assert "2 because they asked for what there is not" in made.summary()
+    assert "2 whose options could not be honoured" in made.summary()
 
 
 def test_one_rank_tells_for_all(told: list[logging.LogRecord]) -> None:
