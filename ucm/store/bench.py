@@ -24,6 +24,7 @@ import numpy as np
 from ucm.errors import UcmError
 from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
 from ucm.store.factory import is_on_servers, open_store, open_tier, remove_blocks
+from ucm.store.format import aligned_buffer
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
 from ucm.store.slab import PAGE, Slab, SlabReader
@@ -173,8 +174,10 @@ class _Run:
     ) -> None:
         self._config, self._workload, self._store = config, workload, store
         self._plain, self._layouts, self._servers, self._pools = plain, layouts, servers, pools
-        self._source = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), dtype=np.uint8)
-        self._target = np.zeros(workload.nbytes, dtype=np.uint8)
+        # Aligned, as a KV cache is: see `aligned_buffer`.
+        self._source, self._target = (np.frombuffer(aligned_buffer(workload.nbytes), np.uint8) for _ in range(2))
+        self._source[:] = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), np.uint8)
+        self._target.fill(0)
         self._keys = workload.keys
         self._saves, self._loads = self._transfers(self._source), self._transfers(self._target)
         self._copy: Callable[[], None] = lambda: None

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.errors import BlockMissingError, StoreError
-from ucm.store.format import sums_of
+from ucm.store.format import aligned_buffer, sums_of
 from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Promoter:
             self._waiting.add(block.key)
             self._nbytes += codec.file_nbytes
         try:
-            content = memoryview(bytearray(codec.file_nbytes))
+            content = aligned_buffer(codec.file_nbytes)
         except MemoryError as error:
             self._first.counters.failed("promote", unexpected(error))
             self._forget(block.key, codec.file_nbytes)

@@ -35,6 +35,7 @@ from ucm.store.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from ucm.store.format import aligned_buffer
 from ucm.store.health import Breaker
 from ucm.store.remote_tier import Client, missing
 
@@ -466,7 +467,7 @@ class Servers(Client):
     def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
         """Return a value; one of another length than ``nbytes`` as far as is needed to see that."""
         key = name.encode()
-        content = memoryview(bytearray(nbytes or 0))
+        content = aligned_buffer(nbytes or 0)
         wanted = Into([content], deadline) if nbytes else None
         (reply,) = self.run([key], lambda _: [Command([pack(b"GET", key)], wanted)], deadline)
         if isinstance(reply, StoreError):

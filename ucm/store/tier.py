@@ -24,7 +24,7 @@ from ucm.store.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from ucm.store.format import verify
+from ucm.store.format import aligned_buffer, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -400,7 +400,7 @@ class ValueWriter(BlockWriter):
 
     def __init__(self, tier: ValueTier, key: BlockKey, nbytes: int) -> None:
         self._tier, self._key = tier, key
-        self._memory = memoryview(bytearray(nbytes))
+        self._memory = aligned_buffer(nbytes)
 
     def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
         """Copy bytes into the collected block."""

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.errors import BlockCorruptError, BlockForeignError
-from ucm.store.format import MAX_UNITS, UNIT, HeaderCodec, checksum, decode, header_nbytes, sums_of, verify
+from ucm.store.format import (
+    MAX_UNITS,
+    UNIT,
+    HeaderCodec,
+    aligned_buffer,
+    checksum,
+    decode,
+    header_nbytes,
+    sums_of,
+    verify,
+)
 from ucm.testing.blocks import EVEN, MANY, ODD, Memory, content, key
 
 NAMESPACE = "some/name.space-1"
@@ -165,3 +176,12 @@ def test_what_is_wrong_is_said() -> None:
 def test_a_geometry_that_cannot_be_stored_is_refused(geometry: BlockGeometry) -> None:
     with pytest.raises(ValueError, match=r"layer slices|fingerprint"):
         HeaderCodec(NAMESPACE, geometry)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 4096, 1 << 20])
+def test_new_memory_is_aligned_writable_bytes(nbytes: int) -> None:
+    found = [aligned_buffer(nbytes) for _ in range(8)]
+    for view in found:
+        assert (view.nbytes, view.format, view.readonly, view.contiguous) == (nbytes, "B", False, True)
+        assert not nbytes or np.frombuffer(view, np.uint8).ctypes.data % 64 == 0
+        view[:] = bytes(nbytes)

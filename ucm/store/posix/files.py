@@ -34,7 +34,7 @@ from ucm.store.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from ucm.store.format import UNIT, check_slices, decode, header_nbytes
+from ucm.store.format import UNIT, aligned_buffer, check_slices, decode, header_nbytes
 from ucm.store.posix.index import log_removals
 from ucm.store.posix.layout import is_quarantined, owner_name
 from ucm.store.posix.paths import (
@@ -228,7 +228,7 @@ def read_file(directory: Directory, codec: HeaderCodec | None, key: BlockKey, pa
     def read(descriptor: int, header: BlockHeader) -> Buffer:
         if codec is not None and header.slice_sizes != codec.geometry.slice_sizes:
             raise BlockForeignError("the block has layer slices of other sizes")
-        content = memoryview(bytearray(header.file_nbytes))
+        content = aligned_buffer(header.file_nbytes)
         check_slices(content[: read_into(descriptor, [content], 0, len(content))], header)
         return content
 
@@ -245,7 +245,7 @@ def check_file(path: str, key: BlockKey) -> BlockHeader:
     """
 
     def check(descriptor: int, header: BlockHeader) -> BlockHeader:
-        at, chunk = header.nbytes, memoryview(bytearray(min(_CHUNK, max(header.slice_sizes, default=0))))
+        at, chunk = header.nbytes, aligned_buffer(min(_CHUNK, max(header.slice_sizes, default=0)))
         for index, (size, expected) in enumerate(zip(header.slice_sizes, header.checksums, strict=True)):
             end, found = at + size, xxhash.xxh3_64()
             while at < end and (step := os.preadv(descriptor, [chunk[: end - at]], at)):
