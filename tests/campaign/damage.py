@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.store.format import UNIT
 from ucm.store.posix.layout import buckets, key_of, namespaces
+from ucm.store.segment import segments
 
 if TYPE_CHECKING:
     import random
@@ -43,6 +45,41 @@ def block_files(root: Path) -> list[BlockFile]:
     return found
 
 
+def damage_memory(root: Path, rng: random.Random, ways: Callable[[BlockKey], str | None]) -> list[BlockKey]:
+    """Harm blocks in the segments of a Dram tier, in place: others map these files, so none is cut or made longer.
+
+    Args:
+        root: The tier's directory.
+        rng: Decides where.
+        ways: Returns one of ``DAMAGES`` for each block; None: none.
+
+    Returns:
+        Those that were harmed.
+    """
+    harmed = []
+    with tempfile.TemporaryDirectory() as name:
+        for layout in namespaces(str(root)):
+            for segment in segments(layout):
+                files = []
+                for key, number in segment.blocks():
+                    files.append(BlockFile(Path(name, f"{key.hex()}-{segment.inode}"), key))
+                    files[-1].path.write_bytes(segment.file_of(number, key))
+                for file, (key, number) in zip(files, list(segment.blocks()), strict=True):
+                    way = ways(key)
+                    if way is None:
+                        continue
+                    harmed.append(key)
+                    before = file.path.read_bytes()
+                    DAMAGES["flip" if way == "extend" else way](file.path, rng, files)
+                    if not file.path.exists():
+                        segment.hide(number, key)
+                        continue
+                    after = file.path.read_bytes()
+                    after += bytes(byte ^ 0xFF for byte in before[len(after) :])
+                    segment.slot(number)[: len(before)] = after[: len(before)]
+    return harmed
+
+
 def damage_store(root: Path, how: str, rng: random.Random, limit: int | None = None) -> list[BlockFile]:
     """Damage blocks.
 
@@ -53,8 +90,9 @@ def damage_store(root: Path, how: str, rng: random.Random, limit: int | None = N
         limit: The largest number of blocks; None for all.
 
     Returns:
-        The damaged blocks.
+        The damaged blocks that are files.
     """
+    damage_memory(root, rng, lambda _: how)
     found = block_files(root)
     chosen = rng.sample(found, len(found) if limit is None else min(limit, len(found)))
     for block in chosen:

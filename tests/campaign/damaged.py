@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.campaign.damage import DAMAGES, block_files
+from tests.campaign.damage import DAMAGES, block_files, damage_memory
 from tests.campaign.figures import Figures
 from tests.campaign.processes import in_new_process
 from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect
@@ -70,4 +70,5 @@ def _damage_all(scene: Scene, rng: random.Random) -> list[str]:
         found = block_files(Path(root))
         for block in found:
             DAMAGES[ways[block.key]](block.path, rng, found)
+        damage_memory(Path(root), rng, ways.get)
     return list(ways.values())

@@ -19,6 +19,8 @@ from tests.campaign.kill import save_in_pieces
 from tests.campaign.processes import Child, in_new_process
 from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect, temporaries
 from ucm.store.factory import open_store
+from ucm.store.posix.layout import namespaces
+from ucm.store.segment import directory_of
 
 if TYPE_CHECKING:
     from tests.campaign.processes import Reporter
@@ -106,6 +108,8 @@ def _one_disk(rng: random.Random, posix: Path, dram: Path) -> Figures:
         for root in scene.roots:
             for block in block_files(Path(root)):
                 block.path.unlink(missing_ok=True)
+            for layout in namespaces(root):
+                shutil.rmtree(directory_of(layout), ignore_errors=True)
     figures.add(child.end())
     figures.add(inspect(scene))
     figures.left_over += temporaries(scene)

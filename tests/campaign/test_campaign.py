@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,12 +12,13 @@ import pytest
 from tests.campaign import damaged, kill
 from tests.campaign.__main__ import PARTS, run_part
 from tests.campaign.careless import CARELESS
-from tests.campaign.damage import DAMAGES, block_files, damage_store
+from tests.campaign.damage import DAMAGES, block_files, damage_memory, damage_store
 from tests.campaign.figures import MUST_BE_ZERO, Figures, table
 from tests.campaign.scene import Stage, folders
+from ucm.store.inspection import check_block, stored_blocks
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 SEED = 20240607
 
@@ -61,6 +64,30 @@ def test_the_table_adds_up() -> None:
         ["in", "all", "1,234"],
     ]
     assert lines[4:] == ["one: so"]
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with folders() as (disk, memory):
+        if memory is None:
+            pytest.skip("there is no /dev/shm for the Dram tier")
+        yield Stage(random.Random(SEED), disk, memory)  # noqa: S311 - it decides what is tested
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_every_damage_in_memory_is_noticed(how: str, stage: Stage) -> None:
+    rng = stage.rng
+    scene = replace(stage, options={"pipeline": "Cache|Posix"}).scene(12)
+    assert damaged.fill(scene).committed == 12
+    root = Path(scene.config.dram_directory)
+    keys = [block.key for block in stored_blocks(str(root))]
+    assert len(keys) == 12
+    chosen = rng.sample(keys, 3)
+    assert sorted(damage_memory(root, rng, lambda key: how if key in chosen else None)) == sorted(chosen)
+    wrong = {block.key for block in stored_blocks(str(root)) if check_block(block) is not None}
+    assert wrong == (set() if how == "delete" else set(chosen))
+    gone = set(chosen) if how == "delete" else set()
+    assert {block.key for block in stored_blocks(str(root))} == set(keys) - gone
 
 
 @pytest.mark.parametrize("how", DAMAGES)

@@ -12,6 +12,7 @@ from tests.e2e import engine
 from tests.e2e.prefix_damage import all_requests, damage_some
 from tests.e2e.prefix_engine import PrefixEngine, connector, posix
 from tests.e2e.prefix_workload import COLD, REFERENCE, WARM, Played, computed_blocks, play, play_phase
+from ucm.store.inspection import stored_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tests.e2e.environment import Environment
     from tests.e2e.scenarios import Environments
     from tests.e2e.shared import Shared
+    from ucm.store.inspection import StoredBlock
 
 IN_PROCESS = engine.IN_PROCESS
 #: Seconds within which all saved blocks become visible on a busy machine.
@@ -154,6 +156,11 @@ def block_files(store: Path) -> dict[str, Path]:
     return found
 
 
+def blocks_in_memory(store: Path) -> list[StoredBlock]:
+    """Return the visible blocks of a Dram tier's directory."""
+    return [block for block in stored_blocks(str(store)) if block.slot is not None] if store.is_dir() else []
+
+
 def wait_for_quiet(store: Path, patience: float = SAVED) -> None:
     """Wait until no block has become visible for a while: with several groups, not all blocks are saved."""
     deadline, known = time.monotonic() + patience, -1
@@ -165,5 +172,5 @@ def wait_for_quiet(store: Path, patience: float = SAVED) -> None:
 def wait_for_blocks(store: Path, number: int, patience: float = SAVED) -> None:
     """Wait until this many blocks are visible, or time is up; the caller asserts the result."""
     deadline = time.monotonic() + patience
-    while len(block_files(store)) < number and time.monotonic() < deadline:
+    while len(block_files(store)) + len(blocks_in_memory(store)) < number and time.monotonic() < deadline:
         time.sleep(0.1)

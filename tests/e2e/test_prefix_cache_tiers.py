@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.prefix_workload import computed_blocks
 from tests.e2e.workload import BLOCK
+from ucm.store.segment import delete_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,11 +52,11 @@ def start(runs: PrefixRuns, directory: Path, store: dict[str, Any]) -> PrefixEng
 
 def wait_for_all(store: Path, known: list[Played]) -> None:
     """Wait until a directory has exactly all blocks."""
-    from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_runs import block_files, blocks_in_memory, wait_for_blocks  # noqa: PLC0415 - as above
 
     number = len(computed_blocks(known))
     wait_for_blocks(store, number)
-    assert len(block_files(store)) == number
+    assert len(block_files(store)) + len(blocks_in_memory(store)) == number
 
 
 def requests_of(known: list[Played]) -> list[Request]:
@@ -124,7 +125,7 @@ def test_memory_above_two_directories(
     prefix_runs: PrefixRuns, known: list[Played], tmp_path: Path, memory: Path
 ) -> None:
     from tests.e2e.prefix_engine import posix  # noqa: PLC0415 - needs the build's packages
-    from tests.e2e.prefix_runs import block_files, wait_for_blocks  # noqa: PLC0415
+    from tests.e2e.prefix_runs import block_files, blocks_in_memory, wait_for_blocks  # noqa: PLC0415
 
     disk = tmp_path / "disk"
     files = posix(disk / "one", disk / "two")
@@ -138,8 +139,8 @@ def test_memory_above_two_directories(
         check(engine, known, loaded=True)
         assert loaded_from(engine, "dram") > 0
         assert loaded_from(engine, "posix") == 0
-    for path in block_files(memory / "store").values():
-        path.unlink()
+    for block in blocks_in_memory(memory / "store"):
+        delete_blocks(block.layout, [block.key])
     # A new engine each time, which has staged nothing yet.
     with start(prefix_runs, tmp_path / "below", store) as engine:
         check(engine, known, loaded=True)

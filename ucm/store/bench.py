@@ -27,6 +27,7 @@ from ucm.store.factory import is_on_servers, open_store, open_tier, remove_block
 from ucm.store.format import aligned_buffer
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
+from ucm.store.segment import delete_blocks
 from ucm.store.slab import PAGE, Slab, SlabReader
 
 if TYPE_CHECKING:
@@ -290,6 +291,8 @@ class _Run:
     def _delete(self, *, stored: bool = False) -> None:
         for path in self._files(stored=stored):
             path.unlink()
+        for layout in self._layouts if stored else ():
+            delete_blocks(layout, self._keys)
         for tier in self._servers if stored else ():
             for key in self._keys:
                 tier.remove(key, time.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a RemoteTier

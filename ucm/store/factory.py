@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ucm.errors import ConfigError
 from ucm.store.base import BlockKey, KVStore
 from ucm.store.config import ENTRY_POINT_GROUP, OURS
+from ucm.store.dram_tier import DramTier
 from ucm.store.empty import EmptyStore
 from ucm.store.errors import BlockMissingError, StoreError, StoreUnavailableError
 from ucm.store.format import MIN_KEY_BYTES, HeaderCodec
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from ucm.store.tier import TierOptions
 
 _CLASSES = {
-    **dict.fromkeys(("Posix", "Dram", "Cache"), PosixTier),
+    "Posix": PosixTier,
+    **dict.fromkeys(("Dram", "Cache"), DramTier),
     "Redis": RedisTier,
     "S3": S3Tier,
     "Empty": EmptyStore,

@@ -265,7 +265,7 @@ def aligned_buffer(nbytes: int) -> Buffer:
 
 def sums_of(slices: Sequence[Buffer]) -> list[int]:
     """Return the checksum of each layer slice."""
-    return [checksum(layer_slice) for layer_slice in slices]
+    return list(map(checksum, slices))
 
 
 def _running_sums(start: int, sizes: Sequence[int]) -> tuple[int, ...]:

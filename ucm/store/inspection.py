@@ -13,6 +13,7 @@ from ucm.store.format import namespace_digest
 from ucm.store.posix.files import check_file, quarantine
 from ucm.store.posix.layout import buckets, key_of, namespaces
 from ucm.store.posix.paths import list_directory
+from ucm.store.segment import check_slot, delete_slot, segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,17 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block's file, as described by its directory entry."""
+    """A block's file, as described by its directory entry, or a block in memory."""
 
     layout: Layout
     key: BlockKey
     nbytes: int
     used: float  #: when it was last used, in seconds since the epoch
+    slot: tuple[str, int] | None = None  #: in memory: the path of its segment and the number of its slot
 
     @property
     def path(self) -> str:
         """The path of the file."""
-        return self.layout.block(self.key)
+        return self.layout.block(self.key) if self.slot is None else f"{self.slot[0]}#{self.slot[1]}"
 
 
 def stored_blocks(root: str, namespace: str | None = None) -> Iterator[StoredBlock]:
@@ -51,16 +53,21 @@ def stored_blocks(root: str, namespace: str | None = None) -> Iterator[StoredBlo
                 key = key_of(bucket, name)
                 if key is not None:
                     yield StoredBlock(layout, key, status.st_size, status.st_mtime)
+        for segment in segments(layout):
+            for key, number in segment.blocks():
+                yield StoredBlock(layout, key, segment.slot_nbytes, segment.used, (segment.path, number))
 
 
 def check_block(block: StoredBlock) -> StoreError | None:
     """Read a block and compare every checksum; return what is wrong with it, or None."""
     try:
-        header = check_file(block.path, block.key)
+        header = check_file(block.path, block.key) if block.slot is None else check_slot(*block.slot, block.key)
     except FileNotFoundError:
         return BlockMissingError("the block is gone", where=block.path)
     except OSError as error:
         return BlockUnreadableError(f"the block cannot be read: {error.strerror}", where=block.path)
+    except BlockMissingError as error:
+        return error
     except (BlockCorruptError, BlockForeignError) as error:
         error.where = block.path
         return error
@@ -70,5 +77,7 @@ def check_block(block: StoredBlock) -> StoreError | None:
 
 
 def quarantine_block(block: StoredBlock, error: StoreError, keep: int) -> bool:
-    """Move a damaged block away, as an engine that meets it does; see ``quarantine``."""
+    """Move a damaged block away, as an engine that meets it does; see ``quarantine``. One in memory is deleted."""
+    if block.slot is not None:
+        return delete_slot(*block.slot, block.key)
     return quarantine(block.layout, block.key, error, keep)

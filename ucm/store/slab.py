@@ -30,11 +30,10 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ucm.store.errors import StoreError, StoreUnavailableError
 from ucm.store.format import checksum
 from ucm.store.pool import Pool
+from ucm.store.segment import scatter
 from ucm.store.tasks import TransferTask
 
 if TYPE_CHECKING:
@@ -60,9 +59,6 @@ AHEAD_BYTES = 128 << 20
 _MADV_POPULATE_WRITE = 23
 #: Threads that copy out of the slab in each worker.
 COPY_THREADS = 2
-#: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are
-#: faster without it.
-_LARGE_BYTES = 32 << 10
 
 
 def default_bytes() -> int:
@@ -421,22 +417,13 @@ class SlabReader:
                 elif place + nbytes > self._memory.nbytes:
                     failure = StoreUnavailableError("the slab ends before the block does")
                 else:
-                    _copy_out(self._memory, place, block.slices)
+                    scatter(self._memory[place : place + nbytes], block.slices)
             except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
                 failure = StoreError(f"{type(error).__name__}: {error}")
             if failure is None:
                 task.succeeded(block.key, tier, nbytes)
             else:
                 task.failed(block.key, failure)
-
-
-def _copy_out(memory: Buffer, at: int, slices: Sequence[Buffer]) -> None:
-    for layer_slice in slices:
-        if layer_slice.nbytes < _LARGE_BYTES:
-            layer_slice.cast("B")[:] = memory[at : at + layer_slice.nbytes]
-        else:
-            np.copyto(np.frombuffer(layer_slice, np.uint8), np.frombuffer(memory, np.uint8, layer_slice.nbytes, at))
-        at += layer_slice.nbytes
 
 
 def _copy(task: Task) -> CopyTask:

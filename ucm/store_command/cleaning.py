@@ -19,6 +19,7 @@ from ucm.store.inventory import damaged_files, left_behind, side_files
 from ucm.store.posix.index import log_removals, removals_path
 from ucm.store.posix.layout import IDENTITY, MARKER, buckets
 from ucm.store.posix.paths import remove_directory, status_of, unlink
+from ucm.store.segment import delete_slot, directory_of, remove_empty
 
 if TYPE_CHECKING:
     import argparse
@@ -120,6 +121,7 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
         if found.until > 0:
             for block in _deleted(layout, found.until, outcome, step):
                 done.tally(directory, layout, BLOCK).add(block.nbytes)
+        remove_empty(layout)
         if found.drop:
             _remove_directories(layout)
     return outcome
@@ -192,6 +194,8 @@ def _deleted(layout: Layout, until: float, outcome: Outcome, step: Callable[[], 
 
 
 def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
+    if block.slot is not None:
+        return delete_slot(*block.slot, block.key)
     with suppress(FileNotFoundError):
         status = status_of(block.path)
         if status.st_mtime < until:
@@ -203,8 +207,9 @@ def _delete_block(block: StoredBlock, until: float, outcome: Outcome) -> bool:
 def _remove_directories(layout: Layout) -> None:
     """Remove a namespace's empty directories; any remaining file means that an engine uses it, so its marker stays."""
     with suppress(OSError):
-        for path in (*buckets(layout), layout.temporary, layout.quarantine):
-            remove_directory(path)
+        for path in (*buckets(layout), directory_of(layout), layout.temporary, layout.quarantine):
+            with suppress(FileNotFoundError):
+                remove_directory(path)
         for path in (f"{layout.base}/{IDENTITY}", removals_path(layout), f"{layout.base}/{MARKER}"):
             with suppress(FileNotFoundError):
                 unlink(path)

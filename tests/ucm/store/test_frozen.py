@@ -264,7 +264,7 @@ def test_what_comes_from_the_lower_tier_is_kept_without_another_read(both: Store
 def test_without_memory_for_a_copy_a_loaded_block_is_not_kept_and_nobody_waits(
     both: StoreConfig, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(nbytes: int) -> bytearray:
+    def full(nbytes: int) -> memoryview:
         raise MemoryError(nbytes)
 
     with open_store(both, "n", EVEN) as store:
@@ -272,7 +272,7 @@ def test_without_memory_for_a_copy_a_loaded_block_is_not_kept_and_nobody_waits(
         assert store.flush(LONG)
         empty(both)
         with monkeypatch.context() as patched:
-            patched.setattr(promotion, "bytearray", full, raising=False)
+            patched.setattr(promotion, "aligned_buffer", full)
             task = store.load([memory.transfer() for memory in filled(KEYS, EVEN)])
             assert isinstance(task, TransferTask)
             assert task.finished_within(LONG)

@@ -14,6 +14,7 @@ import pytest
 
 from ucm.store import slab as slabs
 from ucm.store.base import BlockTransfer
+from ucm.store.segment import LARGE_BYTES
 from ucm.store.slab import PAGE, Slab, SlabAddress, SlabReader, State
 from ucm.testing.blocks import key
 
@@ -140,7 +141,7 @@ def test_a_rank_replaces_its_report_and_keeps_its_record(slab: Slab, reader: Sla
     assert slab.reports() == {}
 
 
-@pytest.mark.parametrize("size", [1, PAGE, slabs._LARGE_BYTES - 1, slabs._LARGE_BYTES, 5 * slabs._LARGE_BYTES + 3])
+@pytest.mark.parametrize("size", [1, PAGE, LARGE_BYTES - 1, LARGE_BYTES, 5 * LARGE_BYTES + 3])
 def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(reader: SlabReader, size: int) -> None:
     slab = Slab(8 * size + PAGE, 1)
     slab.lay_out(2 * size)
@@ -167,7 +168,7 @@ def test_what_cannot_be_copied_is_told(slab: Slab, reader: SlabReader) -> None:
     end = os.fstat(slab.address.descriptor).st_size
     assert not reader.wait(reader.load([block], [end - PAGE], ["posix"])).failed
     assert "ends before" in str(reader.wait(reader.load([block], [end - PAGE + 1], ["posix"])).failed[KEYS[0]])
-    frozen = BlockTransfer(KEYS[0], [memoryview(bytes(slabs._LARGE_BYTES))])
+    frozen = BlockTransfer(KEYS[0], [memoryview(bytes(LARGE_BYTES))])
     assert KEYS[0] in reader.wait(reader.load([frozen], [0], ["posix"])).failed
 
 

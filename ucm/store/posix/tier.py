@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
-from ucm.store.dram import prepare_dram
 from ucm.store.errors import (
     BlockCorruptError,
     BlockForeignError,
@@ -65,7 +64,6 @@ class Directory:
         config: The store's options.
         share: The most bytes that it may hold; None: no limit.
         evicted: Called with the path of each block deleted to make room.
-        on_disk: Whether it is on a disk. In memory, direct I/O, syncing and claiming space have no effect.
 
     Raises:
         ConfigError: The directory is missing, cannot be used by this user, or others may write to it.
@@ -78,16 +76,14 @@ class Directory:
         config: StoreConfig,
         share: float | None,
         evicted: Callable[[str], None],
-        *,
-        on_disk: bool,
     ) -> None:
         self.layout = Layout(root, namespace)
         self.share = share
         self.usage = Usage(self.layout.root)
         self.tallied_bytes: int | None = None  #: the bytes that it holds by the tally, as last read
-        self.direct_io = config.direct_io and on_disk
-        self.fsync = config.fsync and on_disk
-        self.claims_space = on_disk
+        self.direct_io = config.direct_io
+        self.fsync = config.fsync
+        self.claims_space = True
         self.quarantine_keep = config.quarantine_keep
         self.touch_seconds = config.touch_seconds
         self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds)
@@ -360,7 +356,6 @@ class PosixTier(Tier):
         codec: The codec of a block's file; None in an instance that only looks up and prefetches.
         config: The store's options.
         capacity_bytes: The most bytes that it may use; None: no limit.
-        on_disk: Whether the directories are on a disk rather than in memory.
 
     Raises:
         ConfigError: A directory is missing or unusable, or the namespace is invalid.
@@ -377,8 +372,6 @@ class PosixTier(Tier):
         codec: HeaderCodec | None,
         config: StoreConfig,
         capacity_bytes: int | None,
-        *,
-        on_disk: bool = True,
     ) -> None:
         super().__init__(name, timeout=config.stuck_seconds)
         self.lanes = len(roots)
@@ -390,9 +383,7 @@ class PosixTier(Tier):
             )
         check_namespace(namespace)
         share = None if capacity_bytes is None else capacity_bytes / len(roots)
-        self._directories = [
-            Directory(root, namespace, config, share, self._note_eviction, on_disk=on_disk) for root in roots
-        ]
+        self._directories = [Directory(root, namespace, config, share, self._note_eviction) for root in roots]
         self._slots = _slots(roots)
         self._codec = codec
         self._capacity_bytes = capacity_bytes
@@ -401,14 +392,10 @@ class PosixTier(Tier):
 
     @classmethod
     def open(cls, options: TierOptions, place: TierPlace) -> Tier:
-        """Open the Posix tier, or the Dram tier by either of its names."""
+        """Open the tier in the configured directories."""
         del options
         config = place.config
-        if place.name == "Posix":
-            roots, capacity = config.directories, config.posix_capacity_bytes
-            return cls("posix", roots, place.namespace, place.codec, config, capacity)
-        root, capacity = prepare_dram(config)
-        return cls("dram", [root], place.namespace, place.codec, config, capacity, on_disk=False)
+        return cls("posix", config.directories, place.namespace, place.codec, config, config.posix_capacity_bytes)
 
     def lane(self, key: BlockKey) -> int:
         """Return the index of the directory that stores a block."""

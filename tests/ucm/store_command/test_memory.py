@@ -1,0 +1,77 @@
+"""The commands on a Dram tier, whose blocks lie in segments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.posix.layout import Layout
+from ucm.store.segment import directory_of, segments
+from ucm.testing.blocks import EVEN, fetch, key, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ucm.store_command.conftest import Answer
+
+KEYS = [key(number) for number in range(5)]
+
+
+@pytest.fixture
+def store(memory: str) -> StoreConfig:  # noqa: F811
+    found = StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=64 << 20, save_nice=0)
+    with open_store(found, "tiny/r0", EVEN) as opened:
+        save(opened, KEYS, EVEN)
+    return found
+
+
+@pytest.fixture
+def file(store: StoreConfig, tmp_path: Path) -> Path:
+    found = tmp_path / "ucm_config.yaml"
+    text = f"store: {{pipeline: Dram, dram_directory: '{store.dram_directory}', dram_capacity: 64MiB}}\n"
+    found.write_text(text, encoding="utf-8")
+    return found
+
+
+def test_they_count_list_and_verify_its_blocks(file: Path, ask: Callable[..., Answer]) -> None:
+    (directory,) = ask("stat", "--json", "--config", file).data["directories"]
+    (namespace,) = directory["namespaces"]
+    assert (namespace["namespace"], namespace["blocks"], namespace["left_behind"]) == ("tiny/r0", 5, 0)
+    assert namespace["bytes"] >= 5 * EVEN.nbytes
+    listed = ask("ls", "--config", file, "--limit", 0).out
+    assert all(block.hex() in listed for block in KEYS)
+    answer = ask("verify", "--config", file)
+    assert (answer.code, "Every block is as it was written" in answer.out) == (0, True)
+
+
+def test_a_damaged_block_is_shown_and_taken_out(store: StoreConfig, file: Path, ask: Callable[..., Answer]) -> None:
+    for segment in segments(Layout(store.dram_directory, "tiny/r0")):
+        for block, number in segment.blocks():
+            if block == KEYS[2]:
+                segment.slot(number)[5000] ^= 1
+    answer = ask("verify", "--config", file)
+    assert (answer.code, "1 corrupt" in answer.out) == (1, True)
+    assert ask("verify", "--quarantine", "--config", file).code == 1
+    assert ask("verify", "--config", file).code == 0
+    with open_store(store, "tiny/r0", EVEN) as opened:
+        assert opened.lookup(KEYS) == [True, True, False, True, True]
+
+
+def test_gc_deletes_blocks_and_their_memory(store: StoreConfig, file: Path, ask: Callable[..., Answer]) -> None:
+    folder = Path(directory_of(Layout(store.dram_directory, "tiny/r0")))
+    with open_store(store, "tiny/r0", EVEN) as opened:
+        assert ask("gc", "--yes", "--older-than", "1h", "--config", file).code == 0
+        assert opened.lookup(KEYS) == [True] * 5
+        answer = ask("gc", "--yes", "--to", "0", "--config", file)
+        assert (answer.code, "5 blocks among them" in answer.out) == (0, True)
+        assert list(folder.iterdir()) == []
+        assert opened.lookup(KEYS) == [False] * 5
+        assert save(opened, KEYS, EVEN).failed == {}
+        assert fetch(opened, KEYS, EVEN)[1] == {}
+    assert ask("gc", "--yes", "--all", "--namespace", "*", "--config", file).code == 0
+    assert not folder.parent.exists()

@@ -1,0 +1,390 @@
+"""Store blocks in memory that processes map: files of equal slots in a tmpfs, each with a table of the blocks in it.
+
+All integers are little endian::
+
+    offset            bytes  what
+         0                8  magic
+         8                8  bytes of a slot
+        16                8  number of slots, n
+        24               16  token: random bytes that change when the segment is emptied for other blocks
+        40                8  changes: rises whenever a block becomes visible or the segment is emptied
+        48                8  time of last use, in nanoseconds since the epoch
+       128           72 * n  the table; of each slot: its state, the length of its key, the key padded with zeros
+    next 4096  n * slot size  the slots; each holds a block as ``ucm.store.format`` describes it
+
+A slot's state is written last, so that a block is whole or absent, whatever happens to its writer. Whoever writes to a
+segment, or empties it, holds a lock on its file, which the system drops if that process dies. Readers need no lock:
+they copy a block and then compare its key, its namespace and its checksums, which differ if it was overwritten.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucm.store.base import BlockKey
+from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError
+from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, decode, header_nbytes, verify
+from ucm.store.posix.layout import owner_name, unlink_private
+from ucm.store.posix.paths import list_directory, make_directory, open_file, rename, status_of, unlink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucm.store.base import Buffer
+    from ucm.store.format import BlockHeader
+    from ucm.store.posix.layout import Layout
+
+SEGMENTS = "segments"
+_MAGIC = b"UCMSEG1\n"
+_HEADER = struct.Struct("<8sQQ16s")
+_TOKEN_AT, _CHANGES_AT, _USED_AT = 24, 40, 48
+_TABLE_AT = 128
+_KEY = [("begin", "<u8"), ("rest", f"V{MAX_KEY_BYTES - 8}")]
+_ENTRY = np.dtype([("state", "u1"), ("length", "u1"), ("pad", "V6"), *_KEY])
+_WHOLE, _DELETED = 1, 2
+#: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are faster without.
+LARGE_BYTES = 32 << 10
+
+
+def directory_of(layout: Layout) -> str:
+    """Return the path of a namespace's segments."""
+    return f"{layout.base}/{SEGMENTS}"
+
+
+def segment_nbytes(slot_nbytes: int, slots: int) -> int:
+    """Return the length of a segment's file."""
+    return _slots_at(slots) + slots * slot_nbytes
+
+
+class Segment:
+    """An open segment. Opening fails with OSError or, if the file is no segment, with ValueError.
+
+    Args:
+        path: Its file.
+        descriptor: The open file, which the segment closes.
+    """
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._is_locked = False
+        try:
+            status = os.fstat(descriptor)
+            size, self.inode = status.st_size, status.st_ino
+            self.map = mmap.mmap(descriptor, size)
+            magic, self.slot_nbytes, self.slots, self.token = _HEADER.unpack_from(self.map)
+        except (struct.error, ValueError) as error:
+            os.close(descriptor)
+            raise ValueError(str(error)) from error
+        except OSError:
+            os.close(descriptor)
+            raise
+        if magic != _MAGIC or size != segment_nbytes(self.slot_nbytes, self.slots):
+            os.close(descriptor)
+            raise ValueError("the file is no segment")
+        self.memory = memoryview(self.map)
+        self._table = np.frombuffer(self.map, _ENTRY, self.slots, _TABLE_AT)
+        self._begin = _slots_at(self.slots)
+        self.seen = -1  #: the changes that its user knows of
+        self.touched = np.zeros(self.slots)  #: when this process last used each block, by ``time.monotonic``
+
+    @classmethod
+    def open(cls, path: str) -> Segment:
+        """Open an existing segment."""
+        return cls(path, open_file(path, os.O_RDWR)[0])
+
+    @classmethod
+    def make(cls, layout: Layout, slot_nbytes: int, slots: int) -> Segment:
+        """Make an empty segment, locked, with all of its memory.
+
+        Raises:
+            OSError: There is no room for it, or the directories cannot be made.
+        """
+        private = f"{layout.temporary}/{owner_name()}"
+        try:
+            descriptor = layout.new_file(private, os.O_RDWR)
+        except FileNotFoundError:
+            make_directory(layout.root)
+            layout.make()
+            descriptor = layout.new_file(private, os.O_RDWR)
+        try:
+            # All of it now: a write to a mapped page for which there is no room ends the process.
+            try:
+                os.posix_fallocate(descriptor, 0, segment_nbytes(slot_nbytes, slots))
+                os.pwrite(descriptor, _HEADER.pack(_MAGIC, slot_nbytes, slots, secrets.token_bytes(16)), 0)
+            except OSError:
+                os.close(descriptor)
+                raise
+            found = cls(private, descriptor)
+        except OSError:
+            unlink_private(private)
+            raise
+        found.lock()
+        found.publish(layout)
+        return found
+
+    def publish(self, layout: Layout) -> None:
+        """Rename it, so that a namespace has it.
+
+        Raises:
+            OSError: It cannot be renamed.
+        """
+        path = f"{directory_of(layout)}/{secrets.token_hex(8)}"
+        try:
+            rename(self.path, path)
+        except FileNotFoundError:
+            layout.make()
+            make_directory(directory_of(layout), layout.group)
+            rename(self.path, path)
+        self.path = path
+
+    def lock(self) -> bool:
+        """Become the only one who writes to it or empties it.
+
+        Returns:
+            Whether that succeeded: nobody did so far, and the file is still where it was.
+        """
+        if self._is_locked:
+            return False
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        self._is_locked = True
+        with suppress(OSError):
+            if status_of(self.path).st_ino == self.inode and self.is_current():
+                return True
+        self.unlock()
+        return False
+
+    def unlock(self) -> None:
+        """Let others write to it or empty it."""
+        if self._is_locked:
+            self._is_locked = False
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def empty(self) -> None:
+        """Drop all blocks; only with the lock."""
+        self._table["state"] = 0
+        self.token = secrets.token_bytes(16)
+        self.map[_TOKEN_AT : _TOKEN_AT + 16] = self.token
+        self.use()
+        self._changed()
+
+    def remove(self) -> None:
+        """Delete the file and give its memory back, although others map it; only with the lock.
+
+        Raises:
+            OSError: The file cannot be deleted.
+        """
+        unlink(self.path)
+        self._table["state"] = 0
+        with suppress(OSError):  # without the table, which others still read: it says that there is nothing
+            self.map.madvise(mmap.MADV_REMOVE, self._begin, len(self.map) - self._begin)
+
+    @property
+    def changes(self) -> int:
+        """A number that rises whenever a block becomes visible or the segment is emptied."""
+        return int.from_bytes(self.map[_CHANGES_AT : _CHANGES_AT + 8], "little")
+
+    @property
+    def used(self) -> float:
+        """When a block of it was last written or read, in seconds since the epoch."""
+        return int.from_bytes(self.map[_USED_AT : _USED_AT + 8], "little") / 1e9
+
+    def use(self) -> None:
+        """Set the time of last use."""
+        self.map[_USED_AT : _USED_AT + 8] = time.time_ns().to_bytes(8, "little")
+
+    def is_current(self) -> bool:
+        """Return whether the segment holds what it held when its token was read, apart from single blocks."""
+        return bool(self.map[_TOKEN_AT : _TOKEN_AT + 16] == self.token)
+
+    def renew(self) -> None:
+        """Read the token again."""
+        self.token = self.map[_TOKEN_AT : _TOKEN_AT + 16]
+
+    def slot(self, number: int) -> Buffer:
+        """Return the memory of a slot."""
+        at = self._begin + number * self.slot_nbytes
+        return self.memory[at : at + self.slot_nbytes]
+
+    def holds(self, number: int, key: BlockKey) -> bool:
+        """Return whether a slot's block is visible and has this key."""
+        at = _TABLE_AT + number * _ENTRY.itemsize
+        return self.map[at] == _WHOLE and self.map[at + 8 : at + 8 + self.map[at + 1]] == key
+
+    def blocks(self, begins: NDArray[np.uint64] | None = None) -> Iterator[tuple[BlockKey, int]]:
+        """Yield the key and the slot of every visible block.
+
+        Args:
+            begins: Only yield blocks whose first 8 bytes of the key, as an integer, are among these.
+        """
+        chosen = self._table["state"] == _WHOLE
+        if begins is not None:
+            chosen &= np.isin(self._table["begin"], begins)
+        for number in np.flatnonzero(chosen).tolist():
+            at = _TABLE_AT + number * _ENTRY.itemsize
+            yield BlockKey(self.map[at + 8 : at + 8 + self.map[at + 1]]), number
+
+    def free(self) -> list[int]:
+        """Return the slots without a visible block, the last one first."""
+        found: list[int] = np.flatnonzero(self._table["state"] != _WHOLE)[::-1].tolist()
+        return found
+
+    def is_roomy(self) -> bool:
+        """Return whether a quarter of the slots or more have no visible block."""
+        return bool(4 * np.count_nonzero(self._table["state"] != _WHOLE) >= self.slots)
+
+    def show(self, number: int, key: BlockKey) -> None:
+        """Make the block in a slot visible; only with the lock."""
+        at = _TABLE_AT + number * _ENTRY.itemsize
+        self.map[at + 8 : at + 8 + len(key)] = key
+        self.map[at + 1] = len(key)
+        self.map[at] = _WHOLE
+        self.use()
+        self._changed()
+
+    def hide(self, number: int, key: BlockKey) -> bool:
+        """Delete a block; return False if it is not there any more. The memory serves another block."""
+        if not self.holds(number, key):
+            return False
+        self.map[_TABLE_AT + number * _ENTRY.itemsize] = _DELETED
+        return True
+
+    def file_of(self, number: int, key: BlockKey) -> Buffer:
+        """Return a copy of a stored block, header and layer slices, checked against its own header.
+
+        Raises:
+            BlockMissingError: The slot has another block by now.
+            BlockCorruptError: Bytes were changed.
+            BlockForeignError: The block has another key than the table says, or another format version.
+        """
+        slot = self.slot(number)
+        try:
+            nbytes = decode(bytes(slot[: min(header_nbytes(bytes(slot[:UNIT])), slot.nbytes)])).file_nbytes
+            content = aligned_buffer(min(nbytes, slot.nbytes))
+            scatter(slot[: content.nbytes], [content])
+            verify(content, key)
+        except (BlockCorruptError, BlockForeignError) as error:
+            if not (self.is_current() and self.holds(number, key)):
+                raise BlockMissingError(f"block {key.hex()} was deleted meanwhile", where=self.path) from error
+            error.where = self.path
+            raise
+        return content
+
+    def close(self) -> None:
+        """Close the file and drop the lock; the memory stays mapped while it is in use."""
+        if self._descriptor >= 0:
+            self.unlock()  # the map keeps a copy of the descriptor
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _changed(self) -> None:
+        self.map[_CHANGES_AT : _CHANGES_AT + 8] = (self.changes + 1).to_bytes(8, "little")
+
+
+def scatter(source: Buffer, target: Sequence[Buffer]) -> None:
+    """Copy consecutive bytes into several buffers."""
+    at = 0
+    for view in target:
+        nbytes = view.nbytes
+        if nbytes < LARGE_BYTES:
+            view.cast("B")[:] = source[at : at + nbytes]
+        else:
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(source, np.uint8, nbytes, at))
+        at += nbytes
+
+
+def gather(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
+    """Copy several buffers into consecutive bytes."""
+    at = 0
+    for buffer in source:
+        view = memoryview(buffer)
+        nbytes = view.nbytes
+        if nbytes < LARGE_BYTES:
+            target[at : at + nbytes] = view.cast("B")
+        else:
+            np.copyto(np.frombuffer(target, np.uint8, nbytes, at), np.frombuffer(view, np.uint8))
+        at += nbytes
+
+
+def segments(layout: Layout) -> Iterator[Segment]:
+    """Open the segments of a namespace, one after the other; what is none, or vanishes, is skipped.
+
+    Raises:
+        OSError: The namespace cannot be listed.
+    """
+    for name, _ in list_directory(directory_of(layout)):
+        with suppress(ValueError, OSError):
+            found = Segment.open(f"{directory_of(layout)}/{name}")
+            try:
+                yield found
+            finally:
+                found.close()
+
+
+def check_slot(path: str, number: int, key: BlockKey) -> BlockHeader:
+    """Check a block against its own header; see ``Segment.file_of``."""
+    with _opened(path, key) as segment:
+        return verify(segment.file_of(number, key), key)
+
+
+def delete_slot(path: str, number: int, key: BlockKey) -> bool:
+    """Delete a block; return False if it is not there any more."""
+    with suppress(BlockMissingError), _opened(path, key) as segment:
+        return segment.hide(number, key)
+    return False
+
+
+@contextmanager
+def _opened(path: str, key: BlockKey) -> Iterator[Segment]:
+    try:
+        segment = Segment.open(path)
+    except (OSError, ValueError) as error:
+        raise BlockMissingError(f"block {key.hex()} is gone: {error}", where=path) from error
+    try:
+        yield segment
+    finally:
+        segment.close()
+
+
+def delete_blocks(layout: Layout, keys: Iterable[BlockKey]) -> None:
+    """Delete blocks of a namespace; their memory serves its next ones.
+
+    Raises:
+        OSError: The namespace cannot be listed.
+    """
+    wanted = set(keys)
+    begins = np.array([int.from_bytes(key[:8], "little") for key in wanted], np.uint64)
+    for segment in segments(layout):
+        for key, number in segment.blocks(begins):
+            if key in wanted:
+                segment.hide(number, key)
+
+
+def remove_empty(layout: Layout) -> None:
+    """Delete the segments of a namespace that hold no block and that nobody writes to.
+
+    Raises:
+        OSError: The namespace cannot be listed.
+    """
+    for segment in segments(layout):
+        if segment.lock() and len(segment.free()) == segment.slots:
+            with suppress(OSError):
+                segment.remove()
+
+
+def _slots_at(slots: int) -> int:
+    return -(-(_TABLE_AT + slots * _ENTRY.itemsize) // UNIT) * UNIT
