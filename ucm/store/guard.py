@@ -78,7 +78,15 @@ class Guard:
             run: The job.
             refuse: The job to run instead if ``run`` would wait for stuck threads; None: let it wait.
         """
-        self._saves[self.tier.lane(key)].submit([run if refuse is None else RefusableJob(run, refuse)])
+        self.save_all_later([(key, run if refuse is None else RefusableJob(run, refuse))])
+
+    def save_all_later(self, jobs: Sequence[tuple[BlockKey, Job]]) -> None:
+        """Process blocks on the write threads, each by its job."""
+        by_lane: dict[int, list[Job]] = defaultdict(list)
+        for key, job in jobs:
+            by_lane[self.tier.lane(key)].append(job)
+        for lane, of_lane in by_lane.items():
+            self._saves[lane].submit(of_lane)
 
     def relieve(self) -> None:
         """Refuse queued jobs if all threads are stuck; see ``Pool.relieve``."""

@@ -12,6 +12,7 @@ from ucm.store.assembly import Assembly
 from ucm.store.base import KVStore
 from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, too_far_behind
 from ucm.store.guard import Guard, unexpected
+from ucm.store.pool import RefusableJob
 from ucm.store.promotion import Promoter
 from ucm.store.tasks import TransferTask
 from ucm.store.throttle import Throttle
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
+    from ucm.store.pool import Job
     from ucm.store.tier import Tier
 
 #: How often to look for blocks that were saved but never committed or discarded, in seconds of use. Between two saves
@@ -155,12 +157,9 @@ class TieredStore(KVStore):
             task.failed(assembly.key, full)
         if new:
             first.tier.expect(new, codec.file_nbytes)
-        for assembly, block, nbytes in accepted:
-            first.save_later(
-                block.key,
-                partial(self._save, task, assembly, block, nbytes),
-                partial(self._save, task, assembly, block, nbytes, first.stuck()),
-            )
+        jobs = [(block.key, partial(self._save, task, assembly, block, nbytes)) for assembly, block, nbytes in accepted]
+        stuck = first.stuck()
+        first.save_all_later([(key, RefusableJob(run, partial(run, stuck))) for key, run in jobs])
         self._sweep(used)
         return task
 
@@ -177,8 +176,7 @@ class TieredStore(KVStore):
                     assembly.commit = task
                 if assembly is None or not assembly.pending:
                     ready.append((key, assembly))
-        for key, assembly in ready:
-            self._finish_later(task, key, assembly)
+        self._guards[0].save_all_later([(key, self._finishing(task, key, assembly)) for key, assembly in ready])
         return task
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
@@ -352,12 +350,12 @@ class TieredStore(KVStore):
         elif idle and discarded:
             assembly.abort()
 
-    def _finish_later(self, task: TransferTask, key: BlockKey, assembly: Assembly | None) -> None:
+    def _finishing(self, task: TransferTask, key: BlockKey, assembly: Assembly | None) -> Job:
         if assembly is None:
-            job, refuse = partial(self._commit_unknown, task, key), partial(task.failed, key, self._guards[0].stuck())
-        else:
-            job, refuse = partial(self._finish, assembly, task), partial(self._finish, assembly, task, refused=True)
-        self._guards[0].save_later(key, job, refuse)
+            return RefusableJob(
+                partial(self._commit_unknown, task, key), partial(task.failed, key, self._guards[0].stuck())
+            )
+        return RefusableJob(partial(self._finish, assembly, task), partial(self._finish, assembly, task, refused=True))
 
     def _finish(self, assembly: Assembly, task: TransferTask, *, refused: bool = False) -> None:
         if refused:
