@@ -25,6 +25,7 @@ from tests.e2e.bench import (
     sparse,
     start,
     ttft,
+    weights,
 )
 from tests.e2e.bench.figure import Figure
 from tests.e2e.environment import plain, with_overlay
@@ -52,6 +53,7 @@ SECTIONS: dict[str, Callable[[str], Iterator[Figure]]] = {
     "download": lambda _: building.download(),
     "scheduler": lambda release: running.scheduler(with_overlay(release)),
     "engine": _engine,
+    "weights": weights.figures,
     "hashing": lambda _: caching.hashing(),
     "store": lambda _: caching.storing(),
     "lookups": lambda _: lookups.figures(),
