@@ -92,7 +92,8 @@ class _Tiles:
     """How a block is read as vectors; offsets are in bytes, steps in numbers.
 
     Attributes:
-        vectors: The number of key vectors in a tile.
+        vectors: The number of key vectors in a tile: as many as have a constant stride, up to two.
+        key_behind: The offsets of these vectors from the first one.
         key_step: The stride from a token's number to the next token's, in numbers.
         key_vectors: ``[block_size / LANES]``: the offset of the first of 16 tokens.
         key_channels: ``[head_size]``: the offset of a channel relative to that.
@@ -103,6 +104,7 @@ class _Tiles:
     """
 
     vectors: int
+    key_behind: tuple[int, ...]
     key_step: int
     key_vectors: NDArray[np.int64]
     key_channels: NDArray[np.int64]
@@ -129,9 +131,13 @@ class _Tiles:
         ).any():
             return None
         firsts = channels[:, 0] - channels[0, 0]
-        apart = set((firsts[1::2] - firsts[::2]).tolist()) if len(firsts) % 2 == 0 else set()
+        apart, key_apart = (
+            set((of[1::2] - of[::2]).tolist()) if len(of) % 2 == 0 else set() for of in (firsts, tokens[:, 0])
+        )
+        behind = (0, key_apart.pop() * size) if len(key_apart) == 1 else (0,)
         return cls(
-            2 if layout.block_size % (2 * LANES) == 0 else 1,
+            len(behind),
+            behind,
             key_step,
             tokens[:, 0] * size,
             (keys[0] - keys[0, 0]) * size,
@@ -393,6 +399,11 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
     of_values = (0,) if tiles.value_pair is None else (0, tiles.value_pair)
     values_at_once = len(of_values)
     compiled: Callable[[Any], Any] = numba.njit(fastmath=True)
+    # A single query's scores: keys are used once, so they are not written anywhere.
+    score_plain = of.product(narrow, row_bytes, tile_bytes, tiles.key_behind, tiles.key_step)
+    score_turned = of.turned_product(
+        narrow, row_bytes, tile_bytes, tiles.key_behind, tiles.key_step, apart=pairs if neox else 1
+    )
 
     @compiled
     def turn(base: Any, places: Any, channels: Any, factors: Any, keys: Any) -> None:
@@ -421,15 +432,14 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
         weigh = of.product(rows, tile_bytes, row_bytes, of_values, tiles.value_step)
 
         @compiled
-        def attend(  # noqa: PLR0913, PLR0917 - addresses
-            first: Any, queries: Any, keys: Any, keys_at: Any, scores: Any, low0: Any, moves: Any, high0: Any,
+        def add_values(  # noqa: PLR0913, PLR0917 - addresses
+            first: Any, scores: Any, low0: Any, moves: Any, high0: Any,
             base: Any, values_at: Any, values_behind: Any, sums: Any, softmax: Any,
         ) -> None:  # fmt: skip
-            """Compute some rows' scores of a tile, their softmax, and their sums of values.
+            """Compute the softmax of some rows' scores of a tile, and their sums of values.
 
             A row's query sees lanes from ``low0`` up to ``high0`` (excluded), both shifted by the query's index.
             """
-            score(queries, keys, keys_at, 0, head_size, scores, 1)
             begin, end = tile, 0
             for row in range(rows):
                 query = (first + row) // group
@@ -466,9 +476,9 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
                     values = base + whole(values_behind + 8 * n)
                     weigh(scores, values, values_at, begin, end, sums + vector * n, 0)
 
-        return attend
+        return score, add_values
 
-    attend_narrow, attend_wide = rows_at_once(narrow), rows_at_once(wide)
+    (score_narrow, add_narrow), (score_wide, add_wide) = rows_at_once(narrow), rows_at_once(wide)
 
     @compiled
     def attend_all(  # noqa: PLR0913, PLR0917 - addresses
@@ -482,15 +492,11 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
             if high0 + (row + step - 1) // group > 0 and low0 + moves * (row // group) < tile:
                 own = queries + row_bytes * row, sums + row_bytes * row, softmax + 8 * row
                 if step == wide:
-                    attend_wide(
-                        row, own[0], keys, keys_at, scores, low0, moves, high0,
-                        base, values_at, values_behind, own[1], own[2],
-                    )  # fmt: skip
+                    score_wide(own[0], keys, keys_at, 0, head_size, scores, 1)
+                    add_wide(row, scores, low0, moves, high0, base, values_at, values_behind, own[1], own[2])
                 else:
-                    attend_narrow(
-                        row, own[0], keys, keys_at, scores, low0, moves, high0,
-                        base, values_at, values_behind, own[1], own[2],
-                    )  # fmt: skip
+                    score_narrow(own[0], keys, keys_at, 0, head_size, scores, 1)
+                    add_narrow(row, scores, low0, moves, high0, base, values_at, values_behind, own[1], own[2])
             row += step
 
     @compiled
@@ -536,7 +542,8 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
         for row in range(rows):
             put(own_softmax + 8 * row, lowest)
             put(own_softmax + 8 * row + 4, nothing)
-        keys = scratch()
+        keys, channels = scratch(), given.key_channels
+        scores = keys + head_size * tile_bytes
         of_table = carray(at(given.table), ((row_of_step + 1) * width_of_table,), np.int32)
         for place in range(first_block, last_block):
             block = np.int64(of_table[row_of_step * width_of_table + place])
@@ -546,15 +553,30 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
                 if begin > last:
                     break
                 own_places = given.key_vectors + 8 * vectors * of_block
+                of_tile = base + whole(own_places)
                 own_values = given.value_tokens + 8 * tile * of_block
-                if begin < near + own - 1:
-                    turn(base, own_places, given.key_channels, given.of_keys + begin // LANES * factor_bytes, keys)
+                factors = given.of_keys + begin // LANES * factor_bytes
+                if begin < near + own - 1 and rows == narrow:
+                    score_turned(far_queries, of_tile, channels, factors, factor_bytes, pairs, scores)
+                    score_plain(far_queries, of_tile, channels, 2 * pairs, head_size, scores, 0)
+                    add_narrow(
+                        0, scores, 0, 0, near - begin,
+                        base, own_values, given.value_vectors, own_sums, own_softmax,
+                    )  # fmt: skip
+                elif begin < near + own - 1:
+                    turn(base, own_places, channels, factors, keys)
                     attend_all(
                         rows, far_queries, keys, given.key_rows, 0, 0, near - begin,
                         base, own_values, given.value_vectors, own_sums, own_softmax,
                     )  # fmt: skip
-                if begin + tile > near:
-                    plain(base, own_places, given.key_channels, keys)
+                if begin + tile > near and rows == narrow:
+                    score_plain(near_queries, of_tile, channels, 0, head_size, scores, 1)
+                    add_narrow(
+                        0, scores, near - begin, 1, position + 1 - begin,
+                        base, own_values, given.value_vectors, own_sums, own_softmax,
+                    )  # fmt: skip
+                elif begin + tile > near:
+                    plain(base, own_places, channels, keys)
                     attend_all(
                         rows, near_queries, keys, given.key_rows, near - begin, 1, position + 1 - begin,
                         base, own_values, given.value_vectors, own_sums, own_softmax,

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 BLOCK, HEAD = 128, 128
 
 
-def seconds(work: Callable[[], object], rounds: int) -> float:
-    """The median of some rounds, after one that does not count."""
-    work()
-    found = []
-    for _ in range(rounds):
-        begin = time.thread_time()
-        work()
-        found.append(time.thread_time() - begin)
-    return statistics.median(found)
+def seconds(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median of each side over rounds in which they take turns, after one that does not count."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds + 1):
+        for name, work in sides.items():
+            begin = time.thread_time()
+            work()
+            found[name].append(time.thread_time() - begin)
+    return {name: statistics.median(taken[1:]) for name, taken in found.items()}
 
 
 class Case:
@@ -115,7 +115,7 @@ def measure(spec_file: Path, result_file: Path) -> None:
         cases = {name: Case(real, method, computed, new) for name, method in methods.items()}
         sides = {"dense": cases["method"].dense, "spared": cases["method"].spared}
         sides |= {name: case.method for name, case in cases.items()}
-        found.append({name: seconds(side, spec["rounds"]) for name, side in sides.items()})
+        found.append(seconds(sides, spec["rounds"]))
     result_file.write_text(json.dumps(found), encoding="utf-8")
 
 
