@@ -25,12 +25,12 @@ from ucm.sparse.base import Role
 from ucm.sparse.rerope import ReRoPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 BLOCK, HEAD = 128, 128
 
 
-def seconds(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def seconds(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """The median of each side over rounds in which they take turns, after one that does not count."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
