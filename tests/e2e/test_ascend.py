@@ -158,7 +158,14 @@ INSIDE = Path(__file__).parent / "inside"
 ON_CPU = "[vllm.general_plugins]\nascend_on_cpu = ascend_on_cpu:register\n"
 
 
-def run_with(ascend: Environment, directory: Path, engine: dict[str, Any], *, of_ascend: bool) -> Run:
+def run_with(
+    ascend: Environment,
+    directory: Path,
+    engine: dict[str, Any],
+    *,
+    of_ascend: bool,
+    batches: dict[str, Any] | None = None,
+) -> Run:
     """Run an engine whose attention is vLLM Ascend's, or vLLM's own for the CPU."""
     if of_ascend:
         about = directory / "plugin" / "ascend_on_cpu-0.dist-info"
@@ -168,7 +175,7 @@ def run_with(ascend: Environment, directory: Path, engine: dict[str, Any], *, of
         shutil.copy(INSIDE / "ascend_on_cpu.py", directory / "plugin")
     else:
         directory.mkdir(parents=True)
-    done = run_engine(ascend, directory, engine=engine, switches=IN_PROCESS, batches=lengths())
+    done = run_engine(ascend, directory, engine=engine, switches=IN_PROCESS, batches=batches or lengths())
     assert done.code == 0, done.log[-3000:]
     return done
 
@@ -203,6 +210,44 @@ def test_a_prefix_is_saved_and_loaded_where_keys_and_values_are_two_tensors(
     assert reference.tokens == cold.tokens == warm.tokens
     assert cold.phases["crowd"]["cached"] == [0, 0, 0, 0]
     assert warm.phases["crowd"]["cached"] == [0, 480, 64, 288]
+
+
+CHUNKS = {name: random.Random(name).sample(range(3, VOCABULARY), 112) for name in "ABC"}  # noqa: S311 - no secrets
+QUESTION = list(range(7, 27))
+
+
+def marked(names: str, more: list[int], answer: int) -> dict[str, Any]:
+    """Return a request of chunks and more tokens behind them."""
+    size = len(CHUNKS["A"])
+    marks = [[size * place, size * (place + 1)] for place in range(len(names))]
+    params: dict[str, Any] = {"max_tokens": answer, "temperature": 0.0, "ignore_eos": True}
+    params["extra_args"] = {"kv_transfer_params": {"ucm_chunks": marks}}
+    return {"prompt": [token for name in names for token in CHUNKS[name]] + more, "params": params}
+
+
+def test_chunks_are_blended_where_keys_and_values_are_two_tensors(ascend: Environment, tmp_path: Path) -> None:
+    """What is recomputed as a whole is exact; what is not answers as on vLLM's own attention."""
+
+    def run(name: str, batches: dict[str, Any], *, of_ascend: bool, **settings: Any) -> Run:
+        store = posix(tmp_path / f"store {of_ascend}")
+        engine = connector(store, "BlendConnector", blend={"min_tokens": 32, **settings})
+        return run_with(ascend, tmp_path / f"{name} {of_ascend}", engine, of_ascend=of_ascend, batches=batches)
+
+    stored = {"chunks": [[marked(name, [], 1) for name in CHUNKS]]}
+    # The last leaves one token to the step itself, which then is one of decoding.
+    asked = {"orders": [[marked("BCA", QUESTION, 12)], [marked("CA", QUESTION, 12), marked("AC", QUESTION, 12)]]}
+    asked["one"] = [[marked("CB", QUESTION[:1], 12)]]
+    for of_ascend in (True, False):
+        run("stored", stored, of_ascend=of_ascend)
+    reference = run_with(ascend, tmp_path / "reference", {}, of_ascend=True, batches=asked)
+    whole = run("whole", asked, of_ascend=True, edge_tokens=4096)
+    edges, own = (run("edges", asked, of_ascend=of_ascend, edge_tokens=8) for of_ascend in (True, False))
+    assert whole.tokens == reference.tokens
+    assert edges.tokens == own.tokens != reference.tokens
+    for done in (whole, edges, own):
+        assert done.phases["orders"]["cached"] == [320, 224, 224]
+        assert done.phases["one"]["cached"] == [224]
+        assert "[UCM.Blend]" not in done.log
 
 
 @pytest.fixture(scope="module")

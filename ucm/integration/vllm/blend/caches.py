@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import re
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from ucm.blend.planning import Run
 
+#: vLLM Ascend's module for the context of a forward pass, loaded where its attention is.
+ASCEND = "vllm_ascend.ascend_forward_context"
 OTHER = "use UCMConnector, which loads exact prefixes, for this model"
 
 
@@ -68,18 +71,13 @@ class LayerCaches:
         self._config = vllm_config
         self._view = AttentionLayers(vllm_config)
         self.names = sorted(kv_caches, key=_place)
-        for name in self.names:
-            if isinstance(kv_caches[name], (tuple, list)):
-                raise UnsupportedModelError(
-                    "blending does not serve a KV cache with one tensor for keys and another for values",
-                    where=f"layer {name}",
-                    fix=OTHER,
-                )
         self._caches = {name: kv_caches[name] for name in self.names}
         self._layers = {name: vllm_config.compilation_config.static_forward_context[name] for name in self.names}
         first = self._layers[self.names[0]]
         self.heads, self.head_size = int(first.num_kv_heads), int(first.head_size)
-        self.dtype, self.device = kv_caches[self.names[0]].dtype, kv_caches[self.names[0]].device
+        # Of a pair, the tensor of keys; values are alike.
+        kinds = {name: kv_caches[name][0] for name in self.names}
+        self.dtype, self.device = kinds[self.names[0]].dtype, kinds[self.names[0]].device
         owners = {id(child): module for module in model.modules() for child in module.children()}
         self._rotations: dict[str, Rotation] = {}
         for name in self.names:
@@ -92,7 +90,7 @@ class LayerCaches:
                 self._view.require_write(name)
             except SparseMethodError as error:
                 raise UnsupportedModelError(error.what, where=error.where, fix=error.fix) from error
-            if (layer.num_kv_heads, layer.head_size, kv_caches[name].dtype) != (self.heads, self.head_size, self.dtype):
+            if (layer.num_kv_heads, layer.head_size, kinds[name].dtype) != (self.heads, self.head_size, self.dtype):
                 raise UnsupportedModelError(
                     "blending does not serve layers of several shapes", where=f"layer {name}", fix=OTHER
                 )
@@ -198,12 +196,15 @@ class LayerCaches:
             if id(given) not in made:
                 cut = self._view.restricted(name, given, rows.table, rows.seq_lens, rows.reach, split)
                 tokens = len(rows.positions)
-                made[id(given)] = dataclasses.replace(cut, slot_mapping=rows.slots, num_actual_tokens=tokens)
+                slots = rows.slots.to(given.slot_mapping.dtype)
+                made[id(given)] = dataclasses.replace(cut, slot_mapping=slots, num_actual_tokens=tokens)
             by_layer[name] = made[id(given)]
         more = {"slot_mapping": dict.fromkeys(self.names, rows.slots)}
-        known = inspect.signature(set_forward_context).parameters
+        # vLLM Ascend's operators read more of a context than vLLM puts in it.
+        begin = getattr(sys.modules.get(ASCEND), "set_ascend_forward_context", set_forward_context)
+        known = inspect.signature(begin).parameters
         more = {name: value for name, value in more.items() if name in known}
-        with set_forward_context(by_layer, self._config, num_tokens=len(rows.positions), **more):
+        with begin(by_layer, self._config, num_tokens=len(rows.positions), **more):
             yield
 
     def _rotation(self, name: str, owner: Any) -> Rotation:

@@ -76,7 +76,8 @@ class AscendBackend(PagedBackend):
         if split is not None:
             changes["actual_seq_lengths_q"] = split.starts[1:].tolist()
         state = attn_metadata.attn_state
-        if state.name == WITHOUT_TABLE:
+        # A decode step's kernel may take one query of each row.
+        if state.name == WITHOUT_TABLE or split is not None:
             changes["attn_state"] = type(state)[WITH_TABLE]
         copies = {"seq_lens_cpu": lens, "seq_lens_gpu": lens, "query_start_loc_gpu": queries.get("query_start_loc")}
         for name, value in copies.items():
@@ -92,6 +93,10 @@ class AscendBackend(PagedBackend):
             where=type(layer.impl).__module__,
             fix=OTHER,
         )
+
+    def write(self, layer: Any, kv_cache: Any, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """By the implementation's own operation, since 0.23.0, whose slots are int32."""
+        super().write(layer, kv_cache, keys, values, slots.int())
 
     def _on_host(self, attn_metadata: Any, seq_lens: Tensor) -> Tensor:
         if self._copied is None or self._copied[0] is not attn_metadata or self._copied[1] is not seq_lens:

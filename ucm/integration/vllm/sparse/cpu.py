@@ -170,8 +170,11 @@ class CpuBackend:
         """Accept any layer: vLLM's function writes any tokens."""
 
     def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write KV with the backend's function, which up to 0.23.0 the backend calls within its attention."""
-        self._write(layer, kv_cache, keys, values, slots, self._isa(layer, self.block_size(layer, kv_cache)))
+        """Write KV with the implementation's own method; up to 0.23.0 with the function that its attention calls."""
+        if hasattr(layer.impl, paged.WRITE):
+            getattr(layer.impl, paged.WRITE)(layer, keys, values, kv_cache, slots)
+        else:
+            self._write(layer, kv_cache, keys, values, slots, self._isa(layer, self.block_size(layer, kv_cache)))
 
     def _write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, isa: str) -> None:
         from vllm import _custom_ops  # noqa: PLC0415

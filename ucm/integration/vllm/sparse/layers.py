@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from ucm.sparse.window_kernel import HeadLayout
 
 
-#: The method that writes KV to a cache, in releases and backends that have a separate operation for it.
-WRITE = "do_kv_cache_update"
-
-
 class Backend(Protocol):
     """The operations that differ between attention backends; ``layer`` is vLLM's ``Attention``."""
 
@@ -84,7 +80,7 @@ class Backend(Protocol):
         ...
 
     def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """See `AttentionLayers.write`; called only if the implementation has no separate operation for it."""
+        """See `AttentionLayers.write`."""
         ...
 
     def require_write(self, layer: Any) -> None:
@@ -248,8 +244,7 @@ class AttentionLayers:
             SparseMethodError: If its backend can write them only within its attention.
         """
         layer, backend = self._layer(layer_name)
-        if not hasattr(layer.impl, WRITE):
-            backend.require_write(layer)
+        backend.require_write(layer)
 
     def write(self, layer_name: str, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write tokens to a layer's cache.
@@ -262,10 +257,7 @@ class AttentionLayers:
             slots: ``[n]``, int64: their slots in the cache.
         """
         layer, backend = self._layer(layer_name)
-        if hasattr(layer.impl, WRITE):
-            getattr(layer.impl, WRITE)(layer, keys, values, kv_cache, slots)
-        else:
-            backend.write(layer, kv_cache, keys, values, slots)
+        backend.write(layer, kv_cache, keys, values, slots)
 
     def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
         """See `CopyingView.block_copies`."""

@@ -32,6 +32,8 @@ FIELDS = (
 )
 #: Implementations whose kernels read exactly the tokens that the replaced fields name.
 IMPLEMENTATIONS = ("FlashAttentionImpl", "TritonAttentionImpl")
+#: The method that writes KV to a cache, in releases and backends that have a separate operation for it.
+WRITE = "do_kv_cache_update"
 #: The name of FlashAttention's function, which returns the log-sum-exp; other kernels do not.
 FLASH = "flash_attn_varlen_func"
 #: Results that a builder computes for the original batch; without them the kernel computes its own. Cascade attention
@@ -113,17 +115,17 @@ class PagedBackend:
         return keys[block_ids], values[block_ids]
 
     def require_write(self, layer: Any) -> None:
-        """Refuse: before 0.16.0 these backends have no separate operation for writing KV."""
-        raise SparseMethodError(
-            f"{type(layer.impl).__name__} writes KV within its attention in this release",
-            where=type(layer.impl).__module__,
-            fix="use vLLM 0.16.0 or later with FlashAttention or Triton attention, or UCMConnector",
-        )
+        """Refuse an implementation without a separate operation for writing KV; these have one since 0.16.0."""
+        if not hasattr(layer.impl, WRITE):
+            raise SparseMethodError(
+                f"{type(layer.impl).__name__} writes KV within its attention in this release",
+                where=type(layer.impl).__module__,
+                fix="use vLLM 0.16.0 or later with FlashAttention or Triton attention, or UCMConnector",
+            )
 
     def write(self, layer: Any, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """See `require_write`."""
-        del kv_cache, keys, values, slots
-        self.require_write(layer)
+        """Write KV with the implementation's own method."""
+        getattr(layer.impl, WRITE)(layer, keys, values, kv_cache, slots)
 
     def attend(
         self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool

@@ -120,6 +120,7 @@ def test_rows_that_are_not_requests_have_queries_of_their_own() -> None:
     assert found.query_start_loc is split.starts
     assert found.query_start_loc_gpu.tolist() == [0, 2, 4, 5]
     assert found.max_query_len == 2
+    assert found.attn_state is State.ChunkedPrefill  # a decode step's kernel takes one query of each row
 
 
 def test_a_step_that_reads_no_table_becomes_one_that_does() -> None:
@@ -180,6 +181,31 @@ def test_keys_are_read_of_a_pair_and_of_one_tensor() -> None:
         assert torch.equal(view.read_keys(NAME, cache, torch.tensor([3, 1])), wanted)
         assert view.block_size(NAME, cache) == SIZE
         assert view.num_blocks(NAME, cache) == BLOCKS
+
+
+class Written(AscendAttentionBackendImpl):
+    """As from 0.23.0 on."""
+
+    def do_kv_cache_update(self, _: object, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: Any) -> None:
+        assert slots.dtype is torch.int32  # as the NPU's operation wants them
+        for plane, given in zip(cache, (key, value), strict=True):
+            plane.view(-1, KV_HEADS, HEAD)[slots.long()] = given
+
+
+Written.__name__ = "AscendAttentionBackendImpl"
+
+
+def test_tokens_are_written_to_a_pair_from_0_23_0_on() -> None:
+    view = layers(Written())
+    view.require_write(NAME)
+    pair: Any = tuple(torch.zeros(BLOCKS, SIZE, KV_HEADS, HEAD) for _ in range(2))
+    keys, values = torch.randn(2, 3, KV_HEADS, HEAD, generator=torch.Generator().manual_seed(0))
+    view.write(NAME, pair, keys, values, torch.tensor([7, 4, 18]))
+    found = view.read(NAME, pair, torch.tensor([1, 4]))
+    for plane, wanted in zip(found, (keys, values), strict=True):
+        assert torch.equal(plane.flatten(0, 1)[[3, 0, 6]], wanted)
+    with pytest.raises(SparseMethodError, match="writes KV within its attention in this release"):
+        layers(AscendAttentionBackendImpl()).require_write(NAME)
 
 
 def test_another_cache_is_refused() -> None:
