@@ -16,17 +16,16 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.dram import prepare_dram
-from ucm.store.errors import BlockForeignError, BlockMissingError, StoreError, StoreFullError
+from ucm.store.errors import BlockForeignError, BlockMissingError, StoreError, StoreFullError, StoreTimeoutError
 from ucm.store.format import UNIT
 from ucm.store.posix.files import store_error
 from ucm.store.posix.layout import Layout, check_namespace, is_stale, namespaces, unlink_private
 from ucm.store.posix.paths import list_directory, make_directory, open_file, status_of
-from ucm.store.posix.space import USAGE_FILE
-from ucm.store.segment import SEGMENTS, Segment, directory_of, gather, scatter, segment_nbytes
+from ucm.store.segment import LOCK_FILE, SEGMENTS, Segment, directory_of, gather, scatter, segment_nbytes
 from ucm.store.tier import BlockWriter, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.format import HeaderCodec
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
 _SHARE, _MOST_NBYTES = 64, 1 << 30
 #: A directory's time of change may stand still for so long, in nanoseconds.
 _TICK = 50_000_000
+#: Others may still be copying from a segment that was deleted, but for no longer than this, in seconds.
+_COPYING_SECONDS = 30.0
+#: The time between attempts to lock the directory, in seconds.
+_POLL_SECONDS = 0.005
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 
 
@@ -62,11 +65,14 @@ class DramTier(Tier):
         self._codec = place.codec
         self._touch_seconds = config.touch_seconds
         self._stale_seconds = config.stale_seconds
+        self._stuck_seconds = config.stuck_seconds
         self._lock = Lock()
+        self._claiming = Lock()  # of writers: allocating a segment takes long, and readers must not wait for it
         self._index: dict[BlockKey, tuple[Segment, int]] = {}
         self._segments: dict[int, Segment] = {}  # by inode
         self._listed = -1  # the directory's time of change when it was listed, if that can be relied upon
         self._filling: _Filling | None = None
+        self._removed: list[tuple[float, Segment]] = []  # deleted segments, with the time
         self._used: int | None = None
         with suppress(OSError):
             self._used = sum(self._sizes().values())
@@ -115,17 +121,18 @@ class DramTier(Tier):
         """Return a writer into a free slot; None if the block exists."""
         if self._place(key) is not None:
             return None
-        with self._lock:
-            filling = self._filling
-            if filling is None or not filling.takes(file_nbytes):
-                if filling is not None:
-                    filling.end()
+        with self._claiming:
+            with self._lock:
+                filling = self._filling
+                number = None if filling is None else filling.take(file_nbytes)
+            if filling is None or number is None:
                 try:
-                    filling = self._filling = self._next(-(-file_nbytes // UNIT) * UNIT)
+                    segment = self._next(-(-file_nbytes // UNIT) * UNIT)
                 except OSError as error:
-                    self._filling = None
                     raise store_error(error, self._layout.base) from error
-            return _SlotWriter(self, filling, filling.take(), key)
+                with self._lock:
+                    filling, number = self._fill(segment)
+        return _SlotWriter(self, filling, number, key)
 
     def touch(self, key: BlockKey) -> None:
         """Renew the time of last use of a block's segment."""
@@ -144,6 +151,7 @@ class DramTier(Tier):
             for segment in self._segments.values():
                 segment.close()
             self._segments.clear()
+            self._removed.clear()
             self._index.clear()
 
     def show(self, filling: _Filling, number: int, key: BlockKey) -> None:
@@ -153,14 +161,11 @@ class DramTier(Tier):
                 filling.segment.show(number, key)
                 filling.segment.touched[number] = time.monotonic()
                 self._index[key] = filling.segment, number
-            else:
-                filling.free.append(number)
             filling.done()
 
-    def drop(self, filling: _Filling, number: int) -> None:
-        """Use the slot of a dropped block for another one."""
+    def drop(self, filling: _Filling) -> None:
+        """Count a writer whose block is dropped; its slot serves another one later."""
         with self._lock:
-            filling.free.append(number)
             filling.done()
 
     def _place(self, key: BlockKey) -> tuple[Segment, int] | None:
@@ -251,55 +256,137 @@ class DramTier(Tier):
             if inode in self._segments:
                 self._segments[inode].path = where
                 continue
-            with suppress(OSError, ValueError):  # it vanished, or is no segment
+            try:
                 self._segments[inode] = Segment.open(where)
+            except (FileNotFoundError, ValueError):  # it vanished, or is no segment
+                pass
+            except OSError:
+                self._listed = -1  # it is tried again
 
     def _forget(self, segment: Segment) -> None:
         for key in [key for key, (found, _) in self._index.items() if found is segment]:
             del self._index[key]
 
-    def _next(self, slot_nbytes: int) -> _Filling:
-        """Return a segment with free slots, locked.
+    def _next(self, slot_nbytes: int) -> Segment:
+        """Return a segment with free slots, locked; the caller is the only writer that does this.
 
         Raises:
             StoreFullError: All segments are being written to, or the block has more bytes than the tier may use.
+            StoreTimeoutError: Another process keeps the directory locked.
             OSError: The directory cannot be used.
         """
         self._remove_leftovers()
-        for segment in self._segments.values():
-            if segment.slot_nbytes == slot_nbytes and segment.is_roomy() and segment.lock():
-                return _Filling(segment)
+        self._give_back()
+        self._refresh()  # a segment that another process emptied cannot be locked before
+        found = self._own(slot_nbytes, Segment.is_roomy)
+        if found is not None:
+            return found
         slots = max(1, min(self._capacity // _SHARE, _MOST_NBYTES) // slot_nbytes)
         nbytes = segment_nbytes(slot_nbytes, slots)
         if nbytes > self._capacity:
             raise StoreFullError(
-                f"a block takes {nbytes} bytes and the Dram tier may use {self._capacity}",
+                f"a block takes {nbytes} bytes, but the Dram tier may use only {self._capacity}",
                 where=self._layout.root,
                 fix="raise dram_capacity",
             )
         with self._root_lock():
-            sizes = self._sizes()
-            self._used = sum(sizes.values())
-            for victim in self._victims(sizes):
-                if self._used + nbytes <= self._capacity and (made := self._make(slot_nbytes, slots)):
-                    self._used += nbytes
-                    return self._fill(made)
-                if victim is None or not victim.lock():
-                    continue
-                self.counters.evicted(victim.slots - len(victim.free()))
-                self._forget(victim)
+            found = self._claim(slot_nbytes, slots, nbytes)
+        found = found or self._own(slot_nbytes, Segment.has_room)
+        if found is None:
+            raise StoreFullError(
+                f"the {self._capacity} bytes that the Dram tier may use are all being written to, or hold blocks of "
+                "running requests",
+                where=self._layout.root,
+                fix="raise dram_capacity",
+            )
+        return found
+
+    def _own(self, slot_nbytes: int, fits: Callable[[Segment], bool]) -> Segment | None:
+        """Return one of the namespace's segments, locked; None if none fits."""
+        with self._lock:
+            for segment in self._segments.values():
+                if segment.slot_nbytes == slot_nbytes and fits(segment) and segment.lock():
+                    # Drops the keys of deleted blocks, whose slots will serve others.
+                    self._forget(segment)
+                    self._index.update((key, (segment, number)) for key, number in segment.blocks())
+                    return segment
+        return None
+
+    def _claim(self, slot_nbytes: int, slots: int, nbytes: int) -> Segment | None:
+        """Return a new segment or an emptied one, locked; None if there is no room. The directory is locked."""
+        sizes = self._sizes()
+        self._used = sum(sizes.values())
+        if self._used + nbytes <= self._capacity and (made := self._make(slot_nbytes, slots)):
+            self._used += nbytes
+            return made
+        chosen: Segment | None = None
+        victims = self._victims(sizes)
+        try:
+            for victim in victims:
+                with self._lock:
+                    if not victim.lock():
+                        continue
+                number = victim.slots - len(victim.free())
                 if self._used <= self._capacity and (victim.slot_nbytes, victim.slots) == (slot_nbytes, slots):
-                    victim.empty()
-                    if not victim.path.startswith(f"{self._layout.base}/"):
-                        victim.publish(self._layout)
-                    return self._fill(victim)
-                self._used -= os.stat(victim.path).st_size  # noqa: PTH116 - a text
-                victim.remove()
-        raise StoreFullError(
-            f"the {self._capacity} bytes that the Dram tier may use are all being written to",
-            where=self._layout.root,
-            fix="raise dram_capacity",
-        )
+                    self._unless_it_fails(victim, self._take_over)
+                    chosen = victim
+                else:
+                    self._unless_it_fails(victim, Segment.remove)
+                    self._removed.append((time.monotonic(), victim))
+                    self._used -= sizes[victim.path]
+                    if self._used + nbytes <= self._capacity and (made := self._make(slot_nbytes, slots)):
+                        self._used += nbytes
+                        chosen = made
+                self.counters.evicted(number)
+                with self._lock:
+                    self._forget(victim)
+                if chosen is not None:
+                    return chosen
+        finally:
+            self._close_unused(victims, chosen)
+        return None
+
+    def _unless_it_fails(self, segment: Segment, change: Callable[[Segment], None]) -> None:
+        """Change a locked segment; unlock it if that fails."""
+        try:
+            change(segment)
+        except OSError:
+            with self._lock:
+                segment.unlock()
+            raise
+
+    def _take_over(self, victim: Segment) -> None:
+        """Empty a locked segment for this namespace.
+
+        Raises:
+            OSError: It cannot be moved here.
+        """
+        if not victim.path.startswith(f"{self._layout.base}/"):
+            try:
+                status_of(directory_of(self._layout))
+            except FileNotFoundError:
+                self._layout.make()
+                make_directory(directory_of(self._layout), self._layout.group)
+            victim.empty()
+            victim.publish(self._layout)
+        else:
+            victim.empty()
+
+    def _give_back(self) -> None:
+        """Free the memory of deleted segments that other processes still map, once nobody copies from them."""
+        now = time.monotonic()
+        while self._removed and now - self._removed[0][0] > _COPYING_SECONDS:
+            _, segment = self._removed.pop(0)
+            segment.give_back()
+            segment.close()
+
+    def _close_unused(self, segments: Collection[Segment], chosen: Segment | None) -> None:
+        removed = [segment for _, segment in self._removed]
+        with self._lock:
+            for segment in segments:
+                is_known = self._segments.get(segment.inode) is segment
+                if not is_known and segment is not chosen and segment not in removed:
+                    segment.close()
 
     def _make(self, slot_nbytes: int, slots: int) -> Segment | None:
         """Make a segment; None if there is no room for it."""
@@ -310,30 +397,63 @@ class DramTier(Tier):
                 return None
             raise
 
-    def _fill(self, segment: Segment) -> _Filling:
+    def _fill(self, segment: Segment) -> tuple[_Filling, int]:
+        """Fill a locked segment from now on; return its first slot. The caller has the lock."""
+        old = self._segments.get(segment.inode)
+        if old is not None and old is not segment:  # another engine had moved it away meanwhile
+            self._forget(old)
+            old.close()
         self._segments[segment.inode] = segment
-        return _Filling(segment)
+        filling = self._filling = _Filling(segment)
+        number = filling.take(segment.slot_nbytes)
+        if number is None:
+            raise StoreFullError("another process filled the segment meanwhile", where=segment.path)
+        return filling, number
 
     @contextmanager
     def _root_lock(self) -> Iterator[None]:
-        """Be the only one who makes or evicts segments."""
-        path = f"{self._layout.root}/{USAGE_FILE}"
+        """Be the only one who makes or evicts segments.
+
+        Raises:
+            StoreTimeoutError: Another process keeps the lock.
+        """
+        path = f"{self._layout.root}/{LOCK_FILE}"
         try:
             descriptor, _ = open_file(path, os.O_RDWR | os.O_CREAT, self._layout.file_mode, self._layout.group)
         except FileNotFoundError:
             make_directory(self._layout.root)
             descriptor, _ = open_file(path, os.O_RDWR | os.O_CREAT, self._layout.file_mode, self._layout.group)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            self._wait_for(descriptor)
+            try:
+                yield
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has a copy of it
         finally:
             os.close(descriptor)
 
+    def _wait_for(self, descriptor: int) -> None:
+        deadline = time.monotonic() + self._stuck_seconds
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StoreTimeoutError(
+                        f"another process has kept the Dram tier's directory locked for {self._stuck_seconds:g} s",
+                        where=f"{self._layout.root}/{LOCK_FILE}",
+                        fix="continue or end the engine that was stopped there",
+                    ) from None
+                time.sleep(_POLL_SECONDS)
+            else:
+                return
+
     def _remove_leftovers(self) -> None:
-        """Delete the segments that dead processes did not finish."""
-        for name, status in list_directory(self._layout.temporary):
-            if is_stale(name, time.time() - status.st_mtime, self._stale_seconds):
-                unlink_private(f"{self._layout.temporary}/{name}")
+        """Delete the segments that dead processes did not finish, of any namespace."""
+        for layout in namespaces(self._layout.root):
+            for name, status in list_directory(layout.temporary):
+                if is_stale(name, time.time() - status.st_mtime, self._stale_seconds):
+                    unlink_private(f"{layout.temporary}/{name}")
 
     def _sizes(self) -> dict[str, int]:
         """Return the sizes of all segments of all namespaces, in bytes."""
@@ -343,25 +463,18 @@ class DramTier(Tier):
                 found[f"{directory_of(layout)}/{name}"] = status.st_size
         return found
 
-    def _victims(self, sizes: dict[str, int]) -> Iterator[Segment | None]:
-        """Yield the segments, the least recently used one first, around a first and a last None."""
-        yield None
-        known = {segment.path: segment for segment in self._segments.values()}
-        private = {layout.base for layout in namespaces(self._layout.root) if layout.is_private} - {self._layout.base}
+    def _victims(self, sizes: dict[str, int]) -> list[Segment]:
+        """Return the segments that may be evicted, the least recently used one first."""
+        with self._lock:
+            known = {segment.path: segment for segment in self._segments.values()}
+        # The blocks of a private namespace belong to running requests, which would have to compute them again.
+        private = {layout.base for layout in namespaces(self._layout.root) if layout.is_private}
         found = []
         for path in sizes:
             if path.rpartition(f"/{SEGMENTS}/")[0] not in private:
                 with suppress(OSError, ValueError):
                     found.append(known.get(path) or Segment.open(path))
-        found.sort(key=lambda segment: segment.used)
-        try:
-            for segment in found:
-                yield segment
-            yield None
-        finally:
-            for segment in found:
-                if segment.inode not in self._segments:
-                    segment.close()
+        return sorted(found, key=lambda segment: segment.used)
 
     def _known_codec(self) -> HeaderCodec:
         if self._codec is None:
@@ -370,7 +483,7 @@ class DramTier(Tier):
 
 
 class _Filling:
-    """The segment that new blocks go to; guarded by the tier's lock. Its own lock is kept until no writer is left.
+    """The segment that new blocks go to; guarded by the tier's lock. It is locked while it has writers.
 
     Args:
         segment: The segment, locked.
@@ -378,29 +491,31 @@ class _Filling:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self.free = segment.free()
+        self._free = segment.free()
         self._writers = 0
-        self._ended = False
+        self._has_lock = True
 
-    def takes(self, nbytes: int) -> bool:
-        """Return whether there is a slot for a block."""
-        return bool(self.free) and nbytes <= self.segment.slot_nbytes
-
-    def take(self) -> int:
-        """Return a free slot; ``done`` follows."""
+    def take(self, nbytes: int) -> int | None:
+        """Return a free slot, after which ``done`` follows; None if there is none for so many bytes."""
+        if not self._has_lock:
+            if not self.segment.lock():
+                return None
+            self._has_lock = True
+            self._free = self.segment.free()
+        if not self._free or nbytes > self.segment.slot_nbytes:
+            self._release()
+            return None
         self._writers += 1
-        return self.free.pop()
+        return self._free.pop()
 
     def done(self) -> None:
         """Count a writer that does not write any more."""
         self._writers -= 1
-        if self._ended and not self._writers:
-            self.segment.unlock()
+        self._release()
 
-    def end(self) -> None:
-        """Take no more blocks."""
-        self._ended = True
+    def _release(self) -> None:
         if not self._writers:
+            self._has_lock = False
             self.segment.unlock()
 
 
@@ -431,4 +546,4 @@ class _SlotWriter(BlockWriter):
 
     def abort(self) -> None:
         """Give the slot to another block."""
-        self._tier.drop(self._filling, self._number)
+        self._tier.drop(self._filling)

@@ -19,6 +19,7 @@ they copy a block and then compare its key, its namespace and its checksums, whi
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from ucm.store.posix.layout import Layout
 
 SEGMENTS = "segments"
+#: The file in a root that is locked by the process that makes or evicts segments.
+LOCK_FILE = "SEGMENTS"
 _MAGIC = b"UCMSEG1\n"
 _HEADER = struct.Struct("<8sQQ16s")
 _TOKEN_AT, _CHANGES_AT, _USED_AT = 24, 40, 48
@@ -121,6 +124,7 @@ class Segment:
         try:
             # All of it now: a write to a mapped page for which there is no room ends the process.
             try:
+                _check_room(descriptor, segment_nbytes(slot_nbytes, slots))
                 os.posix_fallocate(descriptor, 0, segment_nbytes(slot_nbytes, slots))
                 os.pwrite(descriptor, _HEADER.pack(_MAGIC, slot_nbytes, slots, secrets.token_bytes(16)), 0)
             except OSError:
@@ -131,7 +135,12 @@ class Segment:
             unlink_private(private)
             raise
         found.lock()
-        found.publish(layout)
+        try:
+            found.publish(layout)
+        except OSError:
+            found.close()
+            unlink_private(private)
+            raise
         return found
 
     def publish(self, layout: Layout) -> None:
@@ -183,13 +192,19 @@ class Segment:
         self._changed()
 
     def remove(self) -> None:
-        """Delete the file and give its memory back, although others map it; only with the lock.
+        """Delete the file; only with the lock. Its memory is free when nobody maps it, or after `give_back`.
 
         Raises:
             OSError: The file cannot be deleted.
         """
         unlink(self.path)
         self._table["state"] = 0
+
+    def give_back(self) -> None:
+        """Free the memory of a deleted segment although others map it.
+
+        Whoever copies from it at that moment would need memory again, and end with SIGBUS if there is none.
+        """
         with suppress(OSError):  # without the table, which others still read: it says that there is nothing
             self.map.madvise(mmap.MADV_REMOVE, self._begin, len(self.map) - self._begin)
 
@@ -242,6 +257,10 @@ class Segment:
         """Return the slots without a visible block, the last one first."""
         found: list[int] = np.flatnonzero(self._table["state"] != _WHOLE)[::-1].tolist()
         return found
+
+    def has_room(self) -> bool:
+        """Return whether a slot has no visible block."""
+        return bool((self._table["state"] != _WHOLE).any())
 
     def is_roomy(self) -> bool:
         """Return whether a quarter of the slots or more have no visible block."""
@@ -384,6 +403,13 @@ def remove_empty(layout: Layout) -> None:
         if segment.lock() and len(segment.free()) == segment.slots:
             with suppress(OSError):
                 segment.remove()
+
+
+def _check_room(descriptor: int, nbytes: int) -> None:
+    """Refuse to fill up a file system only to find that there is too little room."""
+    system = os.fstatvfs(descriptor)
+    if system.f_blocks and system.f_bavail * system.f_frsize < nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _slots_at(slots: int) -> int:

@@ -365,16 +365,19 @@ class SlabReader:
             return False
         return True
 
-    def report(self, report: dict[str, Any]) -> None:
-        """Replace what this rank reports while it runs.
+    def report(self, report: dict[str, Any]) -> bool:
+        """Replace what this rank reports while it runs; return False if it is too long for a page.
 
         Raises:
-            ValueError: It is longer than a page, or no slab is attached.
+            ValueError: No slab is attached.
         """
+        if self._report is None:
+            raise ValueError("no slab is attached")
         text = json.dumps(report).encode()
-        if self._report is None or len(text) > PAGE - _RECORD.size:
-            raise ValueError(f"a report of {len(text)} bytes")
+        if len(text) > PAGE - _RECORD.size:
+            return False
         self._report[: _RECORD.size + len(text)] = _RECORD.pack(len(text), checksum(text)) + text
+        return True
 
     def load(self, blocks: Sequence[BlockTransfer], places: Sequence[int], tiers: Sequence[str]) -> Task:
         """Start to copy blocks into memory.

@@ -12,7 +12,7 @@ from ucm.errors import UcmError
 from ucm.store.bench import Figures, Workload, bench, beside, for_bench
 from ucm.store.bench_lookup import LookupFigures, bench_lookup
 from ucm.store.config import StoreConfig
-from ucm.store.posix.space import USAGE_FILE
+from ucm.store.segment import LOCK_FILE
 from ucm.store_command.places import read_store_settings
 from ucm.store_command.text import progress, say, say_json, table
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     finally:
         if new:
             with suppress(OSError):
-                Path(config.dram_directory, USAGE_FILE).unlink(missing_ok=True)
+                Path(config.dram_directory, LOCK_FILE).unlink(missing_ok=True)
                 Path(config.dram_directory).rmdir()
     goals = [*_transfer_goals(config, figures), *(_lookup_goals(lookups) if lookups else [])]
     if options.json:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -14,16 +17,27 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store.config import StoreConfig
-from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError, StoreFullError
+from ucm.store.dram_tier import DramTier
+from ucm.store.errors import (
+    BlockCorruptError,
+    BlockForeignError,
+    BlockMissingError,
+    StoreFullError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec, sums_of
 from ucm.store.posix.layout import PRIVATE, Layout, owner_name
-from ucm.store.segment import Segment, delete_blocks, directory_of, remove_empty, segments
+from ucm.store.segment import LOCK_FILE, Segment, delete_blocks, directory_of, remove_empty, segments
+from ucm.store.tier import TierOptions, TierPlace
 from ucm.testing.blocks import EVEN, ODD, content, fetch, filled, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucm.store.base import BlockKey, KVStore
+    from ucm.store.base import BlockGeometry, BlockKey, KVStore
+    from ucm.store.tier import BlockWriter
 
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(60)]
@@ -216,3 +230,183 @@ def test_a_file_of_another_length_is_no_segment(config: StoreConfig) -> None:
     with open_store(config, NAMESPACE, EVEN) as store:
         assert store.lookup(KEYS[:1]) == [False]
         assert save(store, KEYS[:1], EVEN).failed == {}
+
+
+def descriptors() -> int:
+    """The number of this process's open files."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+class Tier:
+    """A tier by itself, without a store's threads."""
+
+    def __init__(self, config: StoreConfig, namespace: str = NAMESPACE, geometry: BlockGeometry = EVEN) -> None:
+        self.codec = HeaderCodec(namespace, geometry)
+        self.tier = DramTier(TierOptions(), TierPlace("Dram", namespace, geometry, self.codec, config))
+        self.geometry = geometry
+
+    def begin(self, block: BlockKey) -> BlockWriter:
+        """Return the writer of a block that is written but not yet committed."""
+        writer = self.tier.writer(block, self.codec.file_nbytes)
+        assert writer is not None
+        (memory,) = filled([block], self.geometry)
+        slices = memory.transfer().slices
+        writer.write([self.codec.encode(block, sums_of(slices)), *slices], 0, self.codec.file_nbytes)
+        return writer
+
+    def save(self, *blocks: BlockKey) -> None:
+        for block in blocks:
+            self.begin(block).commit()
+
+    def there(self, blocks: Sequence[BlockKey]) -> list[BlockKey]:
+        return [block for block, found in zip(blocks, self.tier.contains(blocks, 0.0), strict=True) if found]
+
+
+def test_a_process_that_keeps_the_lock_stops_no_lookup_and_no_save_for_ever(config: StoreConfig, memory: str) -> None:
+    with open_store(replace(config, stuck_seconds=0.5), NAMESPACE, EVEN) as store:
+        save(store, KEYS[:1], EVEN)
+        with Path(memory, LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            memories = filled(KEYS[1:2], EVEN)
+            task = store.save([one.transfer() for one in memories])
+            assert store.lookup(KEYS[:2]) == [True, False]
+            assert isinstance(store.wait(task).failed[KEYS[1]], StoreTimeoutError)
+        assert fetch(store, KEYS[:1], EVEN) == (right(KEYS[:1]), {})
+
+
+def test_a_child_process_does_not_keep_the_lock(config: StoreConfig) -> None:
+    one, other = Tier(config), Tier(config, "m")
+    with one.tier._root_lock():
+        child = os.fork()
+        if not child:  # it has a copy of the locked file
+            signal.pause()
+            os._exit(0)
+    try:
+        other.save(KEYS[0])
+        assert other.there(KEYS[:1]) == KEYS[:1]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_blocks_of_running_requests_are_not_evicted_for_others_of_theirs(config: StoreConfig) -> None:
+    private = f"{PRIVATE}/{owner_name()}/0"
+    with open_store(config, private, EVEN) as mine, open_store(config, NAMESPACE, EVEN) as store:
+        result = save(mine, KEYS[:40], EVEN)
+        assert {type(error) for error in result.failed.values()} == {StoreFullError}
+        kept = [block for block in KEYS[:40] if block not in result.failed]
+        assert len(kept) >= 15
+        assert fetch(mine, kept, EVEN) == (right(kept), {})
+        delete_blocks(layout_of(config, private), kept[1:])
+        remove_empty(layout_of(config, private))
+        assert save(store, KEYS[:10], EVEN).failed == {}, "deleted blocks give their room back"
+        assert there(mine, kept) == kept[:1]
+        assert save(mine, kept[1:3], EVEN).failed == {}
+
+
+def test_taking_segments_from_each_other_leaks_no_descriptors(config: StoreConfig) -> None:
+    before = descriptors()
+    one, other = Tier(config), Tier(config, "m")
+    for _ in range(6):
+        one.save(*KEYS[:30])
+        other.save(*KEYS[30:])
+        delete_blocks(layout_of(config), KEYS)
+        delete_blocks(layout_of(config, "m"), KEYS)
+    assert descriptors() - before <= 2 * 2 * 20, "each of the two has at most 20 files open and mapped"
+    one.tier.close()
+    other.tier.close()
+    assert descriptors() == before
+
+
+def test_a_slot_of_a_dropped_block_is_used_only_under_the_lock(config: StoreConfig) -> None:
+    small = replace(config, dram_capacity_bytes=2 * (136 << 10))
+    one, other = Tier(small), Tier(small, "m")
+    pending = [one.begin(KEYS[0]), one.begin(KEYS[1])]
+    with pytest.raises(StoreFullError):
+        one.begin(KEYS[2])
+    pending[1].abort()
+    pending[0].commit()
+    late = one.begin(KEYS[3])
+    other.save(KEYS[4])
+    late.commit()
+    assert one.there(KEYS[:5]) == [KEYS[3]]
+    assert other.there(KEYS[:5]) == [KEYS[4]]
+    for tier, block in ((one, KEYS[3]), (other, KEYS[4])):
+        assert bytes(tier.tier.read_file(block, 0.0))[-EVEN.nbytes :] == content(block, EVEN)
+
+
+def test_a_deleted_segment_is_readable_for_a_while(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Tier(config), Tier(config, "m", ODD)
+    one.save(*KEYS[:20])
+    readers = [Segment.open(str(path)) for path in Path(directory_of(layout_of(config))).iterdir()]
+    copies = {reader.path: bytes(reader.slot(0)) for reader in readers}
+    other.save(*KEYS[:60])
+    reader = next(one for one in readers if not Path(one.path).exists())
+    copy = copies[reader.path]
+    assert bytes(reader.slot(0)) == copy, "a read of given back memory would allocate it again, or end the process"
+    monkeypatch.setattr("ucm.store.dram_tier._COPYING_SECONDS", -1.0)
+    other.tier._give_back()
+    assert not any(reader.slot(0))
+
+
+def test_the_index_forgets_deleted_blocks(config: StoreConfig) -> None:
+    one = Tier(config)
+    for begin in range(0, 600, 5):
+        blocks = [key(number) for number in range(begin, begin + 5)]
+        one.save(*blocks)
+        delete_blocks(layout_of(config), blocks)
+    assert len(one.tier._index) <= 40
+
+
+def test_a_segment_that_could_not_be_opened_is_tried_again(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Tier(config), Tier(config)
+    one.save(KEYS[0])
+    time.sleep(0.1)  # from now on the directory's time of change is relied upon
+    with monkeypatch.context() as patch:
+
+        def refused(path: str) -> Segment:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+        patch.setattr(Segment, "open", refused)
+        assert other.there(KEYS[:1]) == []
+    assert other.there(KEYS[:1]) == KEYS[:1]
+
+
+@pytest.mark.parametrize("geometry", [ODD, EVEN], ids=["deletes", "moves"])
+def test_a_failed_eviction_keeps_no_segment_locked(
+    config: StoreConfig, monkeypatch: pytest.MonkeyPatch, geometry: BlockGeometry
+) -> None:
+    one, other = Tier(config), Tier(config, "m", geometry)
+    one.save(*KEYS[:20])
+    with monkeypatch.context() as patch:
+
+        def no_remove(self: Segment) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), self.path)
+
+        def no_publish(self: Segment, layout: Layout) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), f"{self.path} in {layout.base}")
+
+        patch.setattr(Segment, "remove", no_remove)
+        patch.setattr(Segment, "publish", no_publish)
+        for _ in range(30):
+            with pytest.raises(StoreUnavailableError):
+                other.begin(KEYS[30])
+    other.save(KEYS[30])
+    one.save(*KEYS[40:50])
+    assert one.there(KEYS[40:50]) == KEYS[40:50]
+
+
+def test_a_segment_that_cannot_be_published_is_deleted(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Tier(config)
+    before = descriptors()
+
+    def refused(self: Segment, layout: Layout) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), f"{self.path} in {layout.base}")
+
+    monkeypatch.setattr(Segment, "publish", refused)
+    with pytest.raises(StoreUnavailableError):
+        one.begin(KEYS[0])
+    assert list(Path(layout_of(config).temporary).iterdir()) == []
+    assert descriptors() == before

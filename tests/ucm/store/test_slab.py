@@ -125,15 +125,14 @@ def test_a_record_that_is_too_long_is_no_answer(slab: Slab) -> None:
 
 
 def test_a_rank_replaces_its_report_and_keeps_its_record(slab: Slab, reader: SlabReader) -> None:
-    with pytest.raises(ValueError, match="a report of 2 bytes"):
+    with pytest.raises(ValueError, match="no slab is attached"):
         reader.report({})
     assert reader.attach(slab.address, 1, {"hello": 1})
     assert slab.reports() == {}
     for number in (1, 22, 3):
-        reader.report({"number": number})
+        assert reader.report({"number": number})
         assert slab.reports() == {1: {"number": number}}
-    with pytest.raises(ValueError, match="a report of"):
-        reader.report({"x": "y" * PAGE})
+    assert not reader.report({"x": "y" * PAGE})
     assert slab.reports() == {1: {"number": 3}}
     assert slab.records() == {1: {"hello": 1}}
     at = 2 * PAGE + 2 * slabs.RECORD_BYTES - PAGE - PAGE

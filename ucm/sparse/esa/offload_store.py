@@ -28,7 +28,7 @@ from ucm.store.opening import OpeningStore
 from ucm.store.pool import Pool
 from ucm.store.posix.layout import PRIVATE, Layout, is_stale, namespaces
 from ucm.store.posix.paths import names_in, unlink
-from ucm.store.segment import delete_blocks
+from ucm.store.segment import delete_blocks, remove_empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -291,6 +291,7 @@ def _delete(layouts: Sequence[Layout], keys: Sequence[BlockKey]) -> None:
     for layout in layouts:
         with suppress(OSError):
             delete_blocks(layout, keys)  # those in memory
+            remove_empty(layout)  # others may need the room
         for key in keys:
             with suppress(OSError):
                 unlink(layout.block(key))

@@ -122,8 +122,12 @@ class WorkerSide:
             self._answer(plan.slab)
         if self._reports_by_slab and self._slab.attached:
             report = self.take_report()
-            if report is not None:
-                self._slab.report(report.to_record())
+            if report is not None and not self._slab.report(report.to_record()):
+                self._reports_by_slab = False
+                get_logger(__name__).warning(
+                    "[UCM.Save] more LoRA adapters were replaced in place than this worker can report; from here on, "
+                    "nothing that this engine computes is saved. Restart it to save again"
+                )
         if self._worker is None:
             if not plan.namespace:
                 return
