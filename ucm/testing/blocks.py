@@ -59,9 +59,13 @@ class Memory:
         return BlockTransfer(self.key, slices, first)
 
 
+#: The files of a root or a namespace as a whole.
+OWN = frozenset({"NAMESPACE", "USED", "SEGMENTS"})
+
+
 def files(root: str | Path) -> list[Path]:
     """Return all files below a root, except those that belong to the root or a namespace as a whole."""
-    return sorted(path for path in Path(root).rglob("*") if path.is_file() and path.name not in {"NAMESPACE", "USED"})
+    return sorted(path for path in Path(root).rglob("*") if path.is_file() and path.name not in OWN)
 
 
 def filled(keys: Iterable[BlockKey], geometry: BlockGeometry, version: int = 0) -> list[Memory]:
