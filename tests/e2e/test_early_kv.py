@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.scenarios import Environments
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
 #: One of less than a block, which is not stored; one whose last block is not fetched, because one token is computed.
 LENGTHS = (20, 100, 128, 150)

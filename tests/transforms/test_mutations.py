@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 RELEASES = ("0.9.0", "0.11.0", "0.16.0", "0.19.1", "0.26.0", "0.33.0")
 RELEASES_OF_ASCEND = ("0.11.0", "0.23.0")
 HOOKS = "_ucm_hooks"
-#: Few examples and no shrinking, because one example takes seconds.
+#: Few examples and no shrinking, because one example takes seconds; `nox -s fuzz` tries many more.
 PROFILE = settings(
-    deadline=None, max_examples=4, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    deadline=None, max_examples=2, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
 EACH = [
     pytest.param(release, transform, id=f"{release}-{transform.id}")
