@@ -127,8 +127,14 @@ def test_within_the_window_tokens_are_those_of_a_dense_engine(records: dict[str,
     assert records["whole"].tokens["alone"][:WITHIN] == records["dense"].tokens["alone"][:WITHIN]
 
 
+#: vLLM's own message on a processor without these instructions.
+FP8_NEEDS = "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_refused_before_the_first_request(records: dict[str, Record], name: str) -> None:
     record = records[name]
     assert not record.phases
+    if "fp8" in str(REFUSED[name][0]) and FP8_NEEDS in record.log:
+        pytest.skip(f"this processor cannot store KV so, and vLLM refuses first: {FP8_NEEDS}")
     assert REFUSED[name][2] in record.log
