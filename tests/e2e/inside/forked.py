@@ -63,10 +63,10 @@ def _run(make: Any, told: dict[str, Any]) -> None:
 
 
 def _obey(engine: Any, name: str, *parameters: Any) -> Any:
-    return _wait(Path(parameters[0])) if name == "wait" else getattr(engine, name)(*parameters)
+    return wait_until_quiet(Path(parameters[0])) if name == "wait" else getattr(engine, name)(*parameters)
 
 
-def _wait(directory: Path) -> int:
+def wait_until_quiet(directory: Path) -> int:
     """The files below a directory, when their number has not changed for a while."""
     known, since = -1, time.monotonic()
     while time.monotonic() - since < QUIET:

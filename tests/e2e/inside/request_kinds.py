@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Answers = dict[str, list[tuple[Any, int]]]
-#: Seconds without a new file after which none is expected.
-QUIET = 1.5
 LENGTHS = (40, 100, 300)
 _GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 _numbers = itertools.count()
@@ -55,12 +53,7 @@ def serve(llm: Any, requests: list[tuple[dict[str, Any], Any, dict[str, Any]]]) 
 
 def empty(llm: Any, store: Path) -> None:
     """Empty vLLM's own prefix cache when everything is stored."""
-    known, since = -1, time.monotonic()
-    while time.monotonic() - since < QUIET:
-        number = sum(path.is_file() for path in store.rglob("*"))
-        if number != known:
-            known, since = number, time.monotonic()
-        time.sleep(0.1)
+    import_module("forked").wait_until_quiet(store)
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM's own prefix cache could not be emptied")
 
