@@ -48,6 +48,15 @@ MLA: dict[str, Any] = {
     "n_shared_experts": 1,
     "hidden_act": "silu",
 }
+#: The only block size of vLLM's reference implementation of latent attention on the CPU.
+LATENT_BLOCK = 16
+#: How an engine of such a model is started. On a CPU with AMX, vLLM would choose another backend, which only supports
+#: bfloat16. vLLM's compiled rotary embedding for the CPU reads latent attention's queries wrongly.
+LATENT_ENGINE: dict[str, Any] = {
+    "attention_backend": "CPU_MLA",
+    "block_size": LATENT_BLOCK,
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+}
 #: The window of the sliding-window layers in `HYBRID`, in tokens.
 WINDOW = 96
 #: Full attention in every third layer and a sliding window in the others, so several KV-cache groups.

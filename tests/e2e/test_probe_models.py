@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.forked_engines import Engine, Record, run_engines
 from tests.e2e.model import VOCABULARY, write_tokenizer
-from tests.e2e.prefix_models import MLA
+from tests.e2e.prefix_models import LATENT_ENGINE, MLA
 from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.workload import TOKENS_PER_STEP
 from ucm.sparse.probe import METADATA_RECEIVED, read_reports
@@ -46,8 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {**_QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
     "Qwen3-MoE": {**_QWEN, **_EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
 }
-#: On a CPU with AMX, vLLM would choose another backend, which only supports bfloat16.
-ARGUMENTS: dict[str, dict[str, Any]] = {"MLA": {"attention_backend": "CPU_MLA", "block_size": 16}}
+ARGUMENTS = {"MLA": LATENT_ENGINE}
 QWEN = [name for name in MODELS if name != "MLA"]
 ATTENTION = {"attention_begin", "attention_finished"}
 IN_LAYERS = {f"{part}_{end}" for part in ("layer", "ffn", "kv_write") for end in ("begin", "finished")}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 #: Must change whenever the facts, or their form, change.
-FORMAT = "ucm.model-identity/3"
+FORMAT = "ucm.model-identity/4"
 
 _MODEL_SETTINGS = (
     *("dtype", "quantization", "quantization_config", "override_attention_dtype", "disable_sliding_window"),

@@ -16,8 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-#: The variable that has UCM's connector serve what it refuses because vLLM does not continue from loaded KV.
-UNREFUSED = "TEST_CONTINUES_ANY_KV"
 #: Labels that all of an engine's metrics share.
 COMMON_LABELS = ("model_name", "engine")
 
@@ -121,9 +119,6 @@ def main(arguments: Path) -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
         os.dup2(2, 1)
         begin = time.perf_counter()
-        if os.environ.get(UNREFUSED):
-            scheduler_side = import_module("ucm.integration.vllm.connector.scheduler_side")
-            vars(scheduler_side)["refuse_kv_that_is_not_continued"] = lambda vllm_config: None
         engine = Engine(json.loads(arguments.read_text(encoding="utf-8")))
         answers.write(json.dumps({"answer": time.perf_counter() - begin}) + "\n")
         for line in sys.stdin:

@@ -14,6 +14,8 @@ from ucm.integration.vllm.connector.failures import UnsupportedModelError
 
 #: The name under which rewritten modules import UCM's hooks.
 HOOKS = "_ucm_hooks"
+#: vLLM's name of the rotary embedding among its custom operators.
+_ROTATION = "rotary_embedding"
 
 
 def ranks(vllm_config: Any) -> int:
@@ -135,26 +137,45 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
-def refuse_kv_that_is_not_continued(vllm_config: Any) -> None:
-    """Refuse an engine whose prefill does not continue from KV in the cache as it would from computed KV.
+def refuse_wrong_rotation(vllm_config: Any) -> None:
+    """Refuse latent attention on a CPU whose kernel rotates queries and keys by the positions of other tokens.
 
-    vLLM's reference of latent attention on the CPU gives other tokens then, and so vLLM turns its own prefix cache and
-    chunked prefill off for it, whatever the operator asks for. With AMX it does not.
+    Latent attention passes queries and keys as ``(tokens, heads, size)``. The kernel of vLLM 0.32.0 for the CPU
+    takes each head for a token. It reads beyond the step's positions, where earlier steps left theirs, so KV depends on
+    what ran before. Compiled models, vLLM's default, rotate in torch instead; ``--enforce-eager`` selects the kernel.
 
     Raises:
-        UnsupportedModelError: If it is so.
+        UnsupportedModelError: The engine would rotate with such a kernel.
     """
     if _device_type(vllm_config) != "cpu" or not getattr(vllm_config.model_config, "use_mla", False):
         return
-    chunked = getattr(getattr(vllm_config, "scheduler_config", None), "enable_chunked_prefill", True)
-    if not chunked and not vllm_config.cache_config.enable_prefix_caching:
+    operators = vllm_config.compilation_config.custom_ops
+    disabled = f"-{_ROTATION}" in operators or ("none" in operators and f"+{_ROTATION}" not in operators)
+    if not disabled and takes_heads_for_tokens():
         raise UnsupportedModelError(
-            "on this processor, vLLM's latent attention generates other tokens after a cache hit, so vLLM itself "
-            "turns its prefix cache and chunked prefill off",
-            where="model_config.use_mla, device cpu",
-            fix="run this model on an accelerator, or with chunked prefill on a processor with AMX, or without a UCM "
-            "connector",
+            "vLLM's rotary embedding kernel for the CPU rotates the queries and keys of latent attention by the "
+            "positions of other tokens, so this model's tokens depend on what ran before",
+            where=f"compilation_config.custom_ops = {list(operators)}",
+            fix=f"""start vLLM with --compilation-config '{{"custom_ops": ["all", "-{_ROTATION}"]}}', or without """
+            "--enforce-eager",
         )
+
+
+def takes_heads_for_tokens() -> bool:
+    """Whether vLLM's kernel rotates ``(tokens, heads, size)`` in another way than ``(tokens, heads * size)``."""
+    import torch  # noqa: PLC0415 - ucm imports without torch and vLLM
+    from vllm import _custom_ops  # noqa: PLC0415
+
+    tokens, heads, size = 2, 2, 32
+    # Larger than the kernel should need: one that takes heads for tokens reads and writes beyond the two tokens.
+    positions, angles = torch.arange(tokens * heads), torch.linspace(-1, 1, tokens * heads * size).view(-1, size)
+    query = torch.linspace(-1, 1, tokens * heads * size).view(tokens, heads, size)
+    keys = torch.linspace(-1, 1, tokens * heads * size).view(-1, 1, size)
+    expected = query.clone().view(tokens, -1)
+    rotate = _custom_ops.rotary_embedding
+    rotate(positions[:tokens], expected, keys.clone()[:tokens, 0], size, angles, False)
+    rotate(positions[:tokens], query, keys[:tokens], size, angles, False)
+    return not torch.equal(query.view(tokens, -1), expected)
 
 
 def _device_type(vllm_config: Any) -> str:

@@ -22,9 +22,9 @@ from ucm.integration.vllm.connector.engine_facts import (
     load_policy,
     outer_transfer,
     ranks,
-    refuse_kv_that_is_not_continued,
     refuse_method_without_hooks,
     refuse_what_cannot_work,
+    refuse_wrong_rotation,
 )
 from ucm.integration.vllm.connector.events import store_events
 from ucm.integration.vllm.connector.groups import cache_groups
@@ -171,7 +171,7 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
         refuse_what_cannot_work(vllm_config, kv_cache_config)
-        refuse_kv_that_is_not_continued(vllm_config)
+        refuse_wrong_rotation(vllm_config)
         refuse_method_without_hooks(vllm_config)
         transfer, outer = vllm_config.kv_transfer_config, outer_transfer(vllm_config)
         engines = outer or transfer

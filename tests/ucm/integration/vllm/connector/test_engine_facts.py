@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.connector import engine_facts
 from ucm.integration.vllm.connector.engine_facts import (
     LoadPolicy,
     drafts_look_ahead,
     load_policy,
     outer_transfer,
     ranks,
-    refuse_kv_that_is_not_continued,
     refuse_method_without_hooks,
     refuse_what_cannot_work,
+    refuse_wrong_rotation,
     runs_micro_batches,
 )
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
@@ -200,27 +201,36 @@ def test_a_connector_among_several_knows_the_engines_own_configuration() -> None
 
 
 @pytest.mark.parametrize(
-    ("device", "latent", "chunked", "caching", "refused"),
+    ("device", "latent", "operators", "misreads", "refused"),
     [
-        ("cpu", True, False, False, True),
-        ("cuda", True, False, False, False),
-        ("cpu", False, False, False, False),
-        ("cpu", True, True, False, False),  # with AMX, and vLLM's own cache turned off by the operator
-        ("cpu", True, False, True, False),
+        ("cpu", True, ["all"], True, True),  # --enforce-eager
+        ("cpu", True, [], True, True),
+        ("cpu", True, ["none", "+rotary_embedding"], True, True),
+        ("cpu", True, ["all"], False, False),
+        ("cpu", True, ["none"], True, False),  # compiled
+        ("cpu", True, ["all", "-rotary_embedding"], True, False),
+        ("cpu", False, ["all"], True, False),
+        ("cuda", True, ["all"], True, False),
     ],
 )
-def test_latent_attention_that_does_not_continue_from_stored_kv_is_refused(
-    device: str, *, latent: bool, chunked: bool, caching: bool, refused: bool
+def test_latent_attention_that_is_rotated_by_other_positions_is_refused(
+    device: str,
+    operators: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    latent: bool,
+    misreads: bool,
+    refused: bool,
 ) -> None:
+    monkeypatch.setattr(engine_facts, "takes_heads_for_tokens", lambda: misreads)
     engine = config(
-        scheduler={"enable_chunked_prefill": chunked},
         model_config=SimpleNamespace(use_mla=latent),
-        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        compilation_config=SimpleNamespace(custom_ops=operators),
         device_config=SimpleNamespace(device_type=device),
     )
     if not refused:
-        refuse_kv_that_is_not_continued(engine)
+        refuse_wrong_rotation(engine)
         return
-    with pytest.raises(UnsupportedModelError, match="generates other tokens after a cache hit") as caught:
-        refuse_kv_that_is_not_continued(engine)
-    assert "without a UCM connector" in caught.value.fix
+    with pytest.raises(UnsupportedModelError, match="by the positions of other tokens") as caught:
+        refuse_wrong_rotation(engine)
+    assert """'{"custom_ops": ["all", "-rotary_embedding"]}'""" in caught.value.fix

@@ -9,12 +9,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests beside it")
 
-from vllm.config import DeviceConfig, KVTransferConfig, VllmConfig
+import torch
+from vllm.config import DeviceConfig, KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from ucm.errors import ConfigError
 from ucm.integration.vllm.blend_connector import BlendConnector
+from ucm.integration.vllm.connector.engine_facts import takes_heads_for_tokens
 from ucm.integration.vllm.ucm_connector import UCMConnector, UCMDirectConnector
 from ucm.logger import get_logger
 
@@ -50,3 +53,14 @@ def test_a_refused_configuration(
         get_logger().removeHandler(handler)
     assert caught.value.what == what
     assert stream.getvalue() == f"[UCM.Config] refused: {caught.value}\n"
+
+
+def test_a_kernel_that_rotates_by_other_positions_is_known() -> None:
+    """vLLM's own rotation in torch says whether its kernel for the CPU takes queries by head."""
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        rotary = RotaryEmbedding(64, 64, 16, 10000, is_neox_style=False, dtype=torch.float32)
+    query, keys = torch.rand(24, 4, 64), torch.rand(24, 1, 64)
+    positions = torch.arange(24) % 16  # longer than the step: the kernel of 0.32.0 reads beyond its three tokens
+    expected, _ = rotary.forward_native(positions[:3], query[:3].clone(), keys[:3].clone())
+    rotated, _ = rotary.forward_cpu(positions[:3], query[:3], keys[:3])
+    assert takes_heads_for_tokens() is not torch.allclose(rotated, expected)
