@@ -26,6 +26,7 @@ FILES = (
     f"{LAYERS}/test_asked_of_the_api.py",
     f"{LAYERS}/test_block_topk_on_a_layer.py",
     f"{LAYERS}/test_block_topk_schedules.py",
+    f"{LAYERS}/test_graphs.py",
     f"{LAYERS}/test_real_layers.py",
     f"{LAYERS}/test_rerope_on_a_layer.py",
     f"{LAYERS}/test_rotary.py",

@@ -101,11 +101,15 @@ class AttentionView(Protocol):
         ...
 
     def require_engine(self) -> None:
-        """Check that a sparse method can serve this engine; possible before the model is loaded.
+        """Check that a sparse method can serve this engine, and lower its full CUDA graphs to piecewise ones.
+
+        Call it in `SparseMethod.worker_started`: later, vLLM has decided how it captures graphs. Lowering is logged as
+        a warning.
 
         Raises:
-            SparseMethodError: With latent attention, an encoder, speculative decoding, full CUDA graphs, a model with
-                sliding windows, and others. The message says what to do.
+            SparseMethodError: With latent attention, an encoder, speculative decoding, full CUDA graphs that cannot be
+                lowered (vLLM up to 0.10.0, vLLM Ascend), a model with sliding windows, and others. The message says
+                what to do.
         """
         ...
 

@@ -19,6 +19,7 @@ from ucm.integration.vllm.options import choose_backend
 from ucm.integration.vllm.sparse import ascend, paged, requirements
 from ucm.integration.vllm.sparse.ascend import AscendBackend
 from ucm.integration.vllm.sparse.cpu import CpuBackend
+from ucm.integration.vllm.sparse.graphs import lower_graphs
 from ucm.integration.vllm.sparse.paged import PagedBackend
 from ucm.integration.vllm.sparse.rotary import Rotaries
 from ucm.sparse.attention import StepBatch, asked_of
@@ -142,6 +143,7 @@ class AttentionLayers:
 
     def require_engine(self) -> None:
         """See `AttentionView.require_engine`."""
+        lower_graphs(self._config, self._runner())
         requirements.require_engine(self._config)
 
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:

@@ -190,7 +190,7 @@ def _of_decoding(vllm_config: Any) -> Refusal | None:
 
 
 def _of_graphs(vllm_config: Any) -> Refusal | None:
-    """Refuse full CUDA graphs, whose replay runs no Python and calls no hook; up to 0.10.2 a flag, then a mode."""
+    """Refuse full CUDA graphs that `lower_graphs` leaves; a replay runs no Python and calls no hook."""
     compilation = vllm_config.compilation_config
     mode = getattr(compilation, "cudagraph_mode", None)
     whole = getattr(compilation, "full_cuda_graph", False) if mode is None else mode.has_full_cudagraphs()

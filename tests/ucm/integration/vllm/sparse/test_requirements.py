@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,12 +55,23 @@ def old_flag(flag: bool) -> Any:
     return SimpleNamespace(full_cuda_graph=flag, static_forward_context={})
 
 
+def modes(graphs: Graphs, *, split: bool = True, **level: int) -> Any:
+    """The compilation settings of releases with modes; `test_graphs` has the real ones."""
+    return SimpleNamespace(
+        cudagraph_mode=graphs,
+        static_forward_context={},
+        splitting_ops_contain_attention=lambda: split,
+        **(level or {"mode": 3}),
+    )
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         config(),
         config(compilation_config__cudagraph_mode=Graphs.NONE),
         config(compilation_config__cudagraph_mode=Graphs.FULL, model_config__enforce_eager=True),
+        config(compilation_config=modes(Graphs.FULL_AND_PIECEWISE)),
         config(compilation_config=old_flag(False)),
         config(model_config__runner_type="auto"),
         config(additional_config={"torchair_graph_config": {"enabled": False}}),
@@ -91,12 +102,6 @@ def test_what_is_served(settings: Any) -> None:
         (config(parallel_config__prefill_context_parallel_size=2), "context parallelism", "prefill_", "--prefill-"),
         (config(parallel_config__enable_dbo=True), "micro-batches", "enable_dbo", "--enable-dbo"),
         (config(parallel_config__ubatch_size=4), "micro-batches", "ubatch_size", "--ubatch-size"),
-        (
-            config(compilation_config__cudagraph_mode=Graphs.FULL_AND_PIECEWISE),
-            "full CUDA graphs",
-            "cudagraph_mode = FULL_AND_PIECEWISE",
-            '{"cudagraph_mode": "PIECEWISE"}',
-        ),
         (config(compilation_config=old_flag(True)), "full CUDA graphs", "full_cuda_graph", "--enforce-eager"),
         (
             config(additional_config={"torchair_graph_config": {"enabled": True}}),
@@ -117,6 +122,45 @@ def test_an_engine_that_is_refused(settings: Any, what: str, where: str, fix: st
         AttentionLayers(settings).require_engine()
     assert where in caught.value.where
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("compilation", "lowered"),
+    [
+        (modes(Graphs.FULL_AND_PIECEWISE), Graphs.PIECEWISE),
+        (modes(Graphs.FULL, level=3), Graphs.PIECEWISE),
+        (modes(Graphs.FULL, split=False), Graphs.NONE),
+        (modes(Graphs.FULL, mode=0), Graphs.NONE),
+        (modes(Graphs.FULL, level=0), Graphs.NONE),
+    ],
+)
+def test_full_graphs_are_lowered(compilation: Any, lowered: Graphs) -> None:
+    AttentionLayers(config(compilation_config=compilation)).require_engine()
+    assert compilation.cudagraph_mode == lowered
+
+
+def test_full_graphs_of_an_npu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_ascend", ModuleType("vllm_ascend"))
+    compilation = modes(Graphs.FULL_AND_PIECEWISE)
+    with pytest.raises(SparseMethodError, match="full CUDA graphs") as caught:
+        AttentionLayers(config(compilation_config=compilation)).require_engine()
+    assert caught.value.where == "compilation_config.cudagraph_mode = FULL_AND_PIECEWISE"
+    assert '{"cudagraph_mode": "PIECEWISE"}' in caught.value.fix
+    assert compilation.cudagraph_mode == Graphs.FULL_AND_PIECEWISE
+
+
+class Runner:
+    def __init__(self, manager: object) -> None:
+        self.cudagraph_manager = manager
+
+
+def test_full_graphs_that_a_runner_knows_already_are_refused() -> None:
+    compilation = modes(Graphs.FULL_AND_PIECEWISE)
+    settings, early, late = config(compilation_config=compilation), Runner(object()), Runner(None)
+    with pytest.raises(SparseMethodError, match="full CUDA graphs"):
+        AttentionLayers(settings, early).require_engine()
+    AttentionLayers(settings, late).require_engine()
+    assert compilation.cudagraph_mode == Graphs.PIECEWISE
 
 
 class Device(enum.Enum):

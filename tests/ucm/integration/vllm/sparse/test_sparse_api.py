@@ -13,7 +13,7 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.integration.vllm.sparse import cpu, paged
+from ucm.integration.vllm.sparse import cpu, graphs, paged
 
 BACKENDS = "vllm/v1/attention/backends"
 FLASH, TRITON, CPU = (f"{BACKENDS}/{name}_attn.py" for name in ("flash", "triton", "cpu"))
@@ -216,3 +216,40 @@ def test_the_configuration_has_what_is_read_of_it(release: str) -> None:
             assert {"full_cuda_graph", "cudagraph_mode"} & found
             if "cudagraph_mode" in found:
                 assert "has_full_cudagraphs" in vllm.attributes(release, path, "CUDAGraphMode")
+                modes = vllm.definition(release, path, "CUDAGraphMode")
+                named = {ast.unparse(of.targets[0]) for of in modes.body if isinstance(of, ast.Assign)} if modes else ()
+                assert {"PIECEWISE", "NONE"} <= set(named)
+                assert "splitting_ops_contain_attention" in found
+                assert {"mode", "level"} & found
+
+
+#: What runs in a worker before its hook, and after vLLM's configuration was made.
+BEFORE_THE_HOOK = (
+    ("vllm/v1/worker/gpu_worker.py", "Worker"),
+    ("vllm/v1/worker/gpu_model_runner.py", "GPUModelRunner"),
+    ("vllm/v1/worker/gpu/model_runner.py", "GPUModelRunner"),
+)
+EARLY = {"__init__", "init_device", "_init_device"}
+
+
+@pytest.mark.parametrize("release", since("0.10.1.1"))
+def test_nothing_but_whether_there_are_graphs_is_decided_before_they_are_lowered(release: str) -> None:
+    """Otherwise `lower_graphs` would come too late; up to 0.10.0 the runner keeps the flag.
+
+    In some releases the V2 runner's graphs have their manager from the start, which tells `lower_graphs` so.
+    """
+    for path, name in BEFORE_THE_HOOK:
+        if vllm.definition(release, path, name) is None:
+            continue
+        for called, method in vllm.methods(release, path, name).items():
+            if called in EARLY:
+                reads = [of for of in ast.walk(method) if isinstance(of, ast.Attribute) and of.attr == "cudagraph_mode"]
+                compared = [
+                    of.left
+                    for of in ast.walk(method)
+                    if isinstance(of, ast.Compare) and ast.unparse(of.comparators[0]) == "CUDAGraphMode.NONE"
+                ]
+                made = [of for of in ast.walk(method) if isinstance(of, ast.Assign) and isinstance(of.value, ast.Call)]
+                managers = [of for of in made if ast.unparse(of.targets[0]) == f"self.{graphs.MANAGER}"]
+                given = {id(read) for manager in managers for read in ast.walk(manager)}
+                assert all(of in compared or id(of) in given for of in reads), f"{path}: {name}.{called}"
