@@ -118,37 +118,9 @@ def _threads_of(everywhere: Any) -> Threads:
     return Threads(own, count, wait)
 
 
-@dataclass(frozen=True)
-class Intrinsics:
-    """Single instructions that numba can call.
-
-    Attributes:
-        ones: The number of set bits in an int64.
-        as_float: The float32 whose bits are the lower half of an int64.
-        at: A pointer to an address, for ``carray``.
-    """
-
-    ones: Any
-    as_float: Any
-    at: Any
-
-
-def intrinsics(numba: Any) -> Intrinsics:
-    """Return the intrinsics, which are compiled inline."""
-    ir: Any = importlib.import_module("llvmlite.ir")
+def address_as_pointer(numba: Any) -> Any:
+    """Return a function that turns an address into a pointer, for ``carray``; it is compiled inline."""
     types = numba.types
-
-    def ones(_: Any, word: Any) -> Any:
-        def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
-            return builder.ctpop(given[0])
-
-        return types.int64(word), generate
-
-    def as_float(_: Any, __: Any) -> Any:
-        def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
-            return builder.bitcast(builder.trunc(given[0], ir.IntType(32)), ir.FloatType())
-
-        return types.float32(types.int64), generate
 
     def at(_: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
@@ -156,4 +128,4 @@ def intrinsics(numba: Any) -> Intrinsics:
 
         return types.voidptr(address), generate
 
-    return Intrinsics(*map(numba.extending.intrinsic, (ones, as_float, at)))
+    return numba.extending.intrinsic(at)

@@ -100,6 +100,39 @@ class Lanes:
         """Return a function that loads a vector of the cache's dtype from an address, with a stride in numbers."""
         return self._intrinsic(_vector_type(), (self._address,), lambda b, at: self._read(b, at, step))
 
+    def bits_apart(self, words: int, planes: int) -> Any:
+        """Return a function that counts the bits in which the codes of `LANES` tokens differ from a query's.
+
+        LLVM does not turn a loop over tokens that counts bits into vectors by itself.
+
+        Args:
+            words: The words of 64 bits of a code.
+            planes: The codes of the query: a bit of plane ``n`` counts ``2 ** n``.
+
+        Returns:
+            ``bits_apart(codes, stride, query)``, a vector: the address of the tokens' first words, the bytes from there
+            to their next words, and the address of ``[planes, words]`` words.
+        """
+        ir, word = self._ir, self._word
+        longs = ir.VectorType(self._long, LANES)
+
+        def write(b: Any, codes: Any, stride: Any, query: Any) -> Any:
+            kind = ir.FunctionType(longs, [longs])
+            ones = self._cgutils.get_or_insert_function(b.module, kind, f"llvm.ctpop.v{LANES}i64")
+            found = self._all(self._long, 0)
+            for number in range(words):
+                place = b.add(codes, b.mul(stride, self._long(number)))
+                code = b.load(self._at(b, place, longs), align=8)
+                for plane in range(planes):
+                    one = b.load(self._at(b, self._plus(b, query, 8 * (plane * words + number)), self._long), align=8)
+                    wanted = b.insert_element(ir.Constant(longs, ir.Undefined), one, word(0))
+                    wanted = b.shuffle_vector(wanted, wanted, self._all(word, 0))
+                    differ = b.call(ones, [b.xor(code, wanted)])
+                    found = b.add(found, b.shl(differ, self._all(self._long, plane)))
+            return b.sitofp(b.trunc(found, ir.VectorType(word, LANES)), self._vector)
+
+        return self._intrinsic(_vector_type(), (self._address,) * 3, write)
+
     def stack(self, size: int) -> Any:
         """Return a function ``stack()`` that gives the address of this many bytes, constant within one function."""
 

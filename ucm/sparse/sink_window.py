@@ -263,10 +263,11 @@ def _asks_dense(asked: object) -> tuple[bool, ConfigError | None]:
         options = parse_asked(asked)
     except ConfigError as error:
         return True, error
-    if options is None or options.token_budget is None:
+    named = [] if options is None else [name for name, value in options if value is not None]
+    if not named:
         return options is None, None
     return True, ConfigError(
-        "SinkWindow has no token_budget",
-        where=f"extra_args.{KEY}.token_budget",
+        f"SinkWindow has no {named[0]}",
+        where=f"extra_args.{KEY}.{named[0]}",
         fix="leave it out: the window is the same for all requests",
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ucm.sparse.compiled import compile_kernel, intrinsics
+from ucm.sparse.compiled import address_as_pointer, compile_kernel
 from ucm.sparse.lanes import LANES, Lanes
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ def _kernel(  # noqa: C901, PLR0915 - functions that numba compiles cannot be ha
     splat, add, sub, mul, fma = of.splat, of.add, of.sub, of.mul, of.fma
     greater, greatest, total, exp2, within = of.greater, of.greatest, of.total, of.exp2, of.within
     carray, thread, count, wait = numba.carray, threads.own, threads.count, threads.wait
-    at, count_given = intrinsics(numba).at, len(Given._fields)
+    at, count_given = address_as_pointer(numba), len(Given._fields)
     to_fixed_tuple: Any = importlib.import_module("numba.np.unsafe.ndarray").to_fixed_tuple
     layout, pairs = shape.layout, shape.turned
     size, head_size, group = layout.block_size, layout.head_size, layout.group

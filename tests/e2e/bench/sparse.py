@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
+from tests.e2e.bench import sparse_defaults
 from tests.e2e.bench.sparse_model import block_size, write_model
 from tests.e2e.bench.sparse_results import Group
 from tests.e2e.bench.sparse_side import Choice, Side
@@ -39,13 +42,15 @@ NOTHING = "ucm.sparse.base:SparseMethod"
 FULL_LENGTH = 16_384
 #: The budget, in tokens, at which blocks are counted at all lengths.
 HELD_BUDGET = 2_048
+#: The part of `sparse_defaults`, which shares engines among its points.
+DEFAULTS = "defaults"
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to measure; see the command's arguments."""
 
-    parts: Sequence[str] = ("decode", "full", "held")
+    parts: Sequence[str] = ("decode", "full", "held", DEFAULTS)
     lengths: Sequence[int] = LENGTHS
     budgets: Sequence[float] = BUDGETS
     methods: Sequence[str] = field(default_factory=known_methods)
@@ -63,10 +68,15 @@ def figures(release: str, plan: Plan | None = None) -> Iterator[Figure]:
     python = with_overlay(release).python
     write_model(python)
     bench = Bench(python)
-    for part in plan.parts:
-        PARTS[part](bench, plan)
+    for part, measure in PARTS.items():
+        if part in plan.parts:
+            measure(bench, plan)
     show(bench.groups)
     yield from goals(bench.groups)
+    if DEFAULTS in plan.parts:
+        pairs = list(sparse_defaults.measured(python, BUILD / "bench" / "sparse-defaults", plan.rounds))
+        Console(width=160).print(sparse_defaults.table(pairs))
+        yield from sparse_defaults.figures(pairs)
 
 
 class Bench:
@@ -161,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure a part."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.bench.sparse", description=__doc__)
     parser.add_argument("--release", default=RELEASE)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, DEFAULTS], default=[*PARTS, DEFAULTS])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
     parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="shares of the prompt, 0 to 1")
     parser.add_argument("--methods", nargs="+", default=known_methods())

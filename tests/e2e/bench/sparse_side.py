@@ -93,7 +93,7 @@ class Side(TimedEngine):
 
     def prefill(self) -> dict[str, Any]:
         """Compute the prompt; what ``sparse_decode.py`` tells of it."""
-        told: dict[str, Any] = self._call("prefill", prompt(self._length))
+        told: dict[str, Any] = self._call("prefill", [prompt(self._length)])
         return told
 
     def sample(self, number: int) -> Sample:

@@ -3,11 +3,15 @@
 Commands come and answers go as in ``ttft.py``. Scheduler and worker live in this process: a step is one call, nothing
 runs between two commands, and what the sparse method does is timed where it is called. An engine without a method is
 timed as a whole only.
+
+The engine runs in a child process, as vLLM's default has it: only there does UCM compile kernels
+(`ucm.sparse.compiled`).
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -18,7 +22,7 @@ from typing import Any
 # Before vLLM is imported.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-REQUEST = "measured"
+REQUEST = "measured-"
 ATTENTION, METHOD = "attention", "method"
 #: The calls of a method within a step, on either side.
 CALLS = (
@@ -73,6 +77,7 @@ class Engine:
 
         self._engine = LLM(**settings["engine"]).llm_engine
         self._params = SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True, detokenize=False)
+        self._requests: list[str] = []
         core = self._engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._watch: Stopwatch | None = None
@@ -80,25 +85,34 @@ class Engine:
             runner = core.model_executor.driver_worker.worker.model_runner
             self._watch = Stopwatch(runner._ucm_sparse_method, self._scheduler._ucm_sparse_method)
 
-    def prefill(self, prompt: list[int]) -> dict[str, Any]:
-        """Compute a prompt and the first token after it.
+    def prefill(self, prompts: list[list[int]], asked: object = None) -> dict[str, Any]:
+        """Compute prompts, and go on until each request has a token.
+
+        Args:
+            prompts: Tokens of each request.
+            asked: What they ask of the method, as ``ucm_sparse``; None for nothing.
 
         Returns:
-            The seconds, the most blocks that the request held after a step, and those after the last one.
+            The seconds, the most blocks that the requests held after a step, and those after the last one.
         """
         begin = time.perf_counter()
-        self._engine.add_request(REQUEST, {"prompt_token_ids": prompt}, self._params)
-        most = 0
-        while not self._engine.step():
+        params = self._params.clone()
+        params.extra_args = None if asked is None else {"ucm_sparse": asked}
+        self._requests = [f"{REQUEST}{number}" for number in range(len(prompts))]
+        for name, prompt in zip(self._requests, prompts, strict=True):
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        most, waiting = 0, set(self._requests)
+        while waiting:
+            waiting -= {output.request_id for output in self._engine.step()}
             most = max(most, self._held())
-        return {"seconds": time.perf_counter() - begin, "most": max(most, self._held()), "held": self._held()}
+        return {"seconds": time.perf_counter() - begin, "most": most, "held": self._held()}
 
     def decode(self, steps: int) -> dict[str, Any]:
         """So many decode steps.
 
         Returns:
             For each step its seconds, those in attention and those in the method (0 without one); the tokens; the
-            blocks that the request holds.
+            blocks that the requests hold.
         """
         told: dict[str, list[Any]] = {"step": [], ATTENTION: [], METHOD: [], "tokens": []}
         for _ in range(steps):
@@ -107,20 +121,21 @@ class Engine:
             begin = time.perf_counter()
             outputs = self._engine.step()
             told["step"].append(time.perf_counter() - begin)
-            told["tokens"] += list(outputs[0].outputs[0].token_ids)[-1:]
+            for output in outputs:
+                told["tokens"] += list(output.outputs[0].token_ids)[-1:]
             for name in (ATTENTION, METHOD):
                 told[name].append(self._watch.seconds[name] if self._watch else 0.0)
         return {**told, "held": self._held()}
 
     def finish(self) -> bool:
-        """End the request; whether all blocks are free again but the null block."""
-        self._engine.abort_request([REQUEST])
+        """End the requests; whether all blocks are free again but the null block."""
+        self._engine.abort_request(self._requests)
         while self._engine.has_unfinished_requests():
             self._engine.step()
         return self._held() == 0
 
     def _held(self) -> int:
-        """The blocks that the request holds, those included that a method has taken for it; it is alone."""
+        """The blocks that the requests hold, those included that a method has taken for them; no others run."""
         pool = self._scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
@@ -138,18 +153,31 @@ def bandwidth(mebibytes: int = 512, repeats: int = 5) -> float:
     return max(found)
 
 
-def main(settings: Path) -> None:
-    """Start the engine, say so, obey until the input ends."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as answers:
-        os.dup2(2, 1)
+def main(settings: Path, commands: int, answering: int) -> None:
+    """Start the engine, say so, obey until the input ends.
+
+    Args:
+        settings: The file with the engine's arguments.
+        commands: The descriptor from which commands come.
+        answering: The descriptor to which answers go.
+    """
+    with os.fdopen(answering, "w", encoding="utf-8", buffering=1) as answers, os.fdopen(commands) as lines:
         begin = time.perf_counter()
         engine = Engine(json.loads(settings.read_text(encoding="utf-8")))
         answers.write(json.dumps({"answer": time.perf_counter() - begin}) + "\n")
-        for line in sys.stdin:
+        for line in lines:
             name, *parameters = json.loads(line)
             call = bandwidth if name == "bandwidth" else getattr(engine, name)
             answers.write(json.dumps({"answer": call(*parameters)}) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    descriptors = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    # A fork, before anything has loaded torch: the child keeps the pipes.
+    child = multiprocessing.get_context("fork").Process(target=main, args=(Path(sys.argv[1]), *descriptors))
+    child.start()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    child.join()
+    sys.exit(child.exitcode)

@@ -1,8 +1,15 @@
 """Codes of keys: one sign per channel of a randomly rotated key, from which products with queries are estimated.
 
 Sources: signs of random projections as hash codes of vectors (Charikar, "Similarity Estimation Techniques from Rounding
-Algorithms", STOC 2002), which UCM's GSAOnDevice uses; the scale that makes the estimate unbiased, and queries of four
-bits whose products with codes are counts of differing bits (Gao, Long, "RaBitQ", SIGMOD 2024, arXiv:2405.12497).
+Algorithms", STOC 2002), which UCM's GSAOnDevice uses; the scale with which signs are closest to a vector, the mean of
+its absolute values (Rastegari et al., "XNOR-Net", ECCV 2016, arXiv:1603.05279); queries of four bits whose products
+with codes are counts of differing bits (Gao, Long, "RaBitQ", SIGMOD 2024, arXiv:2405.12497).
+
+RaBitQ has a larger scale, by about pi / 2, which makes the estimate of a product unbiased. A softmax over such
+estimates prefers keys whose product is overestimated. With the scale used here an estimate is the expected product,
+given the code, if a query has no preferred direction. On random keys, alone and in clusters, the best tenth of the
+blocks kept as much attention or up to 8 points more of what an oracle keeps. Blocks with an estimated 90 % of the
+attention held 62 to 90 %, depending on how peaked it was; with unbiased estimates, 38 to 90 %.
 
 Keys of trained models have much in common: a bias, as in Qwen2, or a mean that is longer than the differences between
 keys (Zhang et al., "SageAttention", arXiv:2410.02367). The signs of such keys are nearly all equal. So the mean of a
@@ -27,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucm.sparse.compiled import compile_kernel, for_engine, intrinsics
+from ucm.sparse.compiled import compile_kernel, for_engine
+from ucm.sparse.lanes import LANES, Lanes
 from ucm.sparse.topk.representatives import FEW, Representatives
 
 if TYPE_CHECKING:
@@ -37,7 +45,7 @@ if TYPE_CHECKING:
 
     from ucm.sparse.compiled import Threads
 
-    Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 #: The bits of codes to unpack at once, without a compiled kernel.
 UNPACKED_AT_ONCE = 1 << 26
@@ -59,7 +67,8 @@ class KeyCodes(Representatives):
         self._scales = keys.new_zeros((num_kv_heads, num_blocks, block_size), dtype=torch.bfloat16)
         #: ``[num_kv_heads, num_blocks, head_size]``
         self._means = keys.new_zeros((num_kv_heads, num_blocks, head_size), dtype=torch.bfloat16)
-        self._kernel = kernel_for_engine(words) if keys.device.type == "cpu" else None
+        whole = block_size % LANES == 0 and head_size % LANES == 0  # vLLM's on a CPU are
+        self._kernel = kernel_for_engine(words) if keys.device.type == "cpu" and whole else None
 
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
         """Compute the codes of some blocks from these keys."""
@@ -70,8 +79,7 @@ class KeyCodes(Representatives):
         turned = (beyond.flatten(0, 1) @ self._turn.expand(beyond.shape[0] * beyond.shape[1], -1, -1)).view(
             *beyond.shape[:3], -1
         )
-        # With this scale the estimated product of a key with itself is exact, and estimates are unbiased.
-        scales = beyond.square().sum(-1) / turned.abs().sum(-1).clamp(min=1e-20)
+        scales = turned.abs().mean(-1)
         # index_copy_ was measured to be ten times as fast as indexing on a CPU.
         self._codes.index_copy_(1, block_ids, packed(turned > 0).transpose(-1, -2).contiguous())
         self._scales.index_copy_(1, block_ids, scales.to(self._scales.dtype))
@@ -82,19 +90,17 @@ class KeyCodes(Representatives):
         rows, _, head_size = query.shape
         heads = len(self._means)
         wanted = query.float().view(rows, heads, -1, head_size).transpose(0, 1).contiguous() * head_size**-0.5
-        turned = wanted.flatten(1, 2) @ self._turn.expand(heads, -1, -1)
-        steps = turned.abs().amax(-1).clamp(min=1e-20) / TOP
-        levels = ((turned / steps[..., None] + TOP) / 2).round().int().clamp(0, TOP).view(*wanted.shape[:3], -1)
-        steps = steps.view(wanted.shape[:3])
+        turned = (wanted.flatten(1, 2) @ self._turn.expand(heads, -1, -1)).view(*wanted.shape[:3], -1)
         if self._kernel is None:
-            return self._unpacked(wanted, levels * 2 - TOP, steps, block_ids)
-        planes = packed((levels[..., None, :] >> _range(QUERY_BITS, levels)[:, None]) % 2 > 0)
-        return self._kernel(self._codes, self._scales, self._means, wanted, planes, steps, block_ids)
+            return self._unpacked(wanted, turned, block_ids)
+        return self._kernel(self._codes, self._scales, self._means, wanted, turned, block_ids)
 
-    def _unpacked(self, wanted: Tensor, levels: Tensor, steps: Tensor, block_ids: Tensor) -> Tensor:
+    def _unpacked(self, wanted: Tensor, turned: Tensor, block_ids: Tensor) -> Tensor:
         """Compute the kernel's result with torch operations, unpacking the codes of some blocks at a time."""
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
+        steps = turned.abs().amax(-1).clamp(min=LEAST) / TOP
+        levels = ((turned / steps[..., None] + TOP) / 2).round().int().clamp(0, TOP) * 2 - TOP
         heads, _, words, size = self._codes.shape
         some = block_ids.split(max(1, UNPACKED_AT_ONCE // (heads * words * WORD * size * len(block_ids))), 1)
         found = []
@@ -156,10 +162,8 @@ WORD = 64
 QUERY_BITS = 4
 #: The largest level that these bits express; levels are the odd numbers from its negative to it.
 TOP = (1 << QUERY_BITS) - 1
-#: A weight below this power of two vanishes in a float32 sum with 1.
-LEAST_POWER = -126.0
-#: The Taylor series of ``2 ** x`` for ``x`` from 0 to 1, to the fourth order; its error is at most 6e-5.
-SERIES = tuple(math.log(2) ** n / math.factorial(n) for n in range(5))
+#: The least greatest channel of a query, so that a query of zeros has levels.
+LEAST = 1e-20
 
 
 def kernel_for_engine(words: int) -> Kernel | None:
@@ -171,16 +175,17 @@ def kernel_for_engine(words: int) -> Kernel | None:
 def cpu_kernel(words: int) -> Kernel | None:
     """Compile the kernel for codes of this many words, which takes half a second.
 
+    The sizes of blocks and heads are multiples of `LANES`.
+
     Returns:
-        ``kernel(codes, scales, means, query, planes, steps, block_ids)``, or None without numba. Its arguments are
+        ``kernel(codes, scales, means, query, turned, block_ids)``, or None without numba. Its arguments are
         contiguous tensors on the CPU:
 
         - ``codes``: ``[num_kv_heads, num_blocks, words, block_size]``, int64
         - ``scales``: ``[num_kv_heads, num_blocks, block_size]``, bfloat16
         - ``means``: ``[num_kv_heads, num_blocks, head_size]``, bfloat16
         - ``query``: ``[num_kv_heads, rows, group, head_size]``, float32, with the attention's scale applied
-        - ``planes``: ``[num_kv_heads, rows, group, QUERY_BITS, words]``, int64: the bits of the query's levels
-        - ``steps``: ``[num_kv_heads, rows, group]``, float32: half the distance of two levels
+        - ``turned``: ``[num_kv_heads, rows, group, 64 * words]``, float32: the query, rotated as the keys
         - ``block_ids``: ``[rows, blocks]``, int64
 
         It returns ``[num_kv_heads, rows, group, blocks]``, float32: the logarithm of the sum of each block's estimated
@@ -191,67 +196,79 @@ def cpu_kernel(words: int) -> Kernel | None:
         return None
 
     def kernel(
-        codes: Tensor, scales: Tensor, means: Tensor, query: Tensor, planes: Tensor, steps: Tensor, block_ids: Tensor
+        codes: Tensor, scales: Tensor, means: Tensor, query: Tensor, turned: Tensor, block_ids: Tensor
     ) -> Tensor:
         heads, rows, group, head_size = query.shape
         blocks = block_ids.shape[1]
         found = query.new_empty((heads, rows, group, blocks))
-        tensors = (codes, scales, means, query, planes, steps, block_ids.contiguous(), found)
+        tensors = (codes, scales, means, query, turned, block_ids.contiguous(), found)
         run(*tensors, heads, codes.shape[1], codes.shape[3], head_size, rows, group, blocks)
         return found
 
     return kernel
 
 
-def _kernel(numba: Any, words: int, threads: Threads) -> Any:
+def _kernel(numba: Any, words: int, threads: Threads) -> Any:  # noqa: C901 - functions that numba compiles
     """Return one thread's part of the work for numba to compile; it uses only its own names and constants."""
-    of = intrinsics(numba)
-    ones, as_float, at, thread, count = of.ones, of.as_float, of.at, threads.own, threads.count
-    carray, num_planes, top = numba.carray, QUERY_BITS, np.float32(TOP * words * WORD)
-    lowest, least, log2e = np.finfo(np.float32).min, np.float32(LEAST_POWER), np.float32(1 / math.log(2))
-    c0, c1, c2, c3, c4 = map(np.float32, SERIES)
+    of = Lanes(half=True)
+    load, store, number, whole, put, read = of.load, of.store, of.number, of.whole, of.put, of.reading(1)
+    splat, add, sub, mul, fma = of.splat, of.add, of.sub, of.mul, of.fma
+    greater, greatest, total, exp2, apart = of.greater, of.greatest, of.total, of.exp2, of.bits_apart(words, QUERY_BITS)
+    carray, thread, count = numba.carray, threads.own, threads.count
+    num_planes, bits, levels, query_bytes = QUERY_BITS, words * WORD, np.float32(TOP), 8 * QUERY_BITS * words
+    top, nothing, half, tiny = np.float32(TOP * words * WORD), np.float32(0), np.float32(0.5), np.float32(LEAST)
+    lowest, log2e = np.finfo(np.float32).min, np.float32(1 / math.log(2))
+
+    @numba.njit(fastmath=True)  # type: ignore[untyped-decorator] # numba has no types here
+    def prepare(turned: Any, planes: Any) -> Any:
+        """Round a query to levels, write their bits, and return half the distance of two levels."""
+        largest = tiny
+        for bit in range(bits):
+            largest = max(largest, abs(number(turned + 4 * bit)))
+        step = largest / levels
+        planes[:] = 0
+        for bit in range(bits):
+            level = np.int64(np.rint((number(turned + 4 * bit) / step + levels) * half))
+            for plane in range(num_planes):
+                planes[plane, bit // 64] |= (level >> plane & 1) << (bit % 64)
+        return step
 
     def score(given: Any) -> None:
-        a = carray(given, 15)
-        heads, num_blocks, size, head_size, rows, group, blocks = a[8], a[9], a[10], a[11], a[12], a[13], a[14]
-        codes = carray(at(a[0]), (heads, num_blocks, words, size), np.int64)
-        scales = carray(at(a[1]), (heads, num_blocks, size), np.int16)
-        means = carray(at(a[2]), (heads, num_blocks, head_size), np.int16)
-        query = carray(at(a[3]), (heads, rows, group, head_size), np.float32)
-        planes = carray(at(a[4]), (heads, rows, group, num_planes, words), np.int64)
-        steps = carray(at(a[5]), (heads, rows, group), np.float32)
-        block_ids = carray(at(a[6]), (rows, blocks), np.int64)
-        found = carray(at(a[7]), (heads, rows, group, blocks), np.float32)
-        estimates = np.empty(size, np.float32)
-        parts = heads * rows * blocks
+        a = carray(given, 14)
+        heads, num_blocks, size, head_size, rows, group, blocks = a[7], a[8], a[9], a[10], a[11], a[12], a[13]
+        estimates, steps = np.empty(size, np.float32), np.empty(group, np.float32)
+        planes = np.empty((group, num_planes, words), np.int64)
+        to, planes_at = estimates.ctypes.data, planes.ctypes.data
+        parts, prepared = heads * rows * blocks, np.int64(-1)
         for part in range(parts * thread() // count(), parts * (thread() + 1) // count()):
-            head, row, place = part // (rows * blocks), part // blocks % rows, part % blocks
-            block = block_ids[row, place]
+            first = part // blocks * group  # the first query of this head and row
+            if first != prepared:
+                for one in range(group):
+                    steps[one] = prepare(a[4] + 4 * bits * (first + one), planes[one])
+                prepared = first
+            block = part // (rows * blocks) * num_blocks + whole(a[5] + 8 * (part % (rows * blocks)))
+            codes, scales, means = 8 * words * size * block, 2 * size * block, 2 * head_size * block
+            codes, scales, means = a[0] + codes, a[1] + scales, a[2] + means
             for one in range(group):
-                step = steps[head, row, one] * log2e
-                most = lowest
-                for token in range(size):
-                    apart = np.int64(0)
-                    for word in range(words):
-                        code = codes[head, block, word, token]
-                        for plane in range(num_planes):
-                            apart += ones(code ^ planes[head, row, one, plane, word]) << plane
-                    # A bfloat16 is the upper half of a float32.
-                    scale = as_float(np.int64(scales[head, block, token]) << 16)
-                    estimate = (top - np.float32(2 * apart)) * scale * step
-                    estimates[token] = estimate
-                    most = max(most, estimate)
-                total = np.float32(0)
-                for token in range(size):
-                    power = max(estimates[token] - most, least)
-                    whole = np.floor(power)
-                    rest = power - whole
-                    fraction = c0 + rest * (c1 + rest * (c2 + rest * (c3 + rest * c4)))
-                    total += fraction * as_float((np.int64(whole) + 127) << 23)
-                of_mean = np.float32(0)
-                for channel in range(head_size):
-                    mean = as_float(np.int64(means[head, block, channel]) << 16)
-                    of_mean += query[head, row, one, channel] * mean
-                found[head, row, one, place] = of_mean + (most + np.log2(total)) / log2e
+                query, step, plane_at = first + one, splat(steps[one] * log2e), planes_at + query_bytes * one
+                most_of = splat(lowest)
+                for token in range(0, size, LANES):
+                    # A bit of plane n that differs takes 2 ** (n + 1) from the greatest product of levels and signs.
+                    differ = apart(codes + 8 * token, 8 * size, plane_at)
+                    product = mul(sub(splat(top), add(differ, differ)), read(scales + 2 * token))
+                    estimate = mul(product, step)
+                    store(to + 4 * token, estimate)
+                    most_of = greater(most_of, estimate)
+                most = greatest(most_of)
+                weights, of_mean = splat(nothing), splat(nothing)
+                for token in range(0, size, LANES):
+                    weights = add(weights, exp2(sub(load(to + 4 * token), splat(most))))
+                wanted = a[3] + 4 * head_size * query
+                for channel in range(0, head_size, LANES):
+                    of_mean = fma(load(wanted + 4 * channel), read(means + 2 * channel), of_mean)
+                put(
+                    a[6] + 4 * (query * blocks + part % blocks),
+                    total(of_mean) + (most + np.log2(total(weights))) / log2e,
+                )
 
     return score

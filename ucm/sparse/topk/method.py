@@ -13,6 +13,7 @@ cache after the first step in which the block is full.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from time import perf_counter
@@ -27,7 +28,7 @@ from ucm.sparse.base import Role, SparseMethod
 from ucm.sparse.needed_hooks import require_hooks
 from ucm.sparse.options import MethodOptions, parse_options, plain_options
 from ucm.sparse.own_blocks import keep_apart
-from ucm.sparse.steering import parse_asked
+from ucm.sparse.steering import RequestOptions, parse_asked
 from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.representatives import KeyBounds
 from ucm.sparse.topk.selection import (
@@ -59,19 +60,28 @@ class BlockTopKOptions(MethodOptions):
 
     Attributes:
         token_budget: Tokens that a decode step reads of each request in a layer, in full blocks; a request with fewer
-            is dense. A request may have its own budget (`ucm.sparse.steering`).
+            is dense. A request may have its own budget, share and top-p (`ucm.sparse.steering`).
+        budget_share: The share of its context that a decode step reads of a request if that is more than
+            `token_budget`, rounded down to blocks; None for `token_budget` at any length.
+        top_p: The estimated share of attention at which a step stops to choose blocks within its budget; 1 for the
+            whole budget. Only with ``codes``: bounds do not estimate attention. See
+            `ucm.sparse.topk.selection.blocks_for_mass`.
         min_context: Tokens below which a request is dense, even if it has more than its budget.
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
         recent_tokens: Tokens before the newest that are always read; rounded up to whole blocks.
         dense_layers: The number of first layers that read everything.
+        dense_last_layers: The number of last layers that read everything.
         selector: How blocks are ranked: by ``bounds`` of each block's keys, or ``codes`` of each key.
     """
 
     token_budget: int = Field(default=2048, ge=1, description="a number of tokens, 1 or more")
+    budget_share: float | None = Field(default=None, gt=0, lt=1, description="a share of the context, between 0 and 1")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="a share of the attention, above 0, at most 1")
     min_context: int = Field(default=0, ge=0, description="a number of tokens, 0 or more")
     sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
     recent_tokens: int = Field(default=64, ge=0, description="a number of tokens, 0 or more")
     dense_layers: int = Field(default=2, ge=0, description="a number of layers, 0 or more")
+    dense_last_layers: int = Field(default=0, ge=0, description="a number of layers, 0 or more")
     selector: Literal["bounds", "codes"] = Field(default="bounds", description="`bounds` or `codes`")
 
 
@@ -108,6 +118,8 @@ class BlockTopK(SparseMethod):
         require_hooks(self._name, self.needed_hooks)
         self._options = parse_options(self.options_type, self._name, options)
         self._logger = get_logger(__name__)
+        #: The first of the last layers that are dense.
+        self._first_last = sys.maxsize
         self._planner: SelectionPlanner | None = None
         self._representatives: dict[str, Representatives] = {}
         self._batch: StepBatch | None = None
@@ -122,6 +134,8 @@ class BlockTopK(SparseMethod):
         self._causes: set[str] = set()
         self._restricted: set[str] = set()
         self.counts: Counter[str] = Counter()
+        #: The tokens of ``blocks_read`` that top-p has left out since `_settle`, on the attention's device.
+        self._spared: Tensor | None = None
         self.select_seconds = 0.0
 
     @classmethod
@@ -144,17 +158,27 @@ class BlockTopK(SparseMethod):
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
         self.attention.require_engine()
-        model = getattr(self.vllm_config, "model_config", None)
-        layers = getattr(getattr(model, "hf_text_config", None), "num_hidden_layers", None)
-        if layers is not None and self._options.dense_layers >= layers:
-            raise ConfigError(
-                f"{self._options.dense_layers} dense layers leave none of the model's {layers} to restrict",
-                where=f"ucm_sparse_config.{self._name}.dense_layers",
-                fix=f"let it be {layers - 1} or fewer",
-            )
+        self._require_restricted_layers()
         block_size = getattr(self.vllm_config.cache_config, "block_size", None)
         if block_size:
             self._budget(int(block_size))
+
+    def _require_restricted_layers(self) -> None:
+        """Check the number of dense layers, and note where the last ones begin."""
+        options, layers = self._options, num_layers(self.vllm_config)
+        if options.dense_last_layers:
+            place = f"ucm_sparse_config.{self._name}.dense_last_layers"
+            if layers is None:
+                raise ConfigError("the model does not say how many layers it has", where=place, fix="let it be 0")
+            self._first_last = layers - options.dense_last_layers
+        dense = options.dense_layers + options.dense_last_layers
+        if layers is not None and dense >= layers:
+            both = " and dense_last_layers" if options.dense_last_layers else ""
+            raise ConfigError(
+                f"{dense} dense layers leave none of the model's {layers} to restrict",
+                where=f"ucm_sparse_config.{self._name}.dense_layers{both}",
+                fix=f"let it be {layers - 1} or fewer" + (" together" if both else ""),
+            )
 
     def layer_seen(self, layer_name: str) -> None:
         """Refuse an unsupported layer."""
@@ -236,7 +260,7 @@ class BlockTopK(SparseMethod):
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`."""
-        size = self._planner.budget.block_size if self._planner is not None else 0
+        size = self._settle()
         outcomes = ("restricted", "opted_out", "refused", "failed")
         return {
             **{f"requests.{outcome}": self.counts[f"requests_{outcome}"] for outcome in outcomes},
@@ -248,6 +272,7 @@ class BlockTopK(SparseMethod):
 
     def summary(self) -> str:
         """Return the counters so far, in one line."""
+        self._settle()
         counts = self.counts
         share = counts["blocks_read"] / max(1, counts["blocks_held"])
         return (
@@ -257,6 +282,14 @@ class BlockTopK(SparseMethod):
             f"{counts['failures']} failures, {counts['requests_opted_out']} because they asked for it, "
             f"{counts['requests_refused']} whose options could not be honoured"
         )
+
+    def _settle(self) -> int:
+        """Subtract what top-p has left out from ``blocks_read``, which waits for the device; return the block size."""
+        size = self._planner.budget.block_size if self._planner is not None else 0
+        if self._spared is not None:
+            self.counts["blocks_read"] -= int(self._spared) // size
+            self._spared = None
+        return size
 
     def _restrict(
         self, plan: SelectionPlan, layer_name: str, query: Tensor, key: Tensor, kv_cache: Tensor, attn_metadata: Any
@@ -271,10 +304,11 @@ class BlockTopK(SparseMethod):
         for block_ids, fresh in tables.fresh:
             made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
         wanted = made.shares(query[tables.tokens], tables.candidates, tables.hidden)
-        chosen = tables.choose(self.attention.sum_over_ranks(wanted))
-        found = self.attention.restricted(
-            layer_name, attn_metadata, chosen, tables.seq_lens, tables.max_seq_len, tables.split
-        )
+        chosen, lens = tables.choose(self.attention.sum_over_ranks(wanted))
+        found = self.attention.restricted(layer_name, attn_metadata, chosen, lens, tables.max_seq_len, tables.split)
+        if plan.top_p is not None:
+            spared = (tables.seq_lens - lens).sum()
+            self._spared = spared if self._spared is None else self._spared + spared
         self.counts["blocks_read"] += int(plan.totals.sum())
         self.counts["blocks_held"] += int(plan.blocks.sum())
         return found
@@ -292,8 +326,8 @@ class BlockTopK(SparseMethod):
         self._steered.add(request_id)
         try:
             options = parse_asked(asked)
-            if options is not None and options.token_budget is not None:
-                planner.give(request_id, self._budget(planner.budget.block_size, options.token_budget))
+            if options is not None and options != RequestOptions():
+                planner.give(request_id, self._budget(planner.budget.block_size, options))
         except ConfigError as error:
             self.counts["requests_refused"] += 1
             self.complaints.tell(request_id, error, "it is dense")
@@ -349,11 +383,26 @@ class BlockTopK(SparseMethod):
                 exc_info=error,
             )
 
-    def _budget(self, block_size: int, token_budget: int | None = None) -> BlockBudget:
-        """Return the budget of a decode, optionally with a request's own token budget."""
+    def _budget(self, block_size: int, asked: RequestOptions | None = None) -> BlockBudget:
+        """Return the budget of a decode, optionally with what its request asks for.
+
+        A request that names its tokens reads these, whatever the method's share of the context is.
+        """
         options = self._options
+        token_budget, share, top_p = None, options.budget_share, options.top_p
+        if asked is not None:
+            token_budget = asked.token_budget
+            share = asked.budget_share or (share if token_budget is None else None)
+            top_p = asked.top_p or top_p
+        if top_p < 1 and options.selector == "bounds":
+            raise ConfigError(
+                "bounds do not estimate how much attention blocks hold",
+                where=f"ucm_sparse_config.{self._name}.top_p" if asked is None else f"extra_args.{KEY}.top_p",
+                fix="leave top_p out, or start vLLM with `selector: codes`",
+            )
         tokens = token_budget or options.token_budget
-        budget = BlockBudget.of_tokens(block_size, tokens, options.sink_tokens, options.recent_tokens)
+        always = options.sink_tokens, options.recent_tokens
+        budget = BlockBudget.of_tokens(block_size, tokens, *always, share or 0.0, top_p)
         if budget.chosen < 1:
             fix = f"let it be {budget.least_tokens} or more"
             raise ConfigError(
@@ -366,7 +415,14 @@ class BlockTopK(SparseMethod):
 
     def _is_dense(self, layer_name: str) -> bool:
         number = re.search(r"\.(\d+)\.", layer_name)
-        return number is not None and int(number[1]) < self._options.dense_layers
+        return number is not None and not self._options.dense_layers <= int(number[1]) < self._first_last
+
+
+def num_layers(vllm_config: Any) -> int | None:
+    """Return the number of layers of the served (text) model; None if its configuration does not say."""
+    model = getattr(vllm_config, "model_config", None)
+    found: int | None = getattr(getattr(model, "hf_text_config", None), "num_hidden_layers", None)
+    return found
 
 
 class GSAOnDevice(BlockTopK):

@@ -28,18 +28,30 @@ class BlockBudget:
         sinks: The number of first blocks, which are always read.
         recent: The number of last blocks, which are always read; the last one may be incomplete.
         total: The number of all blocks that are read.
+        share: The share of a request's blocks that is read if that is more; 0 for `total` at any length.
+        top_p: The estimated share of attention at which fewer blocks are enough; 1 for all blocks of the budget.
     """
 
     block_size: int
     sinks: int
     recent: int
     total: int
+    share: float = 0.0
+    top_p: float = 1.0
 
     @classmethod
-    def of_tokens(cls, block_size: int, token_budget: int, sink_tokens: int, recent_tokens: int) -> BlockBudget:
+    def of_tokens(
+        cls,
+        block_size: int,
+        token_budget: int,
+        sink_tokens: int,
+        recent_tokens: int,
+        share: float = 0.0,
+        top_p: float = 1.0,
+    ) -> BlockBudget:
         """Convert tokens to whole blocks; sinks and recent tokens are rounded up, the budget down."""
         recent = -(-recent_tokens // block_size) + 1
-        return cls(block_size, -(-sink_tokens // block_size), recent, token_budget // block_size)
+        return cls(block_size, -(-sink_tokens // block_size), recent, token_budget // block_size, share, top_p)
 
     @property
     def chosen(self) -> int:
@@ -130,8 +142,9 @@ class SelectionPlan:
         rows: ``[sparse]``, int64: the indices of the sparse rows among the pieces.
         tokens: ``[sparse]``, int64: the indices of their queries among the step's tokens.
         blocks: ``[sparse]``, int64: the number of blocks that each row has.
-        totals: ``[sparse]``, int64: the number of blocks that each row reads: that of `budget`, unless its request has
-            a budget of its own.
+        totals: ``[sparse]``, int64: the number of blocks that each row reads, or with a top-p the most that it reads.
+        top_p: ``[sparse]``, float64: the share of attention at which fewer blocks are enough; None if each row reads
+            its whole budget.
         seq_lens: ``[pieces]``, int32: the number of tokens that each piece reads.
         dense_blocks: The largest number of blocks of a dense piece; 0 if there is none.
         missing: ``[sparse, 2]``, int64: for each sparse row, the first and the end position of the blocks whose
@@ -146,6 +159,7 @@ class SelectionPlan:
     tokens: NDArray[np.int64]
     blocks: NDArray[np.int64]
     totals: NDArray[np.int64]
+    top_p: NDArray[np.float64] | None
     seq_lens: NDArray[np.int32]
     dense_blocks: int
     missing: NDArray[np.int64]
@@ -171,7 +185,7 @@ class SelectionPlanner:
     def __init__(self, budget: BlockBudget, min_context: int = 0) -> None:
         self.budget = budget
         self._min_context = min_context
-        self._own_totals: dict[str, int] = {}
+        self._own: dict[str, BlockBudget] = {}
         self._made: dict[str, int] = {}
 
     def give(self, request_id: str, budget: BlockBudget) -> None:
@@ -179,9 +193,9 @@ class SelectionPlanner:
 
         Args:
             request_id: The request.
-            budget: Its budget; only its total may differ from the planner's.
+            budget: Its budget; sinks and recent blocks are the planner's.
         """
-        self._own_totals[request_id] = budget.total
+        self._own[request_id] = budget
 
     def plan(self, batch: StepBatch, excluded: set[str]) -> SelectionPlan | None:
         """Return the sparse rows of a step, or None if all rows are dense.
@@ -195,7 +209,8 @@ class SelectionPlanner:
             self._set_back(batch, int(row))
         totals = self._totals(batch)
         pieces = self._pieces(batch, totals)
-        blocks, totals = -(-pieces.ends // budget.block_size), totals[pieces.rows]
+        blocks = -(-pieces.ends // budget.block_size)
+        totals = self._longer(batch, pieces, blocks, totals[pieces.rows])
         sparse = (pieces.begins + 1 == pieces.ends) & (pieces.begins >= batch.num_prompt_tokens[pieces.rows])
         sparse &= (blocks > totals) & (pieces.ends >= self._min_context)
         if excluded:
@@ -219,6 +234,7 @@ class SelectionPlanner:
             tokens=(counts.cumsum() - counts)[rows],
             blocks=blocks[rows],
             totals=totals[rows],
+            top_p=self._top_p(request_ids),
             seq_lens=lens.astype(np.int32),
             dense_blocks=int(dense.max()) if len(dense) else 0,
             missing=missing,
@@ -247,10 +263,25 @@ class SelectionPlanner:
 
     def _totals(self, batch: StepBatch) -> NDArray[np.int64]:
         """Return the number of blocks that a decode of each request reads, ``[num_reqs]``."""
-        total = self.budget.total
-        if not self._own_totals:
-            return np.full(len(batch.request_ids), total, np.int64)
-        return np.array([self._own_totals.get(request_id, total) for request_id in batch.request_ids], np.int64)
+        return np.array([self._of(request_id).total for request_id in batch.request_ids], np.int64)
+
+    def _longer(
+        self, batch: StepBatch, pieces: QueryPieces, blocks: NDArray[np.int64], totals: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the blocks that each piece reads, with the shares of longer contexts: it depends on positions only."""
+        if not self.budget.share and not self._own:
+            return totals
+        shares = np.array([self._of(request_id).share for request_id in batch.request_ids])
+        found: NDArray[np.int64] = np.maximum(totals, (blocks * shares[pieces.rows]).astype(np.int64))
+        return found
+
+    def _top_p(self, request_ids: Sequence[str]) -> NDArray[np.float64] | None:
+        """Return the top-p of each request; None if none has one."""
+        found = np.array([self._of(request_id).top_p for request_id in request_ids])
+        return found if (found < 1).any() else None
+
+    def _of(self, request_id: str) -> BlockBudget:
+        return self._own.get(request_id, self.budget)
 
     def _dense_tokens(self, totals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the largest number of tokens with which each request is dense, ``[num_reqs]``."""
@@ -285,7 +316,7 @@ class SelectionPlanner:
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended."""
         self.forget_made(request_id)
-        self._own_totals.pop(request_id, None)
+        self._own.pop(request_id, None)
 
     def forget_made(self, request_id: str) -> None:
         """Forget the representatives of a request."""
@@ -343,6 +374,10 @@ class RestrictedTables:
         self.hidden = None
         if len(set(plan.blocks.tolist())) > 1:
             self.hidden = torch.arange(self.candidates.shape[1], device=device) >= last[:, None]
+        self._block_size = budget.block_size
+        self._top_p = None if plan.top_p is None else torch.from_numpy(plan.top_p).to(device)[:, None]
+        if self._top_p is not None:
+            self._chosen = torch.from_numpy(chosen).to(device)[:, None]
         self.tokens = torch.from_numpy(plan.tokens).to(device)
         self.seq_lens = torch.from_numpy(plan.seq_lens).to(device)
         self.max_seq_len = int(plan.seq_lens.max())
@@ -354,22 +389,28 @@ class RestrictedTables:
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
 
-    def choose(self, scores: Tensor) -> Tensor:
-        """Return the block table of a layer: sinks, the best candidates in the order of their positions, recent blocks.
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a layer reads: sinks, the best candidates in the order of their positions, recent blocks.
 
         Args:
             scores: ``[sparse, candidates]``, int64: the score of each candidate, summed over the heads of all ranks.
 
         Returns:
-            ``[pieces, blocks]``, int32. Dense rows are complete. Entries beyond a row's length are valid block ids.
+            The block table, ``[pieces, blocks]``, int32: dense rows are complete, and entries beyond a row's length are
+            valid block ids. And the number of tokens of each piece in these blocks, ``[pieces]``, int32: `seq_lens`,
+            unless a top-p has left blocks out.
         """
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-        scores = ranked(scores)
+        lens, most, own = self.seq_lens, self._most_chosen, self._chosen
+        order = ranked(scores)
         if self.hidden is not None:
-            scores = scores.masked_fill(self.hidden, -1)
-        most, own = self._most_chosen, self._chosen
-        best = scores.topk(most, -1, sorted=own is not None).indices
+            order = order.masked_fill(self.hidden, -1)
+        best = order.topk(most, -1, sorted=own is not None).indices
+        if self._top_p is not None and own is not None:
+            enough = blocks_for_mass(scores, best, self._top_p).minimum(own)
+            spared = ((own - enough) * self._block_size)[:, 0].to(lens.dtype)
+            own, lens = enough, lens.index_add(0, self._rows, spared, alpha=-1)
         if own is not None:  # a row that chooses fewer blocks gets the last candidate in the surplus entries
             places = torch.arange(most, device=best.device)
             best = best.masked_fill(places >= own, self.candidates.shape[1] - 1)
@@ -380,7 +421,32 @@ class RestrictedTables:
             left_out = (columns >= self._sinks.shape[1] + own) * (most - own)
             table = table.gather(1, (columns + left_out).clamp(max=table.shape[1] - 1))
         if self._dense is None:
-            return table
+            return table, lens
         whole = self._dense.clone()
         whole[self._rows, : table.shape[1]] = table
-        return whole
+        return whole, lens
+
+
+def blocks_for_mass(shares: Tensor, best: Tensor, top_p: Tensor) -> Tensor:
+    """Return how many of the best blocks hold a share of the attention, as a selector estimates it.
+
+    Source: Lin et al., "Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning" (arXiv:2502.02770): a
+    budget follows from the attention, as top-p sampling follows from probabilities.
+
+    The estimate is the mean over the heads of all ranks of the share that each head gives to the blocks to choose from.
+    Sinks and recent blocks, which are read anyway, do not count, so at least this share of the estimated attention over
+    the whole context is read. It is no bound of the true attention: an estimate by codes is right on average, and too
+    high where few keys have most of the attention; a single head may keep less than the mean; and attention does not
+    say how much the values behind it matter.
+
+    Args:
+        shares: ``[rows, blocks]``, int64: see `ucm.sparse.topk.representatives.shares`; 0 for padding.
+        best: ``[rows, n]``, int64: the indices of the best of them, in descending order.
+        top_p: ``[rows, 1]``, float64: the share, above 0; 1 or more asks for all ``n``.
+
+    Returns:
+        ``[rows, 1]``, int64, from 1 to ``n``; equal on all ranks, because the shares are integers.
+    """
+    needed = (shares.sum(-1, keepdim=True).double() * top_p).masked_fill(top_p >= 1, float("inf"))
+    held = shares.gather(-1, best).cumsum(-1)
+    return (held.double() < needed).sum(-1, keepdim=True).clamp(max=best.shape[1] - 1) + 1
