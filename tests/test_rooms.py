@@ -30,6 +30,7 @@ ROOMS = {
 RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
 #: Modules that need an extra of pyproject.toml; they are imported only if configured.
 OPTIONAL = {
+    "ucm/store/authentication.py": {"blake3"},
     "ucm/store/redis_wire.py": {"redis"},
     "ucm/store/s3_client.py": {"obstore"},
     **{f"ucm/testing/{name}.py": {"pytest"} for name in ("conformance", "conformance_saving")},

@@ -23,7 +23,7 @@ from ucm.config.validation import problems_of
 from ucm.config.yaml_file import read_yaml
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
-from ucm.store.config import OURS, pipeline_parts
+from ucm.store.config import OURS, StoreConfig, pipeline_parts
 from ucm.store.posix.paths import distrust, group_id
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
             _look_at_media(partly, written, out, top, make=make)
         return None
     check_tier_options(store, out, top)
-    return store.model_copy(update=_look_at_media(store, written, out, top, make=make))
+    key_file = authentication_key_file(store, out, top)
+    return store.model_copy(update={**_look_at_media(store, written, out, top, make=make), **key_file})
 
 
 def rename_former(written: Any, out: Translation, top: Place) -> Any:
@@ -157,6 +158,23 @@ def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> No
             continue
         if is_tier(back_end):
             _validated(back_end.Options, store.tiers.get(name, {}), ("store", "tiers", name), out, top)
+
+
+def authentication_key_file(store: StoreSettings, out: Translation, top: Place) -> dict[str, str]:
+    """Return the setting that names the authentication key, with an absolute path; note a key that cannot be used."""
+    written = store.authentication_key_file
+    if written is None:
+        return {}
+    from ucm.store.factory import authenticator_of  # noqa: PLC0415 - most configurations need none of it
+
+    place, _ = out.origin(("store", "authentication_key_file"), top)
+    try:
+        path = str(Path.cwd() / expand(written, place))
+        authenticator_of(StoreConfig(authentication_key_file=path))
+    except ConfigError as error:
+        out.problems.append(wrong(place, error.what, error.fix, written))
+        return {}
+    return {"authentication_key_file": path}
 
 
 def _no_store(top: Place) -> ConfigError:

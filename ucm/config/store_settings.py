@@ -60,6 +60,7 @@ class StoreSettings(BaseModel):
     dram_capacity: Size | None = StoreConfig.dram_capacity_bytes
     dram_capacity_fraction: float = Field(default=StoreConfig.dram_capacity_fraction, gt=0, le=1)
     trusted_group: str | int | None = StoreConfig.trusted_group
+    authentication_key_file: str | None = StoreConfig.authentication_key_file
     fsync: bool = StoreConfig.fsync
     direct_io: bool = StoreConfig.direct_io
     load_threads: int = Field(default=StoreConfig.load_threads, ge=1, le=256)

@@ -27,6 +27,7 @@ CHECK, SPARSE, BLENDING = "configuration", "sparse settings", "blending"
 #: The prefix of the name of a tier's check.
 TIER = "tier"
 _WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
+MEMORY, _IN_MEMORY = "memory tier", frozenset({"Dram", "Cache"})
 NEEDS_AN_ENGINE = "not checked, because that needs an engine: the model, its weights, vLLM's own settings"
 
 
@@ -56,6 +57,7 @@ def check_config(file: Path) -> list[Finding]:
         what = f"{file} can be used: connector {config.connector}, store {config.store.pipeline}"
         findings = [
             Finding(CHECK, Status.OK, what, (*notices, *_remarks(config), NEEDS_AN_ENGINE)),
+            *_check_memory(config, file),
             *_ask_tiers(config),
         ]
         sparse = check_sparse(extra, file)
@@ -91,6 +93,32 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
         "name BlendConnector in --kv-transfer-config: the other connectors refuse these settings",
     )
     return [Finding(BLENDING, Status.OK, what, details)]
+
+
+def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
+    """Say what the Dram tier's directory holds; nothing if there is none yet."""
+    root = config.store.dram_directory
+    if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
+        return []
+    from ucm.config.units import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
+    from ucm.store.inventory import take_stock_of_memory  # noqa: PLC0415 - likewise
+
+    try:
+        stock = take_stock_of_memory(root)
+    except OSError as error:
+        return [Finding(MEMORY, Status.WARNING, f"{root} cannot be read: {error.strerror}")]
+    held = f"{_many(stock.blocks, 'block')} in {_many(stock.segments, 'segment')}"
+    what = f"{root} holds {held} of {format_size(stock.nbytes)} in all"
+    if not stock.former:
+        return [Finding(MEMORY, Status.OK, what)]
+    taken = f"{'takes' if stock.former == 1 else 'take'} {format_size(stock.former_nbytes)} that no engine uses"
+    details = (f"{_many(stock.former, 'file')} of an earlier release {taken}",)
+    todo = (f"{sys.executable} -m ucm.cli store gc --config {file} --tier dram",)
+    return [Finding(MEMORY, Status.WARNING, what, details, todo)]
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
@@ -163,6 +191,11 @@ def _remarks(config: ConnectorConfig) -> list[str]:
         for directory in store.directories
         if not Path(directory).exists()
     ]
+    if store.authentication_key_file is not None:
+        from ucm.store.factory import authenticator_of  # noqa: PLC0415 - few configurations need it, and what it needs
+
+        found = authenticator_of(store.as_store_config())
+        said.append(f"blocks are authenticated; the key's fingerprint is {found.fingerprint.hex() if found else None}")
     if store.directories and store.posix_capacity is None:
         said.append("posix_capacity is not set, so blocks are never evicted")
     return said

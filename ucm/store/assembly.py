@@ -6,13 +6,12 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.errors import IncompleteBlockError, StoreError
-from ucm.store.format import sums_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.store.base import BlockKey, BlockTransfer
-    from ucm.store.format import HeaderCodec
+    from ucm.store.format import HeaderCodec, Seal
     from ucm.store.guard import Guard
     from ucm.store.tasks import TransferTask
     from ucm.store.tier import BlockWriter
@@ -39,7 +38,7 @@ class Assembly:
         self._codec = codec
         self._tiers = tiers
         self._lock = Lock()
-        self._sums: list[int | None] = [None] * len(codec.geometry.slice_sizes)
+        self._seals: list[Seal] = [None] * len(codec.geometry.slice_sizes)
         self._tier: Guard | None = None  # the tier that has the block or receives it
         self._writer: BlockWriter | None = None  # None if the tier already had the block
         self._error: StoreError | None = None
@@ -97,8 +96,8 @@ class Assembly:
             tier, writer = self._known_tier(), self._writer
             if writer is None:
                 return tier.name, 0
-            if None in self._sums:
-                missing = f"{self._sums.count(None)} of its {len(self._sums)} layer slices"
+            if None in self._seals:
+                missing = f"{self._seals.count(None)} of its {len(self._seals)} layer slices"
                 incomplete = IncompleteBlockError(f"block {self.key.hex()} was committed without {missing}")
                 tier.counters.failed("commit", incomplete)
                 self._abort()
@@ -144,10 +143,10 @@ class Assembly:
 
     def _write(self, tier: Guard, writer: BlockWriter, block: BlockTransfer) -> None:
         codec, first, slices = self._codec, block.first_slice, block.slices
-        self._sums[first : first + len(slices)] = sums_of(slices)
+        self._seals[first : first + len(slices)] = codec.seal(slices)
         begin, end = codec.offsets[first], codec.offsets[first + len(slices)]
-        whole = len(slices) == len(self._sums)
-        header = None if None in self._sums else codec.encode(self.key, self._known_sums())
+        whole = len(slices) == len(self._seals)
+        header = None if None in self._seals else codec.encode(self.key, self._seals)
 
         def write() -> None:
             if whole and header is not None:
@@ -164,6 +163,3 @@ class Assembly:
         if self._tier is None:
             raise IncompleteBlockError(f"block {self.key.hex()} was committed without any of its layer slices")
         return self._tier
-
-    def _known_sums(self) -> list[int]:
-        return [value for value in self._sums if value is not None]

@@ -48,6 +48,8 @@ class StoreConfig:
         dram_capacity_fraction: See ``dram_capacity_bytes``.
         trusted_group: A group, by name or number, all of whose members may write to the directories of both tiers.
             None: a directory that anybody else may write to is refused.
+        authentication_key_file: A file with a secret key that authenticates all blocks, so that whoever can write to a
+            medium, but has no key, cannot forge them. None: checksums alone, which protect against accidents.
         fsync: Whether a block is synced to the disk before it becomes visible. Without it, a block truncated by a power
             loss fails its checksum and is a miss. Never done in the Dram tier.
         direct_io: Whether the Posix tier bypasses the page cache, where the file system supports it.
@@ -77,6 +79,7 @@ class StoreConfig:
     dram_capacity_bytes: int | None = None
     dram_capacity_fraction: float = 0.25
     trusted_group: str | int | None = None
+    authentication_key_file: str | None = None
     fsync: bool = False
     direct_io: bool = False
     load_threads: int = 4

@@ -62,7 +62,11 @@ class DramTier(Tier):
         root, self._capacity = prepare_dram(config)
         self._layout = Layout(root, check_namespace(place.namespace))
         self._layout.keep_identity()
-        self._codec = place.codec
+        # Others cannot write to the directory, unless a group is trusted with it, so checksums suffice.
+        self._is_private = config.trusted_group is None
+        self._authenticator = place.authenticator
+        codec = place.codec
+        self._codec = codec.in_private_memory() if codec is not None and self._is_private else codec
         self._touch_seconds = config.touch_seconds
         self._stale_seconds = config.stale_seconds
         self._stuck_seconds = config.stuck_seconds
@@ -103,7 +107,7 @@ class DramTier(Tier):
         if place is None:
             raise self._missing(key)
         try:
-            content = place[0].file_of(place[1], key)
+            content = place[0].file_of(place[1], key, None if self._is_private else self._authenticator)
         except StoreError as error:
             raise self._refused(place, key, error) from error
         refusal = None if self._codec is None else self._codec.check(content, key)

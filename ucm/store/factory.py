@@ -29,6 +29,7 @@ from ucm.store.tiered import TieredStore
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockGeometry
     from ucm.store.config import StoreConfig
     from ucm.store.tier import TierOptions
@@ -69,15 +70,22 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
                 where=f"store: tiers: {name}",
                 fix="remove them, or add the tier to the pipeline",
             )
+    authenticator = authenticator_of(config)
     try:
-        codec = HeaderCodec(namespace, geometry) if geometry is not None else None
+        codec = HeaderCodec(namespace, geometry, authenticator) if geometry is not None else None
     except ValueError as error:
         raise ConfigError(str(error), where="store: geometry") from error
     back_ends = {name: back_end_class(name) for name in names}
     whole = [name for name, back_end in back_ends.items() if not is_tier(back_end)]
     if not whole:
-        places = {name: TierPlace(name, namespace, geometry, codec, config) for name in names}
+        places = {name: TierPlace(name, namespace, geometry, codec, config, authenticator) for name in names}
         return TieredStore(_open_tiers(back_ends, places), codec, config)
+    if authenticator is not None and whole != ["Empty"]:
+        raise ConfigError(
+            f"{whole[0]} stores blocks in its own way, and UCM cannot authenticate them",
+            where="store: authentication_key_file",
+            fix="remove the setting, or use tiers",
+        )
     if len(names) > 1:
         raise ConfigError(f"{whole[0]} is a complete store and cannot be part of {config.pipeline!r}", where=_WHERE)
     return _whole_store(whole[0], back_ends[whole[0]], config, namespace, geometry)
@@ -96,8 +104,29 @@ def open_tier(config: StoreConfig, name: str, namespace: str = "doctor") -> Tier
     """
     back_end = back_end_class(name)
     options = tier_options(back_end, name, config.tiers.get(name, {}))
-    opened: Tier = back_end.open(options, TierPlace(name, namespace, None, None, config))
+    place = TierPlace(name, namespace, None, None, config, authenticator_of(config))
+    opened: Tier = back_end.open(options, place)
     return opened
+
+
+def authenticator_of(config: StoreConfig) -> Authenticator | None:
+    """Return what authenticates a store's blocks; None if the configuration names no key.
+
+    Raises:
+        ConfigError: The key cannot be used, or the package for it is not installed.
+    """
+    if config.authentication_key_file is None:
+        return None
+    try:
+        module = import_module("ucm.store.authentication")
+    except ImportError as error:
+        raise ConfigError(
+            f"authentication needs blake3, which comes with vLLM: {error}",
+            where="store: authentication_key_file",
+            fix="install the extra: pip install 'ucm-runtime[authentication]'",
+        ) from error
+    found: Authenticator = module.read_authenticator(config.authentication_key_file)
+    return found
 
 
 def remove_blocks(config: StoreConfig, namespace: str, keys: Sequence[BlockKey]) -> None:

@@ -19,14 +19,27 @@ The header is a multiple of 4096 bytes, all integers little endian::
 
 A layer slice's checksum protects its bytes and the header's checksum protects the rest. The namespace, key and
 fingerprint detect an intact block in the wrong place.
+
+In format version 2, blocks are authenticated; see ``ucm.store.authentication``. It has three more fields::
+
+       128    8*n  bytes of each layer slice
+             8*n  XXH3-64 of each layer slice
+            16*n  tag of each layer slice
+               …  zeros
+    end-32      8  fingerprint of the authentication key
+    end-24     16  tag of everything before it
+     end-8      8  XXH3-64 of everything before it
+
+The checksums serve tools without the key, and memory that nobody else can write to.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -37,10 +50,12 @@ from ucm.store.errors import BlockCorruptError, BlockForeignError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockGeometry, Buffer
     from ucm.store.errors import StoreError
 
-VERSION = 1
+#: The format versions of blocks without and with authentication.
+VERSION, AUTHENTICATED_VERSION = 1, 2
 #: The header's length is a multiple of this, so that layer slices are read and written at aligned offsets.
 UNIT = 4096
 #: The longest header, in units: room for 260,000 layer slices.
@@ -52,7 +67,12 @@ _MAGIC = b"\x89UCMKV\r\n"
 _FIXED = struct.Struct("<8sHHIQ16s16sB7x64s")
 _SUM = struct.Struct("<Q")
 _KEY_AT = 56
+#: A tag's bytes, and those of the fingerprint of the authentication key and of the tag before the header's checksum.
+_TAG_BYTES, _SIGNED_BYTES = 16, 24
 _ALIGNMENT = 64
+
+#: What a header has to check a layer slice: its checksum or, if blocks are authenticated, its checksum and its tag.
+Seal: TypeAlias = Any
 
 #: The checksum of a layer slice; fast enough to be always on: more than 50 GB/s with AVX2.
 checksum = xxhash.xxh3_64_intdigest
@@ -68,6 +88,7 @@ class BlockHeader:
     slice_sizes: tuple[int, ...]
     checksums: tuple[int, ...]
     nbytes: int  #: length of the header; the first layer slice begins there
+    tags: tuple[bytes, ...] = ()  #: the layer slices' tags, if the header's own tag was checked
 
     @property
     def file_nbytes(self) -> int:
@@ -95,61 +116,135 @@ def header_nbytes(first_unit: bytes | bytearray) -> int:
     magic, version, units = _FIXED.unpack_from(first_unit)[:3]
     if magic != _MAGIC:
         raise BlockCorruptError("the file does not begin like a block")
-    if version != VERSION:
-        raise BlockForeignError(f"the block has format version {version}, not {VERSION}")
+    if version not in {VERSION, AUTHENTICATED_VERSION}:
+        raise BlockForeignError(f"the block has format version {version}, not {VERSION} or {AUTHENTICATED_VERSION}")
     if not 1 <= units <= MAX_UNITS:
         raise BlockCorruptError(f"the header claims {units} units")
     return int(units) * UNIT
 
 
-def decode(header: bytes | bytearray) -> BlockHeader:
+def decode(
+    header: bytes | bytearray, authenticator: Authenticator | None = None, *, any_key: bool = False
+) -> BlockHeader:
     """Decode a whole header, as long as ``header_nbytes`` says.
 
+    Args:
+        header: The header.
+        authenticator: Checks the header's tag; None: authentic or not.
+        any_key: Whether a block that is not authenticated, or by another key, is decoded without checking its tag; for
+            tools.
+
     Raises:
-        BlockCorruptError: The bytes are not a header, or were changed.
+        BlockCorruptError: The bytes are not a header, were changed, or are not authentic.
         BlockForeignError: The header has another format version.
     """
     nbytes = header_nbytes(header)
     if len(header) != nbytes:
         raise BlockCorruptError(f"the file ends after {len(header)} bytes, within its header of {nbytes}")
-    if _SUM.unpack_from(header, nbytes - _SUM.size)[0] != checksum(memoryview(header)[: -_SUM.size]):
+    end = nbytes - _SUM.size
+    if _SUM.unpack_from(header, end)[0] != checksum(memoryview(header)[:end]):
         raise BlockCorruptError("the header's checksum is wrong")
-    _, _, _, count, body, fingerprint, digest, key_nbytes, key = _FIXED.unpack_from(header)
-    if _FIXED.size + 16 * count + _SUM.size > nbytes or not MIN_KEY_BYTES <= key_nbytes <= MAX_KEY_BYTES:
+    _, version, _, count, body, fingerprint, digest, key_nbytes, key = _FIXED.unpack_from(header)
+    if version == AUTHENTICATED_VERSION:
+        end -= _SIGNED_BYTES
+    tags_at = _FIXED.size + 16 * count
+    tags_end = tags_at + (_TAG_BYTES * count if version == AUTHENTICATED_VERSION else 0)
+    if tags_end > end or not MIN_KEY_BYTES <= key_nbytes <= MAX_KEY_BYTES:
         raise BlockCorruptError("the header contradicts itself")
     table = struct.unpack_from(f"<{2 * count}Q", header, _FIXED.size)
     if sum(table[:count]) != body:
         raise BlockCorruptError("the header contradicts itself")
-    return BlockHeader(BlockKey(key[:key_nbytes]), digest, fingerprint, table[:count], table[count:], nbytes)
+    tags: tuple[bytes, ...] = ()
+    if authenticator is not None and _is_authentic(header, version, authenticator, any_key=any_key):
+        tags = tuple(bytes(header[at : at + _TAG_BYTES]) for at in range(tags_at, tags_end, _TAG_BYTES))
+    return BlockHeader(BlockKey(key[:key_nbytes]), digest, fingerprint, table[:count], table[count:], nbytes, tags)
 
 
-def verify(content: Buffer, key: BlockKey) -> BlockHeader:
-    """Check that a whole file matches its header and belongs to this key.
+def _is_authentic(
+    header: bytes | bytearray, version: int, authenticator: Authenticator, *, any_key: bool = False
+) -> bool:
+    """Check a header's tag; return False if it has none, or one of another key, and ``any_key`` allows that.
 
     Raises:
-        BlockCorruptError: Bytes were changed, are missing or are too many.
+        BlockCorruptError: The header is not authentic.
+    """
+    signed = len(header) - _SUM.size - _TAG_BYTES
+    theirs = header[signed - len(authenticator.fingerprint) : signed]
+    if version != AUTHENTICATED_VERSION or theirs != authenticator.fingerprint:
+        if any_key:
+            return False
+        raise BlockCorruptError("the block is not authenticated, or by another key")
+    if not hmac.compare_digest(
+        header[signed : signed + _TAG_BYTES], authenticator.header_tag(memoryview(header)[:signed])
+    ):
+        raise BlockCorruptError("the header's authentication tag is wrong: somebody without the key changed the block")
+    return True
+
+
+def verify(
+    content: Buffer, key: BlockKey, authenticator: Authenticator | None = None, *, any_key: bool = False
+) -> BlockHeader:
+    """Check that a whole file matches its header and belongs to this key; see ``decode``.
+
+    Raises:
+        BlockCorruptError: Bytes were changed, are missing or are too many, or the block is not authentic.
         BlockForeignError: The file is another block's, or has another format version.
     """
-    header = decode(bytes(content[: header_nbytes(bytes(content[:UNIT]))]))
+    header = decode(bytes(content[: header_nbytes(bytes(content[:UNIT]))]), authenticator, any_key=any_key)
     if header.key != key:
         raise BlockForeignError(f"the block's key is {header.key.hex()}")
     if len(content) != header.file_nbytes:
         raise BlockCorruptError(f"the file has {len(content)} bytes, not {header.file_nbytes}")
-    check_slices(content, header)
+    check_slices(content, header, authenticator)
     return header
 
 
-def check_slices(content: Buffer, header: BlockHeader) -> None:
-    """Compare the checksums of a file's layer slices with those in its header.
+def check_slices(content: Buffer, header: BlockHeader, authenticator: Authenticator | None = None) -> None:
+    """Compare the checksums of a file's layer slices with those in its header, and the tags if it has them.
 
     Raises:
-        BlockCorruptError: A checksum is wrong.
+        BlockCorruptError: A checksum or a tag is wrong.
     """
     at = header.nbytes
-    for index, (size, expected) in enumerate(zip(header.slice_sizes, header.checksums, strict=True)):
-        if checksum(content[at : at + size]) != expected:
-            raise BlockCorruptError(f"the checksum of layer slice {index} is wrong")
+    for index, size in enumerate(header.slice_sizes):
+        check = SliceCheck(header, index, authenticator)
+        check.update(content[at : at + size])
+        check.end()
         at += size
+
+
+class SliceCheck:
+    """Checks a layer slice that arrives in pieces.
+
+    Args:
+        header: The block's header.
+        index: The index of the layer slice.
+        authenticator: The one that checked the header's tag.
+    """
+
+    def __init__(self, header: BlockHeader, index: int, authenticator: Authenticator | None) -> None:
+        self._index, self._checksum, self._found = index, header.checksums[index], xxhash.xxh3_64()
+        self._tag = header.tags[index] if header.tags else b""
+        self._hasher = authenticator.slice_hasher() if authenticator is not None and header.tags else None
+
+    def update(self, piece: Buffer) -> None:
+        """Add the next bytes."""
+        self._found.update(piece)
+        if self._hasher is not None:
+            self._hasher.update(piece)
+
+    def end(self) -> None:
+        """Compare.
+
+        Raises:
+            BlockCorruptError: The checksum or the tag is wrong.
+        """
+        if self._found.intdigest() != self._checksum:
+            raise BlockCorruptError(f"the checksum of layer slice {self._index} is wrong")
+        if self._hasher is not None and not hmac.compare_digest(self._hasher.digest(_TAG_BYTES), self._tag):
+            raise BlockCorruptError(
+                f"the authentication tag of layer slice {self._index} is wrong: somebody without the key changed it"
+            )
 
 
 class HeaderCodec:
@@ -158,54 +253,106 @@ class HeaderCodec:
     Args:
         namespace: The namespace.
         geometry: The geometry of its blocks.
+        authenticator: Authenticates the blocks; None: they have checksums alone.
+        private: Whether the blocks lie in memory that nobody without the key can write to: then the layer slices'
+            checksums are compared, and not their tags.
 
     Raises:
         ValueError: The geometry has no layer slices, too many, an empty one, or a fingerprint of not 16 bytes.
     """
 
-    def __init__(self, namespace: str, geometry: BlockGeometry) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        geometry: BlockGeometry,
+        authenticator: Authenticator | None = None,
+        *,
+        private: bool = False,
+    ) -> None:
         sizes = geometry.slice_sizes
         count = len(sizes)
-        needed = _FIXED.size + 16 * count + _SUM.size
+        signed = authenticator is not None
+        signed_bytes = _SIGNED_BYTES if signed else 0
+        needed = _FIXED.size + (16 + _TAG_BYTES * signed) * count + signed_bytes + _SUM.size
         units = -(-needed // UNIT)
         if not sizes or min(sizes) <= 0 or units > MAX_UNITS:
             raise ValueError(f"a block cannot have {count} layer slices of {min(sizes, default=0)} bytes and more")
         if len(geometry.fingerprint) != FINGERPRINT_BYTES:
             raise ValueError(f"the fingerprint has {len(geometry.fingerprint)} bytes, not {FINGERPRINT_BYTES}")
         self.geometry = geometry
+        self.authenticator = authenticator
         self.nbytes = units * UNIT
         self.file_nbytes = self.nbytes + geometry.nbytes
         #: The offset of each layer slice in the file, and the end of the last one.
         self.offsets = _running_sums(self.nbytes, sizes)
+        self._namespace = namespace
+        self._private = private
         self._digest = namespace_digest(namespace)
         self._sums = struct.Struct(f"<{count}Q")
         self._sums_at = _FIXED.size + 8 * count
+        self._tags = struct.Struct(f"{_TAG_BYTES}s" * count)
+        self._tags_at = _FIXED.size + 16 * count
         self._key = struct.Struct(f"<B7x{MAX_KEY_BYTES}s")
         template = bytearray(self.nbytes)
+        version = format_version(authenticator)
         _FIXED.pack_into(
-            template, 0, _MAGIC, VERSION, units, count, geometry.nbytes, geometry.fingerprint, self._digest, 0, b""
+            template, 0, _MAGIC, version, units, count, geometry.nbytes, geometry.fingerprint, self._digest, 0, b""
         )
         self._sums.pack_into(template, _FIXED.size, *sizes)
+        if authenticator is not None:
+            at = self.nbytes - _SUM.size - _SIGNED_BYTES
+            template[at : at + len(authenticator.fingerprint)] = authenticator.fingerprint
         self._template = template
 
-    def encode(self, key: BlockKey, checksums: Iterable[int]) -> bytearray:
-        """Return the header of a block with these layer slice checksums."""
+    def in_private_memory(self) -> HeaderCodec:
+        """Return a codec of the same blocks that compares checksums and not tags; see ``private``."""
+        return HeaderCodec(self._namespace, self.geometry, self.authenticator, private=True)
+
+    def seal(self, slices: Sequence[Buffer]) -> list[Seal]:
+        """Return what a header needs to check each of these layer slices."""
+        if self.authenticator is None:
+            return list(map(checksum, slices))
+        return list(zip(map(checksum, slices), map(self.authenticator.slice_tag, slices), strict=True))
+
+    def encode(self, key: BlockKey, seals: Iterable[Seal]) -> bytearray:
+        """Return the header of a block with these layer slices, as ``seal`` describes each of them."""
         header = self._template.copy()
         self._key.pack_into(header, _KEY_AT, len(key), key)
-        self._sums.pack_into(header, self._sums_at, *checksums)
-        end = self.nbytes - 8
+        end = self.nbytes - _SUM.size
+        if self.authenticator is None:
+            self._sums.pack_into(header, self._sums_at, *seals)
+        else:
+            sums, tags = zip(*seals, strict=True)
+            self._sums.pack_into(header, self._sums_at, *sums)
+            self._tags.pack_into(header, self._tags_at, *tags)
+            tag_at = end - _TAG_BYTES
+            header[tag_at:end] = self.authenticator.header_tag(memoryview(header)[:tag_at])
         _SUM.pack_into(header, end, checksum(memoryview(header)[:end]))
         return header
 
-    def checksums(self, header: bytearray) -> tuple[int, ...]:
-        """Return the layer slice checksums in a header of this geometry; meaningless for any other header."""
-        return self._sums.unpack_from(header, self._sums_at)
+    def seals(self, header: bytearray) -> tuple[Seal, ...]:
+        """Return what a header of this geometry has of each layer slice; meaningless for any other header."""
+        sums: tuple[int, ...] = self._sums.unpack_from(header, self._sums_at)
+        if self.authenticator is None:
+            return sums
+        return tuple(zip(sums, self._tags.unpack_from(header, self._tags_at), strict=True))
 
     def is_sound(self, header: bytearray, key: BlockKey, first: int, slices: Sequence[Buffer]) -> bool:
-        """Return whether layer slices have their stored checksums and the header has this key and geometry."""
-        stored = self.checksums(header)
+        """Return whether layer slices are those that were stored and the header has this key and geometry."""
         # Comparing the whole header with a newly encoded one checks all of its fields at once.
-        return tuple(sums_of(slices)) == stored[first : first + len(slices)] and header == self.encode(key, stored)
+        stored = self.seals(header)
+        if self.authenticator is None:
+            return tuple(map(checksum, slices)) == stored[first : first + len(slices)] and header == self.encode(
+                key, stored
+            )
+        if not hmac.compare_digest(header, self.encode(key, stored)):
+            return False
+        end = first + len(slices)
+        if self._private:
+            return tuple(map(checksum, slices)) == self._sums.unpack_from(header, self._sums_at)[first:end]
+        tags = b"".join(map(self.authenticator.slice_tag, slices))
+        at = self._tags_at
+        return hmac.compare_digest(tags, header[at + first * _TAG_BYTES : at + end * _TAG_BYTES])
 
     def refusal_of(self, header: bytearray, key: BlockKey) -> StoreError:
         """Return the reason to refuse a block of the right length, from its first ``nbytes`` bytes."""
@@ -236,7 +383,7 @@ class HeaderCodec:
             file_nbytes: The length of the file.
         """
         try:
-            found = decode(header)
+            found = decode(header, self.authenticator)
         except (BlockCorruptError, BlockForeignError) as error:
             return error
         if found.namespace_digest != self._digest:
@@ -249,7 +396,8 @@ class HeaderCodec:
             return BlockForeignError(f"the block has {len(found.slice_sizes)} layer slices of other sizes")
         if file_nbytes != self.file_nbytes:
             return BlockCorruptError(f"the file has {file_nbytes} bytes, not {self.file_nbytes}")
-        return BlockCorruptError("the checksum of a layer slice is wrong")
+        what = "checksum" if self.authenticator is None or self._private else "authentication tag"
+        return BlockCorruptError(f"the {what} of a layer slice is wrong")
 
 
 def aligned_buffer(nbytes: int) -> Buffer:
@@ -263,9 +411,9 @@ def aligned_buffer(nbytes: int) -> Buffer:
     return memory[begin : begin + nbytes].data
 
 
-def sums_of(slices: Sequence[Buffer]) -> list[int]:
-    """Return the checksum of each layer slice."""
-    return list(map(checksum, slices))
+def format_version(authenticator: Authenticator | None) -> int:
+    """Return the format version of blocks with or without authentication."""
+    return VERSION if authenticator is None else AUTHENTICATED_VERSION
 
 
 def _running_sums(start: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -16,8 +16,9 @@ from ucm.store.posix.paths import list_directory
 from ucm.store.segment import check_slot, delete_slot, segments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockKey
     from ucm.store.errors import StoreError
     from ucm.store.posix.layout import Layout
@@ -39,8 +40,13 @@ class StoredBlock:
         return self.layout.block(self.key) if self.slot is None else f"{self.slot[0]}#{self.slot[1]}"
 
 
-def stored_blocks(root: str, namespace: str | None = None) -> Iterator[StoredBlock]:
+def stored_blocks(root: str, namespace: str | None = None, *, in_memory: bool = False) -> Iterator[StoredBlock]:
     """Yield every block of a root, or of one of its namespaces; skip those that vanish meanwhile.
+
+    Args:
+        root: The root.
+        namespace: The namespace; None: all.
+        in_memory: Whether the root is a Dram tier's, whose blocks lie in segments alone; see ``former_blocks``.
 
     Raises:
         OSError: The root cannot be listed.
@@ -48,7 +54,7 @@ def stored_blocks(root: str, namespace: str | None = None) -> Iterator[StoredBlo
     for layout in namespaces(root):
         if namespace is not None and layout.namespace != namespace:
             continue
-        for bucket in buckets(layout):
+        for bucket in () if in_memory else buckets(layout):
             for name, status in list_directory(bucket):
                 key = key_of(bucket, name)
                 if key is not None:
@@ -58,10 +64,21 @@ def stored_blocks(root: str, namespace: str | None = None) -> Iterator[StoredBlo
                 yield StoredBlock(layout, key, segment.slot_nbytes, segment.used, (segment.path, number))
 
 
-def check_block(block: StoredBlock) -> StoreError | None:
-    """Read a block and compare every checksum; return what is wrong with it, or None."""
+def check_block(
+    block: StoredBlock, authenticator: Authenticator | None = None, authentic: Callable[[], object] = int
+) -> StoreError | None:
+    """Read a block and compare every checksum; return what is wrong with it, or None.
+
+    Args:
+        block: The block.
+        authenticator: Checks the tags as well, of a block that is authenticated by its key.
+        authentic: Called if these are right.
+    """
     try:
-        header = check_file(block.path, block.key) if block.slot is None else check_slot(*block.slot, block.key)
+        if block.slot is None:
+            header = check_file(block.path, block.key, authenticator)
+        else:
+            header = check_slot(*block.slot, block.key, authenticator)
     except FileNotFoundError:
         return BlockMissingError("the block is gone", where=block.path)
     except OSError as error:
@@ -73,6 +90,8 @@ def check_block(block: StoredBlock) -> StoreError | None:
         return error
     if header.namespace_digest != namespace_digest(block.layout.namespace):
         return BlockForeignError("the block belongs to another namespace", where=block.path)
+    if header.tags:
+        authentic()
     return None
 
 

@@ -26,9 +26,11 @@ from ucm.store.posix.layout import (
     is_owned,
     is_quarantined,
     is_stale,
+    key_of,
     namespaces,
 )
 from ucm.store.posix.paths import list_directory, names_in, read_file
+from ucm.store.segment import directory_of, segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,12 +79,27 @@ def damaged_files(layout: Layout) -> list[SideFile]:
     return [file for file in side_files(layout.quarantine) if is_quarantined(file.path.rpartition("/")[2])]
 
 
-def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
+def former_blocks(layout: Layout) -> list[SideFile]:
+    """Return the files of a Dram tier of earlier releases, one per block: no engine reads, counts or evicts them.
+
+    Raises:
+        OSError: The namespace cannot be listed.
+    """
+    return [
+        SideFile(f"{bucket}/{name}", status.st_size, status.st_mtime)
+        for bucket in buckets(layout)
+        for name, status in list_directory(bucket)
+        if key_of(bucket, name) is not None
+    ]
+
+
+def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False) -> list[SideFile]:
     """Return unfinished files whose owners are gone.
 
     Args:
         layout: The namespace.
         stale_seconds: See ``StoreConfig``.
+        in_memory: Whether the namespace is in a Dram tier; then ``former_blocks`` belong to them.
 
     Raises:
         OSError: The namespace cannot be listed.
@@ -93,7 +110,7 @@ def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
         for directory in (layout.temporary, layout.quarantine)
         for file in side_files(directory)
         if is_stale(file.path.rpartition("/")[2], now - file.written, stale_seconds)
-    ]
+    ] + (former_blocks(layout) if in_memory else [])
 
 
 def identity(layout: Layout) -> dict[str, Any] | None:
@@ -105,19 +122,46 @@ def identity(layout: Layout) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def take_stock(layout: Layout, stale_seconds: float, step: Callable[[], object] = int) -> NamespaceStock:
+@dataclass(frozen=True, slots=True)
+class MemoryStock:
+    """What a Dram tier's directory holds."""
+
+    segments: int
+    nbytes: int  #: of the segments
+    blocks: int
+    former: int  #: ``former_blocks``
+    former_nbytes: int
+
+
+def take_stock_of_memory(root: str) -> MemoryStock:
+    """Count the contents of a Dram tier's directory.
+
+    Raises:
+        OSError: It cannot be listed.
+    """
+    layouts = list(namespaces(root))
+    sizes = [status.st_size for layout in layouts for _, status in list_directory(directory_of(layout))]
+    blocks = sum(1 for layout in layouts for segment in segments(layout) for _ in segment.blocks())
+    former = [file.nbytes for layout in layouts for file in former_blocks(layout)]
+    return MemoryStock(len(sizes), sum(sizes), blocks, len(former), sum(former))
+
+
+def take_stock(
+    layout: Layout, stale_seconds: float, step: Callable[[], object] = int, *, in_memory: bool = False
+) -> NamespaceStock:
     """Count the contents of a namespace.
 
     Args:
         layout: The namespace.
         stale_seconds: See ``StoreConfig``.
         step: Called after each block.
+        in_memory: As in ``left_behind``.
 
     Raises:
         OSError: The namespace cannot be listed.
     """
     stock = NamespaceStock(layout.namespace, identity(layout))
-    for block in stored_blocks(layout.root, layout.namespace):
+    for block in stored_blocks(layout.root, layout.namespace, in_memory=in_memory):
         stock.blocks += 1
         stock.nbytes += block.nbytes
         stock.oldest = block.used if stock.oldest is None else min(block.used, stock.oldest)
@@ -125,8 +169,9 @@ def take_stock(layout: Layout, stale_seconds: float, step: Callable[[], object] 
         step()
     temporaries, quarantined = side_files(layout.temporary), damaged_files(layout)
     stock.temporaries, stock.quarantined = len(temporaries), len(quarantined)
-    stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined))
-    stock.left_behind = len(left_behind(layout, stale_seconds))
+    former = former_blocks(layout) if in_memory else []
+    stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined, *former))
+    stock.left_behind = len(left_behind(layout, stale_seconds)) + len(former)
     return stock
 
 

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.errors import BlockMissingError, StoreError
-from ucm.store.format import aligned_buffer, sums_of
+from ucm.store.format import aligned_buffer
 from ucm.store.guard import unexpected
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Promoter:
 
     def _write_loaded(self, codec: HeaderCodec, key: BlockKey, content: Buffer) -> None:
         slices = [content[begin:end] for begin, end in zip(codec.offsets, codec.offsets[1:], strict=False)]
-        content[: codec.nbytes] = codec.encode(key, sums_of(slices))
+        content[: codec.nbytes] = codec.encode(key, codec.seal(slices))
         self._write(key, content, codec.file_nbytes)
 
     def _write(self, key: BlockKey, content: Buffer, counted: int = 0) -> None:

@@ -21,13 +21,13 @@ from ucm.store.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from ucm.store.format import VERSION, namespace_digest, verify
+from ucm.store.format import format_version, namespace_digest, verify
 from ucm.store.recent import RecentKeys
 from ucm.store.secrets import read_secret
 from ucm.store.tier import TierOptions, ValueTier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucm.store.base import BlockTransfer, Buffer
     from ucm.store.format import HeaderCodec
@@ -164,7 +164,7 @@ class RemoteTier(ValueTier):
     def __init__(self, options: RemoteOptions, place: TierPlace) -> None:
         self._client = _share(type(self), options, place)
         super().__init__(self.kind, place, options.timeout, options.transfer_timeout, self._client.breaker)
-        self._format = f"ucm{VERSION}{self._client.separator}"
+        self._format = f"ucm{format_version(place.authenticator)}{self._client.separator}"
         self._prefix = f"{self._format}{namespace_digest(place.namespace).hex()}{self._client.separator}"
         self._recent = RecentKeys(place.config.lookup_cache_keys, place.config.lookup_cache_seconds)
         self._closed = False
@@ -247,14 +247,22 @@ class RemoteTier(ValueTier):
             except ValueError:
                 continue  # not a block of ours
 
-    def check(self, value: StoredValue) -> StoreError | None:
-        """Read a block of any namespace and compare every checksum; return what is wrong with it, or None."""
+    def check(self, value: StoredValue, authentic: Callable[[], object] = int) -> StoreError | None:
+        """Read a block of any namespace and compare every checksum; return what is wrong with it, or None.
+
+        Args:
+            value: The block.
+            authentic: Called if it is authenticated by the tier's key, and its tags are right.
+        """
         if value.nbytes > self.most_nbytes:
             return BlockCorruptError(f"the value has {value.nbytes} bytes, more than any block", where=self.path(value))
         try:
             content = self._client.fetch(self.path(value), value.nbytes, time.monotonic() + self.transfer_timeout)
-            if verify(content, value.key).namespace_digest.hex() != value.digest:
+            header = verify(content, value.key, self.authenticator, any_key=True)
+            if header.namespace_digest.hex() != value.digest:
                 return BlockForeignError("the block belongs to another namespace")
+            if header.tags:
+                authentic()
         except StoreError as error:
             return error
         return None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from ucm.errors import ConfigError
 
 
-def read_secret(file: str | None, variable: str | None, where: str) -> str:
+def read_secret(file: str | None, variable: str | None, where: str, *, is_key: bool = False) -> str:
     """Return the first line of a file or an environment variable's value; empty if neither is named.
 
     Args:
         file: The path of the file; ``~`` is expanded.
         variable: The name of the variable.
         where: The setting, for messages.
+        is_key: Whether whoever can change the file can forge answers: then it must belong to this user or to root, and
+            no group may write to it.
 
     Raises:
         ConfigError: The file cannot be read, others may read it, or the variable is not set.
@@ -22,12 +25,21 @@ def read_secret(file: str | None, variable: str | None, where: str) -> str:
     if file is not None:
         path = Path(file).expanduser()
         try:
-            with path.open(encoding="utf-8") as opened:
-                if os.fstat(opened.fileno()).st_mode & 0o007:
+            with open(path, encoding="utf-8", opener=_open) as opened:
+                status = os.fstat(opened.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise ConfigError("this is no file", where=f"{where}: {path}", fix="name a file with a secret")
+                if status.st_mode & (0o027 if is_key else 0o007):
                     raise ConfigError(
                         "this file contains a secret, but other users can read or change it",
                         where=f"{where}: {path}",
                         fix=f"chmod 600 {path}",
+                    )
+                if is_key and status.st_uid not in {0, os.geteuid()}:
+                    raise ConfigError(
+                        f"this file contains a key, but belongs to user {status.st_uid}, who can change it",
+                        where=f"{where}: {path}",
+                        fix=f"let it belong to this user, {os.geteuid()}, or to root",
                     )
                 secret = opened.readline().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
@@ -45,3 +57,8 @@ def read_secret(file: str | None, variable: str | None, where: str) -> str:
             )
         return os.environ[variable]
     return ""
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file; a FIFO is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.base import Buffer
     from ucm.store.format import BlockHeader
     from ucm.store.posix.layout import Layout
@@ -282,8 +283,10 @@ class Segment:
         self.map[_TABLE_AT + number * _ENTRY.itemsize] = _DELETED
         return True
 
-    def file_of(self, number: int, key: BlockKey) -> Buffer:
-        """Return a copy of a stored block, header and layer slices, checked against its own header.
+    def file_of(
+        self, number: int, key: BlockKey, authenticator: Authenticator | None = None, *, any_key: bool = False
+    ) -> Buffer:
+        """Return a copy of a stored block, header and layer slices, checked against its own header; see ``verify``.
 
         Raises:
             BlockMissingError: The slot has another block by now.
@@ -295,7 +298,7 @@ class Segment:
             nbytes = decode(bytes(slot[: min(header_nbytes(bytes(slot[:UNIT])), slot.nbytes)])).file_nbytes
             content = aligned_buffer(min(nbytes, slot.nbytes))
             scatter(slot[: content.nbytes], [content])
-            verify(content, key)
+            verify(content, key, authenticator, any_key=any_key)
         except (BlockCorruptError, BlockForeignError) as error:
             if not (self.is_current() and self.holds(number, key)):
                 raise BlockMissingError(f"block {key.hex()} was deleted meanwhile", where=self.path) from error
@@ -354,10 +357,10 @@ def segments(layout: Layout) -> Iterator[Segment]:
                 found.close()
 
 
-def check_slot(path: str, number: int, key: BlockKey) -> BlockHeader:
-    """Check a block against its own header; see ``Segment.file_of``."""
+def check_slot(path: str, number: int, key: BlockKey, authenticator: Authenticator | None = None) -> BlockHeader:
+    """Check a block against its own header and, if it is authenticated by this key, the tags."""
     with _opened(path, key) as segment:
-        return verify(segment.file_of(number, key), key)
+        return verify(segment.file_of(number, key), key, authenticator, any_key=True)
 
 
 def delete_slot(path: str, number: int, key: BlockKey) -> bool:

@@ -29,6 +29,7 @@ from ucm.store.format import aligned_buffer, verify
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Buffer
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
@@ -162,6 +163,7 @@ class TierPlace:
         geometry: The geometry of a block; None in an instance that only looks up and prefetches.
         codec: The codec of stored blocks; None if the geometry is None.
         config: The options of the whole store.
+        authenticator: Authenticates blocks; None: they have checksums alone. The codec has it as well.
     """
 
     name: str
@@ -169,6 +171,7 @@ class TierPlace:
     geometry: BlockGeometry | None
     codec: HeaderCodec | None
     config: StoreConfig
+    authenticator: Authenticator | None = None
 
 
 class Tier(ABC):
@@ -307,7 +310,7 @@ class ValueTier(Tier):
         breaker: Breaker | None = None,
     ) -> None:
         super().__init__(name, timeout, transfer_timeout, breaker)
-        self.codec = place.codec
+        self.codec, self.authenticator = place.codec, place.authenticator
 
     @abstractmethod
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
@@ -347,7 +350,7 @@ class ValueTier(Tier):
                 raise self.damaged(key, refusal, deadline)
             return content
         try:
-            verify(content, key)
+            verify(content, key, self.authenticator)
         except (BlockCorruptError, BlockForeignError) as error:
             raise self.damaged(key, error, deadline) from error
         return content

@@ -14,11 +14,11 @@ gives the name), ``blocks``, ``bytes``. A directory's namespace has ``namespace`
 ``ls``: ``blocks``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``bytes``, ``made`` (null if
 the file system does not record it), ``used``; ``matching`` and ``matching_bytes`` also count those beyond the limit.
 
-``verify``: ``blocks``, ``bytes``, ``seconds``, ``bytes_per_second``, ``vanished``, ``damaged`` by cause, and
-``problems``, each with ``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``,
-``quarantined``; ``directory`` is the name of a tier on servers; ``unreadable``, directories and such tiers with
-``directory``, ``tier``, ``reason``; ``bare``, those without a store, and ``unmarked``, namespaces without their marker
-(paths).
+``verify``: ``blocks``, ``bytes``, ``seconds``, ``bytes_per_second``, ``vanished``, ``authentic`` (blocks authenticated
+by the key of the configuration; null if it names none), ``damaged`` by cause, and ``problems``, each with
+``directory``, ``tier``, ``namespace``, ``key``, ``path``, ``cause``, ``reason``, ``quarantined``; ``directory`` is the
+name of a tier on servers; ``unreadable``, directories and such tiers with ``directory``, ``tier``, ``reason``;
+``bare``, those without a store, and ``unmarked``, namespaces without their marker (paths).
 
 ``lookup``: ``tokens``, ``found_tokens`` that an engine would load, and ``groups``, each with ``group``, ``namespace``,
 ``block_tokens``, ``silent`` (tiers that do not answer, by cause) and ``blocks``, each with ``key`` and ``tiers``.

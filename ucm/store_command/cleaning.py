@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.store.inspection import stored_blocks
-from ucm.store.inventory import damaged_files, left_behind, side_files
+from ucm.store.inventory import damaged_files, former_blocks, left_behind, side_files
 from ucm.store.posix.index import log_removals, removals_path
 from ucm.store.posix.layout import IDENTITY, MARKER, buckets
 from ucm.store.posix.paths import remove_directory, status_of, unlink
@@ -91,12 +91,12 @@ def plan(places: Places, options: argparse.Namespace, step: Callable[[], object]
     until = float("inf") if options.all else _until(chosen, options.older_than, options.to)
     found = Plan(chosen, until, drop=options.all)
     for directory, layout in chosen:
-        for kind, files in _beside(layout, places.config.stale_seconds, drop=found.drop).items():
+        for kind, files in _beside(directory, layout, places.config.stale_seconds, drop=found.drop).items():
             for path, nbytes in files:
                 del path
                 found.tally(directory, layout, kind).add(nbytes)
         if until > 0:
-            for block in stored_blocks(layout.root, layout.namespace):
+            for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
                 step()
                 if block.used < until:
                     found.tally(directory, layout, BLOCK).add(block.nbytes)
@@ -114,12 +114,12 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
     done = Plan(found.chosen, found.until, found.drop)
     outcome = Outcome(done.tallies)
     for directory, layout in found.chosen:
-        for kind, files in _beside(layout, stale_seconds, drop=found.drop).items():
+        for kind, files in _beside(directory, layout, stale_seconds, drop=found.drop).items():
             for path, nbytes in files:
                 if _delete(path, outcome):
                     done.tally(directory, layout, kind).add(nbytes)
         if found.until > 0:
-            for block in _deleted(layout, found.until, outcome, step):
+            for block in _deleted(directory, layout, found.until, outcome, step):
                 done.tally(directory, layout, BLOCK).add(block.nbytes)
         remove_empty(layout)
         if found.drop:
@@ -133,8 +133,8 @@ def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None,
     if to is None:
         return until
     uses, sizes = array("d"), array("q")
-    for _, layout in chosen:
-        for block in stored_blocks(layout.root, layout.namespace):
+    for directory, layout in chosen:
+        for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
             uses.append(block.used)
             sizes.append(block.nbytes)
     order = np.argsort(np.frombuffer(uses))
@@ -147,11 +147,14 @@ def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None,
     return max(until, float(np.nextafter(last, np.inf)))
 
 
-def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, list[tuple[str, int]]]:
+def _beside(
+    directory: Directory, layout: Layout, stale_seconds: float, *, drop: bool
+) -> dict[str, list[tuple[str, int]]]:
     """Return the deletions in a namespace other than blocks, as paths and bytes, by kind."""
-    abandoned = left_behind(layout, stale_seconds)
+    abandoned = left_behind(layout, stale_seconds, in_memory=directory.in_memory)
     if drop:
-        abandoned = side_files(layout.temporary)
+        former = former_blocks(layout) if directory.in_memory else []
+        abandoned = [*side_files(layout.temporary), *former]
     return {
         LEFT_BEHIND: [(file.path, file.nbytes) for file in abandoned],
         DAMAGED: [(file.path, file.nbytes) for file in damaged_files(layout)],
@@ -173,12 +176,14 @@ def _delete(path: str, outcome: Outcome) -> bool:
     return True
 
 
-def _deleted(layout: Layout, until: float, outcome: Outcome, step: Callable[[], object]) -> Iterator[StoredBlock]:
+def _deleted(
+    directory: Directory, layout: Layout, until: float, outcome: Outcome, step: Callable[[], object]
+) -> Iterator[StoredBlock]:
     """Delete old blocks, and notify the engines that have them in their index."""
     gone: list[BlockKey] = []
     in_use = layout.is_private
     try:
-        for block in stored_blocks(layout.root, layout.namespace):
+        for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
             step()
             if block.used < until and in_use:
                 outcome.spared += 1

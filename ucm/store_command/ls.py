@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     matching = counted(
         listed
         for directory, layout in places.chosen()
-        for block in stored_blocks(layout.root, layout.namespace)
+        for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory)
         if _matches(listed := Listed(directory, block), options)
     )
     if options.limit:

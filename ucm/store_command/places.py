@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucm.config.document import FILE_KEY, expand, read_document
-from ucm.config.load import check_tier_options, rename_former
+from ucm.config.load import authentication_key_file, check_tier_options, rename_former
 from ucm.config.problems import Place as Setting
 from ucm.config.problems import raise_for
 from ucm.config.settings import ConnectorConfig
@@ -56,6 +56,11 @@ class Directory:
     def optional(self) -> bool:
         """Whether it may be missing: shared memory is empty after a boot."""
         return self.missing and self.tier == "dram"
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is the Dram tier's."""
+        return self.tier == "dram"
 
     @property
     def complaint(self) -> str:
@@ -222,12 +227,13 @@ def read_store_settings(file: Path) -> StoreSettings:
         raise_for([*out.problems, *problems_of(error, StoreSettings, ("store",), out, top)])
         raise
     check_tier_options(store, out, top)
+    key_file = authentication_key_file(store, out, top)
     raise_for(out.problems)
     paths = {
         name: [str(Path.cwd() / expand(path, out.origin(("store", name), top)[0])) for path in written]
         for name, written in (("directories", store.directories), ("dram_directory", (store.dram_directory,)))
     }
-    changed = {"directories": tuple(paths["directories"]), "dram_directory": paths["dram_directory"][0]}
+    changed = {"directories": tuple(paths["directories"]), "dram_directory": paths["dram_directory"][0], **key_file}
     return store.model_copy(update=changed)
 
 

@@ -123,7 +123,7 @@ def _count(places: Places) -> list[DirectoryStock]:
     stocks = {directory: DirectoryStock(directory) for directory in places.directories}
     with progress("counting", None, "blocks") as bar:
         for directory, layout in places.chosen():
-            stock = take_stock(layout, places.config.stale_seconds, bar.update)
+            stock = take_stock(layout, places.config.stale_seconds, bar.update, in_memory=directory.in_memory)
             stocks[directory].namespaces.append(stock)
     for directory in places.readable:
         system = os.statvfs(directory.path)
@@ -193,6 +193,7 @@ def _summary(identity: dict[str, Any]) -> str:
         ("vLLM", identity.get("vllm")),
         ("KV cache", cache.get("cache_dtype") if isinstance(cache, dict) else None),
         ("identity", str(identity.get("digest"))[:16]),
+        ("authentication key", identity.get("authentication")),
     ]
     return ", ".join(f"{name} {value}" for name, value in said if value is not None)
 

@@ -20,6 +20,7 @@ from ucm.store.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from ucm.store.factory import authenticator_of
 from ucm.store.inspection import check_block, quarantine_block, stored_blocks
 from ucm.store_command.places import Directory, Places, find_places, opened_server
 from ucm.store_command.text import NO_STORE, about_unmarked, blocks_and_bytes, many, progress, say, say_json
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Mapping
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockKey
     from ucm.store.remote_tier import RemoteTier, StoredValue
 
@@ -43,7 +45,7 @@ class Item:
         key: Its key.
         path: Its file, or its name on the server.
         nbytes: The length of its file or value.
-        check: Reads it and returns what is wrong with it, or None.
+        check: Reads it and returns what is wrong with it, or None; its argument is called if the block is authentic.
         quarantine: Takes it out of the way, and returns whether it could.
     """
 
@@ -53,7 +55,7 @@ class Item:
     key: BlockKey
     path: str
     nbytes: int
-    check: Callable[[], StoreError | None]
+    check: Callable[[Callable[[], object]], StoreError | None]
     quarantine: Callable[[StoreError], bool]
 
 
@@ -117,6 +119,7 @@ class Verdict:
     seconds: float = 0.0
     problems: list[Problem] = field(default_factory=list)
     silent: list[Directory] = field(default_factory=list)  #: tiers on servers that cannot be listed
+    authentic: int | None = None  #: blocks whose tags are right; None if no key is configured
 
     @property
     def by_cause(self) -> dict[str, int]:
@@ -151,7 +154,8 @@ def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
         threads: How many read.
         quarantine: Whether to move damaged blocks into quarantine.
     """
-    verdict = Verdict()
+    authenticator = authenticator_of(places.config)
+    verdict = Verdict(authentic=None if authenticator is None else 0)
     with ExitStack() as stack:
         servers = {}
         for name in places.servers:
@@ -162,10 +166,10 @@ def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
                 servers.pop(name, None)
                 verdict.silent.append(Directory(name.lower(), name, str(error).splitlines()[0]))
         with progress("listing", None, "blocks") as bar:
-            total = sum(item.nbytes for item in _items(places, servers) if bar.update() or True)
+            total = sum(item.nbytes for item in _items(places, servers, authenticator) if bar.update() or True)
         began = time.perf_counter()
         with progress("reading", total, "B") as bar, ThreadPoolExecutor(threads) as pool:
-            reader = _Reader(verdict, _items(places, servers), bar, quarantine=quarantine)
+            reader = _Reader(verdict, _items(places, servers, authenticator), bar, quarantine=quarantine)
             try:
                 for done in [pool.submit(reader.read) for _ in range(threads)]:
                     done.result()
@@ -175,14 +179,14 @@ def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
     return verdict
 
 
-def _items(places: Places, servers: Mapping[str, RemoteTier]) -> Iterator[Item]:
+def _items(places: Places, servers: Mapping[str, RemoteTier], authenticator: Authenticator | None) -> Iterator[Item]:
     """List the blocks, which are as many as the medium has at that moment."""
     keep = places.config.quarantine_keep
     for directory, layout in places.chosen():
-        for block in stored_blocks(layout.root, layout.namespace):
+        for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
             yield Item(
                 *(directory.path, directory.tier, layout.namespace, block.key, block.path, block.nbytes),
-                partial(check_block, block),
+                partial(check_block, block, authenticator),
                 partial(quarantine_block, block, keep=keep),
             )
     meant, known = places.digests(), places.names()
@@ -225,13 +229,17 @@ class _Reader:
                 item = next(self._items, None)
             if item is None:
                 return
-            error = item.check()
+            error = item.check(self._authentic)
             if isinstance(error, StoreUnavailableError):
                 raise error
             bad = isinstance(error, BlockCorruptError | BlockForeignError | BlockUnreadableError)
             quarantined = bad and self._quarantine and error is not None and item.quarantine(error)
             with self._lock:
                 self._note(item, error, quarantined)
+
+    def _authentic(self) -> None:
+        with self._lock:
+            self._verdict.authentic = (self._verdict.authentic or 0) + 1
 
     def _note(self, item: Item, error: StoreError | None, quarantined: bool) -> None:
         self._bar.update(item.nbytes)
@@ -252,6 +260,10 @@ def _text(verdict: Verdict, lacks: Lacks) -> list[str]:
     rate = format_size(verdict.nbytes / verdict.seconds) if verdict.seconds else "0 B"
     gone = f"; {many(verdict.vanished, 'was', 'were')} deleted meanwhile" if verdict.vanished else ""
     lines.append(f"{blocks_and_bytes(verdict.blocks, verdict.nbytes)} read in {verdict.seconds:.1f} s, {rate}/s{gone}")
+    others = 0 if verdict.authentic is None else verdict.blocks - len(verdict.problems) - verdict.authentic
+    if others:
+        whose = f"{many(others, 'block is', 'blocks are')} of another authentication key, or of none"
+        lines.append(f"{whose}: only accidental changes would be found there.")
     bad = ", ".join(f"{count:,} {cause}" for cause, count in verdict.by_cause.items())
     if bad:
         return [*lines, f"Not as they should be: {bad}."]
@@ -269,6 +281,7 @@ def _data(verdict: Verdict) -> dict[str, Any]:
         "seconds": verdict.seconds,
         "bytes_per_second": verdict.nbytes / verdict.seconds if verdict.seconds else 0.0,
         "vanished": verdict.vanished,
+        "authentic": verdict.authentic,
         "damaged": verdict.by_cause,
         "problems": [
             {

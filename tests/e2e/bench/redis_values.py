@@ -21,7 +21,7 @@ from tests.e2e.bench.figure import Figure
 from tests.ucm.store.servers import RedisServer
 from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
 from ucm.store.config import StoreConfig
-from ucm.store.format import HeaderCodec, sums_of
+from ucm.store.format import HeaderCodec
 from ucm.store.redis_tier import RedisOptions, RedisTier
 from ucm.store.tier import TierPlace
 
@@ -133,7 +133,7 @@ class Ours:
     def save(self, key: BlockKey, value: memoryview) -> None:
         """Header and layer slices."""
         slices = self._slices(value)
-        header = self._codec.encode(key, sums_of(slices))
+        header = self._codec.encode(key, self._codec.seal(slices))
         self._tier.put_value(key, [header, *slices], time.monotonic() + _LONG)
 
     def load(self, key: BlockKey, into: memoryview) -> None:

@@ -29,6 +29,7 @@ OTHER: dict[str, Any] = {
     "dram_capacity": 12345,
     "dram_capacity_fraction": 0.5,
     "trusted_group": 0,
+    "authentication_key_file": "/etc/ucm/key",
     "fsync": True,
     "direct_io": True,
     "load_threads": 7,

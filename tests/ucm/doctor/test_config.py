@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
+from tests.ucm.store.keys import key_file
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.sparse.factory import METHODS, method_class
+from ucm.store.authentication import Authenticator
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
+from ucm.store.posix.layout import Layout
+from ucm.testing.blocks import EVEN, key, save
 
 if TYPE_CHECKING:
     from tests.ucm.doctor.site import Site
@@ -218,3 +226,34 @@ def test_what_an_engine_does_not_take_is_told_with_its_output(complete: Site, tm
         assert found["what"] == "an engine with ReRoPE failed"
         assert "ReRoPE needs hooks in the model runner, and this one calls none" in "\n".join(found["details"])
         assert Path(found["details"][-1].partition(": ")[2]).is_file()
+
+
+def test_what_the_memory_tier_holds_is_said(tmp_path: Path, memory: str) -> None:  # noqa: F811
+    file = write(tmp_path, f"store: {{pipeline: Dram, dram_directory: '{memory}', dram_capacity: 64MiB}}\n")
+    assert [found.check for found in check_config(file)] == ["configuration"]
+    config = StoreConfig(pipeline="Dram", dram_directory=memory, dram_capacity_bytes=64 << 20)
+    with open_store(config, "tiny/r0", EVEN) as store:
+        save(store, [key(number) for number in range(5)], EVEN)
+    found = check_config(file)[1]
+    assert (found.check, found.status) == ("memory tier", Status.OK)
+    assert re.fullmatch(rf"{memory} holds 5 blocks in 1 segment of \d+ KiB in all", found.what)
+    former = Path(Layout(memory, "tiny/r0").block(key(1)))
+    former.parent.mkdir()
+    former.write_bytes(bytes(4096))
+    found = check_config(file)[1]
+    assert found.status is Status.WARNING
+    assert found.details == ("1 file of an earlier release takes 4 KiB that no engine uses",)
+    assert found.todo[0].endswith(f"store gc --config {file} --tier dram")
+
+
+def test_what_the_authentication_key_is_worth_is_said(tmp_path: Path) -> None:
+    path = Path(key_file(tmp_path / "key", "k" * 40))
+    file = write(tmp_path, f"store: {{directories: '{tmp_path}/kv', authentication_key_file: '{path}'}}\n")
+    (found,) = check_config(file)
+    said = f"blocks are authenticated; the key's fingerprint is {Authenticator('k' * 40).fingerprint.hex()}"
+    assert (found.status, said in found.details) == (Status.OK, True)
+    other = Path(key_file(tmp_path / "short", "k" * 4))
+    file = write(tmp_path, f"store: {{directories: '{tmp_path}/kv', authentication_key_file: '{other}'}}\n")
+    (found,) = check_config(file)
+    assert found.status is Status.ERROR
+    assert "the key has 4 characters, but needs at least 32" in "\n".join((found.what, *found.details))

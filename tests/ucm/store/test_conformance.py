@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ucm.store.keys import key_file
 from ucm.store.config import StoreConfig
 from ucm.testing import StoreConformance
 
@@ -50,6 +51,22 @@ class TestPosixWithCapacityAndOneThread(StoreConformance):
             save_threads=1,
             save_nice=0,
             lookup_cache_keys=0,
+        )
+
+
+class TestAuthenticated(StoreConformance):
+    @pytest.fixture
+    def config(self, tmp_path: Path, memory: str, redis_server: RedisServer) -> StoreConfig:
+        root = tmp_path / "root"
+        root.mkdir()
+        return StoreConfig(
+            pipeline="Cache|Posix|Redis",
+            directories=(str(root),),
+            dram_directory=memory,
+            dram_capacity_bytes=64 * MIB,
+            tiers={"Redis": {"address": redis_server.address, **PATIENT}},
+            authentication_key_file=key_file(tmp_path / "key"),
+            save_nice=0,
         )
 
 

@@ -27,7 +27,7 @@ from ucm.store.errors import (
     StoreUnavailableError,
 )
 from ucm.store.factory import open_store
-from ucm.store.format import HeaderCodec, sums_of
+from ucm.store.format import HeaderCodec
 from ucm.store.posix.layout import PRIVATE, Layout, owner_name
 from ucm.store.segment import LOCK_FILE, Segment, delete_blocks, directory_of, remove_empty, segments
 from ucm.store.tier import TierOptions, TierPlace
@@ -251,7 +251,7 @@ class Tier:
         assert writer is not None
         (memory,) = filled([block], self.geometry)
         slices = memory.transfer().slices
-        writer.write([self.codec.encode(block, sums_of(slices)), *slices], 0, self.codec.file_nbytes)
+        writer.write([self.codec.encode(block, self.codec.seal(slices)), *slices], 0, self.codec.file_nbytes)
         return writer
 
     def save(self, *blocks: BlockKey) -> None:

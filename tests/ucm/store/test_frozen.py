@@ -21,6 +21,7 @@ from ucm.store.posix import files as posix_files
 from ucm.store.posix import index as posix_index
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
+from ucm.store.posix.layout import buckets
 from ucm.store.posix.tier import PosixTier, _Question
 from ucm.store.recent import RecentKeys
 from ucm.store.tasks import TransferTask
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tests.ucm.store.conftest import Clock
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, KVStore
     from ucm.store.config import StoreConfig
+    from ucm.store.posix.layout import Layout
     from ucm.store.tier import Outcome
 
 #: Enough keys for both of two directories to have some, whatever their names.
@@ -485,6 +487,36 @@ def test_a_store_is_closed_beside_lookups_that_hang(
     two.directory.thawed.set()
     closing.join()
     assert ended
+
+
+def test_closing_waits_once_for_all_listings_that_hang(
+    config: StoreConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of four directories stops answering while its names are listed."""
+    seconds, roots = 2.0, [tmp_path / f"root-{number}" for number in range(4)]
+    for root in roots:
+        root.mkdir()
+    monkeypatch.setattr(posix_index, "CLOSE_SECONDS", seconds)
+    monkeypatch.setattr(posix_index, "WORTH", 1)
+    store = open_store(replace(config, directories=tuple(map(str, roots))), "n", EVEN)
+    keys = [key(number) for number in range(64)]
+    save(store, keys, EVEN)
+    thawed, listing = threading.Event(), set()
+
+    def hang(layout: Layout) -> list[str]:
+        listing.add(layout.root)
+        thawed.wait()
+        return buckets(layout)
+
+    monkeypatch.setattr(posix_index, "buckets", hang)
+    assert store.lookup(keys) == [True] * len(keys)
+    wait_until(lambda: len(listing) == len(roots))
+    began = time.monotonic()
+    ended = ends(store.close)
+    took = time.monotonic() - began
+    thawed.set()
+    assert ended
+    assert took < len(roots) * seconds
 
 
 def test_what_a_slow_directory_has_told_by_the_deadline_is_believed(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ucm.store_command.conftest import Answer, Kept
+    from ucm.store.authentication import Authenticator
     from ucm.store.inspection import StoredBlock
 
 UCM = [sys.executable, "-m", "ucm.cli", "store"]
@@ -129,7 +130,9 @@ def test_a_reader_that_has_enough(kept: Kept) -> None:
 
 
 def test_an_interrupt_is_no_traceback(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(block: StoredBlock) -> None:
+    def interrupt(
+        block: StoredBlock, authenticator: Authenticator | None = None, authentic: Callable[[], object] = int
+    ) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "check_block", interrupt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import Layout
 from ucm.store.segment import directory_of, segments
-from ucm.testing.blocks import EVEN, fetch, key, save
+from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,3 +76,59 @@ def test_gc_deletes_blocks_and_their_memory(store: StoreConfig, file: Path, ask:
         assert fetch(opened, KEYS, EVEN)[1] == {}
     assert ask("gc", "--yes", "--all", "--namespace", "*", "--config", file).code == 0
     assert not folder.parent.exists()
+
+
+@pytest.fixture
+def former(store: StoreConfig) -> list[Path]:
+    """What a release before segments left in the directory: a file per block, one in a namespace of its own."""
+    found = []
+    for namespace, block in (("tiny/r0", KEYS[0]), ("older/r0", KEYS[1])):
+        layout = Layout(store.dram_directory, namespace)
+        layout.make()
+        path = Path(layout.block(block))
+        path.parent.mkdir()
+        path.write_bytes(bytes(10_000))
+        found.append(path)
+    return found
+
+
+def test_files_of_the_former_format_are_no_blocks(former: list[Path], file: Path, ask: Callable[..., Answer]) -> None:
+    (directory,) = ask("stat", "--json", "--config", file).data["directories"]
+    counts = {one["namespace"]: (one["blocks"], one["left_behind"]) for one in directory["namespaces"]}
+    assert counts == {"tiny/r0": (5, 1), "older/r0": (0, 1)}
+    assert directory["side_bytes"] == 20_000
+    assert ask("verify", "--config", file).code == 0
+    assert ask("gc", "--yes", "--dry-run", "--config", file).code == 0
+    assert all(path.exists() for path in former)
+
+
+def test_gc_deletes_files_of_the_former_format_and_spares_the_blocks(
+    store: StoreConfig, former: list[Path], file: Path, ask: Callable[..., Answer]
+) -> None:
+    data = ask("gc", "--json", "--config", file).data
+    assert {(one["kind"], one["count"], one["bytes"]) for one in data["deleted"]} == {("left behind", 1, 10_000)}
+    assert not any(path.exists() for path in former)
+    with open_store(store, "tiny/r0", EVEN) as opened:
+        assert fetch(opened, KEYS, EVEN)[1] == {}
+    assert ask("gc", "--yes", "--all", "--namespace", "*", "--config", file).code == 0
+    assert not Path(Layout(store.dram_directory, "older/r0").base).exists()
+
+
+def test_gc_spares_what_an_engine_writes_and_deletes_what_dead_ones_began(
+    store: StoreConfig, file: Path, ask: Callable[..., Answer]
+) -> None:
+    layout = Layout(store.dram_directory, "tiny/r0")
+    dead = Path(layout.temporary, "0123456789abcdef-1-1-left-0")
+    dead.write_bytes(bytes(1000))
+    os.utime(dead, (0, 0))
+    with open_store(store, "tiny/r0", EVEN) as opened:
+        more = [key(number) for number in range(100, 103)]
+        task = opened.save([memory.transfer() for memory in filled(more, EVEN)])
+        assert opened.wait(task).failed == {}
+        answer = ask("gc", "--json", "--to", "0", "--config", file)
+        assert (answer.code, dead.exists()) == (0, False)
+        opened.wait(opened.commit(more))
+        done, failed = fetch(opened, more, EVEN)
+        assert set(done) | set(failed) == set(more)
+        assert {error.cause for error in failed.values()} <= {"missing"}
+        assert all(done[block] == content(block, EVEN) for block in done)

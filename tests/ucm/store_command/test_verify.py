@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.campaign.damage import DAMAGES, damage_store
+from tests.ucm.store.keys import key_file
 from tests.ucm.store_command.conftest import BIG, FILE, SMALL
+from ucm.store.authentication import Authenticator
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.format import HeaderCodec, checksum
 from ucm.store.inspection import check_block
+from ucm.store.posix.layout import Layout
 from ucm.store_command import verify as module
-from ucm.testing.blocks import EVEN, fetch, key, save
+from ucm.testing.blocks import EVEN, fetch, filled, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.ucm.store_command.conftest import Answer, Kept
     from ucm.store.errors import StoreError
@@ -119,9 +125,11 @@ def test_engines_may_be_at_work(kept: Kept, ask: Callable[..., Answer]) -> None:
 def test_a_block_that_vanishes_is_counted_as_such(
     kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(block: StoredBlock) -> StoreError | None:
+    def slowly(
+        block: StoredBlock, authenticator: Authenticator | None = None, authentic: Callable[[], object] = int
+    ) -> StoreError | None:
         kept.path(BIG, 0).unlink(missing_ok=True)
-        return check_block(block)
+        return check_block(block, authenticator, authentic)
 
     monkeypatch.setattr(module, "check_block", slowly)
     answer = ask("verify", "--directory", kept.root, "--namespace", BIG, "--threads", 1)
@@ -132,7 +140,9 @@ def test_a_block_that_vanishes_is_counted_as_such(
 def test_a_failure_of_a_thread_ends_all(
     kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(block: StoredBlock) -> StoreError | None:
+    def fail(
+        block: StoredBlock, authenticator: Authenticator | None = None, authentic: Callable[[], object] = int
+    ) -> None:
         raise OSError(5, "Input/output error", "somewhere")
 
     monkeypatch.setattr(module, "check_block", fail)
@@ -205,3 +215,34 @@ def test_a_directory_that_is_gone_is_never_sound(kept: Kept, ask: Callable[..., 
     assert ask("verify", "--json", "--config", file).data["unreadable"] == [
         {"directory": f"{tmp_path}/gone", "tier": "posix", "reason": "No such file or directory"}
     ]
+
+
+def test_forged_blocks_are_found_with_the_key_of_the_configuration(tmp_path: Path, ask: Callable[..., Answer]) -> None:
+    root, file = tmp_path / "kv", tmp_path / "ucm_config.yaml"
+    root.mkdir(mode=0o700)
+    store = {"directories": str(root), "authentication_key_file": key_file(tmp_path / "key")}
+    file.write_text(json.dumps({"store": store}), encoding="utf-8")
+    signed = StoreConfig(directories=(str(root),), authentication_key_file=store["authentication_key_file"])
+    keys = [key(number) for number in range(4)]
+    for config, namespace in ((signed, BIG), (replace(signed, authentication_key_file=None), SMALL)):
+        with open_store(config, namespace, EVEN) as opened:
+            assert save(opened, keys, EVEN).failed == {}
+    answer = ask("verify", "--config", file)
+    assert answer.code == 0
+    assert "\n4 blocks are of another authentication key, or of none: only accidental changes" in answer.out
+    path = Path(Layout(str(root), BIG).block(keys[0]))
+    forged = HeaderCodec(BIG, EVEN, Authenticator("not the key"))
+    (memory,) = filled(keys[:1], EVEN, version=1)
+    path.write_bytes(forged.encode(keys[0], forged.seal(memory.slices)) + memory.data)
+    data = ask("verify", "--json", "--config", file).data
+    assert (data["blocks"], data["authentic"], data["damaged"]) == (8, 3, {})
+    value = bytearray(path.read_bytes())
+    at = forged.nbytes - 32
+    value[at : at + 8] = Authenticator(Path(store["authentication_key_file"]).read_text("utf-8").strip()).fingerprint
+    value[forged.nbytes - 8 : forged.nbytes] = checksum(bytes(value[: forged.nbytes - 8])).to_bytes(8, "little")
+    path.write_bytes(value)
+    answer = ask("verify", "--json", "--config", file)
+    assert (answer.code, answer.data["authentic"], answer.data["damaged"]) == (1, 3, {"corrupt": 1})
+    assert "authentication tag is wrong" in answer.data["problems"][0]["reason"]
+    without = ask("verify", "--json", "--directory", root)
+    assert (without.code, without.data["authentic"]) == (0, None)

@@ -23,7 +23,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import xxhash
 
 from ucm.store.errors import (
     BlockCorruptError,
@@ -34,7 +33,7 @@ from ucm.store.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from ucm.store.format import UNIT, aligned_buffer, check_slices, decode, header_nbytes
+from ucm.store.format import UNIT, SliceCheck, aligned_buffer, check_slices, decode, header_nbytes
 from ucm.store.posix.index import log_removals
 from ucm.store.posix.layout import is_quarantined, owner_name
 from ucm.store.posix.paths import (
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeVar
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockKey, BlockTransfer, Buffer
     from ucm.store.format import BlockHeader, HeaderCodec
     from ucm.store.posix.layout import Layout
@@ -218,8 +218,21 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
     return time.time() - used > directory.touch_seconds
 
 
-def read_file(directory: Directory, codec: HeaderCodec | None, key: BlockKey, path: str) -> Buffer:
+def read_file(
+    directory: Directory,
+    codec: HeaderCodec | None,
+    key: BlockKey,
+    path: str,
+    authenticator: Authenticator | None = None,
+) -> Buffer:
     """Return a block's whole file, verified against its own header and, if there is one, the codec.
+
+    Args:
+        directory: The directory that it is in.
+        codec: The codec of the blocks; None: of any geometry.
+        key: The block's key.
+        path: Its file.
+        authenticator: Authenticates blocks; None: they have checksums alone.
 
     Raises:
         StoreError: As for ``read_block``.
@@ -229,14 +242,19 @@ def read_file(directory: Directory, codec: HeaderCodec | None, key: BlockKey, pa
         if codec is not None and header.slice_sizes != codec.geometry.slice_sizes:
             raise BlockForeignError("the block has layer slices of other sizes")
         content = aligned_buffer(header.file_nbytes)
-        check_slices(content[: read_into(descriptor, [content], 0, len(content))], header)
+        check_slices(content[: read_into(descriptor, [content], 0, len(content))], header, authenticator)
         return content
 
-    return _attempt(directory, key, path, lambda: _with_header(path, key, read))
+    return _attempt(directory, key, path, lambda: _with_header(path, key, read, authenticator))
 
 
-def check_file(path: str, key: BlockKey) -> BlockHeader:
+def check_file(path: str, key: BlockKey, authenticator: Authenticator | None = None) -> BlockHeader:
     """Check a block's whole file against its own header, without holding it in memory.
+
+    Args:
+        path: The file.
+        key: The block's key.
+        authenticator: Checks the tags as well, of a block that is authenticated by its key.
 
     Raises:
         BlockCorruptError: Bytes were changed, are missing or are too many.
@@ -246,16 +264,17 @@ def check_file(path: str, key: BlockKey) -> BlockHeader:
 
     def check(descriptor: int, header: BlockHeader) -> BlockHeader:
         at, chunk = header.nbytes, aligned_buffer(min(_CHUNK, max(header.slice_sizes, default=0)))
-        for index, (size, expected) in enumerate(zip(header.slice_sizes, header.checksums, strict=True)):
-            end, found = at + size, xxhash.xxh3_64()
+        for index, size in enumerate(header.slice_sizes):
+            end, found = at + size, SliceCheck(header, index, authenticator)
             while at < end and (step := os.preadv(descriptor, [chunk[: end - at]], at)):
                 found.update(chunk[:step])
                 at += step
-            if at < end or found.intdigest() != expected:
-                raise BlockCorruptError(f"the checksum of layer slice {index} is wrong")
+            if at < end:
+                raise BlockCorruptError(f"the file ends within layer slice {index}")
+            found.end()
         return header
 
-    return _with_header(path, key, check)
+    return _with_header(path, key, check, authenticator, any_key=True)
 
 
 def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], T]) -> T:
@@ -277,11 +296,18 @@ def _attempt(directory: Directory, key: BlockKey, path: str, read: Callable[[], 
         raise
 
 
-def _with_header(path: str, key: BlockKey, use: Callable[[int, BlockHeader], T]) -> T:
+def _with_header(
+    path: str,
+    key: BlockKey,
+    use: Callable[[int, BlockHeader], T],
+    authenticator: Authenticator | None,
+    *,
+    any_key: bool = False,
+) -> T:
     """Open a file, check its header, key and length, and call ``use`` with it."""
     descriptor, status = open_file(path, os.O_RDONLY)
     try:
-        header = decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))))
+        header = decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))), authenticator, any_key=any_key)
         if header.key != key:
             raise BlockForeignError(f"the block's key is {header.key.hex()}")
         if status.st_size != header.file_nbytes:

@@ -151,7 +151,7 @@ WORTH = 2_000
 _APART = 65_536
 #: Seconds after which the names are listed again, in case files were deleted by hand.
 _LISTED_SECONDS = 600.0
-#: How many seconds ``close`` waits for a listing in progress.
+#: How many seconds ``close_indices`` waits for listings in progress.
 CLOSE_SECONDS = 5.0
 
 
@@ -226,13 +226,17 @@ class NameIndex:
             self._added, self._dropped = set(), set()
             self._tests = 0
 
-    def close(self) -> None:
-        """End a listing in progress; abandon one that is stuck in the directory."""
+    def stop(self) -> None:
+        """Let a listing in progress end, and begin no other."""
         with self._lock:
             self._closed = True
+
+    def join(self, until: float) -> None:
+        """Wait for a listing in progress to end, until a ``time.monotonic()``."""
+        with self._lock:
             thread = self._thread
         if thread is not None:
-            thread.join(CLOSE_SECONDS)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _start(self) -> None:
         with self._lock:
@@ -294,6 +298,15 @@ class NameIndex:
                 self._added = set()
                 self._position = position
                 self._names = names
+
+
+def close_indices(indices: Sequence[NameIndex]) -> None:
+    """End the listings in progress; abandon those that are stuck in a directory."""
+    for index in indices:
+        index.stop()
+    until = time.monotonic() + CLOSE_SECONDS
+    for index in indices:
+        index.join(until)
 
 
 def _names_in(bucket: str) -> Prefixes:

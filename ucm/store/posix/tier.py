@@ -25,7 +25,7 @@ from ucm.store.errors import (
 from ucm.store.health import Breaker
 from ucm.store.pool import Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
-from ucm.store.posix.index import REMOVALS, NameIndex
+from ucm.store.posix.index import REMOVALS, NameIndex, close_indices
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.paths import KeptDirectory, distrust, group_id, make_directory, open_file, shared_group
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeVar
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec
@@ -356,6 +357,7 @@ class PosixTier(Tier):
         codec: The codec of a block's file; None in an instance that only looks up and prefetches.
         config: The store's options.
         capacity_bytes: The most bytes that it may use; None: no limit.
+        authenticator: Authenticates blocks; None: they have checksums alone.
 
     Raises:
         ConfigError: A directory is missing or unusable, or the namespace is invalid.
@@ -372,6 +374,7 @@ class PosixTier(Tier):
         codec: HeaderCodec | None,
         config: StoreConfig,
         capacity_bytes: int | None,
+        authenticator: Authenticator | None = None,
     ) -> None:
         super().__init__(name, timeout=config.stuck_seconds)
         self.lanes = len(roots)
@@ -385,7 +388,7 @@ class PosixTier(Tier):
         share = None if capacity_bytes is None else capacity_bytes / len(roots)
         self._directories = [Directory(root, namespace, config, share, self._note_eviction) for root in roots]
         self._slots = _slots(roots)
-        self._codec = codec
+        self._codec, self._authenticator = codec, authenticator
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
         self._evicts = False
@@ -395,7 +398,15 @@ class PosixTier(Tier):
         """Open the tier in the configured directories."""
         del options
         config = place.config
-        return cls("posix", config.directories, place.namespace, place.codec, config, config.posix_capacity_bytes)
+        return cls(
+            "posix",
+            config.directories,
+            place.namespace,
+            place.codec,
+            config,
+            config.posix_capacity_bytes,
+            place.authenticator,
+        )
 
     def lane(self, key: BlockKey) -> int:
         """Return the index of the directory that stores a block."""
@@ -462,7 +473,7 @@ class PosixTier(Tier):
         del deadline
         directory = self._directory(key)
         try:
-            return read_file(directory, self._codec, key, directory.layout.block(key))
+            return read_file(directory, self._codec, key, directory.layout.block(key), self._authenticator)
         except StoreError as error:
             self._fail(directory, key, error)
 
@@ -506,8 +517,7 @@ class PosixTier(Tier):
         for directory in self._directories:
             directory.lookups.close()
         close_evictors([directory.evictor for directory in self._directories])
-        for directory in self._directories:
-            directory.index.close()
+        close_indices([directory.index for directory in self._directories])
 
     def committed(self, directory: Directory, key: BlockKey) -> None:
         """Note that a writer made a block visible."""

@@ -35,7 +35,7 @@ from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
 from ucm.sparse.factory import method_class
 from ucm.sparse.released_blocks import batches_in_flight
-from ucm.store.factory import open_store
+from ucm.store.factory import authenticator_of, open_store
 from ucm.store.identity_file import write_identity
 from ucm.store.slab import Slab, default_bytes
 
@@ -66,10 +66,14 @@ def engine_identity(
         geometry: The KV-cache groups and the layout of their KV.
 
     Raises:
-        ConfigError: As for ``model_identity``, and if there is no such sparse method.
+        ConfigError: As for ``model_identity``, and if there is no such sparse method, or the key that authenticates
+            blocks cannot be used.
     """
     # A sparse method changes which tokens later ones attend to, and so their KV.
     more = {**method_identity(vllm_config), "geometry": dict(geometry or {})}
+    authenticator = authenticator_of(settings.store.as_store_config())
+    if authenticator is not None:  # engines with other keys, or none, refuse each other's blocks
+        more["authentication"] = authenticator.fingerprint.hex()
     return model_identity(vllm_config, weights_id=settings.weights_id, more=more)
 
 

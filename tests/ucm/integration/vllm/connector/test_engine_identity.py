@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partialmethod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, VllmConfig, read_files, write_model
+from tests.ucm.store.keys import key_file
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.model_identity import namespace
@@ -20,13 +22,12 @@ from ucm.integration.vllm.connector.scheduler_side import engine_identity
 from ucm.sparse.sink_window import SinkWindow, SinkWindowOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import ModuleType
 
 
-def named(model: Path, store: Path, additional: dict[str, Any] | None = None, **settings: Any) -> str:
+def named(model: Path, store: Path | dict[str, str], additional: dict[str, Any] | None = None, **settings: Any) -> str:
     """Return the namespace of an engine with these settings."""
-    extra = {"store": {"directories": str(store)}, **settings}
+    extra: dict[str, Any] = {"store": store if isinstance(store, dict) else {"directories": str(store)}, **settings}
     engine: Any = VllmConfig(ModelConfig(str(model)))
     engine.kv_transfer_config = SimpleNamespace(kv_connector="UCMConnector", kv_connector_extra_config=extra)
     engine.additional_config = additional or {}
@@ -44,6 +45,24 @@ def test_the_operators_name_for_the_weights_is_believed(tmp_path: Path) -> None:
 def test_an_empty_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"empty\n.*weights_id = ''"):
         named(tmp_path, tmp_path, weights_id="")
+
+
+def test_engines_with_other_keys_or_none_share_nothing(tmp_path: Path) -> None:
+    """A key's fingerprint, never the key, is part of the identity, and so are its blocks' checks."""
+    model = write_model(tmp_path / "llama")
+    keys = [key_file(tmp_path / name, text) for name, text in (("a", "a" * 32), ("b", "b" * 32), ("same", "a" * 32))]
+    none = named(model, tmp_path)
+    one, other, same = (named(model, {"directories": str(tmp_path), "authentication_key_file": path}) for path in keys)
+    assert len({none, one, other}) == 3
+    assert one == same
+
+
+def test_a_key_that_cannot_be_used_is_refused_where_it_stands(tmp_path: Path) -> None:
+    path = Path(key_file(tmp_path / "key"))
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="other users can read or change it") as caught:
+        named(tmp_path, {"directories": str(tmp_path), "authentication_key_file": str(path)})
+    assert f"store.authentication_key_file = '{path}'" in str(caught.value)
 
 
 def test_the_options_of_a_sparse_method_are_part_of_it(tmp_path: Path) -> None:

@@ -1,0 +1,16 @@
+"""Authentication keys for tests."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def key_file(path: Path, text: str = "") -> str:
+    """Write a key, or this text, into a file that only its owner can read; return its path."""
+    path.touch(0o600)
+    path.write_text(f"{text or secrets.token_hex(32)}\n", encoding="utf-8")
+    return str(path)
