@@ -126,9 +126,9 @@ class PrefixEngine:
         """Load another model's weights in place."""
         self._call("reload", str(model))
 
-    def scale(self, name: str, factor: float) -> None:
-        """Multiply one parameter in place, in an engine of one process."""
-        self._call("scale", name, factor)
+    def scale(self, name: str, factor: float, rank: int | None = None) -> None:
+        """Multiply one parameter in place, in one worker or in all (see ``converse.py``)."""
+        self._call("scale", name, factor, rank)
 
     def wait_until_started(self) -> float:
         """Wait for the start, as other calls do; return its duration in seconds."""

@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.engine import variables
 from tests.e2e.runner_runs import AGAIN, BLENDED, CROWD, METHODS, ORDERED, V1_SCENARIOS, Runs
+from tests.e2e.test_ranks import TwoWorkers, changed_in_one_worker
 from tests.e2e.test_v2_runner import CONNECTED, LOADED, PREEMPTIONS, STORED, WHOLE, finished
 from ucm.doctor.run import MODEL
 
@@ -60,6 +61,13 @@ def test_chunks_are_found_and_blended(older: Runs) -> None:
     """That this changes no token is seen above: no exact prefix of the prompt is known, and all is recomputed."""
     (answer,) = finished(older, "blend").phases[ORDERED].answers
     assert answer.cached == BLENDED
+
+
+def test_nothing_is_saved_once_one_of_two_workers_has_changed_weights(
+    environments: Environments, tmp_path: Path
+) -> None:
+    """Before 0.18.1 vLLM brings the scheduler no reports of workers; they agree through the staging memory."""
+    changed_in_one_worker(TwoWorkers(environments.overlay, tmp_path))
 
 
 def test_doctor_sees_the_hooks_fire(environments: Environments, tmp_path: Path) -> None:

@@ -76,38 +76,39 @@ class TwoWorkers:
     def __init__(self, environment: Environment, directory: Path) -> None:
         from tests.e2e.prefix_models import SHARED, write_tiny_model  # noqa: PLC0415 - needs the build's packages
 
-        self._environment, self._directory = environment, directory
-        model = write_tiny_model(environment, "shared", SHARED)
-        self._engine = {"model": str(model), "tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
+        self.environment, self.directory = environment, directory
+        self.model = {"model": str(write_tiny_model(environment, "shared", SHARED))}
+        self.engine = {**self.model, "tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
 
     @cached_property
     def reference(self) -> Played:
         """The result without UCM's settings; runs on first use."""
         return self.run("reference")
 
-    def run(self, name: str, method: Mapping[str, Any] | None = None, store: str = "") -> Played:
+    def run(self, name: str, method: Mapping[str, Any] | None = None, store: str = "", workers: int = RANKS) -> Played:
         """Run one engine.
 
         Args:
             name: The name of its directory.
             method: The value of ``ucm_sparse_config``, if any.
             store: The name of the connector's store; empty for no connector.
+            workers: One, or two.
         """
         from tests.e2e.engine import INSIDE  # noqa: PLC0415 - needs the build's packages
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
         from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
 
-        settings = dict(self._engine)
+        settings = dict(self.engine if workers == RANKS else self.model)
         if method:
             settings["additional_config"] = {"ucm_sparse_config": dict(method)}
         if store:
-            settings |= connector(posix(self._directory / store))
+            settings |= connector(posix(self.directory / store))
         switches = {"PYTHONPATH": os.fspath(INSIDE)}
-        engine = PrefixEngine(self._environment, self._directory / name, settings, switches)
+        engine = PrefixEngine(self.environment, self.directory / name, settings, switches)
         with engine:
             answers = [answer for batch in batches() for answer in engine.generate(batch)]
             if store:
-                wait_for_quiet(self._directory / store)
+                wait_for_quiet(self.directory / store)
             preemptions = engine.counters()["vllm:num_preemptions_total"]
         return Played(answers, preemptions, engine.log)
 
@@ -115,7 +116,7 @@ class TwoWorkers:
         """Return ESA's settings with a separate store."""
         from tests.e2e.prefix_engine import posix  # noqa: PLC0415 - needs the build's packages
 
-        return {ESA: {**ESA_OPTIONS, "store": posix(self._directory / name)}}
+        return {ESA: {**ESA_OPTIONS, "store": posix(self.directory / name)}}
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +134,47 @@ def all_whole_blocks() -> list[int]:
 
 
 def test_what_two_workers_store_two_others_load(two: TwoWorkers) -> None:
+    """An engine of one worker, between them on the same store, finds nothing of theirs, and they nothing of its own."""
     cold = two.run("cold", store="store")
+    one = two.run("one", store="store", workers=1)
     warm = two.run("warm", store="store")
     assert cold.tokens == warm.tokens == two.reference.tokens
     assert cold.preemptions > 0, "more at once than there is room for"
     assert found(warm) == all_whole_blocks()
+    assert found(one)[:4] == [0] * 4, "those that share no block with earlier requests of this engine"
+
+
+def test_nothing_is_saved_once_one_of_two_workers_has_changed_weights(two: TwoWorkers) -> None:
+    changed_in_one_worker(two)
+
+
+def changed_in_one_worker(two: TwoWorkers) -> None:
+    """Change weights in the second worker only, which the first does not see, and look for what is stored after it."""
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
+
+    store = two.directory / "changed-store"
+    before, after = ([request(prompt(20 * BLOCK + 5, when), 8)] for when in ("before", "after"))
+    settings = {**two.engine, **connector(posix(store))}
+    switches = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    with PrefixEngine(two.environment, two.directory / "changing", settings, switches) as engine:
+        (old,) = engine.generate(before)
+        wait_for_quiet(store)
+        assert engine.reset()
+        (again,) = engine.generate(before)
+        engine.scale("model.layers.1.input_layernorm.weight", -1.0, RANKS - 1)
+        assert engine.reset()
+        (new,) = engine.generate(before)
+        engine.generate(after)
+        wait_for_quiet(store)
+        log = engine.log
+    with PrefixEngine(two.environment, two.directory / "unchanged", settings) as engine:
+        answers = [answer for batch in (before, after) for answer in engine.generate(batch)]
+    assert (again.tokens, again.cached) == (old.tokens, 20 * BLOCK)
+    assert new.tokens != old.tokens
+    assert "the weights were changed in place" in log
+    assert answers[0].tokens == old.tokens
+    assert [answer.cached for answer in answers] == [20 * BLOCK, 0], "what followed the change is not there"
 
 
 def test_block_top_k_of_two_workers(two: TwoWorkers) -> None:

@@ -74,11 +74,15 @@ class Engine:
         """Load other weights in place, as a trainer does."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
-    def scale(self, name: str, factor: float) -> None:
-        """Multiply one parameter in place, bypassing torch's version counter; in an engine of one process."""
+    def scale(self, name: str, factor: float, rank: int | None = None) -> None:
+        """Multiply one parameter in place, bypassing torch's version counter, in one worker or in all.
+
+        An engine of several processes needs ``VLLM_ALLOW_INSECURE_SERIALIZATION``.
+        """
 
         def scaled(worker: Any) -> None:
-            worker.model_runner.get_model().get_parameter(name).data.mul_(factor)
+            if rank in (None, worker.rank):
+                worker.model_runner.get_model().get_parameter(name).data.mul_(factor)
 
         self._llm.collective_rpc(scaled)
 
