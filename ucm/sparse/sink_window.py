@@ -72,8 +72,8 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     Attributes:
         tile: Tokens whose windows begin at the same block.
         counts: ``steps`` in which blocks were left out, ``rows`` of these, ``blocks_skipped`` and ``blocks_held`` of
-            these rows, the ones that are skipped among them, and the requests that are dense because they asked for it
-            (``requests_opted_out``) or for what there is not (``requests_refused``).
+            these rows, the ones that are skipped among them, and the requests that are dense because they opted out
+            (``requests_opted_out``) or asked for something that is not supported (``requests_refused``).
 
     Raises:
         ConfigError: If an option is wrong.

@@ -37,7 +37,7 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
         system = os.statvfs(path)
     except OSError as error:
         raise ConfigError(
-            f"the Dram tier's directory cannot be made: {error.strerror}",
+            f"the Dram tier's directory cannot be created: {error.strerror}",
             where=where,
             fix="name a directory below an existing one in a tmpfs, for instance /dev/shm/ucm",
         ) from error

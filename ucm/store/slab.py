@@ -416,7 +416,7 @@ class SlabReader:
             failure: StoreError | None = None
             try:
                 if self._memory is None:
-                    failure = StoreUnavailableError("the slab is not there")
+                    failure = StoreUnavailableError("the staging memory does not exist")
                 elif place + nbytes > self._memory.nbytes:
                     failure = StoreUnavailableError("the slab ends before the block does")
                 else:
