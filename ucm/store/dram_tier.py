@@ -85,7 +85,18 @@ class DramTier(Tier):
         """Look the keys up in the tables of all segments."""
         del deadline
         self._refresh()
-        return [self._place(key) is not None for key in keys]
+        current: dict[Segment, bool] = {}
+        found = []
+        for key in keys:
+            place = self._index.get(key)
+            if place is None:
+                found.append(False)
+                continue
+            segment, number = place
+            if segment not in current:  # once for all keys
+                current[segment] = segment.is_current()
+            found.append(current[segment] and segment.holds(number, key))
+        return found
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Copy layer slices out of the segments and verify the copies."""

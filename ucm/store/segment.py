@@ -57,6 +57,9 @@ _TABLE_AT = 128
 _KEY = [("begin", "<u8"), ("rest", f"V{MAX_KEY_BYTES - 8}")]
 _ENTRY = np.dtype([("state", "u1"), ("length", "u1"), ("pad", "V6"), *_KEY])
 _WHOLE, _DELETED = 1, 2
+_ENTRY_BYTES = _ENTRY.itemsize
+#: What precedes the key in the table's entry of a visible block, by the length of the key.
+_WHOLE_KEY = [bytes([_WHOLE, nbytes, 0, 0, 0, 0, 0, 0]) for nbytes in range(MAX_KEY_BYTES + 1)]
 #: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are faster without.
 LARGE_BYTES = 32 << 10
 
@@ -238,8 +241,8 @@ class Segment:
 
     def holds(self, number: int, key: BlockKey) -> bool:
         """Return whether a slot's block is visible and has this key."""
-        at = _TABLE_AT + number * _ENTRY.itemsize
-        return self.map[at] == _WHOLE and self.map[at + 8 : at + 8 + self.map[at + 1]] == key
+        at, nbytes = _TABLE_AT + number * _ENTRY_BYTES, len(key)
+        return bool(self.map[at : at + 8 + nbytes] == _WHOLE_KEY[nbytes] + key)
 
     def blocks(self, begins: NDArray[np.uint64] | None = None) -> Iterator[tuple[BlockKey, int]]:
         """Yield the key and the slot of every visible block.
