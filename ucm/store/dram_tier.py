@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ucm.store.dram import prepare_dram
 from ucm.store.errors import BlockForeignError, BlockMissingError, StoreError, StoreFullError, StoreTimeoutError
-from ucm.store.format import UNIT
+from ucm.store.format import UNIT, known_codec
 from ucm.store.posix.files import store_error
 from ucm.store.posix.layout import Layout, check_namespace, is_stale, namespaces, unlink_private
 from ucm.store.posix.paths import list_directory, make_directory, open_file, status_of
@@ -101,7 +101,7 @@ class DramTier(Tier):
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Copy layer slices out of the segments and verify the copies."""
         del deadline
-        codec, now = self._known_codec(), time.monotonic()
+        codec, now = known_codec(self._codec), time.monotonic()
         used: set[Segment] = set()
         outcomes = [
             self._read(codec, block, place, now, used)
@@ -490,11 +490,6 @@ class DramTier(Tier):
                 with suppress(OSError, ValueError):
                     found.append(known.get(path) or Segment.open(path))
         return sorted(found, key=lambda segment: segment.used)
-
-    def _known_codec(self) -> HeaderCodec:
-        if self._codec is None:
-            raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
-        return self._codec
 
 
 class _Filling:

@@ -411,6 +411,17 @@ def aligned_buffer(nbytes: int) -> Buffer:
     return memory[begin : begin + nbytes].data
 
 
+def known_codec(codec: HeaderCodec | None) -> HeaderCodec:
+    """Return a store's codec.
+
+    Raises:
+        ValueError: It has none, because it was opened without a geometry.
+    """
+    if codec is None:
+        raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
+    return codec
+
+
 def format_version(authenticator: Authenticator | None) -> int:
     """Return the format version of blocks with or without authentication."""
     return VERSION if authenticator is None else AUTHENTICATED_VERSION

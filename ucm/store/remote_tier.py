@@ -21,7 +21,7 @@ from ucm.store.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from ucm.store.format import format_version, namespace_digest, verify
+from ucm.store.format import format_version, known_codec, namespace_digest, verify
 from ucm.store.recent import RecentKeys
 from ucm.store.secrets import read_secret
 from ucm.store.tier import TierOptions, ValueTier
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucm.store.base import BlockTransfer, Buffer
-    from ucm.store.format import HeaderCodec
     from ucm.store.health import Breaker
     from ucm.store.tier import Outcome, TierPlace
 
@@ -200,7 +199,7 @@ class RemoteTier(ValueTier):
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Load the blocks' values, each received directly into its memory."""
-        codec = self._known_codec()
+        codec = known_codec(self.codec)
         headers = [bytearray(codec.nbytes) for _ in blocks]
         parts = [self._parts(block, header) for block, header in zip(blocks, headers, strict=True)]
         replies = self._client.read([self._name(block.key) for block in blocks], parts, codec.file_nbytes, deadline)
@@ -290,7 +289,7 @@ class RemoteTier(ValueTier):
 
     def _parts(self, block: BlockTransfer, header: bytearray) -> list[Part]:
         """Return what to receive to load some layer slices of a block: its header as well."""
-        codec, first = self._known_codec(), block.first_slice
+        codec, first = known_codec(self.codec), block.first_slice
         if len(block.slices) == len(codec.geometry.slice_sizes):
             return [Part(0, [memoryview(header), *block.slices])]
         return [Part(0, [memoryview(header)]), Part(codec.offsets[first], block.slices)]
@@ -299,7 +298,7 @@ class RemoteTier(ValueTier):
         self, block: BlockTransfer, header: bytearray, wanted: list[Part], reply: list[int] | StoreError
     ) -> StoreError | None:
         """Return what is wrong with a received value, or None."""
-        codec = self._known_codec()
+        codec = known_codec(self.codec)
         if isinstance(reply, StoreError):
             return reply
         lengths = [part.nbytes for part in wanted]
@@ -308,11 +307,6 @@ class RemoteTier(ValueTier):
         if codec.is_sound(header, block.key, block.first_slice, block.slices):
             return None
         return codec.refusal_of(header, block.key)
-
-    def _known_codec(self) -> HeaderCodec:
-        if self.codec is None:
-            raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
-        return self.codec
 
 
 def missing(name: str) -> BlockMissingError:

@@ -24,7 +24,7 @@ from ucm.store.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from ucm.store.format import aligned_buffer, verify
+from ucm.store.format import aligned_buffer, known_codec, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -376,9 +376,7 @@ class ValueTier(Tier):
         return error
 
     def _read(self, block: BlockTransfer, deadline: float) -> Outcome:
-        codec = self.codec
-        if codec is None:
-            raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
+        codec = known_codec(self.codec)
         try:
             content = self.fetch(block.key, deadline)
             refusal = codec.check(content, block.key)

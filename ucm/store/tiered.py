@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ucm.store.assembly import Assembly
 from ucm.store.base import KVStore
 from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreError, too_far_behind
+from ucm.store.format import known_codec
 from ucm.store.guard import Guard, unexpected
 from ucm.store.pool import RefusableJob
 from ucm.store.promotion import Promoter
@@ -110,7 +111,7 @@ class TieredStore(KVStore):
     def load(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Load blocks in batches on each tier's threads; blocks that one tier lacks go on to the next."""
         self._check_open()
-        codec = self._known_codec()
+        codec = known_codec(self._codec)
         for block in blocks:
             check_transfer(block, codec)
             check_memory(block)
@@ -125,7 +126,7 @@ class TieredStore(KVStore):
     def save(self, blocks: Sequence[BlockTransfer]) -> Task:
         """Queue one job per block; see ``Assembly``."""
         self._check_open()
-        codec = self._known_codec()
+        codec = known_codec(self._codec)
         sizes = [check_transfer(block, codec) for block in blocks]
         task = TransferTask(len(blocks))
         accepted: list[tuple[Assembly, BlockTransfer, int]] = []
@@ -404,11 +405,6 @@ class TieredStore(KVStore):
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the store is closed")
-
-    def _known_codec(self) -> HeaderCodec:
-        if self._codec is None:
-            raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
-        return self._codec
 
 
 def _lookup(tiers: Sequence[Guard], keys: Sequence[BlockKey]) -> list[bool]:

@@ -22,6 +22,7 @@ from ucm.store.errors import (
     StoreFullError,
     StoreTimeoutError,
 )
+from ucm.store.format import known_codec
 from ucm.store.health import Breaker
 from ucm.store.pool import Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
@@ -455,7 +456,7 @@ class PosixTier(Tier):
         directory = self._directory(block.key)
         path = directory.layout.block(block.key)
         try:
-            old = read_block(directory, self._known_codec(), block, path)
+            old = read_block(directory, known_codec(self._codec), block, path)
         except StoreError as error:
             self._fail(directory, block.key, error)
         if old:
@@ -559,11 +560,6 @@ class PosixTier(Tier):
             if question.error is not None:
                 self.counters.failed("lookup", question.error)
         return found
-
-    def _known_codec(self) -> HeaderCodec:
-        if self._codec is None:
-            raise ValueError("the store was opened without a geometry: it looks up and prefetches, no more")
-        return self._codec
 
     def _note_eviction(self, path: str) -> None:
         self.counters.evicted(1)
