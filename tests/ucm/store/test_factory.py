@@ -231,7 +231,7 @@ def test_the_dram_tier_is_in_memory_and_our_own(memory: str, tmp_path: Path) -> 
 
     refused = {
         "is more than its tmpfs has": replace(config, dram_capacity_bytes=system.f_blocks * system.f_frsize + 1),
-        "cannot be made": replace(config, dram_directory=f"{memory}/not/there"),
+        "cannot be created": replace(config, dram_directory=f"{memory}/not/there"),
     }
     with pytest.raises(ConfigError) as caught:
         open_store(refused["is more than its tmpfs has"], "n", EVEN)
