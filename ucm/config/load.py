@@ -24,6 +24,7 @@ from ucm.config.yaml_file import read_yaml
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.store.config import OURS, StoreConfig, pipeline_parts
+from ucm.store.dram import check_apart
 from ucm.store.posix.paths import distrust, group_id
 
 if TYPE_CHECKING:
@@ -225,6 +226,8 @@ def _look_at_media(
     if store.parts & DRAM and all(look.is_usable for look in dram):
         directory = changed.get("dram_directory", store.dram_directory)
         _check_capacity(out, top, "dram_capacity", (directory,), store)
+        if posix and all(look.is_usable for look in posix):
+            _check_apart(out, top, directory, changed["directories"], store)
     return changed
 
 
@@ -294,6 +297,18 @@ class _Look:
                 self._seconds,
             )
         return None
+
+
+def _check_apart(
+    out: Translation, top: Place, dram_directory: str, directories: tuple[str, ...], store: StoreSettings
+) -> None:
+    """Check that the tiers have directories of their own, unless the media stop answering meanwhile."""
+    found = call_later(partial(check_apart, dram_directory, directories), "ucm-look")
+    wait([found], store.stuck_seconds)
+    problem = found.exception() if found.done() else None
+    if isinstance(problem, ConfigError):
+        place, _ = out.origin(("store", "dram_directory"), top)
+        out.problems.append(wrong(place, problem.what, problem.fix))
 
 
 def _check_capacity(

@@ -101,19 +101,24 @@ def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
     if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
         return []
     from ucm.config.units import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
+    from ucm.store.dram import in_memory  # noqa: PLC0415 - likewise
     from ucm.store.inventory import take_stock_of_memory  # noqa: PLC0415 - likewise
 
+    if not in_memory(root):
+        todo = ("name a directory below /dev/shm as dram_directory, or use the Posix tier for a disk",)
+        return [Finding(MEMORY, Status.ERROR, f"{root} is not in a tmpfs, so an engine refuses it", todo=todo)]
     try:
-        stock = take_stock_of_memory(root)
+        stock = take_stock_of_memory(root, config.store.stale_seconds)
     except OSError as error:
         return [Finding(MEMORY, Status.WARNING, f"{root} cannot be read: {error.strerror}")]
     held = f"{_many(stock.blocks, 'block')} in {_many(stock.segments, 'segment')}"
     what = f"{root} holds {held} of {format_size(stock.nbytes)} in all"
     if not stock.former:
         return [Finding(MEMORY, Status.OK, what)]
-    taken = f"{'takes' if stock.former == 1 else 'take'} {format_size(stock.former_nbytes)} that no engine uses"
+    taken = f"{'takes' if stock.former == 1 else 'take'} {format_size(stock.former_nbytes)} and was not used lately"
     details = (f"{_many(stock.former, 'file')} of an earlier release {taken}",)
-    todo = (f"{sys.executable} -m ucm.cli store gc --config {file} --tier dram",)
+    command = f"{sys.executable} -m ucm.cli store gc --config {file} --tier dram"
+    todo = (f"when no engine of an earlier release runs: {command}",)
     return [Finding(MEMORY, Status.WARNING, what, details, todo)]
 
 

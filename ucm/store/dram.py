@@ -12,6 +12,8 @@ from ucm.errors import ConfigError
 from ucm.store.posix.paths import DIRECTORY_MODE, distrust, group_id, make_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ucm.store.config import StoreConfig
 
 _MOUNTS = Path("/proc/self/mounts")
@@ -66,6 +68,24 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
             fix="lower it, or enlarge the tmpfs (`--shm-size` of a container, `mount -o remount,size=` of a host)",
         )
     return path, capacity
+
+
+def check_apart(dram_directory: str, directories: Iterable[str]) -> None:
+    """Check that the Dram tier and the Posix tier do not share a directory: each deletes what the other stores.
+
+    Raises:
+        ConfigError: Directories are the same, or one is inside another; links are followed.
+    """
+    memory = os.path.realpath(dram_directory)
+    for directory in directories:
+        real = os.path.realpath(directory)
+        if os.path.commonpath([memory, real]) in {memory, real}:
+            how = "the same directory as" if memory == real else "inside, or contains,"
+            raise ConfigError(
+                f"the Dram tier's directory {dram_directory} is {how} the Posix tier's directory {directory}",
+                where="store: dram_directory",
+                fix="name one below /dev/shm that no other tier uses, or leave the setting out",
+            )
 
 
 def in_memory(path: str) -> bool:

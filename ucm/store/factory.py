@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ucm.errors import ConfigError
 from ucm.store.base import BlockKey, KVStore
 from ucm.store.config import ENTRY_POINT_GROUP, OURS
+from ucm.store.dram import check_apart
 from ucm.store.dram_tier import DramTier
 from ucm.store.empty import EmptyStore
 from ucm.store.errors import BlockMissingError, StoreError, StoreUnavailableError
@@ -70,6 +71,8 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
                 where=f"store: tiers: {name}",
                 fix="remove them, or add the tier to the pipeline",
             )
+    if "Posix" in names and not {"Dram", "Cache"}.isdisjoint(names):
+        check_apart(config.dram_directory, config.directories)
     authenticator = authenticator_of(config)
     try:
         codec = HeaderCodec(namespace, geometry, authenticator) if geometry is not None else None

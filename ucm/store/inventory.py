@@ -42,7 +42,7 @@ class SideFile:
 
     path: str
     nbytes: int
-    written: float  #: in seconds since the epoch
+    written: float  #: in seconds since the epoch; for a block, the time of its last use
 
 
 @dataclass(slots=True)
@@ -80,7 +80,9 @@ def damaged_files(layout: Layout) -> list[SideFile]:
 
 
 def former_blocks(layout: Layout) -> list[SideFile]:
-    """Return the files of a Dram tier of earlier releases, one per block: no engine reads, counts or evicts them.
+    """Return the files of a Dram tier of earlier releases, one per block; this release does not read or evict them.
+
+    An engine of an earlier release still uses them: their times of last use tell.
 
     Raises:
         OSError: The namespace cannot be listed.
@@ -99,7 +101,8 @@ def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False
     Args:
         layout: The namespace.
         stale_seconds: See ``StoreConfig``.
-        in_memory: Whether the namespace is in a Dram tier; then ``former_blocks`` belong to them.
+        in_memory: Whether the namespace is in a Dram tier; then ``former_blocks`` that were not used for
+            ``stale_seconds`` belong to them.
 
     Raises:
         OSError: The namespace cannot be listed.
@@ -110,7 +113,7 @@ def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False
         for directory in (layout.temporary, layout.quarantine)
         for file in side_files(directory)
         if is_stale(file.path.rpartition("/")[2], now - file.written, stale_seconds)
-    ] + (former_blocks(layout) if in_memory else [])
+    ] + [file for file in (former_blocks(layout) if in_memory else []) if now - file.written > stale_seconds]
 
 
 def identity(layout: Layout) -> dict[str, Any] | None:
@@ -129,12 +132,16 @@ class MemoryStock:
     segments: int
     nbytes: int  #: of the segments
     blocks: int
-    former: int  #: ``former_blocks``
+    former: int  #: ``former_blocks`` that are left behind
     former_nbytes: int
 
 
-def take_stock_of_memory(root: str) -> MemoryStock:
+def take_stock_of_memory(root: str, stale_seconds: float) -> MemoryStock:
     """Count the contents of a Dram tier's directory.
+
+    Args:
+        root: The directory.
+        stale_seconds: As in ``left_behind``.
 
     Raises:
         OSError: It cannot be listed.
@@ -142,7 +149,8 @@ def take_stock_of_memory(root: str) -> MemoryStock:
     layouts = list(namespaces(root))
     sizes = [status.st_size for layout in layouts for _, status in list_directory(directory_of(layout))]
     blocks = sum(1 for layout in layouts for segment in segments(layout) for _ in segment.blocks())
-    former = [file.nbytes for layout in layouts for file in former_blocks(layout)]
+    since = time.time() - stale_seconds
+    former = [file.nbytes for layout in layouts for file in former_blocks(layout) if file.written < since]
     return MemoryStock(len(sizes), sum(sizes), blocks, len(former), sum(former))
 
 
@@ -171,7 +179,7 @@ def take_stock(
     stock.temporaries, stock.quarantined = len(temporaries), len(quarantined)
     former = former_blocks(layout) if in_memory else []
     stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined, *former))
-    stock.left_behind = len(left_behind(layout, stale_seconds)) + len(former)
+    stock.left_behind = len(left_behind(layout, stale_seconds, in_memory=in_memory))
     return stock
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.config.units import format_size
 from ucm.errors import UcmError
+from ucm.store.dram import in_memory
 from ucm.store_command.cleaning import BLOCK, Outcome, Plan, Tally, carry_out, plan
 from ucm.store_command.places import Directory, Places, find_places
 from ucm.store_command.text import many, progress, say, say_json, table
@@ -22,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     """Delete, and print the result; return 1 if something could not be deleted, or a directory could not be read.
 
     Raises:
-        UcmError: The options match nothing, or contradict each other.
+        UcmError: The options match nothing, or contradict each other, or the Dram tier's directory is on a disk.
     """
     places = find_places(options)
     _check(options, places)
@@ -45,6 +46,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, places: Places) -> None:
+    for directory in places.readable:
+        if directory.in_memory and not in_memory(directory.path):
+            raise UcmError(
+                "this directory is not in a tmpfs, so no engine has its Dram tier there: nothing is deleted",
+                where=f"store: dram_directory: {directory.path}",
+                fix="correct the setting; for a store on disk name it with directories, or --directory",
+            )
     if options.all and not options.namespace:
         raise UcmError("--all deletes the namespaces that --namespace names", fix="name them; '*' stands for every one")
     if options.all and (options.older_than is not None or options.to is not None):

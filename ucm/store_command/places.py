@@ -22,6 +22,7 @@ from ucm.config.upstream import translate
 from ucm.config.validation import problems_of
 from ucm.errors import ConfigError, UcmError
 from ucm.store.config import StoreConfig, pipeline_parts
+from ucm.store.dram import check_apart
 from ucm.store.factory import is_on_servers, open_tier
 from ucm.store.format import namespace_digest
 from ucm.store.inventory import unmarked
@@ -246,6 +247,8 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: b
             fix="name a store's directories with --directory, or use that store's own tools",
         )
     config = settings.as_store_config()
+    if settings.parts & DRAM and settings.parts & POSIX:
+        check_apart(config.dram_directory, config.directories)
     directories: list[Directory] = []
     capacities: dict[str, int] = {}
     if settings.parts & DRAM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 from pathlib import Path
@@ -240,10 +241,17 @@ def test_what_the_memory_tier_holds_is_said(tmp_path: Path, memory: str) -> None
     former = Path(Layout(memory, "tiny/r0").block(key(1)))
     former.parent.mkdir()
     former.write_bytes(bytes(4096))
+    assert check_config(file)[1].status is Status.OK  # an engine of an earlier release used it just now
+    os.utime(former, (0, 0))
     found = check_config(file)[1]
     assert found.status is Status.WARNING
-    assert found.details == ("1 file of an earlier release takes 4 KiB that no engine uses",)
+    assert found.details == ("1 file of an earlier release takes 4 KiB and was not used lately",)
+    assert found.todo[0].startswith("when no engine of an earlier release runs: ")
     assert found.todo[0].endswith(f"store gc --config {file} --tier dram")
+    (tmp_path / "disk").mkdir(mode=0o700)
+    file = write(tmp_path, f"store: {{pipeline: Dram, dram_directory: '{tmp_path}/disk'}}\n")
+    found = check_config(file)[1]
+    assert (found.status, "is not in a tmpfs" in found.what) == (Status.ERROR, True)
 
 
 def test_what_the_authentication_key_is_worth_is_said(tmp_path: Path) -> None:

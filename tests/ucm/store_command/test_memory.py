@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
+from ucm.config import load_connector_config
+from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import Layout
@@ -88,6 +92,7 @@ def former(store: StoreConfig) -> list[Path]:
         path = Path(layout.block(block))
         path.parent.mkdir()
         path.write_bytes(bytes(10_000))
+        os.utime(path, (0, 0))
         found.append(path)
     return found
 
@@ -112,6 +117,64 @@ def test_gc_deletes_files_of_the_former_format_and_spares_the_blocks(
         assert fetch(opened, KEYS, EVEN)[1] == {}
     assert ask("gc", "--yes", "--all", "--namespace", "*", "--config", file).code == 0
     assert not Path(Layout(store.dram_directory, "older/r0").base).exists()
+
+
+def test_gc_spares_what_an_engine_of_an_earlier_release_uses(
+    former: list[Path], file: Path, ask: Callable[..., Answer]
+) -> None:
+    os.utime(former[0])
+    (directory,) = ask("stat", "--json", "--config", file).data["directories"]
+    assert {one["namespace"]: one["left_behind"] for one in directory["namespaces"]} == {"tiny/r0": 0, "older/r0": 1}
+    assert ask("gc", "--yes", "--config", file).code == 0
+    assert [path.exists() for path in former] == [True, False]
+
+
+def test_gc_deletes_nothing_where_the_memory_tier_names_a_store_on_disk(
+    tmp_path: Path, ask: Callable[..., Answer]
+) -> None:
+    root = tmp_path / "kv"
+    root.mkdir(mode=0o700)
+    config = StoreConfig(directories=(str(root),), lookup_cache_keys=0, save_nice=0)
+    with open_store(config, "tiny/r0", EVEN) as opened:
+        save(opened, KEYS, EVEN)
+    for path in root.glob("*/??/*"):
+        os.utime(path, (0, 0))
+    wrong = tmp_path / "ucm_config.yaml"
+    wrong.write_text(f"store: {{pipeline: Dram, dram_directory: '{root}'}}\n", encoding="utf-8")
+    for more in ((), ("--all", "--namespace", "*")):
+        answer = ask("gc", "--yes", "--config", wrong, *more)
+        assert (answer.code, "is not in a tmpfs" in answer.err) == (2, True)
+    with open_store(config, "tiny/r0", EVEN) as opened:
+        assert fetch(opened, KEYS, EVEN)[1] == {}
+
+
+@pytest.mark.parametrize("places", [("{0}", "{0}"), ("{0}/kv", "{0}"), ("{0}", "{0}/tier"), ("{0}", "{1}/link")])
+def test_tiers_that_share_a_directory_are_refused(
+    places: tuple[str, str],
+    memory: str,  # noqa: F811
+    tmp_path: Path,
+    ask: Callable[..., Answer],
+) -> None:
+    (tmp_path / "link").symlink_to(memory)
+    posix, dram = (place.format(memory, tmp_path) for place in places)
+    Path(posix).mkdir(parents=True, mode=0o700)
+    config = StoreConfig(directories=(posix,), lookup_cache_keys=0, save_nice=0)
+    with open_store(config, "tiny/r0", EVEN) as opened:
+        save(opened, KEYS, EVEN)
+    file = tmp_path / "ucm_config.yaml"
+    written = {"store": {"pipeline": "Cache|Posix", "directories": posix, "dram_directory": dram}}
+    file.write_text(json.dumps(written), encoding="utf-8")
+    for command in ("gc", "stat"):
+        answer = ask(command, "--config", file)
+        assert (answer.code, "the Posix tier's directory" in answer.err) == (2, True)
+    with pytest.raises(ConfigError, match="the Posix tier's directory") as caught:
+        load_connector_config(written)
+    assert "store.dram_directory" in str(caught.value)
+    both = replace(config, pipeline="Cache|Posix", dram_directory=dram)
+    with pytest.raises(ConfigError, match="the Posix tier's directory"):
+        open_store(both, "tiny/r0", EVEN)
+    with open_store(config, "tiny/r0", EVEN) as opened:
+        assert fetch(opened, KEYS, EVEN)[1] == {}
 
 
 def test_gc_spares_what_an_engine_writes_and_deletes_what_dead_ones_began(
