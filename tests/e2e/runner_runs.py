@@ -87,7 +87,7 @@ class Scenario:
 
 
 _STORE = {"pipeline": "Posix", "directories": ["{}"]}
-_SMALL = {"token_budget": 128, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
+_SMALL = {"token_budget": 128, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "BlockTopK": {"BlockTopK": {**_SMALL, "selector": "codes"}},
     "SinkWindow": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 64}},

@@ -150,7 +150,9 @@ def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Pat
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},
     "SinkWindow": {"SinkWindow": {"sink_tokens": 32, "window_tokens": 96, "prefill": "window"}},
-    "GSAOnDevice": {"GSAOnDevice": {"token_budget": 192, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}},
+    "GSAOnDevice": {
+        "GSAOnDevice": {"token_budget": 192, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
+    },
     "ESA": {"ESA": {"token_budget": 128, "sink_tokens": 32, "window_tokens": 64}},
 }
 ATTENTION = "attention: AscendAttentionBackendImpl"

@@ -33,6 +33,7 @@ RANKS = 2
 TOP_K: dict[str, Any] = {
     "checked_topk:CheckedTopK": {
         "token_budget": 4 * BLOCK,
+        "min_context": 0,
         "sink_tokens": 1,
         "recent_tokens": 1,
         "dense_layers": 0,

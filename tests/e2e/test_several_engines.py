@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 Turns = list[dict[str, list[list[int]]]]
 
 WINDOW: dict[str, Any] = {"SinkWindow": {"sink_tokens": 32, "window_tokens": 64}}
-TOP_K: dict[str, Any] = {"GSAOnDevice": {"token_budget": 128, "sink_tokens": 1, "recent_tokens": 1, "dense_layers": 0}}
+TOP_K: dict[str, Any] = {
+    "GSAOnDevice": {"token_budget": 128, "min_context": 0, "sink_tokens": 1, "recent_tokens": 1, "dense_layers": 0}
+}
 
 
 def engine(method: dict[str, Any] | None, **arguments: Any) -> dict[str, Any]:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 #: Blocks are of 32 tokens: one of sinks, two recent ones, one to choose.
-SMALL = {"token_budget": 128, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
+SMALL = {"token_budget": 128, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
 ENGINES: dict[str, dict[str, dict[str, Any]]] = {
     "full": {"GSAOnDevice": {**SMALL, "token_budget": 768}},
-    "checked": {"checked_topk:CheckedTopK": SMALL},
-    "checked codes": {"checked_topk:CheckedTopK": {**SMALL, "selector": "codes"}},
+    "checked": {"checked_topk:CheckedTopK": {**SMALL, "selector": "bounds"}},
+    "checked codes": {"checked_topk:CheckedTopK": SMALL},
     "small": {"BlockTopK": SMALL},
 }
 SUMMARY = re.compile(

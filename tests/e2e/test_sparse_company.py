@@ -29,10 +29,13 @@ pytestmark = pytest.mark.e2e
 LONGEST = 1024
 ANSWER = 40
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
-    "GSAOnDevice": {"GSAOnDevice": {"token_budget": 192, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}},
+    "GSAOnDevice": {
+        "GSAOnDevice": {"token_budget": 192, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
+    },
     "GSAOnDevice, adaptive": {
         "GSAOnDevice": {
             "token_budget": 192,
+            "min_context": 0,
             "budget_share": 0.4,
             "top_p": 0.8,
             "sink_tokens": 4,

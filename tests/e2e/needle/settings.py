@@ -23,7 +23,8 @@ BUDGET = "$budget"
 
 def _block_topk(tokens: int, block: int) -> dict[str, Any]:
     """No layer is dense: these models have few layers, and the method itself is measured."""
-    return {"token_budget": tokens, "sink_tokens": block, "recent_tokens": block, "dense_layers": 0}
+    always = {"sink_tokens": block, "recent_tokens": block, "dense_layers": 0, "min_context": 0}
+    return {"token_budget": tokens, **always}
 
 
 def _sink_window(tokens: int, block: int) -> dict[str, Any]:

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 #: The groups of rewritten modules that it needs; the scheduler's hooks keep generated blocks from prompt hits.
 NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
+#: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
+#: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
+WORTHWHILE = 6_144
 #: The kinds of representatives, by the name of the selector that ranks blocks by them.
 SELECTORS: Mapping[str, type[Representatives]] = {"bounds": KeyBounds, "codes": KeyCodes}
 
@@ -66,7 +69,8 @@ class BlockTopKOptions(MethodOptions):
         top_p: The estimated share of attention at which a step stops to choose blocks within its budget; 1 for the
             whole budget. Only with ``codes``: bounds do not estimate attention. See
             `ucm.sparse.topk.selection.blocks_for_mass`.
-        min_context: Tokens below which a request is dense, even if it has more than its budget.
+        min_context: Tokens below which a request is dense, even if it has more than its budget; None for `WORTHWHILE`
+            more than the budget.
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
         recent_tokens: Tokens before the newest that are always read; rounded up to whole blocks.
         dense_layers: The number of first layers that read everything.
@@ -77,17 +81,11 @@ class BlockTopKOptions(MethodOptions):
     token_budget: int = Field(default=2048, ge=1, description="a number of tokens, 1 or more")
     budget_share: float | None = Field(default=None, gt=0, lt=1, description="a share of the context, between 0 and 1")
     top_p: float = Field(default=1.0, gt=0, le=1, description="a share of the attention, above 0, at most 1")
-    min_context: int = Field(default=0, ge=0, description="a number of tokens, 0 or more")
+    min_context: int | None = Field(default=None, ge=0, description="a number of tokens, 0 or more")
     sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
     recent_tokens: int = Field(default=64, ge=0, description="a number of tokens, 0 or more")
     dense_layers: int = Field(default=2, ge=0, description="a number of layers, 0 or more")
     dense_last_layers: int = Field(default=0, ge=0, description="a number of layers, 0 or more")
-    selector: Literal["bounds", "codes"] = Field(default="bounds", description="`bounds` or `codes`")
-
-
-class GSAOnDeviceOptions(BlockTopKOptions):
-    """The options of `BlockTopK`, with codes as the default."""
-
     selector: Literal["bounds", "codes"] = Field(default="codes", description="`bounds` or `codes`")
 
 
@@ -211,7 +209,7 @@ class BlockTopK(SparseMethod):
         if self._planner is None and self._batch is not None:
             self.attention.require(layer_name)
             self._planner = SelectionPlanner(
-                self._budget(self.attention.block_size(layer_name, kv_cache)), self._options.min_context
+                self._budget(self.attention.block_size(layer_name, kv_cache)), self._options.min_context, WORTHWHILE
             )
             self._take_plan(self._planner, self._batch)
         if self._is_dense(layer_name):
@@ -426,9 +424,7 @@ def num_layers(vllm_config: Any) -> int | None:
 
 
 class GSAOnDevice(BlockTopK):
-    """`BlockTopK` with codes, under its name in UCM, which messages and log lines use."""
-
-    options_type = GSAOnDeviceOptions
+    """`BlockTopK` under its name in UCM, which messages and log lines use."""
 
     @classmethod
     def identity(cls, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,12 +179,14 @@ class SelectionPlanner:
 
     Args:
         budget: What a decode reads.
-        min_context: Requests with fewer tokens are dense, even if they exceed their budget.
+        min_context: Requests with fewer tokens are dense, even if they exceed their budget; None for ``worthwhile``.
+        worthwhile: Without a ``min_context``, the tokens that a request must have beyond its own budget.
     """
 
-    def __init__(self, budget: BlockBudget, min_context: int = 0) -> None:
+    def __init__(self, budget: BlockBudget, min_context: int | None = 0, worthwhile: int = 0) -> None:
         self.budget = budget
         self._min_context = min_context
+        self._worthwhile = worthwhile
         self._own: dict[str, BlockBudget] = {}
         self._made: dict[str, int] = {}
 
@@ -208,11 +210,12 @@ class SelectionPlanner:
         for row in np.flatnonzero(batch.admitted | ~batch.decodes):
             self._set_back(batch, int(row))
         totals = self._totals(batch)
-        pieces = self._pieces(batch, totals)
+        dense_tokens = self._dense_tokens(totals)
+        pieces = self._pieces(batch, dense_tokens)
         blocks = -(-pieces.ends // budget.block_size)
         totals = self._longer(batch, pieces, blocks, totals[pieces.rows])
         sparse = (pieces.begins + 1 == pieces.ends) & (pieces.begins >= batch.num_prompt_tokens[pieces.rows])
-        sparse &= (blocks > totals) & (pieces.ends >= self._min_context)
+        sparse &= (blocks > totals) & (pieces.ends > dense_tokens[pieces.rows])
         if excluded:
             sparse &= np.array([batch.request_ids[row] not in excluded for row in pieces.rows.tolist()])
         rows = np.flatnonzero(sparse)
@@ -285,13 +288,15 @@ class SelectionPlanner:
 
     def _dense_tokens(self, totals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the largest number of tokens with which each request is dense, ``[num_reqs]``."""
-        found: NDArray[np.int64] = np.maximum(totals * self.budget.block_size, self._min_context - 1)
+        tokens = totals * self.budget.block_size
+        least = tokens + self._worthwhile if self._min_context is None else self._min_context
+        found: NDArray[np.int64] = np.maximum(tokens, least - 1)
         return found
 
-    def _pieces(self, batch: StepBatch, totals: NDArray[np.int64]) -> QueryPieces:
+    def _pieces(self, batch: StepBatch, dense_tokens: NDArray[np.int64]) -> QueryPieces:
         """Cut the step's rows so that each generated token that may be sparse is a piece of its own."""
         whole = QueryPieces.of_rows(batch)
-        first = np.maximum(batch.num_prompt_tokens, self._dense_tokens(totals))
+        first = np.maximum(batch.num_prompt_tokens, dense_tokens)
         if not ((batch.num_new_tokens > 1) & (whole.ends > first)).any():
             return whole
         bounds = zip(whole.begins.tolist(), whole.ends.tolist(), first.tolist(), strict=True)

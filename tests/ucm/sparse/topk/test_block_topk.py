@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BLOCKS, SIZE, HEADS, KV_HEADS, HEAD = 40, 4, 4, 2, 8
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(3)]
 #: In blocks of 4: one of sinks, two recent, two to choose.
-OPTIONS = {"token_budget": 20, "sink_tokens": 4, "recent_tokens": 4, "dense_layers": 1}
+OPTIONS = {"token_budget": 20, "min_context": 0, "sink_tokens": 4, "recent_tokens": 4, "dense_layers": 1}
 
 
 def method(**options: Any) -> BlockTopK:
@@ -302,10 +302,10 @@ def test_messages_bear_the_name_that_the_operator_wrote() -> None:
     assert GSAOnDevice(config, Role.WORKER, OPTIONS).summary().startswith("GSAOnDevice restricted 0 decodes")
 
 
-def test_gsa_on_device_is_block_top_k_with_codes() -> None:
+def test_gsa_on_device_is_block_top_k() -> None:
     assert GSAOnDevice.identity({}) == BlockTopK.identity({"selector": "codes"})
-    assert GSAOnDevice.identity({"selector": "bounds"}) == BlockTopK.identity({})
-    assert GSAOnDevice.identity({}) != BlockTopK.identity({})
+    assert GSAOnDevice.identity({"selector": "bounds"}) == BlockTopK.identity({"selector": "bounds"})
+    assert GSAOnDevice.identity({}) != GSAOnDevice.identity({"selector": "bounds"})
 
 
 def test_what_cannot_be_served_is_no_failure_but_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,7 +541,13 @@ def test_top_p_reads_about_what_an_oracle_needs(spread: float) -> None:
     source, size, head, heads, count, draws = torch.Generator().manual_seed(5), 16, 64, 4, 128, 10
     kept = read = needed = 0.0
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=size), parallel_config=SimpleNamespace(rank=0))
-    options = {"token_budget": count * size - 1, "sink_tokens": 1, "recent_tokens": 1, "dense_layers": 1}
+    options = {
+        "token_budget": count * size - 1,
+        "min_context": 0,
+        "sink_tokens": 1,
+        "recent_tokens": 1,
+        "dense_layers": 1,
+    }
     batch = step(("a", count * size - 1, 1, 8))
     for _ in range(draws):
         keys = torch.randn((2, count, size, heads, head), generator=source) * spread

@@ -257,6 +257,20 @@ def test_below_the_least_context_all_is_dense() -> None:
     assert plan_of(SelectionPlanner(BUDGET, min_context=5), ("a", 19, 1, 8)) is None, "the budget holds as well"
 
 
+def test_a_request_that_could_leave_out_too_little_is_dense() -> None:
+    """Ten tokens more than five blocks of four, or than the request's own six."""
+    planner = SelectionPlanner(BUDGET, None, 10)
+    planner.give("own", BlockBudget(4, 1, 2, 6))
+    rows = [("less", 28, 1, 8), ("enough", 29, 1, 8), ("own", 32, 1, 8)]
+    plan = plan_of(planner, *rows)
+    assert plan is not None
+    assert plan.request_ids == ("enough",)
+    assert [of.request_id for of in planner.completed(step(*rows), set())] == ["enough"]
+    plan = plan_of(planner, ("own", 33, 1, 8))
+    assert plan is not None
+    assert plan.totals.tolist() == [6]
+
+
 def test_a_request_may_have_a_budget_of_its_own() -> None:
     planner = SelectionPlanner(BUDGET)
     planner.give("a", BlockBudget(4, 1, 2, 7))

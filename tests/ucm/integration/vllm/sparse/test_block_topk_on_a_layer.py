@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SIZE, HEAD = 32, 64
 #: One block of sinks, two recent ones, two to choose.
-OPTIONS = {"token_budget": 5 * SIZE, "sink_tokens": 1, "recent_tokens": 1, "dense_layers": 0}
+OPTIONS = {"token_budget": 5 * SIZE, "min_context": 0, "sink_tokens": 1, "recent_tokens": 1, "dense_layers": 0}
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

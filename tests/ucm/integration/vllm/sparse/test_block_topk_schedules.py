@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SIZE, BLOCKS, KV_HEADS, HEADS, HEAD, LENGTH = 4, 70, 1, 2, 4, 512
 LAYERS = [f"model.layers.{n}.attn" for n in (2, 3)]
-OPTIONS = {"token_budget": 20, "sink_tokens": 2, "recent_tokens": 3, "dense_layers": 0}
+OPTIONS = {"token_budget": 20, "min_context": 0, "sink_tokens": 2, "recent_tokens": 3, "dense_layers": 0}
 
 
 class View(FakeView):
