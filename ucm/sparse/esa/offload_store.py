@@ -18,6 +18,8 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ucm.background import call_later
 from ucm.logger import get_logger
 from ucm.sparse.esa.offloaded import block_key
@@ -71,17 +73,21 @@ class _Saving:
 
 
 class Fetch:
-    """A running load of blocks of one layer into host memory.
+    """A running load of blocks of one layer.
 
     Args:
-        rows: ``[blocks, bytes of a block]``, uint8: their destination.
+        rows: ``[blocks, bytes of a block]``, uint8: their destination in host memory; None if that is the KV cache.
         wanted: The admission and place of each.
         loads: The rows that the store loads.
         task: The store's task, if any.
     """
 
     def __init__(
-        self, rows: Tensor, wanted: Sequence[tuple[int, int]], loads: list[tuple[int, BlockTransfer]], task: Task | None
+        self,
+        rows: Tensor | None,
+        wanted: Sequence[tuple[int, int]],
+        loads: list[tuple[int, BlockTransfer]],
+        task: Task | None,
     ) -> None:
         self.rows = rows
         self.wanted = tuple(wanted)
@@ -101,6 +107,8 @@ class OffloadStore:
         rank: The worker's rank.
 
     Attributes:
+        loads_in_place: Whether a load may write into the KV cache itself: not from a medium that may answer late, when
+            the block has another content.
         counts: ``saved``, ``loaded`` and ``from_host`` (block-layers), ``kept`` (blocks that stay in host memory),
             ``retried`` and ``lost`` loads.
     """
@@ -108,6 +116,7 @@ class OffloadStore:
     def __init__(self, config: StoreConfig, copies: BlockCopies, engine: str, rank: int) -> None:
         self._copies = copies
         self._engine = engine
+        self.loads_in_place = config.pipeline.strip() == "Dram"
         config = replace(config, stale_seconds=max(config.stale_seconds, STALE_SECONDS))
         #: The directories of blocks, once the store is open.
         self._layouts: list[Layout] = []
@@ -157,22 +166,25 @@ class OffloadStore:
         if self._refused and not under_way and time.monotonic() >= self._retry_at:
             self._save_refused()
 
-    def fetch(self, layer: int, wanted: Sequence[tuple[int, int]]) -> Fetch:
+    def fetch(self, layer: int, wanted: Sequence[tuple[int, int]], into: Sequence[Buffer] | None = None) -> Fetch:
         """Start to load one layer of some blocks.
 
         Args:
             layer: The layer.
             wanted: The admission and place of each, without duplicates.
+            into: The memory of each, of which no other task reads or writes until the load has ended; None allocates
+                host memory. A block that is lost leaves anything there.
         """
-        rows = self._copies.host_rows(layer, len(wanted))
+        rows = self._copies.host_rows(layer, len(wanted)) if into is None else None
+        targets = [_memory(row) for row in rows] if rows is not None else list(into or ())
         loads: list[tuple[int, BlockTransfer]] = []
-        for row, (admission, place) in enumerate(wanted):
+        for row, ((admission, place), target) in enumerate(zip(wanted, targets, strict=True)):
             kept = self._kept[admission]
             copy = kept.copies.get(place)
             if copy is not None:
-                rows[row].copy_(copy[layer])
+                np.copyto(np.frombuffer(target, np.uint8), copy[layer].numpy())
             else:
-                loads.append((row, BlockTransfer(kept.keys[place], [_memory(rows[row])], layer)))
+                loads.append((row, BlockTransfer(kept.keys[place], [target], layer)))
         self.counts["from_host"] += len(wanted) - len(loads)
         task = self._store.load([transfer for _, transfer in loads]) if loads else None
         return Fetch(rows, wanted, loads, task)

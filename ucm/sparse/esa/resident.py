@@ -59,6 +59,11 @@ class ResidentLayer:
             given.append(slot)
         return given
 
+    def clear(self, places: Sequence[int]) -> None:
+        """Note that resident blocks do not hold what was assigned to them."""
+        for place in places:
+            self._holds[self._slots.pop(place)] = None
+
     def slots(self, chosen: Sequence[int]) -> list[int]:
         """Return the resident blocks of present places."""
         return [self._slots[place] for place in chosen]
@@ -113,8 +118,10 @@ class OffloadedBounds:
             raise RuntimeError("nothing to choose from")
         own = bounds_of(key[None, None].to(self._bounds.dtype))
         some = signed(query[None].to(self._bounds.dtype), len(self._bounds)).flatten(1, 2)
-        products = [bounded_products(some, of) for of in (self._bounds[:, :blocks], own)]
-        scores = torch.cat(products, -1)[:, None]
+        # With all of the room: with a part of it, which is not contiguous, a product took 15 times as long on a CPU.
+        scores = torch.cat((bounded_products(some, self._bounds)[..., :blocks], bounded_products(some, own)), -1)[
+            :, None
+        ]
         return shares(scores, None)[0, :blocks]
 
     def _room(self, like: Tensor, size: int) -> Tensor:

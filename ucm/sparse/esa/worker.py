@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -171,9 +172,8 @@ class OffloadedReader:
         if not self._ahead:
             return
         rows = [row for row in self._rows if row.choosing]
-        for row, ranks in zip(rows, self._ranked(layer_name, query, rows), strict=True):
+        for row, chosen in zip(rows, self._best(rows, self._ranked(layer_name, query, rows)), strict=True):
             offloaded, layer = row.offloaded, row.offloaded.layers[layer_name]
-            chosen = self._best(row, ranks)
             missing = layer.missing([place for place in chosen if place < offloaded.first + offloaded.stored])
             fetch = None
             if missing:
@@ -232,9 +232,9 @@ class OffloadedReader:
         ranks = {row.row: of for row, of in zip(fresh, self._ranked(layer_name, query, fresh), strict=True)}
         ahead = {row.row: of[0] for row in self._rows if (of := row.offloaded.layers[layer_name].ahead) is not None}
         while True:
+            best = dict(zip(ranks, self._best(fresh, list(ranks.values())), strict=True))
             chosen = [
-                self._best(row, ranks[row.row]) if row.row in ranks else self._expected(row, ahead.get(row.row))
-                for row in self._rows
+                best[row.row] if row.row in best else self._expected(row, ahead.get(row.row)) for row in self._rows
             ]
             if self._bring(layer_name, [self._released(row, of) for row, of in zip(self._rows, chosen, strict=True)]):
                 break  # else something was lost: choose again from what is left
@@ -306,13 +306,19 @@ class OffloadedReader:
         summed = self.attention.sum_over_ranks(torch.cat(wanted))
         return [ranked(of[None])[0] for of in summed.split([row.choosing for row in rows])]
 
-    def _best(self, row: _Row, ranks: Tensor) -> list[int]:
-        """The places that come first, in the order of their positions."""
-        lost = [place for place in row.offloaded.lost if place < row.choosing]
-        if lost:
-            ranks = ranks.index_fill(0, ranks.new_tensor(lost), -1)
-        count = min(self._options.token_budget // self._size, row.choosing - len(lost))
-        return sorted(row.offloaded.first + place for place in ranks.topk(count, sorted=False).indices.tolist())
+    def _best(self, rows: Sequence[_Row], ranks: Sequence[Tensor]) -> list[list[int]]:
+        """Of each row, the places that come first, in the order of their positions; waits for the device once."""
+        if not rows:
+            return []
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        budget, found = self._options.token_budget // self._size, []
+        for row, of_row in zip(rows, ranks, strict=True):
+            lost = [place for place in row.offloaded.lost if place < row.choosing]
+            left = of_row.index_fill(0, of_row.new_tensor(lost), -1) if lost else of_row
+            found.append(left.topk(min(budget, row.choosing - len(lost)), sorted=False).indices + row.offloaded.first)
+        places = iter(torch.cat(found).tolist())
+        return [sorted(itertools.islice(places, len(of_row))) for of_row in found]
 
     def _expected(self, row: _Row, ahead: Sequence[int] | None) -> list[int]:
         """The places that the query of the step before wanted; in place of lost ones, the latest."""
@@ -353,23 +359,38 @@ class OffloadedReader:
                 p for p in offloaded.layers[layer_name].missing(chosen) if p - offloaded.first not in offloaded.lost
             ]
             if missing:
-                places = [(_admitted(offloaded), place) for place in missing]
-                fetches.append((offloaded, self._opened.fetch(self._places[layer_name], places), chosen))
+                fetches.append((offloaded, self._fetch(layer_name, offloaded, missing, chosen), chosen))
         for offloaded, fetch, chosen in fetches:
             sound &= self._place(layer_name, offloaded, fetch, chosen)
         return sound
 
+    def _fetch(
+        self, layer_name: str, offloaded: OffloadedContext, missing: Sequence[int], chosen: Sequence[int]
+    ) -> Fetch:
+        """Start to load what is missing now: into resident blocks if their memory is the host's, else beside them."""
+        index, places = self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
+        copies, resident = self._known_copies, offloaded.resident
+        if not self._opened.loads_in_place or copies.memory(index, resident[0]) is None:
+            return self._opened.fetch(index, places)
+        slots = offloaded.layers[layer_name].assign(missing, chosen, len(resident))
+        found = [copies.memory(index, resident[slot]) for slot in slots]
+        return self._opened.fetch(index, places, [memory for memory in found if memory is not None])
+
     def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, chosen: Sequence[int]) -> bool:
-        """Wait for blocks and write them into resident ones; whether all came."""
+        """Wait for blocks, and write them into resident ones if they are not there; whether all came."""
         lost = set(self._opened.wait(fetch))
         if lost:
             if not offloaded.lost:
                 tell_loss(self._losses, _admitted(offloaded))
             offloaded.lost |= {fetch.wanted[row][1] - offloaded.first for row in lost}
+        layer = offloaded.layers[layer_name]
+        if fetch.rows is None:
+            layer.clear([fetch.wanted[row][1] for row in lost])
+            self.counts["fetched"] += len(fetch.wanted) - len(lost)
+            return not lost
         keep = set(chosen)
         rows = [row for row, (_, place) in enumerate(fetch.wanted) if row not in lost and place in keep]
         if rows:
-            layer = offloaded.layers[layer_name]
             places = [fetch.wanted[row][1] for row in rows]
             slots = layer.assign(places, chosen, len(offloaded.resident))
             data = fetch.rows if len(rows) == len(fetch.wanted) else fetch.rows[rows]

@@ -14,6 +14,7 @@ import torch
 
 from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from tests.ucm.integration.vllm.sparse.test_real_layers import assert_close, reference
+from tests.ucm.sparse.esa.memory import shared_memory
 from tests.ucm.sparse.steps import step
 from ucm.sparse.base import Role
 from ucm.sparse.esa.method import ESA
@@ -43,15 +44,19 @@ class Tiles(ESA):
 
 
 class Case:
-    """One request whose offloaded context has been released, on a layer."""
+    """One request whose offloaded context has been released, on a layer; from memory, blocks are loaded in place."""
 
-    def __init__(self, real: RealLayer, directory: Path, resident: list[int], retrieval: str, budget: int) -> None:
+    def __init__(
+        self, real: RealLayer, directory: Path, resident: list[int], retrieval: str, budget: int, tier: str = "Posix"
+    ) -> None:
         self.real, self.resident = real, resident
         self._source = torch.Generator().manual_seed(len(resident))
         self.keys, self.values = self.draw(TOKENS, KV_HEADS), self.draw(TOKENS, KV_HEADS)
         self._write(0)
         directory.mkdir(mode=0o700)
-        store = {"pipeline": "Posix", "directories": [str(directory)]}
+        store = {"pipeline": tier, "directories": [str(directory)]}
+        if tier == "Dram":
+            store = {"pipeline": tier, "dram_directory": str(directory), "dram_capacity": "16MiB"}
         options = {"retrieval": retrieval, "store": store, "token_budget": budget * SIZE, "window_tokens": WINDOW}
         self.method = Tiles(real.config, Role.WORKER, options)
         self.method.attention = real.view
@@ -134,7 +139,19 @@ def test_with_room_for_all_everything_is_read(real: RealLayer, tmp_path: Path, r
 
 @pytest.mark.parametrize("retrieval", ["exact", "ahead"])
 def test_with_room_for_two_just_these_are_read(real: RealLayer, tmp_path: Path, retrieval: str) -> None:
-    case = Case(real, tmp_path / "store", [3, 20], retrieval, 2)
+    two_are_read(Case(real, tmp_path / "store", [3, 20], retrieval, 2))
+
+
+@pytest.mark.parametrize("retrieval", ["exact", "ahead"])
+def test_blocks_from_memory_are_read_where_they_were_loaded(real: RealLayer, retrieval: str) -> None:
+    with shared_memory() as root:
+        case = Case(real, root / "store", [3, 20], retrieval, 2, "Dram")
+        assert case.method.reader._opened.loads_in_place
+        two_are_read(case)
+        case.method.reader._opened._end()
+
+
+def two_are_read(case: Case) -> None:
     seen = set()
     for at, new in enumerate((1, 6, *[1] * 20)):
         if at == 3:

@@ -78,6 +78,14 @@ def test_resident_blocks_hold_what_is_chosen_and_change_no_more_than_they_must()
 WINDOW = SinksAndWindow(3, 10, tile=8)
 
 
+def test_a_resident_block_whose_load_failed_holds_nothing() -> None:
+    layer = ResidentLayer()
+    assert layer.assign([5, 6, 7], [5, 6, 7], 3) == [0, 1, 2]
+    layer.clear([6])
+    assert layer.missing([5, 6, 7]) == [6]
+    assert layer.assign([8], [5, 7, 8], 3) == [1]
+
+
 def test_what_a_token_reads_is_a_matter_of_its_position_and_of_the_prompt() -> None:
     """Rows: a decode within the budget, one beyond it, a prompt's last chunk, one before, a preempted request's."""
     batch = step(("fits", 40, 1, 9), ("a", 60, 1, 30), ("last", 30, 40, 70), ("chunk", 50, 9, 90), ("back", 58, 2, 60))

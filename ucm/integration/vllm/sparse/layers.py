@@ -13,7 +13,7 @@ import numpy as np
 
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.memory import DeviceMemory
+from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.scheduled import admitted_requests
 from ucm.integration.vllm.options import choose_backend
 from ucm.integration.vllm.sparse import ascend, paged, requirements
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ucm.sparse.block_copies import BlockCopies
     from ucm.sparse.partial_attention import Span
     from ucm.sparse.window_kernel import HeadLayout
+    from ucm.store.base import Buffer
 
 
 class Backend(Protocol):
@@ -298,7 +299,9 @@ class RawBlocks:
     """
 
     def __init__(self, kv_caches: Mapping[str, Tensor], block_size: int) -> None:
-        self._memory = DeviceMemory(CacheGroup(0, block_size, None, {}, tuple(kv_caches)), kv_caches, None, {})
+        group = CacheGroup(0, block_size, None, {}, tuple(kv_caches))
+        self._memory = DeviceMemory(group, kv_caches, None, {})
+        self._host = HostMemory(group, kv_caches, None, {}) if self._memory.device.type == "cpu" else None
         self.layer_names = tuple(layout.name for layout in self._memory.layouts)
         self.geometry = self._memory.geometry
 
@@ -308,6 +311,11 @@ class RawBlocks:
 
         pinned = self._memory.device.type != "cpu"
         return torch.empty((blocks, self._memory.layouts[layer].block_bytes), dtype=torch.uint8, pin_memory=pinned)
+
+    def memory(self, layer: int, block_id: int) -> Buffer | None:
+        """See `BlockCopies.memory`."""
+        found = self._host.buffers(block_id, range(layer, layer + 1)) if self._host is not None else []
+        return found[0] if len(found) == 1 else None
 
     def read(self, block_ids: Sequence[int]) -> list[Tensor]:
         """See `BlockCopies.read`."""
