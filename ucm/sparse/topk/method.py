@@ -12,6 +12,7 @@ cache after the first step in which the block is full.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from ucm.errors import ConfigError, SparseMethodError
@@ -127,7 +129,10 @@ class BlockTopK(SparseMethod):
         #: A layer's metadata, and the ids of the blocks that the step's tokens complete.
         self._completed_ids: tuple[Any, Tensor] | None = None
         self._asked = False  #: whether a layer of this step has called the method
-        self._dense: set[str] = set()
+        #: The requests that stay dense, and why.
+        self._dense: dict[str, str] = {}
+        #: What was last logged of each request, at DEBUG.
+        self._told: dict[str, str] = {}
         self._steered: set[str] = set()  #: the requests with their own settings
         self._causes: set[str] = set()
         self._restricted: set[str] = set()
@@ -186,7 +191,8 @@ class BlockTopK(SparseMethod):
         """Drop the state of ended requests."""
         del runner
         for request_id in request_ids:
-            self._dense.discard(request_id)
+            self._dense.pop(request_id, None)
+            self._told.pop(request_id, None)
             self._steered.discard(request_id)
             self._restricted.discard(request_id)
             if self._planner is not None:
@@ -314,8 +320,29 @@ class BlockTopK(SparseMethod):
     def _take_plan(self, planner: SelectionPlanner, batch: StepBatch) -> None:
         for request_id, asked in batch.asked.items():
             self._steer(planner, request_id, asked)
-        self._plan = planner.plan(batch, self._dense)
-        self._completed = planner.completed(batch, self._dense)
+        self._plan = planner.plan(batch, self._dense.keys())
+        self._completed = planner.completed(batch, self._dense.keys())
+        if self._logger.isEnabledFor(logging.DEBUG):
+            self._tell(planner, batch, self._plan)
+
+    def _tell(self, planner: SelectionPlanner, batch: StepBatch, plan: SelectionPlan | None) -> None:
+        """Log of each request that generates what it reads, when that changes other than by a token."""
+        size = planner.budget.block_size
+        reads = {} if plan is None else dict(zip(plan.request_ids, plan.totals.tolist(), strict=True))
+        for row in np.flatnonzero(batch.seq_lens > batch.num_prompt_tokens).tolist():
+            request_id, context = batch.request_ids[row], int(batch.seq_lens[row])
+            budget, least = planner.thresholds(request_id)
+            what = f"restricted, with a budget of {budget} tokens"
+            if request_id not in reads:
+                few = f"it has no more than {least}, of which {budget} are its budget"
+                what = f"dense: {self._dense.get(request_id, few)}"
+            if self._told.get(request_id) != what:
+                self._told[request_id] = what
+                most = reads.get(request_id, 0) * size or context
+                self._logger.debug(
+                    "[UCM.Sparse] request %s, %d tokens, %s; it reads up to %d tokens in a layer",
+                    *(request_id, context, what, most),
+                )
 
     def _steer(self, planner: SelectionPlanner, request_id: str, asked: object) -> None:
         """Apply a request's settings, or make it dense; in some releases they arrive again when it is resumed."""
@@ -329,11 +356,12 @@ class BlockTopK(SparseMethod):
         except ConfigError as error:
             self.counts["requests_refused"] += 1
             self.complaints.tell(request_id, error, "it is dense")
+            self._dense[request_id] = "its options cannot be honoured"
         else:
             if options is not None:
                 return
             self.counts["requests_opted_out"] += 1
-        self._dense.add(request_id)
+            self._dense[request_id] = "it asks for it"
 
     def _make(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
         """Make the representatives of blocks from the cache."""
@@ -364,7 +392,7 @@ class BlockTopK(SparseMethod):
 
     def _fail(self, request_ids: Sequence[str], layer_name: str, error: Exception) -> None:
         """Make these requests dense from now on, including this step's further layers; others stay sparse."""
-        self._dense.update(request_ids)
+        self._dense.update(dict.fromkeys(request_ids, "a step of it failed"))
         planned = self._plan.request_ids if self._plan is not None else ()
         for request_id in {*planned, *(of.request_id for of in self._completed)}:
             if self._planner is not None:  # a later step makes what this one does not make in the remaining layers

@@ -12,6 +12,7 @@ from ucm.sparse.topk.representatives import ranked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -199,7 +200,7 @@ class SelectionPlanner:
         """
         self._own[request_id] = budget
 
-    def plan(self, batch: StepBatch, excluded: set[str]) -> SelectionPlan | None:
+    def plan(self, batch: StepBatch, excluded: AbstractSet[str]) -> SelectionPlan | None:
         """Return the sparse rows of a step, or None if all rows are dense.
 
         Args:
@@ -244,7 +245,7 @@ class SelectionPlanner:
             fresh=self._fresh(batch, pieces, rows, missing),
         )
 
-    def completed(self, batch: StepBatch, excluded: set[str]) -> tuple[CompletedBlocks, ...]:
+    def completed(self, batch: StepBatch, excluded: AbstractSet[str]) -> tuple[CompletedBlocks, ...]:
         """Return the candidate blocks that this step completes, and record that they have representatives.
 
         The blocks of prompts that fit into the budget are left to the first step that chooses among them.
@@ -263,6 +264,11 @@ class SelectionPlanner:
                 found.append(CompletedBlocks(request_id, row, begin, end))
                 self._made[request_id] = end
         return tuple(found)
+
+    def thresholds(self, request_id: str) -> tuple[int, int]:
+        """Return a request's budget in tokens, without a share, and the largest context with which it is dense."""
+        total = self._of(request_id).total
+        return total * self.budget.block_size, int(self._dense_tokens(np.array([total]))[0])
 
     def _totals(self, batch: StepBatch) -> NDArray[np.int64]:
         """Return the number of blocks that a decode of each request reads, ``[num_reqs]``."""
