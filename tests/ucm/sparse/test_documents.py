@@ -47,7 +47,7 @@ def test_every_option_is_documented_with_its_default(page: str, method: str) -> 
     found = {option: value for (of, option), value in documented(page).items() if of == method}
     assert set(found) == set(model.model_fields)
     defaults = {
-        name: "required" if field.is_required() else "none" if field.default is None else str(field.default)
+        name: "required" if field.is_required() else str(field.default)
         for name, field in model.model_fields.items()
         if name != "store"
     }
