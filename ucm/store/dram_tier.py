@@ -257,7 +257,7 @@ class DramTier(Tier):
             changed = status_of(path).st_mtime_ns
         except FileNotFoundError:
             changed = 0
-        if changed == self._listed:
+        if changed and changed == self._listed:
             return
         self._listed = changed if time.time_ns() - changed > _TICK else -1
         found = {status.st_ino: f"{path}/{name}" for name, status in list_directory(path)}
@@ -290,6 +290,7 @@ class DramTier(Tier):
             StoreTimeoutError: Another process keeps the directory locked.
             OSError: The directory cannot be used.
         """
+        make_directory(self._layout.root)  # it may have been deleted
         self._remove_leftovers()
         self._give_back()
         self._refresh()  # a segment that another process emptied cannot be locked before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,6 +231,15 @@ def test_a_file_of_another_length_is_no_segment(config: StoreConfig) -> None:
     with open_store(config, NAMESPACE, EVEN) as store:
         assert store.lookup(KEYS[:1]) == [False]
         assert save(store, KEYS[:1], EVEN).failed == {}
+
+
+def test_a_directory_that_is_deleted_beside_a_store_is_made_again(config: StoreConfig, memory: str) -> None:
+    with open_store(config, NAMESPACE, EVEN) as store:
+        save(store, KEYS[:1], EVEN)
+        shutil.rmtree(memory)
+        assert store.lookup(KEYS[:1]) == [False]
+        assert save(store, KEYS[:2], EVEN).failed == {}
+        assert fetch(store, KEYS[:2], EVEN) == (right(KEYS[:2]), {})
 
 
 def descriptors() -> int:
