@@ -6,7 +6,7 @@ import difflib
 import reprlib
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ucm.config.problems import raise_for
 from ucm.errors import ConfigError
@@ -16,6 +16,20 @@ if TYPE_CHECKING:
 
 #: The key of all methods' settings.
 SECTION = "ucm_sparse_config"
+#: The largest number of tokens that an option may have. Sums of several of them fit into 64 bits.
+MOST_TOKENS = 2**31 - 1
+
+
+def tokens(default: int | None, *, at_least: int) -> Any:
+    """Return the field of an option that is a number of tokens, up to `MOST_TOKENS`.
+
+    Args:
+        default: Its default.
+        at_least: The smallest number.
+    """
+    return Field(
+        default=default, ge=at_least, le=MOST_TOKENS, description=f"a number of tokens, {at_least} to {MOST_TOKENS}"
+    )
 
 
 class MethodOptions(BaseModel):

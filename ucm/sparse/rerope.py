@@ -29,7 +29,7 @@ from ucm.sparse.base import SparseMethod
 from ucm.sparse.beyond_window import BeyondWindow
 from ucm.sparse.compiled import for_engine
 from ucm.sparse.needed_hooks import require_hooks
-from ucm.sparse.options import MethodOptions, parse_options
+from ucm.sparse.options import MOST_TOKENS, MethodOptions, parse_options, tokens
 from ucm.sparse.partial_attention import Merged
 from ucm.sparse.steering import refuse_asked
 from ucm.sparse.window_kernel import SLOWLY, Shape, Turning, by_tile, window_kernel
@@ -59,8 +59,10 @@ class ReRoPEOptions(MethodOptions):
             logarithm of their position, which keeps attention as sharp as it was (log-n scaling).
     """
 
-    window: int = Field(ge=1, description="a number of tokens, 1 or more; a quarter of the trained length is usual")
-    training_length: int | None = Field(default=None, ge=2, description="a number of tokens, 2 or more")
+    window: int = Field(
+        ge=1, le=MOST_TOKENS, description="a number of tokens, 1 or more; a quarter of the trained length is usual"
+    )
+    training_length: int | None = tokens(None, at_least=2)
 
     def tokens_per_distance(self) -> float:
         """Return the number of tokens before the window per unit of distance."""

@@ -26,7 +26,7 @@ from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY, asked_of
 from ucm.sparse.needed_hooks import require_hooks
-from ucm.sparse.options import MethodOptions, parse_options
+from ucm.sparse.options import MethodOptions, parse_options, tokens
 from ucm.sparse.own_blocks import keep_apart
 from ucm.sparse.released_blocks import ReleasedBlocks, ReleasingMethod, require_own_connector
 from ucm.sparse.steering import parse_asked, refuse_asked
@@ -52,8 +52,8 @@ class SinkWindowOptions(MethodOptions):
             with the first generated token.
     """
 
-    sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
-    window_tokens: int = Field(default=4096, ge=1, description="a number of tokens, 1 or more")
+    sink_tokens: int = tokens(4, at_least=0)
+    window_tokens: int = tokens(4096, at_least=1)
     prefill: Literal["window", "dense"] = Field(default="window", description="`window` or `dense`")
 
     def window(self, tile: int = TILE) -> SinksAndWindow:

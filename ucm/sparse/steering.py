@@ -16,7 +16,7 @@ from pydantic import Field
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
-from ucm.sparse.options import MethodOptions, parse_options, shown
+from ucm.sparse.options import MethodOptions, parse_options, shown, tokens
 
 if TYPE_CHECKING:
     from ucm.sparse.base import SparseMethod
@@ -38,7 +38,7 @@ class RequestOptions(MethodOptions):
         top_p: The estimated share of attention at which a step stops to choose; None keeps the method's.
     """
 
-    token_budget: int | None = Field(default=None, ge=1, description="a number of tokens, 1 or more")
+    token_budget: int | None = tokens(None, at_least=1)
     budget_share: float | None = Field(default=None, gt=0, lt=1, description="a share of the context, between 0 and 1")
     top_p: float | None = Field(default=None, gt=0, le=1, description="a share of the attention, above 0, at most 1")
 

@@ -31,7 +31,7 @@ def test_both_are_made_by_their_names() -> None:
         ("ReRoPE", {}, "ReRoPE.window: {}", "Field required", "a quarter of the trained length is usual"),
         ("ReRoPE", {"window": 0}, "ReRoPE.window: 0", "greater than or equal to 1", "1 or more"),
         ("ReRoPE", {"window": 8, "leak": 2.0}, "ReRoPE.leak", "has no option 'leak'", "There are window"),
-        ("ReRoPE", {"window": 8, "training_length": 1}, "ReRoPE.training_length: 1", "greater than", "2 or more"),
+        ("ReRoPE", {"window": 8, "training_length": 1}, "ReRoPE.training_length: 1", "greater than", "2 to 2147483647"),
         (
             "ReRoPE",
             {"window": 9, "training_length": 8},

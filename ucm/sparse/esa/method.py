@@ -34,7 +34,7 @@ from ucm.sparse.esa.offload_store import store_roots
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
 from ucm.sparse.esa.worker import OffloadedReader
 from ucm.sparse.needed_hooks import require_hooks
-from ucm.sparse.options import MethodOptions, parse_options
+from ucm.sparse.options import MethodOptions, parse_options, tokens
 from ucm.sparse.own_blocks import keep_apart, rename_own
 from ucm.sparse.released_blocks import ReleasingMethod, require_own_connector
 from ucm.sparse.steering import refuse_asked
@@ -74,9 +74,9 @@ class ESAOptions(MethodOptions):
     """
 
     beside_kv = frozenset({"store"})
-    token_budget: int = Field(default=2048, ge=1, description="a number of tokens, 1 or more")
-    sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
-    window_tokens: int = Field(default=1024, ge=1, description="a number of tokens, 1 or more")
+    token_budget: int = tokens(2048, at_least=1)
+    sink_tokens: int = tokens(4, at_least=0)
+    window_tokens: int = tokens(1024, at_least=1)
     retrieval: Literal["exact", "ahead"] = Field(default="exact", description="`exact` or `ahead`")
     store: StoreSettings = Field(default_factory=default_store, description="a `store` section, as the connector's")
 

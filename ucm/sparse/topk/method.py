@@ -28,7 +28,7 @@ from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
 from ucm.sparse.base import Role, SparseMethod
 from ucm.sparse.needed_hooks import require_hooks
-from ucm.sparse.options import MethodOptions, parse_options, plain_options
+from ucm.sparse.options import MethodOptions, parse_options, plain_options, tokens
 from ucm.sparse.own_blocks import keep_apart
 from ucm.sparse.steering import RequestOptions, parse_asked
 from ucm.sparse.topk.codes import KeyCodes
@@ -80,12 +80,12 @@ class BlockTopKOptions(MethodOptions):
         selector: How blocks are ranked: by ``bounds`` of each block's keys, or ``codes`` of each key.
     """
 
-    token_budget: int = Field(default=2048, ge=1, description="a number of tokens, 1 or more")
+    token_budget: int = tokens(2048, at_least=1)
     budget_share: float | None = Field(default=None, gt=0, lt=1, description="a share of the context, between 0 and 1")
     top_p: float = Field(default=1.0, gt=0, le=1, description="a share of the attention, above 0, at most 1")
-    min_context: int | None = Field(default=None, ge=0, description="a number of tokens, 0 or more")
-    sink_tokens: int = Field(default=4, ge=0, description="a number of tokens, 0 or more")
-    recent_tokens: int = Field(default=64, ge=0, description="a number of tokens, 0 or more")
+    min_context: int | None = tokens(None, at_least=0)
+    sink_tokens: int = tokens(4, at_least=0)
+    recent_tokens: int = tokens(64, at_least=0)
     dense_layers: int = Field(default=2, ge=0, description="a number of layers, 0 or more")
     dense_last_layers: int = Field(default=0, ge=0, description="a number of layers, 0 or more")
     selector: Literal["bounds", "codes"] = Field(default="codes", description="`bounds` or `codes`")

@@ -281,7 +281,8 @@ class SelectionPlanner:
         if not self.budget.share and not self._own:
             return totals
         shares = np.array([self._of(request_id).share for request_id in batch.request_ids])
-        found: NDArray[np.int64] = np.maximum(totals, (blocks * shares[pieces.rows]).astype(np.int64))
+        # 0.29 x 100 is a little less than 29.
+        found: NDArray[np.int64] = np.maximum(totals, (blocks * shares[pieces.rows] + 1e-9).astype(np.int64))
         return found
 
     def _top_p(self, request_ids: Sequence[str]) -> NDArray[np.float64] | None:

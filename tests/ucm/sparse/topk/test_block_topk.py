@@ -403,7 +403,7 @@ def test_engine_and_layers_are_required() -> None:
     ("options", "what", "fix"),
     [
         ({"token_budget": 15}, "leaves no block of 4 to choose", "let it be 16 or more"),
-        ({"token_budget": "20"}, "valid integer", "1 or more"),
+        ({"token_budget": "20"}, "valid integer", "1 to 2147483647"),
         (
             {"budget": 20},
             "has no option 'budget'",
@@ -588,7 +588,16 @@ def test_top_p_reads_about_what_an_oracle_needs(spread: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", ["no", {"budget": 3}, {"token_budget": 15}, {"token_budget": "20"}, {"budget_share": 1}, {"top_p": 0.0}]
+    "asked",
+    [
+        "no",
+        {"budget": 3},
+        {"token_budget": 10**30},
+        {"token_budget": 15},
+        {"token_budget": "20"},
+        {"budget_share": 1},
+        {"top_p": 0.0},
+    ],
 )
 def test_who_asks_for_what_there_is_not_is_dense(asked: object, told: list[logging.LogRecord]) -> None:
     made, kv = method(), cache()
