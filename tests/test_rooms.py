@@ -28,11 +28,12 @@ ROOMS = {
 #: Third-party packages that parts of the runtime may import, all declared in pyproject.toml. The modules that every
 #: Python start and every vLLM process imports (the finder's library, the hooks) need none.
 RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
-#: Modules that need an extra of pyproject.toml; they are imported only if configured.
+#: Modules that need an extra of pyproject.toml, and are imported only if configured, or what vLLM has on a GPU.
 OPTIONAL = {
     "ucm/store/authentication.py": {"blake3"},
     "ucm/store/redis_wire.py": {"redis"},
     "ucm/store/s3_client.py": {"obstore"},
+    "ucm/sparse/topk/kernels.py": {"triton"},
     **{f"ucm/testing/{name}.py": {"pytest"} for name in ("conformance", "conformance_saving")},
 }
 #: Modules that only vLLM imports, by the name in its settings.

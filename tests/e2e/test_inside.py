@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.e2e.environment import with_triton
 from tests.e2e.tests_inside import run_inside
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ NEWEST_ONLY = (
     f"{SPARSE}/topk/test_representatives.py",
     f"{SPARSE}/topk/test_selection.py",
 )
+#: Files about Triton's kernels, with the environment of their process: kernels are interpreted in all of it or not.
+OF_KERNELS: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
+    ((f"{SPARSE}/topk/test_on_device.py", f"{SPARSE}/topk/test_block_topk.py"), {"TRITON_INTERPRET": "1"}),
+    ((f"{SPARSE}/topk/test_kernels.py",), {}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +83,10 @@ def wrong(request: pytest.FixtureRequest, environments: Environments) -> dict[st
 @pytest.mark.parametrize("file", [*FILES, *(pytest.param(f, marks=pytest.mark.newest_only) for f in NEWEST_ONLY)])
 def test_with_real_objects(wrong: dict[str, str], file: str) -> None:
     assert file not in wrong, wrong[file]
+
+
+@pytest.mark.newest_only
+@pytest.mark.parametrize(("files", "variables"), OF_KERNELS, ids=["interpreted", "compiled"])
+def test_kernels(environments: Environments, files: tuple[str, ...], variables: dict[str, str]) -> None:
+    found = run_inside(with_triton(environments.release).python, files, **variables)
+    assert not found, "\n".join(found.values())

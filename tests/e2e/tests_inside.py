@@ -20,12 +20,13 @@ WRONG = {"failure", "error", "skipped"}
 USUAL = ("-o", "addopts=--import-mode=importlib", "-o", "junit_family=xunit1")
 
 
-def run_inside(python: Path, files: Sequence[str]) -> dict[str, str]:
+def run_inside(python: Path, files: Sequence[str], **variables: str) -> dict[str, str]:
     """Run the tests of some files in one interpreter.
 
     Args:
         python: The interpreter.
         files: The files, relative to the project's root.
+        **variables: Variables of its environment.
 
     Returns:
         The problem of each file that did not fully pass: a failure, a skipped test, or no tests.
@@ -35,7 +36,7 @@ def run_inside(python: Path, files: Sequence[str]) -> dict[str, str]:
         done = subprocess.run(
             [python, "-P", "-m", "pytest", *OPTIONS, *USUAL, f"--junitxml={report}", *files],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # tensors are small, and waiting threads spin
+            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},  # tensors are small, and waiting threads spin
             capture_output=True,
             text=True,
             check=False,

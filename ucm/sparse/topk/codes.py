@@ -36,7 +36,7 @@ import numpy as np
 
 from ucm.sparse.compiled import compile_kernel, for_engine
 from ucm.sparse.lanes import LANES, Lanes
-from ucm.sparse.topk.representatives import FEW, Representatives
+from ucm.sparse.topk.representatives import FEW, Representatives, ScoringKernel, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +112,24 @@ class KeyCodes(Representatives):
             of_means = wanted @ self._means[:, ids].float().transpose(-1, -2)
             found.append(estimated.unflatten(-1, (-1, size)).logsumexp(-1) + of_means)
         return torch.cat(found, -1)
+
+    def kernel(self, num_heads: int) -> ScoringKernel:
+        """Return the kernel."""
+        from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
+
+        heads, _, words, size = self._codes.shape
+        head_size, group = self._means.shape[2], num_heads // heads
+        heads_and_channels = {
+            "GROUP": group,
+            "GROUP_P": max(16, power_of_two(group)),
+            "HEAD": head_size,
+            "HEAD_P": max(16, power_of_two(head_size)),
+        }
+        sizes = {"WORDS": words, "WORDS_P": power_of_two(words), "SIZE": size, "TILE": max(1, 128 // size)}
+        constants = {**heads_and_channels, **sizes, "num_warps": 8}
+        return ScoringKernel(
+            kernels.score_codes, heads, (self._codes, self._scales, self._means, self._turn), constants
+        )
 
     def _elements(self, num_heads: int, blocks: int) -> int:
         heads, _, head_size = self._means.shape

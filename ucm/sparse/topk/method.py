@@ -32,11 +32,11 @@ from ucm.sparse.options import MethodOptions, parse_options, plain_options, toke
 from ucm.sparse.own_blocks import keep_apart
 from ucm.sparse.steering import RequestOptions, parse_asked
 from ucm.sparse.topk.codes import KeyCodes
+from ucm.sparse.topk.on_device import buffers_for, step_tables
 from ucm.sparse.topk.representatives import KeyBounds
 from ucm.sparse.topk.selection import (
     BlockBudget,
     CompletedBlocks,
-    RestrictedTables,
     SelectionPlan,
     SelectionPlanner,
     completed_ids,
@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
+    from ucm.sparse.topk.on_device import DeviceBuffers, StepOnDevice
     from ucm.sparse.topk.representatives import Representatives
+    from ucm.sparse.topk.selection import RestrictedTables
 
 #: The groups of rewritten modules that it needs; the scheduler's hooks keep generated blocks from prompt hits.
 NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
@@ -124,7 +126,9 @@ class BlockTopK(SparseMethod):
         self._representatives: dict[str, Representatives] = {}
         self._batch: StepBatch | None = None
         self._plan: SelectionPlan | None = None
-        self._tables: tuple[Any, RestrictedTables] | None = None
+        self._tables: tuple[Any, RestrictedTables | StepOnDevice] | None = None
+        self._buffers: DeviceBuffers | None = None  #: those of the kernels, where there are kernels
+        self._buffers_known = False
         self._completed: tuple[CompletedBlocks, ...] = ()
         #: A layer's metadata, and the ids of the blocks that the step's tokens complete.
         self._completed_ids: tuple[Any, Tensor] | None = None
@@ -300,15 +304,18 @@ class BlockTopK(SparseMethod):
     ) -> Any:
         if self._tables is None or self._tables[0] is not attn_metadata:
             table = self.attention.block_table(attn_metadata)
-            self._tables = attn_metadata, RestrictedTables(plan, table)
+            if not self._buffers_known:
+                self._buffers, self._buffers_known = buffers_for(table.device), True
+            self._tables = attn_metadata, step_tables(plan, table, self._buffers)
         tables = self._tables[1]
         if tables.missing is not None:
             self._make(layer_name, kv_cache, tables.missing)
-        made = self._representatives_of(layer_name, kv_cache, tables.candidates[0, :1])
+        made = self._representatives.get(layer_name)
+        if made is None:
+            made = self._representatives_of(layer_name, kv_cache, tables.any_block)
         for block_ids, fresh in tables.fresh:
             made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
-        wanted = made.shares(query[tables.tokens], tables.candidates, tables.hidden)
-        chosen, lens = tables.choose(self.attention.sum_over_ranks(wanted))
+        chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)
         found = self.attention.restricted(layer_name, attn_metadata, chosen, lens, tables.max_seq_len, tables.split)
         if plan.top_p is not None:
             spared = (tables.seq_lens - lens).sum()
@@ -398,6 +405,7 @@ class BlockTopK(SparseMethod):
             if self._planner is not None:  # a later step makes what this one does not make in the remaining layers
                 self._planner.forget_made(request_id)
         self._plan, self._completed = None, ()
+        self._buffers, self._buffers_known = None, False  # some of them may not be 0 where they must be
         self.counts["failures"] += 1
         self.counts["requests_failed"] += len(request_ids)
         cause = f"{type(error).__name__}: {error}"

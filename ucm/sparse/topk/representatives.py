@@ -12,10 +12,11 @@ Stored per physical block: ``2 / block_size`` of the bytes of the keys, which is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -31,6 +32,28 @@ FEW = 4
 WHOLE = 1 << 33
 #: The number of blocks of a request that `ranked` can distinguish; with `WHOLE` it leaves room for 512 heads.
 PLACES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ScoringKernel:
+    """A Triton kernel that scores blocks.
+
+    Attributes:
+        function: The kernel.
+        num_kv_heads: The number of KV heads.
+        tensors: The representatives, its arguments behind the query.
+        constants: Its compile-time constants, and Triton's options.
+    """
+
+    function: Any
+    num_kv_heads: int
+    tensors: tuple[Tensor, ...]
+    constants: Mapping[str, int]
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
 
 
 class Representatives(ABC):
@@ -93,6 +116,17 @@ class Representatives(ABC):
             softmax over blocks gives their relative attention.
         """
 
+    def kernel(self, num_heads: int) -> ScoringKernel:
+        """Return the Triton kernel that scores these representatives; see `ucm.sparse.topk.kernels`.
+
+        Args:
+            num_heads: The number of query heads.
+
+        Raises:
+            NotImplementedError: If they are only ever scored with torch.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def _elements(self, num_heads: int, blocks: int) -> int:
         """Return the number of elements in memory while a row of this many heads and blocks is scored."""
@@ -110,6 +144,15 @@ class KeyBounds(Representatives):
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
         """Compute the bounds of some blocks from these keys."""
         self._bounds[:, block_ids] = bounds_of(keys)
+
+    def kernel(self, num_heads: int) -> ScoringKernel:
+        """Return the kernel."""
+        from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
+
+        heads, _, both = self._bounds.shape
+        wide = power_of_two(both // 2)
+        constants = {"GROUP": num_heads // heads, "HEAD": both // 2, "HEAD_P": wide, "TILE": max(1, 4096 // wide)}
+        return ScoringKernel(kernels.score_bounds, heads, (self._bounds,), constants)
 
     def _elements(self, num_heads: int, blocks: int) -> int:
         heads, _, both = self._bounds.shape

@@ -11,13 +11,14 @@ from ucm.sparse.pieces import QueryPieces
 from ucm.sparse.topk.representatives import ranked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
+    from ucm.sparse.topk.representatives import Representatives
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,31 @@ def completed_ids(completed: Sequence[CompletedBlocks], block_table: Tensor) -> 
         completed: At least one.
         block_table: ``[num_reqs or more, max_blocks]``, int32.
     """
+    found = blocks_between(
+        block_table,
+        np.array([of.row for of in completed], np.int64),
+        np.array([(of.begin, of.end) for of in completed], np.int64),
+    )
+    assert found is not None, "a completed range has blocks"  # noqa: S101 - for the type
+    return found
+
+
+def blocks_between(block_table: Tensor, rows: NDArray[np.int64], ranges: NDArray[np.int64]) -> Tensor | None:
+    """Return the ids of ranges of blocks, ``[n]``, int64, in one operation on the device; None if all are empty.
+
+    Args:
+        block_table: ``[num_reqs or more, max_blocks]``, int32.
+        rows: ``[ranges]``: the row of each range.
+        ranges: ``[ranges, 2]``: the first position of each, and the one after its last.
+    """
     import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
-    return torch.cat([block_table[of.row, of.begin : of.end] for of in completed]).long()
+    counts = ranges[:, 1] - ranges[:, 0]
+    if not counts.any():
+        return None
+    places = np.arange(counts.sum()) + np.repeat(ranges[:, 0] - (counts.cumsum() - counts), counts)
+    both = torch.from_numpy(np.stack((np.repeat(rows, counts), places))).to(block_table.device, non_blocking=True)
+    return block_table[both[0], both[1]].long()
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,13 +416,29 @@ class RestrictedTables:
         self.tokens = torch.from_numpy(plan.tokens).to(device)
         self.seq_lens = torch.from_numpy(plan.seq_lens).to(device)
         self.max_seq_len = int(plan.seq_lens.max())
-        ranges = [mine[row, begin:end] for row, (begin, end) in enumerate(plan.missing.tolist()) if end > begin]
         #: ``[n]``, int64: the blocks whose representatives must be computed; None if there are none.
-        self.missing = torch.cat(ranges).long() if ranges else None
+        self.missing = blocks_between(whole, plan.rows, plan.missing)
         #: Those of them that tokens of this step complete: their ids, ``[n]``, int64, and their description.
         self.fresh = [(whole[of.piece, of.begin : of.end].long(), of) for of in plan.fresh]
         #: The number of queries of each row; None if each request is one row.
         self.split = plan.pieces.split(device)
+
+    @property
+    def any_block(self) -> Tensor:
+        """``[1]``, int64: a block that is in use."""
+        return self.candidates[0, :1]
+
+    def select(
+        self, made: Representatives, query: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a layer reads; see `choose`.
+
+        Args:
+            made: The layer's representatives.
+            query: ``[num_tokens, num_heads, head_size]``: the queries of the step.
+            sum_over_ranks: See `AttentionView.sum_over_ranks`.
+        """
+        return self.choose(sum_over_ranks(made.shares(query[self.tokens], self.candidates, self.hidden)))
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a layer reads: sinks, the best candidates in the order of their positions, recent blocks.

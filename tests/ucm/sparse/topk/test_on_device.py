@@ -1,0 +1,276 @@
+"""The Triton kernels choose what torch chooses, in a bounded number of launches. They run in Triton's interpreter.
+
+`tests.e2e.test_inside` runs this file, and the tests of the whole method, in a process that interprets kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests")
+pytest.importorskip("triton", reason="Triton is not installed; the end-to-end session runs these tests")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton interprets no kernels in this process", allow_module_level=True)
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ucm.sparse.fake_view import FakeView, metadata
+from tests.ucm.sparse.steps import step
+from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, LAYERS, LONG, cache, method, run
+from ucm.sparse.topk import kernels
+from ucm.sparse.topk.codes import KeyCodes
+from ucm.sparse.topk.on_device import DeviceBuffers, StepOnDevice, buffers_for, step_tables
+from ucm.sparse.topk.representatives import KeyBounds, Representatives
+from ucm.sparse.topk.selection import BlockBudget, RestrictedTables, SelectionPlan, SelectionPlanner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KINDS: dict[str, type[Representatives]] = {"bounds": KeyBounds, "codes": KeyCodes}
+
+
+class Case:
+    """A step of random requests: long and short decodes, chunks of prompts, budgets of their own, and padding."""
+
+    def __init__(self, seed: int, size: int, group: int, head: int, dtype: torch.dtype = torch.float32) -> None:
+        source, draw = torch.Generator().manual_seed(seed), random.Random(seed)  # noqa: S311 - no secret
+        budget = BlockBudget(size, sinks=1, recent=2, total=8)
+        planner = SelectionPlanner(budget)
+        rows: list[Any] = [
+            ("long", 20 * size + 3, 1, 5),
+            ("short", 3 * size, 1, 2),
+            ("chunk", size, 2 * size, 9 * size),
+        ]
+        for number in range(3):
+            computed = draw.randrange(9 * size, 24 * size)
+            rows.append((f"{number}", computed, 1, 7))
+            if number:
+                planner.give(f"{number}", BlockBudget(size, 1, 2, draw.randrange(4, 9)))
+        draw.shuffle(rows)
+        self.step = step(*rows)
+        plan = planner.plan(self.step, set())
+        assert plan is not None
+        self.plan: SelectionPlan = plan
+        blocks = -(-self.step.seq_lens // size)
+        self.num_blocks, self.heads = int(blocks.sum()) + 3, 2 * group
+        free = torch.randperm(self.num_blocks, generator=source).int()
+        self.table = torch.zeros((len(rows) + 2, int(blocks.max()) + 5), dtype=torch.int32)  # padding behind both
+        for row, count in enumerate(blocks.tolist()):
+            self.table[row, :count], free = free[:count], free[count:]
+        self.keys = torch.randn((self.num_blocks, size, 2, head), generator=source).to(dtype)
+        tokens = int(self.step.num_new_tokens.sum())
+        # A part of what a layer computes, as vLLM gives it.
+        self.query = torch.randn((tokens, self.heads + 3, head), generator=source).to(dtype)[:, : self.heads]
+        self.buffers = DeviceBuffers(torch.device("cpu"))
+
+    def made(self, selector: str, heads: slice = slice(None)) -> Representatives:
+        made = KINDS[selector](self.num_blocks, self.keys[:1, :, heads])
+        made.put(torch.arange(self.num_blocks), self.keys[:, :, heads])
+        return made
+
+    def rows_of(self, table: torch.Tensor) -> list[list[int]]:
+        """What each row reads."""
+        counts = -(-self.plan.seq_lens // self.plan.budget.block_size)
+        return [table[row, :count].tolist() for row, count in enumerate(counts.tolist())]
+
+
+def alone(counts: torch.Tensor) -> torch.Tensor:
+    return counts
+
+
+CASES = [
+    *(
+        (seed, size, group, 64, torch.float32)
+        for seed, (size, group) in enumerate([(16, 1), (16, 4), (32, 3), (128, 2)])
+    ),
+    *((seed, 16, 2, 80, torch.float32) for seed in (10, 11)),
+    *((seed, 32, 4, 64, torch.bfloat16) for seed in (20, 21)),
+    (30, 16, 1, 128, torch.float16),
+]
+
+
+@pytest.mark.parametrize("selector", list(KINDS))
+@pytest.mark.parametrize("given", CASES, ids=str)
+def test_kernels_choose_what_torch_chooses(selector: str, given: Any) -> None:
+    case = Case(*given)
+    made = case.made(selector)
+    chosen = StepOnDevice(case.plan, case.table, case.buffers).select(made, case.query, alone)[0]
+    wanted = RestrictedTables(case.plan, case.table).select(made, case.query, alone)[0]
+    assert case.rows_of(chosen) == case.rows_of(wanted)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_from_the_same_shares_exactly_the_same_is_chosen(seed: int) -> None:
+    """Few different shares, so there are many ties, and shares of the size that many heads have."""
+    case = Case(seed, 16, 1, 64)
+    tables = StepOnDevice(case.plan, case.table, case.buffers)
+    torch_tables = RestrictedTables(case.plan, case.table)
+    counts = case.plan.blocks - 3
+    source = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, 4, (len(counts), int(counts.max())), generator=source)
+    drawn *= torch.tensor([1, 2**41])[seed % 2]
+    ragged = torch.cat([row[:count] for row, count in zip(drawn, counts.tolist(), strict=True)])
+    chosen = tables.select(case.made("bounds"), case.query, lambda _: ragged)[0]
+    assert case.rows_of(chosen) == case.rows_of(torch_tables.choose(drawn)[0])
+
+
+def test_more_candidates_than_a_program_looks_at_once() -> None:
+    """Several chunks are scored, and several spans are searched; one chunk and one span would be easier."""
+    blocks = int(kernels.SPAN.value) * 2 + 17
+    plan = SelectionPlanner(BlockBudget(4, 1, 2, 40)).plan(step(("a", 4 * blocks - 1, 1, 9)), set())
+    assert plan is not None
+    source = torch.Generator().manual_seed(0)
+    keys = torch.randn((blocks, 4, 1, 16), generator=source)
+    made = KeyBounds(blocks, keys[:1])
+    made.put(torch.arange(blocks), keys)
+    table, query = torch.randperm(blocks, generator=source).int()[None], torch.randn((1, 2, 16), generator=source)
+    chosen = StepOnDevice(plan, table, DeviceBuffers(torch.device("cpu"))).select(made, query, alone)[0]
+    assert chosen.tolist() == RestrictedTables(plan, table).select(made, query, alone)[0].tolist()
+
+
+@pytest.mark.parametrize("selector", list(KINDS))
+def test_the_sum_over_ranks_is_what_one_rank_finds(selector: str) -> None:
+    """The heads of each rank add the shares that they add on one rank, to the last bit."""
+    case = Case(5, 16, 2, 64)
+    found: list[torch.Tensor] = []
+
+    def keep(counts: torch.Tensor) -> torch.Tensor:
+        found.append(counts.clone())
+        return counts
+
+    for heads, made in ((slice(0, 4), slice(None)), (slice(0, 2), slice(0, 1)), (slice(2, 4), slice(1, 2))):
+        tables = StepOnDevice(case.plan, case.table, DeviceBuffers(torch.device("cpu")))
+        tables.select(case.made(selector, made), case.query[:, heads], keep)
+    whole, first, second = found
+    assert torch.equal(whole, first + second)
+    assert whole.any()
+
+
+def test_buffers_are_used_again_and_clean() -> None:
+    case, other = Case(0, 16, 1, 64), Case(7, 16, 1, 64)
+    made, found = case.made("bounds"), []
+    for _ in range(2):  # the second layer finds what the first one left
+        found.append(StepOnDevice(case.plan, case.table, case.buffers).select(made, case.query, alone)[0].clone())
+        StepOnDevice(other.plan, other.table, case.buffers).select(other.made("bounds"), other.query, alone)
+    assert case.rows_of(found[0]) == case.rows_of(found[1])
+    for name in ("shares", "done"):
+        assert not case.buffers._kept[name].any()
+
+
+def test_what_the_kernels_do_not_serve_is_left_to_torch() -> None:
+    plan = SelectionPlanner(BlockBudget(4, 1, 2, 5)).plan(step(("a", 30, 1, 8)), set())
+    again = SelectionPlanner(BlockBudget(4, 1, 2, 5)).plan(step(("a", 28, 4, 8)), set())
+    odd = SelectionPlanner(BlockBudget(6, 1, 2, 5)).plan(step(("a", 60, 1, 8)), set())
+    assert plan is not None
+    assert again is not None
+    assert odd is not None
+    table, buffers = torch.arange(20, dtype=torch.int32)[None], DeviceBuffers(torch.device("cpu"))
+    assert isinstance(step_tables(plan, table, buffers), StepOnDevice)
+    some = SelectionPlanner(BlockBudget(4, 1, 2, 5, top_p=0.9)).plan(step(("a", 30, 1, 8)), set())
+    assert some is not None
+    for of, given in ((again, buffers), (odd, buffers), (some, buffers), (plan, None)):
+        assert isinstance(step_tables(of, table, given), RestrictedTables)
+
+
+def test_a_cpu_has_kernels_only_to_interpret_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert buffers_for(torch.device("cpu")) is not None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert buffers_for(torch.device("cpu")) is None
+    assert buffers_for(torch.device("cuda")) is not None
+
+
+#: Operations of torch that launch nothing: they make views, or ask for sizes.
+VIEWS = {"view", "slice", "select", "unsqueeze", "as_strided", "detach", "alias", "_unsafe_view", "expand", "permute"}
+
+
+class Launches(TorchDispatchMode):  # type: ignore[misc] # torch is not there when types are checked
+    """Counts what would be launched on a GPU: every operation of torch that is not a view, and every kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class TwoRanks(FakeView):
+    @property
+    def ranks(self) -> int:
+        return 2
+
+    def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts.mul_(2)  # one launch, in place, as an all-reduce
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Launches]:
+    """Return a function that gives a fresh counter, which the kernels tell of their launches instead of running."""
+    counters = [Launches()]
+
+    def counted(kernel: Any, name: str) -> Any:
+        class Grid:
+            def __getitem__(self, grid: Any) -> Any:
+                def launch(*args: Any, **constants: Any) -> None:
+                    counters[-1].found[name] += 1
+                    with torch.utils._python_dispatch._disable_current_modes():
+                        kernel[grid](*args, **constants)
+
+                return launch
+
+        return Grid()
+
+    for name in ("score_bounds", "score_codes", "choose"):
+        monkeypatch.setattr(kernels, name, counted(getattr(kernels, name), name))
+
+    def fresh() -> Launches:
+        counters.append(Launches())
+        return counters[-1]
+
+    return fresh
+
+
+@pytest.mark.parametrize("selector", list(KINDS))
+@pytest.mark.parametrize("requests", [1, 5])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_restricted_layer_has_at_most_four_launches(
+    launches: Callable[[], Launches], selector: str, requests: int, ranks: int
+) -> None:
+    """Score, choose, vLLM's attention, and the all-reduce if there are several ranks; for any number of requests."""
+    made, kv = method(selector=selector), cache()
+    if ranks > 1:
+        made.attention = TwoRanks()
+    tables = [*([LONG] * requests), [30], [31, 32, 33]]
+    before = step(*((f"{n}", 29, 1, 8) for n in range(requests)), ("short", 2, 1, 2), ("chunk", 0, 5, 30))
+    run(made, before, metadata(before, tables), kv)
+    batch = step(*((f"{n}", 30, 1, 8) for n in range(requests)), ("short", 3, 1, 2), ("chunk", 5, 2, 30))
+    query = torch.ones((int(batch.num_new_tokens.sum()), HEADS, HEAD))
+    dense = metadata(batch, tables)
+    made.execute_begin(None, None, batch)
+    made.attention_begin(LAYERS[1], query, query, query, kv, dense)  # it prepares the step for all layers
+    counter = launches()
+    with counter:
+        _, _, _, restricted = made.attention_begin(LAYERS[2], query, query, query, kv, dense)
+        made.attention_finished(LAYERS[2], query, kv, restricted, query)
+    assert counter.found == {f"score_{selector}": 1, "choose": 1, **({"mul_": 1} if ranks > 1 else {})}
+    assert counter.found.total() + 1 <= 4  # and vLLM's attention
+    assert restricted is not dense
+    assert restricted.block_table[:requests, 0].tolist() == [10] * requests
+
+
+def test_the_counter_counts_what_torch_would_launch(launches: Callable[[], Launches]) -> None:
+    """With torch alone, a layer has more launches than that."""
+    case = Case(0, 16, 4, 64)
+    tables, made, counter = RestrictedTables(case.plan, case.table), case.made("bounds"), launches()
+    with counter:
+        tables.select(made, case.query, alone)[0]
+    assert counter.found.total() >= 15
