@@ -26,24 +26,22 @@ class CheckedTopK(BlockTopK):
             self.counts["steps"] += 1  # so that it is once, whatever else happens in this step
             raise RuntimeError(INJECTED)
         restricted = super()._restrict(plan, layer_name, query, key, kv_cache, attn_metadata)
-        assert self._tables is not None
-        tables = self._tables[1]
-        self._check_representatives(layer_name, kv_cache, tables)
         batch = self._batch
         assert batch is not None
         table = self.attention.block_table(attn_metadata)[: len(batch.request_ids)]
+        self._check_representatives(plan, layer_name, kv_cache, table)
         self._check_rows(plan, restricted, table)
         lens = attn_metadata.seq_lens
         assert torch.equal(lens[: len(batch.request_ids)].cpu(), torch.from_numpy(batch.seq_lens).int())
         return self.attention.restricted(layer_name, attn_metadata, table.clone(), lens.clone(), int(lens.max()))
 
-    def _check_representatives(self, layer_name: str, kv_cache: Any, tables: Any) -> None:
+    def _check_representatives(self, plan: Any, layer_name: str, kv_cache: Any, table: Any) -> None:
         """Check that each candidate's representative matches its current keys."""
         import torch  # noqa: PLC0415
 
         made = self._representatives[layer_name]
-        for row, hidden in enumerate(_hidden(tables)):
-            ids = tables.candidates[row][~hidden]
+        for row, blocks in zip(plan.pieces.rows[plan.rows].tolist(), plan.blocks.tolist(), strict=True):
+            ids = table[row, plan.budget.sinks : blocks - plan.budget.recent].long()
             keys = self.attention.read_keys(layer_name, kv_cache, ids)
             now = type(made)(len(ids), keys[:1])
             now.put(torch.arange(len(ids)), keys)
@@ -73,10 +71,3 @@ def _same(made: Any, now: Any, ids: Any) -> bool:
         return bool(torch.equal(made._bounds[:, ids], now._bounds))
     apart = (made._codes[:, ids] ^ now._codes)[..., None] >> torch.arange(64) & 1
     return bool(apart.float().mean() < 0.01) and torch.allclose(made._means[:, ids], now._means, rtol=0.02, atol=0.02)
-
-
-def _hidden(tables: Any) -> Any:
-    import torch  # noqa: PLC0415
-
-    hidden = tables.hidden
-    return torch.zeros_like(tables.candidates, dtype=torch.bool) if hidden is None else hidden

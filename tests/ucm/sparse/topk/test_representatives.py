@@ -90,6 +90,12 @@ def test_keys_are_read_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(bounds._bounds, whole._bounds)
 
 
+def test_more_keys_are_read_at_once_where_each_reading_is_a_launch() -> None:
+    """A request's first 32,768 tokens with 8 heads of 128 channels: 64 readings per layer on a CPU, 4 elsewhere."""
+    keys = [torch.zeros((1, 16, 8, 128), device=device) for device in ("cpu", "meta")]
+    assert [-(-2048 // KeyBounds(4, of)._at_once) for of in keys] == [64, 4]
+
+
 def test_rows_are_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a preemption each generated token is a row; the bounds of all together would not fit into a device."""
     bounds = bounds_of(keys(), list(range(BLOCKS)))
