@@ -122,6 +122,26 @@ def test_an_engine_that_cannot_be_served_does_not_start(environments: Environmen
     assert "where: ucm_sparse_config.BlockTopK.token_budget" in run.log
 
 
+def test_only_layers_without_a_window_are_restricted(environments: Environments, tmp_path: Path) -> None:
+    """A model with several KV-cache groups: Gemma 3 with full attention in every third layer."""
+    from tests.e2e.prefix_models import HYBRID, write_tiny_model  # noqa: PLC0415 - only this test needs it
+
+    model = write_tiny_model(environments.overlay, "hybrid", HYBRID)
+    engine = {"model": str(model), "num_gpu_blocks_override": 151}  # room for two of the longest requests, three times
+    methods = {"dense": None, "checked": {"checked_topk:CheckedTopK": SMALL}, "small": {"BlockTopK": SMALL}}
+    found = {
+        name: run_sparse(environments.overlay, tmp_path / name, method, engine=engine)
+        for name, method in methods.items()
+    }
+    for run in found.values():
+        assert run.code == 0, run.log[-4000:]
+    assert found["checked"].tokens == found["dense"].tokens
+    assert "AssertionError" not in found["checked"].log
+    assert found["small"].tokens != found["dense"].tokens
+    _, _, read, held, *_, failures = last_summary(found["small"])
+    assert (read < held, failures) == (True, 0)
+
+
 def test_both_names_are_one_method(engines: dict[str, Run]) -> None:
     assert "[UCM.Sparse] GSAOnDevice is active on the worker side" in engines["full"].log
     assert "[UCM.Sparse] BlockTopK is active on the scheduler side" in engines["small"].log

@@ -113,6 +113,10 @@ class AttentionView(Protocol):
         """
         ...
 
+    def has_window(self, layer_name: str) -> bool:
+        """Return whether a layer has a sliding window of its own, so that `require` refuses it."""
+        ...
+
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         """Check that a sparse method can serve a layer.
 

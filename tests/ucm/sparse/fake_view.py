@@ -35,12 +35,14 @@ class FakeView:
         reads: The ids of blocks whose keys were read, by layer, in order.
         required: The required layers, with whether their keys will be read.
         unreadable: Layers whose keys cannot be read.
+        windowed: Layers with a sliding window of their own.
     """
 
     steps: list[StepBatch] = field(default_factory=list)
     reads: dict[str, list[int]] = field(default_factory=dict)
     required: set[tuple[str, bool]] = field(default_factory=set)
     unreadable: tuple[str, ...] = ()
+    windowed: tuple[str, ...] = ()
     engine_required: bool = False
 
     def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
@@ -58,6 +60,9 @@ class FakeView:
 
     def require_engine(self) -> None:
         self.engine_required = True
+
+    def has_window(self, layer_name: str) -> bool:
+        return layer_name in self.windowed
 
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         self.required.add((layer_name, reads_keys))

@@ -120,6 +120,8 @@ class BlockTopK(SparseMethod):
         require_hooks(self._name, self.needed_hooks)
         self._options = parse_options(self.options_type, self._name, options)
         self._logger = get_logger(__name__)
+        #: The layers with a sliding window of their own.
+        self._windowed: set[str] = set()
         #: The first of the last layers that are dense.
         self._first_last = sys.maxsize
         self._planner: SelectionPlanner | None = None
@@ -188,8 +190,11 @@ class BlockTopK(SparseMethod):
             )
 
     def layer_seen(self, layer_name: str) -> None:
-        """Refuse an unsupported layer."""
-        self.attention.require(layer_name, reads_keys=not self._is_dense(layer_name))
+        """Refuse an unsupported layer; one that reads only a window anyway stays as it is."""
+        if self.attention.has_window(layer_name):
+            self._windowed.add(layer_name)
+        else:
+            self.attention.require(layer_name, reads_keys=not self._is_dense(layer_name))
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""
@@ -216,6 +221,8 @@ class BlockTopK(SparseMethod):
         """Restrict the step's sparse rows to the blocks that their queries need."""
         began = perf_counter()
         self._asked = True
+        if layer_name in self._windowed:
+            return query, key, value, attn_metadata
         if self._planner is None and self._batch is not None:
             self.attention.require(layer_name)
             self._planner = SelectionPlanner(
@@ -448,6 +455,8 @@ class BlockTopK(SparseMethod):
         return budget
 
     def _is_dense(self, layer_name: str) -> bool:
+        if layer_name in self._windowed:
+            return True
         number = re.search(r"\.(\d+)\.", layer_name)
         return number is not None and not self._options.dense_layers <= int(number[1]) < self._first_last
 

@@ -81,6 +81,10 @@ class Device:
     def require_engine(self) -> None:
         raise NotImplementedError
 
+    def has_window(self, layer_name: str) -> bool:
+        del layer_name
+        return False
+
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         raise NotImplementedError
 

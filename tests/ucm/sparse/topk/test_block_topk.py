@@ -384,6 +384,21 @@ def test_the_last_layers_may_be_dense_too() -> None:
     assert set(view_of(made).reads) == {LAYERS[1]}
 
 
+def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
+    """The first and the last one; the layer between them is restricted, and sets the size of blocks."""
+    made, batch = method(dense_layers=0), step(("a", 30, 1, 8))
+    view_of(made).windowed = (LAYERS[0], LAYERS[2])
+    for layer in LAYERS:
+        made.layer_seen(layer)
+    assert view_of(made).required == {(LAYERS[1], True)}
+    dense = metadata(batch, [LONG])
+    first, second, third = run(made, batch, dense, cache())
+    assert first is dense
+    assert third is dense
+    assert second.seq_lens.tolist() == [19]
+    assert set(view_of(made).reads) == {LAYERS[1]}
+
+
 @pytest.mark.parametrize(("layers", "what"), [(2, "2 dense layers leave none"), (None, "does not say how many layers")])
 def test_dense_last_layers_that_cannot_be(layers: int | None, what: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:

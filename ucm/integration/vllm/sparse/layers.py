@@ -147,6 +147,11 @@ class AttentionLayers:
         lower_graphs(self._config, self._runner())
         requirements.require_engine(self._config)
 
+    def has_window(self, layer_name: str) -> bool:
+        """See `AttentionView.has_window`."""
+        layer = self._config.compilation_config.static_forward_context[layer_name]
+        return getattr(layer, "sliding_window", None) is not None
+
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         """See `AttentionView.require`."""
         layer, _ = self._layer(layer_name)
