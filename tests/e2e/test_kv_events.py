@@ -34,16 +34,41 @@ def blocks(events: list[dict[str, Any]], medium: str) -> dict[Any, dict[str, Any
     return found
 
 
-def test_the_blocks_of_the_store_have_vllms_own_names(environments: Environments, tmp_path: Path) -> None:
+def arguments(kind: str, store: Path) -> dict[str, Any]:
+    """The arguments of an engine: with one of our connectors, or beside one of vLLM's."""
+    name = "BlendConnector" if kind == "blend" else "UCMConnector"
+    extra: dict[str, Any] = {"store": {"directories": [str(store)]}, "kv_events": True}
+    if kind == "blend":
+        extra["blend"] = {}
+    ours = {
+        "kv_connector": name,
+        "kv_connector_module_path": f"ucm.integration.vllm.{'blend' if kind == 'blend' else 'ucm'}_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    if kind == "two connectors":
+        other = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(store / "example")},
+        }
+        several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        return {"kv_transfer_config": {**several, "kv_connector_extra_config": {"connectors": [ours, other]}}}
+    return {"kv_transfer_config": ours}
+
+
+@pytest.mark.parametrize("kind", ["plain", "blend", "two connectors"])
+def test_the_blocks_of_the_store_have_vllms_own_names(environments: Environments, tmp_path: Path, kind: str) -> None:
     from tests.e2e.model import write_model  # noqa: PLC0415 - only engines need it
 
     store = tmp_path / "store"
     store.mkdir()
-    command = [
+    command: list[str | Path] = [
         environments.runtime.python,
         Path("tests/e2e/inside/kv_events_engine.py"),
         write_model(tmp_path / "m"),
         store,
+        json.dumps(arguments(kind, store)),
     ]
     settings = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

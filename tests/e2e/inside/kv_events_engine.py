@@ -1,6 +1,7 @@
-"""Run one engine whose events vLLM publishes: `kv_events_engine.py MODEL STORE` prints those of one prompt.
+"""Run one engine whose events vLLM publishes: `kv_events_engine.py MODEL STORE ARGUMENTS` prints those of one prompt.
 
-The prompt is computed and saved, and loaded after the engine forgot it. A subscriber as a router is reads the events.
+ARGUMENTS are those of ``LLM`` that differ, as JSON. The prompt is computed and saved, and loaded after the engine
+forgot it. A subscriber as a router is reads the events.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Router:
         return found
 
 
-def main(model: str, store: Path) -> None:
+def main(model: str, store: Path, arguments: dict[str, Any]) -> None:
     """Run it."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - needs vLLM
 
@@ -59,12 +60,7 @@ def main(model: str, store: Path) -> None:
         block_size=BLOCK,
         dtype="float32",
         kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint},
-        kv_transfer_config={
-            "kv_connector": "UCMConnector",
-            "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": {"directories": [str(store)]}, "kv_events": True},
-        },
+        **arguments,
     )
     params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
 
@@ -84,4 +80,4 @@ def main(model: str, store: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))
