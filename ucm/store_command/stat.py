@@ -187,13 +187,13 @@ def _namespace_table(stocks: Sequence[NamespaceStock]) -> list[str]:
 
 def _summary(identity: dict[str, Any]) -> str:
     """Summarise the identity of a namespace."""
-    cache = identity.get("cache")
+    cache, more = identity.get("cache"), identity.get("more")
     said = [
         ("model", identity.get("name")),
         ("vLLM", identity.get("vllm")),
         ("KV cache", cache.get("cache_dtype") if isinstance(cache, dict) else None),
         ("identity", str(identity.get("digest"))[:16]),
-        ("authentication key", identity.get("authentication")),
+        ("authentication key", more.get("authentication") if isinstance(more, dict) else None),
     ]
     return ", ".join(f"{name} {value}" for name, value in said if value is not None)
 

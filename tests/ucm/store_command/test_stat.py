@@ -6,12 +6,18 @@ import json
 import os
 import shutil
 import time
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, read_files, write_model
+from tests.ucm.store.keys import key_file
 from tests.ucm.store.servers import free_port
 from tests.ucm.store_command.conftest import BIG, DAY, FILE, SMALL
+from ucm.config import load_connector_config
+from ucm.integration.vllm.connector.scheduler_side import engine_identity
+from ucm.store.authentication import Authenticator
 from ucm.store.posix.layout import owner_name
 
 if TYPE_CHECKING:
@@ -68,6 +74,20 @@ def test_whose_blocks_they_are(kept: Kept, ask: Callable[..., Answer]) -> None:
     lines = ask("stat", "--directory", kept.root).out.splitlines()
     told = f"  {BIG.partition('/')[0]}: model Llama-3, vLLM 0.32.0, KV cache fp8_e4m3, identity 3f9a3f9a3f9a3f9a"
     assert lines[-1] == told, "an identity that several namespaces share is told once"
+
+
+def test_the_authentication_key_of_a_namespace_is_named(kept: Kept, ask: Callable[..., Answer], tmp_path: Path) -> None:
+    """As the connector writes the identity of its blocks."""
+    extra = {"store": {"directories": str(kept.root), "authentication_key_file": key_file(tmp_path / "key", "k" * 40)}}
+    engine: Any = VllmConfig(ModelConfig(str(write_model(tmp_path / "llama"))))
+    engine.kv_transfer_config = SimpleNamespace(kv_connector="UCMConnector", kv_connector_extra_config=extra)
+    identity = engine_identity(engine, load_connector_config(extra))
+    written = identity.with_contents(read_files(identity.unread.values())).to_json()
+    kept.side(BIG, "identity.json").write_text(written, encoding="utf-8")
+    assert (
+        f", authentication key {Authenticator('k' * 40).fingerprint.hex()}\n"
+        in ask("stat", "--directory", kept.root).out
+    )
 
 
 @pytest.mark.parametrize("written", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000])
