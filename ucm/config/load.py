@@ -23,7 +23,7 @@ from ucm.config.validation import problems_of
 from ucm.config.yaml_file import read_yaml
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
-from ucm.store.config import OURS, StoreConfig, pipeline_parts
+from ucm.store.config import OURS, pipeline_parts
 from ucm.store.dram import check_apart
 from ucm.store.posix.paths import distrust, group_id
 
@@ -123,8 +123,11 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
             _look_at_media(partly, written, out, top, make=make)
         return None
     check_tier_options(store, out, top)
-    key_file = authentication_key_file(store, out, top)
-    return store.model_copy(update={**_look_at_media(store, written, out, top, make=make), **key_file})
+    key_file = expanded_key_file(store, out, top)
+    found = store.model_copy(update={**_look_at_media(store, written, out, top, make=make), **key_file})
+    if key_file:
+        _check_key(found, store.authentication_key_file, out, top, make=make)
+    return found
 
 
 def rename_former(written: Any, out: Translation, top: Place) -> Any:
@@ -161,21 +164,49 @@ def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> No
             _validated(back_end.Options, store.tiers.get(name, {}), ("store", "tiers", name), out, top)
 
 
-def authentication_key_file(store: StoreSettings, out: Translation, top: Place) -> dict[str, str]:
-    """Return the setting that names the authentication key, with an absolute path; note a key that cannot be used."""
+def expanded_key_file(store: StoreSettings, out: Translation, top: Place) -> dict[str, str]:
+    """Return the setting that names the authentication key, with an absolute path; nothing is read."""
     written = store.authentication_key_file
     if written is None:
         return {}
-    from ucm.store.factory import authenticator_of  # noqa: PLC0415 - most configurations need none of it
-
     place, _ = out.origin(("store", "authentication_key_file"), top)
+    if not written.strip():
+        out.problems.append(wrong(place, "the name of the key's file is empty", "name a file, or remove the setting"))
+        return {}
     try:
-        path = str(Path.cwd() / expand(written, place))
-        authenticator_of(StoreConfig(authentication_key_file=path))
+        return {"authentication_key_file": str(Path.cwd() / expand(written, place))}
     except ConfigError as error:
         out.problems.append(wrong(place, error.what, error.fix, written))
         return {}
-    return {"authentication_key_file": path}
+
+
+def _check_key(store: StoreSettings, written: str | None, out: Translation, top: Place, *, make: bool) -> None:
+    """Read the authentication key, and note why it cannot be used.
+
+    Unlike a directory, it is needed at once, because the names of all blocks depend on it.
+
+    Args:
+        store: The settings, with absolute paths.
+        written: The file's path as written.
+        out: As elsewhere.
+        top: As elsewhere.
+        make: Whether an engine starts, and not a tool.
+    """
+    from ucm.store.factory import authenticator_of  # noqa: PLC0415 - most configurations need none of it
+
+    place, _ = out.origin(("store", "authentication_key_file"), top)
+    found = call_later(partial(authenticator_of, store.as_store_config(), of_tool=not make), "ucm-key")
+    wait([found], store.stuck_seconds)
+    if not found.done():
+        what = f"the key's file has not answered for {store.stuck_seconds:.1f} s"
+        fix = "check that its server runs and can be reached, or keep the key on a disk of this host"
+        out.problems.append(wrong(place, what, fix, written))
+        return
+    error = found.exception()
+    if isinstance(error, ConfigError):
+        out.problems.append(wrong(place, error.what, error.fix, written))
+    elif error is not None:
+        raise error
 
 
 def _no_store(top: Place) -> ConfigError:

@@ -199,7 +199,7 @@ def _remarks(config: ConnectorConfig) -> list[str]:
     if store.authentication_key_file is not None:
         from ucm.store.factory import authenticator_of  # noqa: PLC0415 - few configurations need it, and what it needs
 
-        found = authenticator_of(store.as_store_config())
+        found = authenticator_of(store.as_store_config(), of_tool=True)
         said.append(f"blocks are authenticated; the key's fingerprint is {found.fingerprint.hex() if found else None}")
     if store.directories and store.posix_capacity is None:
         said.append("posix_capacity is not set, so blocks are never evicted")

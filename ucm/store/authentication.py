@@ -50,17 +50,18 @@ class Authenticator:
 
 
 @cache
-def read_authenticator(file: str) -> Authenticator:
+def read_authenticator(file: str, owners: frozenset[int] = frozenset()) -> Authenticator:
     """Return the authenticator for the key in a file, which a process reads once.
 
     Args:
         file: The path of the file; ``~`` is expanded. Its first line is the key.
+        owners: The ids of other users to whom it may belong.
 
     Raises:
         ConfigError: The file cannot be read, others can read or change it, or the key is too short.
     """
     where = "store: authentication_key_file"
-    secret = read_secret(file, None, where, is_key=True)
+    secret = read_secret(file, None, where, is_key=True, owners=owners)
     if len(secret) < MIN_CHARACTERS:
         raise ConfigError(
             f"the key has {len(secret)} characters, but needs at least {MIN_CHARACTERS}",

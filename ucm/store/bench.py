@@ -23,7 +23,7 @@ import numpy as np
 
 from ucm.errors import UcmError
 from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
-from ucm.store.factory import is_on_servers, open_store, open_tier, remove_blocks
+from ucm.store.factory import authenticator_of, is_on_servers, open_store, open_tier, remove_blocks
 from ucm.store.format import aligned_buffer
 from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
@@ -148,7 +148,9 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
         slab, reader = Slab(workload.nbytes + workload.blocks * PAGE, 1), SlabReader()
         stack.callback(reader.close)
         stack.callback(slab.close)
-        servers = [open_tier(config, name, namespace) for name in config.parts if is_on_servers(name)]
+        servers = [
+            open_tier(config, name, namespace, authenticator_of(config)) for name in config.parts if is_on_servers(name)
+        ]
         for server in servers:
             stack.callback(server.close)
         run = _Run(config, workload, store, plain, layouts, servers, pools)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from contextlib import closing, suppress
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -94,26 +96,34 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
     return _whole_store(whole[0], back_ends[whole[0]], config, namespace, geometry)
 
 
-def open_tier(config: StoreConfig, name: str, namespace: str = "doctor") -> Tier:
+def open_tier(
+    config: StoreConfig, name: str, namespace: str = "doctor", authenticator: Authenticator | None = None
+) -> Tier:
     """Open one tier of a pipeline without a geometry, for tools.
 
     Args:
         config: The store's options.
         name: The tier's name in the pipeline.
         namespace: The namespace to open.
+        authenticator: Checks blocks that are read; None, also where a key is configured: checksums alone.
 
     Raises:
         ConfigError: The tier cannot be opened.
     """
     back_end = back_end_class(name)
     options = tier_options(back_end, name, config.tiers.get(name, {}))
-    place = TierPlace(name, namespace, None, None, config, authenticator_of(config))
+    place = TierPlace(name, namespace, None, None, config, authenticator)
     opened: Tier = back_end.open(options, place)
     return opened
 
 
-def authenticator_of(config: StoreConfig) -> Authenticator | None:
+def authenticator_of(config: StoreConfig, *, of_tool: bool = False) -> Authenticator | None:
     """Return what authenticates a store's blocks; None if the configuration names no key.
+
+    Args:
+        config: The store's options.
+        of_tool: Whether a tool asks, which may be run by root: then the key may belong to whoever owns the store's
+            directories as well, as that user's engines require.
 
     Raises:
         ConfigError: The key cannot be used, or the package for it is not installed.
@@ -128,8 +138,18 @@ def authenticator_of(config: StoreConfig) -> Authenticator | None:
             where="store: authentication_key_file",
             fix="install the extra: pip install 'ucm-runtime[authentication]'",
         ) from error
-    found: Authenticator = module.read_authenticator(config.authentication_key_file)
+    found: Authenticator = module.read_authenticator(
+        config.authentication_key_file, _owners(config) if of_tool and os.geteuid() == 0 else frozenset()
+    )
     return found
+
+
+def _owners(config: StoreConfig) -> frozenset[int]:
+    owners = set()
+    for directory in (*config.directories, config.dram_directory):
+        with suppress(OSError):
+            owners.add(Path(directory).stat().st_uid)
+    return frozenset(owners)
 
 
 def remove_blocks(config: StoreConfig, namespace: str, keys: Sequence[BlockKey]) -> None:

@@ -21,7 +21,7 @@ from ucm.store.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from ucm.store.format import format_version, known_codec, namespace_digest, verify
+from ucm.store.format import AUTHENTICATED_VERSION, VERSION, known_codec, namespace_digest, verify
 from ucm.store.recent import RecentKeys
 from ucm.store.secrets import read_secret
 from ucm.store.tier import TierOptions, ValueTier
@@ -163,7 +163,9 @@ class RemoteTier(ValueTier):
     def __init__(self, options: RemoteOptions, place: TierPlace) -> None:
         self._client = _share(type(self), options, place)
         super().__init__(self.kind, place, options.timeout, options.transfer_timeout, self._client.breaker)
-        self._format = f"ucm{format_version(place.authenticator)}{self._client.separator}"
+        # Tools without the key count and delete authenticated blocks as well.
+        version = VERSION if place.config.authentication_key_file is None else AUTHENTICATED_VERSION
+        self._format = f"ucm{version}{self._client.separator}"
         self._prefix = f"{self._format}{namespace_digest(place.namespace).hex()}{self._client.separator}"
         self._recent = RecentKeys(place.config.lookup_cache_keys, place.config.lookup_cache_seconds)
         self._closed = False

@@ -9,7 +9,9 @@ from pathlib import Path
 from ucm.errors import ConfigError
 
 
-def read_secret(file: str | None, variable: str | None, where: str, *, is_key: bool = False) -> str:
+def read_secret(
+    file: str | None, variable: str | None, where: str, *, is_key: bool = False, owners: frozenset[int] = frozenset()
+) -> str:
     """Return the first line of a file or an environment variable's value; empty if neither is named.
 
     Args:
@@ -18,6 +20,7 @@ def read_secret(file: str | None, variable: str | None, where: str, *, is_key: b
         where: The setting, for messages.
         is_key: Whether whoever can change the file can forge answers: then it must belong to this user or to root, and
             no group may write to it.
+        owners: The ids of other users to whom a key may belong.
 
     Raises:
         ConfigError: The file cannot be read, others may read it, or the variable is not set.
@@ -35,7 +38,7 @@ def read_secret(file: str | None, variable: str | None, where: str, *, is_key: b
                         where=f"{where}: {path}",
                         fix=f"chmod 600 {path}",
                     )
-                if is_key and status.st_uid not in {0, os.geteuid()}:
+                if is_key and status.st_uid not in {0, os.geteuid(), *owners}:
                     raise ConfigError(
                         f"this file contains a key, but belongs to user {status.st_uid}, who can change it",
                         where=f"{where}: {path}",

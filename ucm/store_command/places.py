@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucm.config.document import FILE_KEY, expand, read_document
-from ucm.config.load import authentication_key_file, check_tier_options, rename_former
+from ucm.config.load import check_tier_options, expanded_key_file, rename_former
 from ucm.config.problems import Place as Setting
 from ucm.config.problems import raise_for
 from ucm.config.settings import ConnectorConfig
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
+    from ucm.store.authentication import Authenticator
     from ucm.store.posix.layout import Layout
 
 
@@ -198,13 +199,18 @@ def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places
 
 
 @contextmanager
-def opened_server(config: StoreConfig, name: str) -> Iterator[RemoteTier]:
+def opened_server(config: StoreConfig, name: str, authenticator: Authenticator | None = None) -> Iterator[RemoteTier]:
     """Open a tier on servers.
+
+    Args:
+        config: The store's options.
+        name: The tier's name in the pipeline.
+        authenticator: As for ``open_tier``.
 
     Raises:
         ConfigError: It cannot be opened.
     """
-    tier = open_tier(config, name)
+    tier = open_tier(config, name, authenticator=authenticator)
     with closing(tier):
         if isinstance(tier, RemoteTier):
             yield tier
@@ -228,7 +234,7 @@ def read_store_settings(file: Path) -> StoreSettings:
         raise_for([*out.problems, *problems_of(error, StoreSettings, ("store",), out, top)])
         raise
     check_tier_options(store, out, top)
-    key_file = authentication_key_file(store, out, top)
+    key_file = expanded_key_file(store, out, top)
     raise_for(out.problems)
     paths = {
         name: [str(Path.cwd() / expand(path, out.origin(("store", name), top)[0])) for path in written]

@@ -119,7 +119,8 @@ class Verdict:
     seconds: float = 0.0
     problems: list[Problem] = field(default_factory=list)
     silent: list[Directory] = field(default_factory=list)  #: tiers on servers that cannot be listed
-    authentic: int | None = None  #: blocks whose tags are right; None if no key is configured
+    authentic: int | None = None  #: blocks whose tags are right; None if no key was used
+    keyless: str = ""  #: why the configured key cannot be used, so that no tags were compared
 
     @property
     def by_cause(self) -> dict[str, int]:
@@ -143,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
         say_json({**_data(verdict), **lacks.data()})
     else:
         say(_text(verdict, lacks))
-    return int(bool(verdict.problems) or lacks.is_bad)
+    return int(bool(verdict.problems or verdict.keyless) or lacks.is_bad)
 
 
 def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
@@ -154,13 +155,17 @@ def verify(places: Places, threads: int, quarantine: bool) -> Verdict:
         threads: How many read.
         quarantine: Whether to move damaged blocks into quarantine.
     """
-    authenticator = authenticator_of(places.config)
-    verdict = Verdict(authentic=None if authenticator is None else 0)
+    authenticator, keyless = None, ""
+    try:
+        authenticator = authenticator_of(places.config, of_tool=True)
+    except ConfigError as error:
+        keyless = str(error)
+    verdict = Verdict(authentic=None if authenticator is None else 0, keyless=keyless)
     with ExitStack() as stack:
         servers = {}
         for name in places.servers:
             try:
-                servers[name] = stack.enter_context(opened_server(places.config, name))
+                servers[name] = stack.enter_context(opened_server(places.config, name, authenticator))
                 next(servers[name].stored(), None)
             except (ConfigError, StoreError) as error:
                 servers.pop(name, None)
@@ -254,6 +259,9 @@ class _Reader:
 
 def _text(verdict: Verdict, lacks: Lacks) -> list[str]:
     lines = lacks.text()
+    if verdict.keyless:
+        lines += ["No tags are compared, because the key cannot be used; only accidental changes are found:"]
+        lines += [f"  {line}" for line in verdict.keyless.splitlines()]
     for problem in verdict.problems:
         done = "; quarantined" if problem.quarantined else ""
         lines += [f"{problem.error.cause}: {problem.error.what}{done}", f"  {problem.block.path}"]
@@ -269,6 +277,8 @@ def _text(verdict: Verdict, lacks: Lacks) -> list[str]:
         return [*lines, f"Not as they should be: {bad}."]
     if not verdict.blocks:
         return [*lines, "Nothing was verified: there are no blocks."]
+    if verdict.keyless:
+        return [*lines, "No block that was read was changed by accident; whether they are authentic is not known."]
     if lacks.is_bad:
         return [*lines, "Every block that was read is as it was written; not all could be, see above."]
     return [*lines, "Every block is as it was written."]
@@ -282,6 +292,7 @@ def _data(verdict: Verdict) -> dict[str, Any]:
         "bytes_per_second": verdict.nbytes / verdict.seconds if verdict.seconds else 0.0,
         "vanished": verdict.vanished,
         "authentic": verdict.authentic,
+        "keyless": verdict.keyless or None,
         "damaged": verdict.by_cause,
         "problems": [
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 from dataclasses import replace
@@ -14,7 +15,11 @@ import pytest
 from tests.campaign.damage import DAMAGES, damage_store
 from tests.ucm.store.keys import key_file
 from tests.ucm.store_command.conftest import BIG, FILE, SMALL
-from ucm.store.authentication import Authenticator
+from ucm.config import load_connector_config
+from ucm.doctor.config_checks import check_config
+from ucm.doctor.findings import Status
+from ucm.errors import ConfigError
+from ucm.store.authentication import Authenticator, read_authenticator
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec, checksum
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from tests.ucm.store_command.conftest import Answer, Kept
     from ucm.store.errors import StoreError
     from ucm.store.inspection import StoredBlock
+
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 def test_a_sound_store(kept: Kept, ask: Callable[..., Answer]) -> None:
@@ -246,3 +253,59 @@ def test_forged_blocks_are_found_with_the_key_of_the_configuration(tmp_path: Pat
     assert "authentication tag is wrong" in answer.data["problems"][0]["reason"]
     without = ask("verify", "--json", "--directory", root)
     assert (without.code, without.data["authentic"]) == (0, None)
+
+
+@pytest.fixture
+def signed(tmp_path: Path) -> StoreConfig:
+    """An authenticated store with four blocks, and its configuration in ``ucm_config.yaml``."""
+    (tmp_path / "kv").mkdir(mode=0o700)
+    config = StoreConfig(
+        directories=(str(tmp_path / "kv"),), authentication_key_file=key_file(tmp_path / "key"), save_nice=0
+    )
+    store = {"directories": config.directories[0], "authentication_key_file": config.authentication_key_file}
+    (tmp_path / "ucm_config.yaml").write_text(json.dumps({"store": store}), encoding="utf-8")
+    with open_store(config, BIG, EVEN) as opened:
+        assert save(opened, [key(number) for number in range(4)], EVEN).failed == {}
+    return config
+
+
+@pytest.mark.parametrize("why", ["gone", pytest.param("another user's", marks=NEEDS_ROOT)])
+def test_without_a_usable_key_tools_count_and_find_accidental_damage(
+    signed: StoreConfig, tmp_path: Path, ask: Callable[..., Answer], why: str
+) -> None:
+    file, path = tmp_path / "ucm_config.yaml", tmp_path / "key"
+    read_authenticator.cache_clear()
+    if why == "gone":
+        path.unlink()
+    else:
+        os.chown(path, 12345, 12345)
+    assert ask("stat", "--json", "--config", file).data["directories"][0]["blocks"] == 4
+    assert ask("ls", "--config", file).code == 0
+    assert ask("gc", "--yes", "--older-than", "1h", "--config", file).code == 0
+    answer = ask("verify", "--config", file)
+    assert (answer.code, answer.out.startswith("No tags are compared, because the key cannot be used")) == (1, True)
+    assert "No block that was read was changed by accident" in answer.out
+    block = Path(Layout(signed.directories[0], BIG).block(key(1)))
+    value = bytearray(block.read_bytes())
+    value[-1] ^= 1
+    block.write_bytes(value)
+    data = ask("verify", "--json", "--config", file).data
+    assert (data["damaged"], data["authentic"], str(path) in data["keyless"]) == ({"corrupt": 1}, None, True)
+
+
+@NEEDS_ROOT
+def test_root_may_use_the_key_of_the_stores_owner(
+    signed: StoreConfig, tmp_path: Path, ask: Callable[..., Answer]
+) -> None:
+    file, root = tmp_path / "ucm_config.yaml", Path(signed.directories[0])
+    read_authenticator.cache_clear()
+    os.chown(tmp_path / "key", 12345, 12345)
+    os.chown(root, 12345, os.getgid())
+    root.chmod(0o770)
+    store = json.loads(file.read_text("utf-8"))["store"]
+    file.write_text(json.dumps({"store": {**store, "trusted_group": os.getgid()}}), encoding="utf-8")
+    assert ask("verify", "--json", "--config", file).data["authentic"] == 4
+    (found,) = check_config(file)
+    assert found.status is Status.OK, found
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        load_connector_config({"UCM_CONFIG_FILE": str(file)})
