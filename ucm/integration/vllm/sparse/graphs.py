@@ -38,16 +38,23 @@ def lower_graphs(vllm_config: Any, runner: Any) -> None:
     """
     compilation = vllm_config.compilation_config
     mode = getattr(compilation, "cudagraph_mode", None)
-    if vllm_config.model_config.enforce_eager or mode is None or not mode.has_full_cudagraphs():
+    if vllm_config.model_config.enforce_eager or mode is None or mode == type(mode).NONE:
         return
     if "vllm_ascend" in sys.modules or getattr(runner, MANAGER, None) is not None:
         return
-    lowered = type(mode).PIECEWISE if _attention_is_outside(compilation) else type(mode).NONE
+    splits = getattr(compilation, "mode", getattr(compilation, "level", None)) == SPLITS
+    if splits:
+        outside = compilation.splitting_ops_contain_attention()
+    else:
+        outside = getattr(sys.modules.get("vllm.envs"), BREAKABLE, False)
+    if not mode.has_full_cudagraphs() and (outside or not splits):
+        return
+    lowered = type(mode).PIECEWISE if outside else type(mode).NONE
     compilation.cudagraph_mode = lowered
     if getattr(vllm_config.parallel_config, "rank", 0) == 0:
         get_logger(__name__).warning(
-            "[UCM.Sparse] cudagraph_mode is %s instead of %s, because a replayed full graph calls no hook of a sparse "
-            "method. The cost: %s. Set it yourself to avoid this warning: "
+            "[UCM.Sparse] cudagraph_mode is %s instead of %s, because the replay of a graph with attention in it calls "
+            "no hook of a sparse method. The cost: %s. Set it yourself to avoid this warning: "
             '--compilation-config \'{"cudagraph_mode": "%s"}\'',
             *(lowered.name, mode.name, COSTS[lowered.name], lowered.name),
         )
@@ -60,13 +67,3 @@ COSTS = {
     "NONE": "each step launches every operation one by one, because the model is not split at its attention; for "
     "piecewise graphs keep vLLM's splitting_ops and compilation mode, and do not fuse attention with quantisation",
 }
-
-
-def _attention_is_outside(compilation: Any) -> bool:
-    """Return whether piecewise graphs of this model would leave its attention out."""
-    if getattr(compilation, "mode", getattr(compilation, "level", None)) == SPLITS:
-        return bool(
-            getattr(compilation, "use_inductor_graph_partition", False) or compilation.splitting_ops_contain_attention()
-        )
-    envs = sys.modules.get("vllm.envs")
-    return bool(getattr(envs, BREAKABLE, False))

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import types
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,7 +47,9 @@ SHAPE = {
 def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Returns a function that makes the configuration that an engine on one H100 would have."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
-    # Before CUDA is pretended: vLLM inspects the model's class in a process of its own.
+    # Before CUDA is pretended: vLLM inspects the model's class in a process of its own, and some modules look for
+    # kernels when they are imported.
+    import_module("vllm.v1.cudagraph_dispatcher")
     model = ModelConfig(str(tmp_path), skip_tokenizer_init=True, max_model_len=256)
     for name in ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C"):
         if name not in sys.modules:
@@ -131,6 +134,16 @@ def test_the_warning_comes_once_per_engine(on_cuda: Make, told: list[logging.Log
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
 def test_chosen_full_graphs_become_piecewise_where_the_model_is_split(on_cuda: Make, mode: str) -> None:
     assert lower(on_cuda(cudagraph_mode=mode)) == CUDAGraphMode.PIECEWISE
+
+
+def test_a_model_that_inductor_splits_keeps_piecewise_graphs(on_cuda: Make) -> None:
+    assert lower(on_cuda(use_inductor_graph_partition=True)) == CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_attention_that_inductor_leaves_in_a_graph_has_no_graphs(on_cuda: Make, mode: str) -> None:
+    config = on_cuda(use_inductor_graph_partition=True, splitting_ops=[], cudagraph_mode=mode)
+    assert lower(config) == CUDAGraphMode.NONE
 
 
 @pytest.mark.parametrize("chosen", [{"splitting_ops": []}, {"pass_config": {"fuse_attn_quant": True}}])
