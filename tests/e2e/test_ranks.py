@@ -18,7 +18,7 @@ from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.workload import BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from tests.e2e.environment import Environment
@@ -59,6 +59,7 @@ class Played:
     answers: list[Answer]
     preemptions: float
     log: str
+    last: list[Answer]
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -86,7 +87,14 @@ class TwoWorkers:
         """The result without UCM's settings; runs on first use."""
         return self.run("reference")
 
-    def run(self, name: str, method: Mapping[str, Any] | None = None, store: str = "", workers: int = RANKS) -> Played:
+    def run(
+        self,
+        name: str,
+        method: Mapping[str, Any] | None = None,
+        store: str = "",
+        workers: int = RANKS,
+        last: Sequence[Request] = (),
+    ) -> Played:
         """Run one engine.
 
         Args:
@@ -94,6 +102,7 @@ class TwoWorkers:
             method: The value of ``ucm_sparse_config``, if any.
             store: The name of the connector's store; empty for no connector.
             workers: One, or two.
+            last: More requests, each alone, after all others.
         """
         from tests.e2e.engine import INSIDE  # noqa: PLC0415 - needs the build's packages
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
@@ -108,10 +117,11 @@ class TwoWorkers:
         engine = PrefixEngine(self.environment, self.directory / name, settings, switches)
         with engine:
             answers = [answer for batch in batches() for answer in engine.generate(batch)]
+            more = [answer for one in last for answer in engine.generate([one])]
             if store:
                 wait_for_quiet(self.directory / store)
             preemptions = engine.counters()["vllm:num_preemptions_total"]
-        return Played(answers, preemptions, engine.log)
+        return Played(answers, preemptions, engine.log, more)
 
     def esa(self, name: str) -> dict[str, Any]:
         """Return ESA's settings with a separate store."""
@@ -137,11 +147,13 @@ def all_whole_blocks() -> list[int]:
 def test_what_two_workers_store_two_others_load(two: TwoWorkers) -> None:
     """An engine of one worker, between them on the same store, finds nothing of theirs, and they nothing of its own."""
     cold = two.run("cold", store="store")
-    one = two.run("one", store="store", workers=1)
-    warm = two.run("warm", store="store")
+    of_one = [request(prompt(10 * BLOCK, "of one worker"), 8)]
+    one = two.run("one", store="store", workers=1, last=of_one)
+    warm = two.run("warm", store="store", last=of_one)
     assert cold.tokens == warm.tokens == two.reference.tokens
     assert cold.preemptions > 0, "more at once than there is room for"
     assert found(warm) == all_whole_blocks()
+    assert warm.last[0].cached == 0
     assert found(one)[:4] == [0] * 4, "those that share no block with earlier requests of this engine"
 
 
