@@ -154,7 +154,7 @@ def refuse_wrong_rotation(vllm_config: Any) -> None:
     if not disabled and takes_heads_for_tokens():
         raise UnsupportedModelError(
             "vLLM's rotary embedding kernel for the CPU rotates the queries and keys of latent attention by the "
-            "positions of other tokens, so tokens depend on what ran before (models with a scaling of their own, such as "
+            "positions of other tokens, so tokens depend on what ran before (models with a scaling of their own, as "
             "DeepSeek's YaRN, may not use it, but that is not known before they are loaded)",
             where=f"compilation_config.custom_ops = {list(operators)}",
             fix=f"""start vLLM with --compilation-config '{{"custom_ops": ["all", "-{_ROTATION}"]}}', or without """
