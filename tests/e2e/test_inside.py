@@ -76,7 +76,8 @@ OF_KERNELS: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
 def wrong(request: pytest.FixtureRequest, environments: Environments) -> dict[str, str]:
     """The problems, by file; all selected files run in one interpreter."""
     items = [item for item in request.session.items if item.path == request.path]
-    wanted = [str(item.callspec.params["file"]) for item in items if isinstance(item, pytest.Function)]
+    params = [item.callspec.params for item in items if isinstance(item, pytest.Function)]
+    wanted = [str(of["file"]) for of in params if "file" in of]
     return run_inside(environments.overlay.python, wanted)
 
 
