@@ -35,7 +35,7 @@ def blocks(events: list[dict[str, Any]], medium: str) -> dict[Any, dict[str, Any
 
 
 def arguments(kind: str, store: Path) -> dict[str, Any]:
-    """The arguments of an engine: with one of our connectors, or beside one of vLLM's."""
+    """The arguments of an engine: with one of our connectors, beside one of vLLM's, or with two workers."""
     name = "BlendConnector" if kind == "blend" else "UCMConnector"
     extra: dict[str, Any] = {"store": {"directories": [str(store)]}, "kv_events": True}
     if kind == "blend":
@@ -54,10 +54,11 @@ def arguments(kind: str, store: Path) -> dict[str, Any]:
         }
         several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
         return {"kv_transfer_config": {**several, "kv_connector_extra_config": {"connectors": [ours, other]}}}
-    return {"kv_transfer_config": ours}
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if kind == "two ranks" else {}
+    return {"kv_transfer_config": ours, **ranks}
 
 
-@pytest.mark.parametrize("kind", ["plain", "blend", "two connectors"])
+@pytest.mark.parametrize("kind", ["plain", "blend", "two connectors", "two ranks"])
 def test_the_blocks_of_the_store_have_vllms_own_names(environments: Environments, tmp_path: Path, kind: str) -> None:
     from tests.e2e.model import write_model  # noqa: PLC0415 - only engines need it
 
@@ -70,7 +71,12 @@ def test_the_blocks_of_the_store_have_vllms_own_names(environments: Environments
         store,
         json.dumps(arguments(kind, store)),
     ]
-    settings = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False
     )
