@@ -118,7 +118,9 @@ class DramTier(Tier):
         if place is None:
             raise self._missing(key)
         try:
-            content = place[0].file_of(place[1], key, None if self._is_private else self._authenticator)
+            content = place[0].file_of(
+                place[1], key, None if self._is_private else self._authenticator, namespace=self._layout.namespace
+            )
         except StoreError as error:
             raise self._refused(place, key, error) from error
         refusal = None if self._codec is None else self._codec.check(content, key)

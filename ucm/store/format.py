@@ -181,18 +181,39 @@ def _is_authentic(
     return True
 
 
+def check_place(header: BlockHeader, key: BlockKey, namespace: str | None) -> None:
+    """Check that a block is in its place.
+
+    Args:
+        header: Its header.
+        key: The expected key.
+        namespace: The expected namespace; None: any.
+
+    Raises:
+        BlockForeignError: It is another block, or one of another namespace.
+    """
+    if namespace is not None and header.namespace_digest != namespace_digest(namespace):
+        raise BlockForeignError("the block belongs to another namespace")
+    if header.key != key:
+        raise BlockForeignError(f"the block's key is {header.key.hex()}")
+
+
 def verify(
-    content: Buffer, key: BlockKey, authenticator: Authenticator | None = None, *, any_key: bool = False
+    content: Buffer,
+    key: BlockKey,
+    authenticator: Authenticator | None = None,
+    *,
+    namespace: str | None = None,
+    any_key: bool = False,
 ) -> BlockHeader:
-    """Check that a whole file matches its header and belongs to this key; see ``decode``.
+    """Check that a whole file matches its header and belongs to this key; see ``decode`` and ``check_place``.
 
     Raises:
         BlockCorruptError: Bytes were changed, are missing or are too many, or the block is not authentic.
         BlockForeignError: The file is another block's, or has another format version.
     """
     header = decode(bytes(content[: header_nbytes(bytes(content[:UNIT]))]), authenticator, any_key=any_key)
-    if header.key != key:
-        raise BlockForeignError(f"the block's key is {header.key.hex()}")
+    check_place(header, key, namespace)
     if len(content) != header.file_nbytes:
         raise BlockCorruptError(f"the file has {len(content)} bytes, not {header.file_nbytes}")
     check_slices(content, header, authenticator)

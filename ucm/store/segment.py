@@ -287,21 +287,28 @@ class Segment:
         return True
 
     def file_of(
-        self, number: int, key: BlockKey, authenticator: Authenticator | None = None, *, any_key: bool = False
+        self,
+        number: int,
+        key: BlockKey,
+        authenticator: Authenticator | None = None,
+        *,
+        namespace: str | None = None,
+        any_key: bool = False,
     ) -> Buffer:
         """Return a copy of a stored block, header and layer slices, checked against its own header; see ``verify``.
 
         Raises:
             BlockMissingError: The slot has another block by now.
             BlockCorruptError: Bytes were changed.
-            BlockForeignError: The block has another key than the table says, or another format version.
+            BlockForeignError: The block has another key than the table says, another namespace, or another format
+                version.
         """
         slot = self.slot(number)
         try:
             nbytes = decode(bytes(slot[: min(header_nbytes(bytes(slot[:UNIT])), slot.nbytes)])).file_nbytes
             content = aligned_buffer(min(nbytes, slot.nbytes))
             scatter(slot[: content.nbytes], [content])
-            verify(content, key, authenticator, any_key=any_key)
+            verify(content, key, authenticator, namespace=namespace, any_key=any_key)
         except (BlockCorruptError, BlockForeignError) as error:
             if not (self.is_current() and self.holds(number, key)):
                 raise BlockMissingError(f"block {key.hex()} was deleted meanwhile", where=self.path) from error

@@ -310,7 +310,7 @@ class ValueTier(Tier):
         breaker: Breaker | None = None,
     ) -> None:
         super().__init__(name, timeout, transfer_timeout, breaker)
-        self.codec, self.authenticator = place.codec, place.authenticator
+        self.codec, self.authenticator, self.namespace = place.codec, place.authenticator, place.namespace
 
     @abstractmethod
     def fetch(self, key: BlockKey, deadline: float) -> Buffer:
@@ -350,7 +350,7 @@ class ValueTier(Tier):
                 raise self.damaged(key, refusal, deadline)
             return content
         try:
-            verify(content, key, self.authenticator)
+            verify(content, key, self.authenticator, namespace=self.namespace)
         except (BlockCorruptError, BlockForeignError) as error:
             raise self.damaged(key, error, deadline) from error
         return content

@@ -209,7 +209,7 @@ def test_a_forged_block_is_refused_and_stored_again(
         assert fetch(store, KEYS, EVEN) == (ALL, {})
 
 
-@pytest.mark.parametrize("forge", FORGERIES)
+@pytest.mark.parametrize("forge", FORGERIES + MOVES)
 def test_a_forged_block_is_not_copied_to_another_tier(
     tmp_path: Path, memory: str, config: StoreConfig, forge: Callable[[Medium, BlockKey], bytearray]
 ) -> None:
@@ -219,13 +219,14 @@ def test_a_forged_block_is_not_copied_to_another_tier(
     with open_store(signed, NAMESPACE, EVEN) as store:
         save(store, KEYS, EVEN)
     forged = forge(medium, KEYS[0])
+    cause = "foreign" if forge in MOVES else "corrupt"
     cached = replace(signed, pipeline="Cache|Posix", dram_directory=memory, dram_capacity_bytes=64 << 20)
     for geometry in (None, EVEN):
         medium.put(KEYS[0], forged)
         with open_store(cached, NAMESPACE, geometry) as store:
             store.prefetch(KEYS[:1])
             deadline = time.monotonic() + 60.0
-            while store.stats()["dram"].failures != {"promote.corrupt": 1}:
+            while store.stats()["dram"].failures != {f"promote.{cause}": 1}:
                 assert time.monotonic() < deadline, store.stats()
                 time.sleep(0.01)
     with open_store(replace(cached, pipeline="Cache", directories=()), NAMESPACE, EVEN) as store:

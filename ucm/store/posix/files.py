@@ -33,7 +33,7 @@ from ucm.store.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from ucm.store.format import UNIT, SliceCheck, aligned_buffer, check_slices, decode, header_nbytes
+from ucm.store.format import UNIT, SliceCheck, aligned_buffer, check_place, check_slices, decode, header_nbytes
 from ucm.store.posix.index import log_removals
 from ucm.store.posix.layout import is_quarantined, owner_name
 from ucm.store.posix.paths import (
@@ -239,13 +239,17 @@ def read_file(
     """
 
     def read(descriptor: int, header: BlockHeader) -> Buffer:
-        if codec is not None and header.slice_sizes != codec.geometry.slice_sizes:
-            raise BlockForeignError("the block has layer slices of other sizes")
+        if codec is not None and (header.slice_sizes, header.fingerprint) != (
+            codec.geometry.slice_sizes,
+            codec.geometry.fingerprint,
+        ):
+            raise BlockForeignError("the block has another geometry")
         content = aligned_buffer(header.file_nbytes)
         check_slices(content[: read_into(descriptor, [content], 0, len(content))], header, authenticator)
         return content
 
-    return _attempt(directory, key, path, lambda: _with_header(path, key, read, authenticator))
+    namespace = directory.layout.namespace
+    return _attempt(directory, key, path, lambda: _with_header(path, key, read, authenticator, namespace=namespace))
 
 
 def check_file(path: str, key: BlockKey, authenticator: Authenticator | None = None) -> BlockHeader:
@@ -302,14 +306,14 @@ def _with_header(
     use: Callable[[int, BlockHeader], T],
     authenticator: Authenticator | None,
     *,
+    namespace: str | None = None,
     any_key: bool = False,
 ) -> T:
-    """Open a file, check its header, key and length, and call ``use`` with it."""
+    """Open a file, check its header, place and length, and call ``use`` with it."""
     descriptor, status = open_file(path, os.O_RDONLY)
     try:
         header = decode(_pread(descriptor, header_nbytes(_pread(descriptor, UNIT))), authenticator, any_key=any_key)
-        if header.key != key:
-            raise BlockForeignError(f"the block's key is {header.key.hex()}")
+        check_place(header, key, namespace)
         if status.st_size != header.file_nbytes:
             raise BlockCorruptError(f"the file has {status.st_size} bytes, not {header.file_nbytes}")
         return use(descriptor, header)
