@@ -144,6 +144,16 @@ def authenticator_of(config: StoreConfig, *, of_tool: bool = False) -> Authentic
     return found
 
 
+def key_fingerprint(config: StoreConfig) -> str:
+    """Return the fingerprint of a store's authentication key in hexadecimal digits; empty if it has none.
+
+    Raises:
+        ConfigError: As for ``authenticator_of``.
+    """
+    found = authenticator_of(config)
+    return "" if found is None else found.fingerprint.hex()
+
+
 def _owners(config: StoreConfig) -> frozenset[int]:
     owners = set()
     for directory in (*config.directories, config.dram_directory):

@@ -212,5 +212,5 @@ class BlendWorkerSide:
             call_within(self._store.close, "ucm-close", CLOSE_SECONDS)
 
     def _unchanged(self, step: StepPlan) -> bool:
-        """Return whether the weights are those for which the step was planned."""
-        return step.epoch > self._exact.report.changed
+        """Return whether the weights, and the authentication key, are those for which the step was planned."""
+        return step.epoch > self._exact.report.changed and self._exact.has_key_of(step)

@@ -62,6 +62,7 @@ class StepPlan:
         confirmed: The last step before which all ranks checked their weights and found no change; saves of later steps
             are held back. None with one rank, whose own check decides.
         slab: The address of the staging slab, until every rank has answered.
+        authentication: The fingerprint of the scheduler's authentication key; empty if it has none.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepPlan:
     looks: bool = False
     confirmed: int | None = None
     slab: SlabAddress | None = None
+    authentication: str = ""
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
 from ucm.sparse.factory import method_class
 from ucm.sparse.released_blocks import batches_in_flight
-from ucm.store.factory import authenticator_of, open_store
+from ucm.store.factory import key_fingerprint, open_store
 from ucm.store.identity_file import write_identity
 from ucm.store.slab import Slab, default_bytes
 
@@ -71,9 +71,9 @@ def engine_identity(
     """
     # A sparse method changes which tokens later ones attend to, and so their KV.
     more = {**method_identity(vllm_config), "geometry": dict(geometry or {})}
-    authenticator = authenticator_of(settings.store.as_store_config())
-    if authenticator is not None:  # engines with other keys, or none, refuse each other's blocks
-        more["authentication"] = authenticator.fingerprint.hex()
+    fingerprint = key_fingerprint(settings.store.as_store_config())
+    if fingerprint:  # engines with other keys, or none, refuse each other's blocks
+        more["authentication"] = fingerprint
     return model_identity(vllm_config, weights_id=settings.weights_id, more=more)
 
 
@@ -185,6 +185,7 @@ class SchedulerSide:
         groups = cache_groups(vllm_config, kv_cache_config)
         identity = engine_identity(vllm_config, settings, groups.facts)
         self._config = settings.store.as_store_config()
+        self._authentication = key_fingerprint(self._config)
         self._tags = {group.index: rank_tags(vllm_config, group.index, spec=group.spec) for group in groups.groups}
         self._stores: dict[int, list[KVStore]] = {}
         self.block_pool: Any = None
@@ -280,6 +281,7 @@ class SchedulerSide:
         if not self.hears_workers and self._slab is not None:
             self.reported(WeightsReport.of_records(self._slab.reports().values(), self._ranks))
         plan = self.scheduler.plan(scheduler_output)
+        plan.authentication = self._authentication
         if self._slab is not None and self._opening is None:
             plan.slab = self._slab.address
             self._offered = self._offered or plan.step
@@ -298,7 +300,15 @@ class SchedulerSide:
         if self._slab is None:
             return
         records = self._slab.records()
-        if len(records) == self._ranks:
+        others = [rank for rank, record in records.items() if record.get("authentication", "") != self._authentication]
+        if others:  # their logs name the keys
+            self.scheduler.saves = self.scheduler.prepares = False
+            get_logger(__name__).warning(
+                "[UCM.Connector] nothing is loaded or saved, because ranks %s have another authentication key than the "
+                "scheduler",
+                others,
+            )
+        elif len(records) == self._ranks:
             self._begin_opening(records)
         elif self._offered and self.scheduler.step - self._batches >= self._offered:
             # Every rank has run a step that sent it the address.

@@ -25,7 +25,7 @@ from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
-from ucm.store.factory import open_store
+from ucm.store.factory import key_fingerprint, open_store
 from ucm.store.opening import OpeningStore
 from ucm.store.slab import SlabReader, default_bytes
 
@@ -67,6 +67,8 @@ class WorkerSide:
         self._adapters: LiveAdapters | None = None
         # Releases whose workers send nothing to the scheduler read their reports from the slab.
         self._reports_by_slab = not hasattr(connector_base, "build_connector_worker_meta")
+        self._authentication = key_fingerprint(settings.store.as_store_config())
+        self._refusal_said = False
         self._step = 0
         self.report, self._reported = WeightsReport(), WeightsReport()
 
@@ -132,11 +134,29 @@ class WorkerSide:
             if not plan.namespace:
                 return
             self._worker = self._create_worker(plan.namespace)
-        if plan.epoch <= self.report.changed:
+        if plan.epoch <= self.report.changed or not self.has_key_of(plan):
             self._worker.refuse(plan)
         elif self.report.adapters:
             self._worker.refuse(plan, self.report.adapters)
         self._worker.begin(plan)
+
+    def has_key_of(self, plan: StepPlan) -> bool:
+        """Return whether the scheduler that made a plan has the same authentication key; log once if it has not.
+
+        The key's file may differ on this host, or have changed between the starts of the processes. The namespace is
+        that of the scheduler's key, so that all others would refuse this worker's blocks.
+        """
+        if plan.authentication == self._authentication:
+            return True
+        if not self._refusal_said:
+            self._refusal_said = True
+            get_logger(__name__).error(
+                "[UCM.Connector] this worker neither loads nor saves: the fingerprint of its authentication key is %s, "
+                "and the scheduler's is %s; give all hosts the same authentication_key_file and restart the engine",
+                self._authentication or "none",
+                plan.authentication or "none",
+            )
+        return False
 
     def _answer(self, address: SlabAddress) -> None:
         """Open the slab and write this rank's block geometries into it."""
@@ -144,7 +164,7 @@ class WorkerSide:
             memory.group.index: geometry_record(self._place(memory.group), memory.geometry) for memory in self._memories
         }
         rank = self._vllm_config.parallel_config.rank % ranks(self._vllm_config)
-        if not self._slab.attach(address, rank, {"groups": groups}):
+        if not self._slab.attach(address, rank, {"groups": groups, "authentication": self._authentication}):
             get_logger(__name__).info("[UCM.Load] rank %d cannot open the memory in which blocks are staged", rank)
 
     def end(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, write_model
 from tests.ucm.store.frozen import FrozenDirectory
+from tests.ucm.store.keys import key_file
 from ucm.config import load
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
@@ -22,6 +23,7 @@ from ucm.integration.vllm.connector.events import StoreEvents
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
 from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
 from ucm.logger import get_logger
+from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockGeometry
 from ucm.store.factory import open_store
 from ucm.store.slab import SlabReader
@@ -73,9 +75,12 @@ def create(
     loads: bool = True,
     stuck_seconds: float = 10.0,
     ranks: int = 1,
+    key: str | None = None,
 ) -> SchedulerSide:
     """Create the scheduler side."""
     store = {"directories": str(directory / "store"), "stuck_seconds": stuck_seconds}
+    if key is not None:
+        store["authentication_key_file"] = key
     extra = {"store": store, "connector": connector, "metrics": False}
     engine: Any = VllmConfig(ModelConfig(str(model)))
     engine.scheduler_config = SimpleNamespace(async_scheduling=asynchronous)
@@ -347,6 +352,30 @@ def test_blocks_are_staged_once_every_rank_has_answered(tmp_path: Path, log: pyt
     side.close()
     side.close()  # vLLM may close it twice
     reader.close()
+
+
+@pytest.mark.usefixtures("later")
+def test_nothing_is_promised_if_a_rank_has_another_authentication_key(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    key = key_file(tmp_path / "key", "k" * 32)
+    side = create(write_model(tmp_path / "model"), tmp_path, ranks=2, key=key)
+    first = side.plan(STEP)
+    assert first.slab is not None
+    assert first.authentication == Authenticator("k" * 32).fingerprint.hex()
+    readers = [SlabReader(), SlabReader()]
+    for rank, (reader, theirs) in enumerate(zip(readers, (first.authentication, "0123456789abcdef"), strict=True)):
+        record = {"groups": {"0": geometry_record(rank, GEOMETRY)}, "authentication": theirs}
+        assert reader.attach(first.slab, rank, record)
+    plan_until(side, lambda: not side.scheduler.prepares)
+    assert (side.scheduler.saves, side.scheduler.stager.has_begun) == (False, False)
+    for _ in range(3):
+        side.plan(STEP)
+    (said,) = [text for text in log.messages if "another authentication key" in text]
+    assert "ranks [1]" in said
+    side.close()
+    for reader in readers:
+        reader.close()
 
 
 @pytest.mark.usefixtures("later")

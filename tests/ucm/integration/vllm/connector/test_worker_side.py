@@ -14,6 +14,7 @@ from tests.ucm.integration.vllm.connector.tensors import tensor
 from tests.ucm.integration.vllm.connector.test_worker import Counts
 from tests.ucm.store.conftest import Clock
 from tests.ucm.store.frozen import FrozenDirectory
+from tests.ucm.store.keys import key_file
 from ucm.config.load import load_connector_config
 from ucm.integration.vllm import hooks
 from ucm.integration.vllm.connector import memory, worker_side
@@ -24,8 +25,10 @@ from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan, Weight
 from ucm.integration.vllm.connector.worker import TransferWorker
 from ucm.integration.vllm.connector.worker_side import WorkerSide
 from ucm.integration.vllm.metrics import ConnectorCounters, create_counters
+from ucm.logger import get_logger
 from ucm.sparse.base import SparseMethod
 from ucm.store import pool
+from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockKey
 
 if TYPE_CHECKING:
@@ -205,8 +208,8 @@ class Watching(Counts):
 class Begun:
     """A worker side with its own blocks, run in a thread, so that a step that waits for the medium is noticed."""
 
-    def __init__(self, directory: Path, base: type = object, *, kv_events: bool = False) -> None:
-        store = {"directories": str(directory), "save_nice": 0}
+    def __init__(self, directory: Path, base: type = object, *, kv_events: bool = False, **more: Any) -> None:
+        store = {"directories": str(directory), "save_nice": 0, **more}
         extra = {"store": store, "metrics": False, "kv_events": kv_events}
         engine: Any = VllmConfig(ModelConfig("model"))
         engine.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
@@ -220,11 +223,12 @@ class Begun:
             self.side._memories = [HostMemory(group, {"layer": self.cache}, 4, {})]
         self._step = 0
 
-    def step(self, *blocks: int) -> None:
-        """Run a step that saves some blocks."""
+    def step(self, *blocks: int, authentication: str = "") -> None:
+        """Run a step that saves some blocks, for a scheduler whose key has this fingerprint."""
         self._step += 1
         keys = [BlockKey(block.to_bytes(16, "big")) for block in blocks]
         plan = StepPlan(self._step, "model-1", saves=[BlockMoves("r", 0, keys, list(blocks), step=self._step)])
+        plan.authentication = authentication
 
         def run() -> None:
             self.side.begin(plan)
@@ -287,3 +291,39 @@ def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
     assert worker.counts.blocks == {"save.timeout": 2, "saved": 2}
     stored = {path.name for path in root.glob("*/00/*")}
     assert stored == {block.to_bytes(16, "big").hex()[2:] for block in (2, 3)}
+
+
+class Recomputes:
+    """vLLM's connector class of a release that recomputes blocks that could not be loaded."""
+
+    def get_block_ids_with_load_errors(self) -> None:
+        """Report nothing."""
+
+
+@pytest.mark.parametrize(
+    ("ours", "schedulers", "stored"),
+    [("a", "a", True), ("a", "b", False), ("a", "", False), ("", "a", False), ("", "", True)],
+)
+def test_a_worker_whose_key_is_not_the_schedulers_neither_loads_nor_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: str, schedulers: str, *, stored: bool
+) -> None:
+    """Its blocks would be in the namespace of the scheduler's key, and all others would refuse them."""
+    get_logger().addHandler(caplog.handler)
+    root = tmp_path / "store"
+    root.mkdir()
+    more: dict[str, Any] = {"authentication_key_file": key_file(tmp_path / "key", ours * 32)} if ours else {}
+    prints = {name: Authenticator(name * 32).fingerprint.hex() if name else "" for name in (ours, schedulers)}
+    worker = Begun(root, Recomputes, **more)
+    for blocks in ((0, 1), (2,), ()):
+        worker.step(*blocks, authentication=prints[schedulers])
+    plan = StepPlan(9, "model-1", loads=[BlockMoves("r", 0, [BlockKey(bytes(16))], [3], step=9)])
+    plan.authentication = prints[schedulers]
+    gets_on(lambda: worker.side.begin(plan))
+    if not stored:
+        assert worker.side.worker.take_failed_blocks() == {3}
+    gets_on(worker.side.close)
+    get_logger().removeHandler(caplog.handler)
+    assert bool(list(root.glob("*/00/*"))) is stored
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == (not stored)
+    assert all((prints[name] or "none") in error for error in errors for name in (ours, schedulers))
