@@ -666,7 +666,7 @@ OWN_TESTS: dict[str, Callable[[], None]] = {
 
 def test_every_hook_has_a_test_and_every_method_a_hook() -> None:
     assert sorted([case.hook for case in CASES] + list(OWN_TESTS)) == sorted(hooks.__all__)
-    others = {"layer_seen", "figures"}
+    others = {"layer_seen", "layers_seen", "figures"}
     assert {call.split()[0] for case in CASES for call in case.calls} | others == set(METHODS)
 
 

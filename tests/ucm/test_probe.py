@@ -100,7 +100,15 @@ def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
     assert HOOKS[-1] == "execute_finished"
     assert set(vars(SparseMethod)) - set(HOOKS) == {
         *(name for name in vars(SparseMethod) if name.startswith("__")),
-        *("scheduler_started", "worker_started", "layer_seen", "options_type", "needed_hooks", "optional_hooks"),
+        *(
+            "scheduler_started",
+            "worker_started",
+            "layer_seen",
+            "layers_seen",
+            "options_type",
+            "needed_hooks",
+            "optional_hooks",
+        ),
         *(
             "allocating",
             "asked",

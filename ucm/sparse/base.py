@@ -223,6 +223,9 @@ class SparseMethod:
         asks the workers, before the first request.
         """
 
+    def layers_seen(self) -> None:
+        """`layer_seen` was called for all layers with a KV cache of this worker: the place to refuse them together."""
+
     def update_states(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
         """A step has arrived. The runner's batch is still that of the previous step."""
 

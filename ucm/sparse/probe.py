@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["HOOKS", "METADATA_RECEIVED", "Probe", "ProcessReport", "read_reports"]
 
 #: Methods that the seam itself calls, not a rule's insertion.
-_OF_THE_SEAM = ("scheduler_started", "worker_started", "asks_workers", "confirms", "figures", "layer_seen")
+_OF_THE_SEAM = (
+    *("scheduler_started", "worker_started", "asks_workers", "confirms", "figures", "layer_seen", "layers_seen"),
+)
 #: The counted methods, in their order in `SparseMethod`.
 HOOKS = tuple(
     name

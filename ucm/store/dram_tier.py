@@ -20,7 +20,7 @@ from ucm.store.errors import BlockForeignError, BlockMissingError, StoreError, S
 from ucm.store.format import UNIT, known_codec
 from ucm.store.posix.files import store_error
 from ucm.store.posix.layout import Layout, check_namespace, is_stale, namespaces, unlink_private
-from ucm.store.posix.paths import list_directory, make_directory, open_file, status_of
+from ucm.store.posix.paths import distrust, list_directory, make_directory, open_file, status_of
 from ucm.store.segment import LOCK_FILE, SEGMENTS, Segment, directory_of, gather, scatter, segment_nbytes
 from ucm.store.tier import BlockWriter, Tier
 
@@ -262,7 +262,9 @@ class DramTier(Tier):
         if changed and changed == self._listed:
             return
         self._listed = changed if time.time_ns() - changed > _TICK else -1
-        found = {status.st_ino: f"{path}/{name}" for name, status in list_directory(path)}
+        found = {}
+        if not self._replaced():
+            found = {status.st_ino: f"{path}/{name}" for name, status in list_directory(path)}
         for inode in self._segments.keys() - found.keys():
             segment = self._segments.pop(inode)
             self._forget(segment)
@@ -292,7 +294,7 @@ class DramTier(Tier):
             StoreTimeoutError: Another process keeps the directory locked.
             OSError: The directory cannot be used.
         """
-        make_directory(self._layout.root)  # it may have been deleted
+        self._make_root()
         self._remove_leftovers()
         self._give_back()
         self._refresh()  # a segment that another process emptied cannot be locked before
@@ -428,6 +430,23 @@ class DramTier(Tier):
             raise StoreFullError("another process filled the segment meanwhile", where=segment.path)
         return filling, number
 
+    def _replaced(self) -> str:
+        """Return what is wrong with the directory, which others may have made after it was deleted; else nothing."""
+        with suppress(FileNotFoundError):
+            return distrust(os.lstat(self._layout.root), self._layout.group)
+        return ""
+
+    def _make_root(self) -> None:
+        """Make the directory again if it was deleted.
+
+        Raises:
+            OSError: It cannot be made, or others own it, or may write to it.
+        """
+        make_directory(self._layout.root)
+        reason = self._replaced()
+        if reason:
+            raise PermissionError(errno.EACCES, f"the directory was replaced: {reason}", self._layout.root)
+
     @contextmanager
     def _root_lock(self) -> Iterator[None]:
         """Be the only one who makes or evicts segments.
@@ -439,7 +458,7 @@ class DramTier(Tier):
         try:
             descriptor, _ = open_file(path, os.O_RDWR | os.O_CREAT, self._layout.file_mode, self._layout.group)
         except FileNotFoundError:
-            make_directory(self._layout.root)
+            self._make_root()
             descriptor, _ = open_file(path, os.O_RDWR | os.O_CREAT, self._layout.file_mode, self._layout.group)
         try:
             self._wait_for(descriptor)

@@ -242,6 +242,18 @@ def test_a_directory_that_is_deleted_beside_a_store_is_made_again(config: StoreC
         assert fetch(store, KEYS[:2], EVEN) == (right(KEYS[:2]), {})
 
 
+def test_a_directory_that_others_put_in_its_place_is_not_used(config: StoreConfig, memory: str) -> None:
+    with open_store(config, NAMESPACE, EVEN) as store:
+        save(store, KEYS[:1], EVEN)
+        shutil.rmtree(memory)
+        Path(memory).mkdir()
+        Path(memory).chmod(0o777)
+        assert store.lookup(KEYS[:1]) == [False]
+        (error,) = save(store, KEYS[:1], EVEN).failed.values()
+        assert "replaced" in str(error)
+        assert list(Path(memory).iterdir()) == []
+
+
 def descriptors() -> int:
     """The number of this process's open files."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())

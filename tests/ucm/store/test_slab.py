@@ -162,7 +162,7 @@ def test_slices_of_every_size_are_copied_whole_and_nothing_beside_them(reader: S
 
 def test_what_cannot_be_copied_is_told(slab: Slab, reader: SlabReader) -> None:
     block = BlockTransfer(KEYS[0], [memoryview(bytearray(PAGE))])
-    assert "not there" in str(reader.wait(reader.load([block], [0], ["posix"])).failed[KEYS[0]])
+    assert "does not exist" in str(reader.wait(reader.load([block], [0], ["posix"])).failed[KEYS[0]])
     assert reader.attach(slab.address, 0, {})
     end = os.fstat(slab.address.descriptor).st_size
     assert not reader.wait(reader.load([block], [end - PAGE], ["posix"])).failed

@@ -120,12 +120,13 @@ def answer(wrapper: Any, question: Any = None) -> dict[str, Any]:
 
 
 def _refused_layer(runner: Any, method: SparseMethod) -> tuple[str, str, str] | None:
-    """Return the refusal of the first unsupported layer with a KV cache; memory profiling does not run all layers."""
+    """Return the refusal of the first unsupported layer with a KV cache, or of all; memory profiling runs not all."""
     layers = method.vllm_config.compilation_config.static_forward_context
     groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", ())
     try:
         for name in (name for group in groups for name in group.layer_names if name in layers):
             method.layer_seen(name)
+        method.layers_seen()
     except SparseMethodError as error:
         return error.what, error.where, error.fix
     return None

@@ -23,6 +23,10 @@ from ucm.sparse.topk.representatives import WHOLE
 
 #: The fields of the plan, in this order: blocks, total, token, offset.
 FIELDS = 4
+#: Arguments that change from step to step. Triton would compile a kernel again where one becomes 1 or divisible by 16.
+CHANGING = ("rows", "sinks", "recent", "num_blocks", "candidates")
+#: The channels of a query that are rotated at once.
+SLICE = tl.constexpr(32)
 #: The candidates of a row that one program scores.
 CHUNK = tl.constexpr(256)
 #: The candidates that one step of the choice looks at.
@@ -36,7 +40,7 @@ _TOP = tl.constexpr(float(TOP))
 _ROUNDER = tl.constexpr(12582912.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def score_bounds(
     query, bounds, block_table, plan, scores, shares, done,
     rows, sinks, recent, num_blocks, candidates,
@@ -98,7 +102,7 @@ def score_bounds(
         _add_shares(scores, shares, done, row, kv_head, count, offset, candidates, GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def score_codes(
     query, codes, scales, means, turn, block_table, plan, scores, shares, done,
     rows, sinks, recent, num_blocks, candidates,
@@ -145,17 +149,21 @@ def score_codes(
         inside = channels < HEAD
         bits = tl.arange(0, WORDS_P * 64)
         of_query = query + token.to(tl.int64) * query_row + kv_head * (GROUP * HEAD)
-        wanted = tl.load(
-            of_query + heads[:, None] * HEAD + channels[None, :],
-            mask=(heads < GROUP)[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        rotation = tl.load(
-            turn + channels[:, None] * (WORDS * 64) + bits[None, :],
-            mask=inside[:, None] & (bits < WORDS * 64)[None, :],
-            other=0.0,
-        )
-        turned = tl.dot(wanted * scale, rotation, input_precision="ieee")
+        turned = tl.zeros((GROUP_P, WORDS_P * 64), tl.float32)
+        width: tl.constexpr = min(HEAD_P, SLICE)
+        for first in tl.static_range(0, HEAD_P, width):  # the whole rotation would not fit into shared memory
+            part = first + tl.arange(0, width)
+            wanted = tl.load(
+                of_query + heads[:, None] * HEAD + part[None, :],
+                mask=(heads < GROUP)[:, None] & (part < HEAD)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            rotation = tl.load(
+                turn + part[:, None] * (WORDS * 64) + bits[None, :],
+                mask=(part < HEAD)[:, None] & (bits < WORDS * 64)[None, :],
+                other=0.0,
+            )
+            turned = tl.dot(wanted * scale, rotation, turned, input_precision="ieee")
         steps = tl.maximum(tl.max(tl.abs(turned), 1), 1e-20) / _TOP
         levels = (turned / steps[:, None] + _TOP) / 2
         levels = (levels + _ROUNDER) - _ROUNDER
@@ -231,11 +239,12 @@ def _add_shares(scores, shares, done, row, kv_head, count, offset, candidates, G
             for begin in range(0, count, SPAN):
                 there = begin + places < count
                 found = tl.load(of_head + begin + places, mask=there, other=float("-inf"), cache_modifier=".cg")
-                share = (tl.exp(found - most) / whole * _WHOLE).to(tl.int64)
+                share = tl.exp(found - most) / whole * _WHOLE
+                share = tl.where(share >= 0, share, 0).to(tl.int64)  # NaN chooses nothing
                 tl.atomic_add(shares + offset + begin + places, share, mask=there, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def choose(block_table, plan, shares, table, rows, sinks, recent, source_row, table_row):
     """Write a row's restricted block table: sinks, the candidates with the largest shares in order, recent blocks.
 

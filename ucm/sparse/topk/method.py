@@ -122,6 +122,7 @@ class BlockTopK(SparseMethod):
         self._logger = get_logger(__name__)
         #: The layers with a sliding window of their own.
         self._windowed: set[str] = set()
+        self._restricts = False  # whether a layer was seen that steps restrict
         #: The first of the last layers that are dense.
         self._first_last = sys.maxsize
         self._planner: SelectionPlanner | None = None
@@ -194,7 +195,19 @@ class BlockTopK(SparseMethod):
         if self.attention.has_window(layer_name):
             self._windowed.add(layer_name)
         else:
-            self.attention.require(layer_name, reads_keys=not self._is_dense(layer_name))
+            restricted = not self._is_dense(layer_name)
+            self.attention.require(layer_name, reads_keys=restricted)
+            self._restricts |= restricted
+
+    def layers_seen(self) -> None:
+        """Refuse a model of which nothing is restricted; a stage of a pipeline may have no restricted layer."""
+        stages = getattr(getattr(self.vllm_config, "parallel_config", None), "pipeline_parallel_size", 1)
+        if self._windowed and not self._restricts and stages == 1:
+            raise SparseMethodError(
+                "all layers that the options do not leave dense have a sliding window, so nothing would be restricted",
+                where=f"ucm_sparse_config.{self._name}.dense_layers and dense_last_layers",
+                fix="let them be smaller, or run this model without a sparse method",
+            )
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""

@@ -61,9 +61,14 @@ class DeviceBuffers:
 
 
 def buffers_for(device: Any) -> DeviceBuffers | None:
-    """Return buffers if the kernels run on a device, else None."""
-    interpreted = os.environ.get(INTERPRET) == "1"
-    return DeviceBuffers(device) if interpreted or (device.type == "cuda" and _has_triton()) else None
+    """Return buffers if the kernels run on a device, else None: they need more shared memory than NVIDIA's 7.x have."""
+    import torch  # noqa: PLC0415 - imported where vLLM has brought it
+
+    if os.environ.get(INTERPRET) == "1":
+        return DeviceBuffers(device)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not _has_triton():
+        return None
+    return DeviceBuffers(device)
 
 
 @functools.cache

@@ -246,7 +246,8 @@ def shares(scores: Tensor, hidden: Tensor | None) -> Tensor:
 
     if hidden is not None:
         scores = scores.masked_fill(hidden[None, :, None], float("-inf"))
-    return (scores.softmax(-1) * WHOLE).to(torch.int64).sum((0, 2))
+    found = scores.softmax(-1) * WHOLE
+    return found.where(found >= 0, 0).to(torch.int64).sum((0, 2))  # NaN chooses nothing
 
 
 def ranked(shares: Tensor) -> Tensor:

@@ -390,6 +390,7 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
     view_of(made).windowed = (LAYERS[0], LAYERS[2])
     for layer in LAYERS:
         made.layer_seen(layer)
+    made.layers_seen()
     assert view_of(made).required == {(LAYERS[1], True)}
     dense = metadata(batch, [LONG])
     first, second, third = run(made, batch, dense, cache())
@@ -397,6 +398,17 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
     assert third is dense
     assert second.seq_lens.tolist() == [19]
     assert set(view_of(made).reads) == {LAYERS[1]}
+
+
+def test_a_model_of_which_nothing_would_be_restricted_is_refused() -> None:
+    """Its layers have windows of their own, or are dense by the options."""
+    made = method(dense_layers=1)
+    view_of(made).windowed = LAYERS[1:]
+    for layer in LAYERS:
+        made.layer_seen(layer)
+    with pytest.raises(SparseMethodError, match="nothing would be restricted") as caught:
+        made.layers_seen()
+    assert "dense_layers" in caught.value.where
 
 
 @pytest.mark.parametrize(("layers", "what"), [(2, "2 dense layers leave none"), (None, "does not say how many layers")])

@@ -40,20 +40,25 @@ POINTERS = {
 }
 
 
+#: The kind of binary, the target, and the bytes of shared memory that a program may have there.
 TARGETS = {
-    "A100": ("cubin", GPUTarget("cuda", 80, 32)),
-    "H100": ("cubin", GPUTarget("cuda", 90, 32)),
-    "MI300": ("hsaco", GPUTarget("hip", "gfx942", 64)),
+    "A100": ("cubin", GPUTarget("cuda", 80, 32), 166_912),
+    "L40": ("cubin", GPUTarget("cuda", 89, 32), 101_376),
+    "H100": ("cubin", GPUTarget("cuda", 90, 32), 232_448),
+    "MI300": ("hsaco", GPUTarget("hip", "gfx942", 64), 65_536),
 }
 
 
 def compiled(function: Any, gpu: str, given: Mapping[str, int]) -> bytes:
+    """Compile a kernel; it must fit into the shared memory of its target, as Triton checks at a launch only."""
     constants = {name: value for name, value in given.items() if name != "num_warps"}
     options = {name: value for name, value in given.items() if name == "num_warps"}
     signature = {name: _kind(name, constants) for name in function.arg_names}
     values = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    binary, target = TARGETS[gpu]
-    made: bytes = triton.compile(ASTSource(function, signature, values), target=target, options=options).asm[binary]
+    binary, target, most = TARGETS[gpu]
+    found = triton.compile(ASTSource(function, signature, values), target=target, options=options)
+    assert found.metadata.shared <= most
+    made: bytes = found.asm[binary]
     return made
 
 
@@ -76,7 +81,10 @@ def made(kind: type[Representatives], size: int, head: int) -> Representatives:
 
 
 @pytest.mark.parametrize("gpu", list(TARGETS))
-@pytest.mark.parametrize(("kind", "size", "head"), [(KeyBounds, 16, 80), (KeyCodes, 16, 128)])
+@pytest.mark.parametrize(
+    ("kind", "size", "head"),
+    [(KeyBounds, 16, 80), (KeyBounds, 128, 256), (KeyCodes, 16, 128), (KeyCodes, 32, 192), (KeyCodes, 128, 256)],
+)
 def test_scores(kind: type[Representatives], size: int, head: int, gpu: str) -> None:
     kernel = made(kind, size, head).kernel(8)
     assert compiled(kernel.function, gpu, kernel.constants)

@@ -105,6 +105,18 @@ def test_kernels_choose_what_torch_chooses(selector: str, given: Any) -> None:
     assert case.rows_of(chosen) == case.rows_of(wanted)
 
 
+@pytest.mark.parametrize("selector", list(KINDS))
+def test_with_keys_that_are_no_numbers_a_request_reads_its_own_blocks(selector: str) -> None:
+    """With one head, whose shares are then all NaN; the buffers hold what an earlier step left."""
+    case = Case(3, 16, 1, 64)
+    case.keys[:, 0, 0, 0] = float("nan")
+    case.buffers.take("table", (len(case.plan.seq_lens), case.table.shape[1]), torch.int32).fill_(10_000)
+    made, query = case.made(selector, slice(1)), case.query[:, :1]
+    chosen = StepOnDevice(case.plan, case.table, case.buffers).select(made, query, alone)[0]
+    wanted = RestrictedTables(case.plan, case.table).select(made, query, alone)[0]
+    assert case.rows_of(chosen) == case.rows_of(wanted)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_from_the_same_shares_exactly_the_same_is_chosen(seed: int) -> None:
     """Few different shares, so there are many ties, and shares of the size that many heads have."""
@@ -182,7 +194,10 @@ def test_a_cpu_has_kernels_only_to_interpret_them(monkeypatch: pytest.MonkeyPatc
     assert buffers_for(torch.device("cpu")) is not None
     monkeypatch.delenv("TRITON_INTERPRET")
     assert buffers_for(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert buffers_for(torch.device("cuda")) is not None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert buffers_for(torch.device("cuda")) is None
 
 
 #: Operations of torch that launch nothing: they make views, or ask for sizes.
