@@ -24,6 +24,8 @@ from ucm.store.posix.layout import owner_name
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ucm.sparse.esa.offload_store import Fetch
+
 SIZE, HEAD = 32, 64
 TOKENS = 9 * SIZE + 5
 #: After one block of sinks, five blocks are offloaded; the next ones are not released yet, then comes the window.
@@ -143,12 +145,23 @@ def test_with_room_for_two_just_these_are_read(real: RealLayer, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("retrieval", ["exact", "ahead"])
-def test_blocks_from_memory_are_read_where_they_were_loaded(real: RealLayer, retrieval: str) -> None:
+def test_blocks_from_memory_are_read_where_they_were_loaded(
+    real: RealLayer, retrieval: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with shared_memory() as root:
         case = Case(real, root / "store", [3, 20], retrieval, 2, "Dram")
-        assert case.method.reader._opened.loads_in_place
+        opened, in_place = case.method.reader._opened, []
+        wait = opened.wait
+
+        def waited(fetch: Fetch) -> list[int]:
+            in_place.append(fetch.rows is None)
+            return wait(fetch)
+
+        monkeypatch.setattr(opened, "wait", waited)
         two_are_read(case)
-        case.method.reader._opened._end()
+        assert True in in_place
+        assert (False in in_place) == (retrieval == "ahead")
+        opened._end()
 
 
 def two_are_read(case: Case) -> None:
