@@ -403,7 +403,7 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
 def test_a_model_of_which_nothing_would_be_restricted_is_refused() -> None:
     """Its layers have windows of their own, or are dense by the options."""
     made = method(dense_layers=1)
-    view_of(made).windowed = LAYERS[1:]
+    view_of(made).windowed = (LAYERS[1], LAYERS[2])
     for layer in LAYERS:
         made.layer_seen(layer)
     with pytest.raises(SparseMethodError, match="nothing would be restricted") as caught:
