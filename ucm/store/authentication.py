@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: The shortest key, in characters: 128 bits where each is a hexadecimal digit.
 MIN_CHARACTERS = 32
+#: The fewest different characters of a key: one in 28 million random keys of 32 hexadecimal digits has fewer.
+MIN_DIFFERENT = 8
 TAG_BYTES, FINGERPRINT_BYTES = 16, 8
 
 
@@ -58,17 +60,27 @@ def read_authenticator(file: str, owners: frozenset[int] = frozenset()) -> Authe
         owners: The ids of other users to whom it may belong.
 
     Raises:
-        ConfigError: The file cannot be read, others can read or change it, or the key is too short.
+        ConfigError: The file cannot be read, others can read or change it, or the key is too short, or not random.
     """
     where = "store: authentication_key_file"
     secret = read_secret(file, None, where, is_key=True, owners=owners)
-    if len(secret) < MIN_CHARACTERS:
-        raise ConfigError(
-            f"the key has {len(secret)} characters, but needs at least {MIN_CHARACTERS}",
-            where=f"{where}: {file}",
-            fix=f"make one with `(umask 077; openssl rand -hex 32 > {file})`, the same for all engines",
-        )
+    problem = _problem(secret)
+    if problem:
+        fix = f"make one with `(umask 077; openssl rand -hex 32 > {file})`, the same for all engines"
+        raise ConfigError(problem, where=f"{where}: {file}", fix=fix)
     return Authenticator(secret)
+
+
+def _problem(secret: str) -> str:
+    """Return why a key cannot be used; empty if it can. What an editor adds unseen must not make another key."""
+    if not (secret.isascii() and secret.isprintable()) or " " in secret:
+        return "the key has blanks or characters other than printable ASCII in its line"
+    if len(secret) < MIN_CHARACTERS:
+        return f"the key has {len(secret)} characters, but needs at least {MIN_CHARACTERS}"
+    different = len(set(secret))
+    if different < MIN_DIFFERENT:
+        return f"the key is not random: it has only {different} different character{'' if different == 1 else 's'}"
+    return ""
 
 
 def _derived(secret: str, purpose: str) -> bytes:

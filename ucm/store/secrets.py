@@ -45,11 +45,20 @@ def read_secret(
                         fix=f"let it belong to this user, {os.geteuid()}, or to root",
                     )
                 secret = opened.readline().rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise ConfigError(f"a file with a secret cannot be read: {reason}", where=f"{where}: {path}") from None
+        except (OSError, ValueError) as error:
+            reasons = {UnicodeDecodeError: "it is not UTF-8", ValueError: "its name contains a null character"}
+            reason = getattr(error, "strerror", None) or reasons.get(type(error), str(error))
+            raise ConfigError(
+                f"a file with a secret cannot be read: {reason}",
+                where=f"{where}: {file!r}",
+                fix="name a text file that this user can read, whose first line is the secret",
+            ) from None
         if not secret:
-            raise ConfigError("a file with a secret has an empty first line", where=f"{where}: {path}")
+            raise ConfigError(
+                "a file with a secret has an empty first line",
+                where=f"{where}: {path}",
+                fix="write the secret into its first line",
+            )
         return secret
     if variable is not None:
         if not os.environ.get(variable):

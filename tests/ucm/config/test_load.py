@@ -275,6 +275,22 @@ def test_a_directory_that_does_not_answer_is_named_and_keeps_nobody(
         assert found.where == f"kv_connector_extra_config: store.directories[1] = {two[1]!r}"
 
 
+@pytest.mark.parametrize("make", [True, False])
+def test_a_key_that_does_not_answer_is_an_error(tmp_path: Path, frozen: FrozenDirectory, *, make: bool) -> None:
+    """The names of all blocks depend on it, so that an engine cannot start without."""
+    written = {
+        "store": {
+            "directories": str(tmp_path / "well"),
+            "authentication_key_file": str(tmp_path / "frozen" / "key"),
+            "stuck_seconds": 1.0,
+        }
+    }
+    found, _ = within_a_while(lambda: check_connector_config(written, make=make)[0])
+    assert frozen.held.is_set()
+    assert isinstance(found, ConfigError)
+    assert found.what == "the key's file has not answered for 1.0 s"
+
+
 def test_a_directory_that_does_not_answer_is_waited_for_once(tmp_path: Path, frozen: FrozenDirectory) -> None:
     """This holds for any number of connectors that read the configuration in one process."""
     written = {"store": {"directories": str(tmp_path / "frozen"), "stuck_seconds": 2.0}}

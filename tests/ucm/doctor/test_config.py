@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
-from tests.ucm.store.keys import key_file
+from tests.ucm.store.keys import key_file, secret
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.sparse.factory import METHODS, method_class
@@ -255,10 +255,10 @@ def test_what_the_memory_tier_holds_is_said(tmp_path: Path, memory: str) -> None
 
 
 def test_what_the_authentication_key_is_worth_is_said(tmp_path: Path) -> None:
-    path = Path(key_file(tmp_path / "key", "k" * 40))
+    path = Path(key_file(tmp_path / "key", secret("k")))
     file = write(tmp_path, f"store: {{directories: '{tmp_path}/kv', authentication_key_file: '{path}'}}\n")
     (found,) = check_config(file)
-    said = f"blocks are authenticated; the key's fingerprint is {Authenticator('k' * 40).fingerprint.hex()}"
+    said = f"blocks are authenticated; the key's fingerprint is {Authenticator(secret('k')).fingerprint.hex()}"
     assert (found.status, said in found.details) == (Status.OK, True)
     other = Path(key_file(tmp_path / "short", "k" * 4))
     file = write(tmp_path, f"store: {{directories: '{tmp_path}/kv', authentication_key_file: '{other}'}}\n")

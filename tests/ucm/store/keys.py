@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def secret(name: str) -> str:
+    """Return a key, the same for the same name."""
+    return hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
 
 
 def key_file(path: Path, text: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.store.keys import key_file
+from tests.ucm.store.keys import key_file, secret
+from ucm.config import load_connector_config
 from ucm.errors import ConfigError
 from ucm.store.authentication import Authenticator, read_authenticator
 from ucm.store.base import BlockGeometry
@@ -350,9 +352,9 @@ def test_a_tool_without_the_key_finds_damage_and_one_with_it_finds_forgeries(
 
 def test_a_key_is_read_once(tmp_path: Path) -> None:
     """An engine that opens another namespace later has the key that it began with."""
-    path = key_file(tmp_path / "key", "a" * 32)
+    path = key_file(tmp_path / "key", secret("a"))
     before = read_authenticator(path)
-    key_file(tmp_path / "key", "b" * 32)
+    key_file(tmp_path / "key", secret("b"))
     assert read_authenticator(path) is before
 
 
@@ -362,7 +364,13 @@ def test_a_key_is_read_once(tmp_path: Path) -> None:
         (0o604, "a" * 32, "other users can read or change it"),
         (0o620, "a" * 32, "other users can read or change it"),
         (0o602, "a" * 32, "other users can read or change it"),
-        (0o600, "a" * 31, "the key has 31 characters, but needs at least 32"),
+        (0o600, secret("a")[:31], "the key has 31 characters, but needs at least 32"),
+        (0o600, "aaaa" * 16, "the key is not random: it has only 1 different character"),
+        (0o600, "aaab" * 16, "the key is not random: it has only 2 different characters"),
+        (0o600, " " * 64, "blanks or characters other than printable ASCII"),
+        (0o600, secret("a") + " ", "blanks or characters other than printable ASCII"),
+        (0o600, "\ufeff" + secret("a"), "blanks or characters other than printable ASCII"),
+        (0o600, secret("a") + "\0", "blanks or characters other than printable ASCII"),
         (0o600, "", "empty first line"),
         (0o600, "\n" + "a" * 32, "empty first line"),
     ],
@@ -376,18 +384,35 @@ def test_a_key_that_cannot_be_used_is_refused(
     with pytest.raises(ConfigError, match=words) as caught:
         open_store(replace(config, authentication_key_file=str(path)), NAMESPACE, EVEN)
     assert str(path) in str(caught.value.where)
-    assert "aaaa" not in str(caught.value)
+    assert caught.value.fix
+    assert not {"aaaa", "aaab", secret("a")[:31]} & set(re.findall(r"\w+", str(caught.value)))
+    assert secret("a")[:8] not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "directory", "fifo"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n", ""])
+def test_the_end_of_the_line_is_no_part_of_the_key(tmp_path: Path, ends: str) -> None:
+    path = Path(key_file(tmp_path / "key"))
+    path.write_bytes(secret("a").encode() + ends.encode())
+    assert read_authenticator(str(path)).fingerprint == Authenticator(secret("a")).fingerprint
+
+
+@pytest.mark.parametrize("kind", ["nothing", "directory", "fifo", "not UTF-8", "NUL", "empty"])
 def test_what_is_no_key_file_is_refused(tmp_path: Path, config: StoreConfig, kind: str) -> None:
     path = tmp_path / "key"
     if kind == "directory":
         path.mkdir()
     elif kind == "fifo":
         os.mkfifo(path, 0o600)
-    with pytest.raises(ConfigError, match=r"cannot be read|is no file"):
-        open_store(replace(config, authentication_key_file=str(path)), NAMESPACE, EVEN)
+    elif kind == "not UTF-8":
+        path.touch(0o600)
+        path.write_bytes(b"\xff" * 64)
+    named = {"NUL": f"{path}\0", "empty": ""}.get(kind, str(path))
+    with pytest.raises(ConfigError, match=r"cannot be read|is no file") as caught:
+        open_store(replace(config, authentication_key_file=named), NAMESPACE, EVEN)
+    assert caught.value.fix
+    with pytest.raises(ConfigError, match=r"cannot be read|is no file|is empty") as caught:
+        load_connector_config({"store": {"directories": config.directories[0], "authentication_key_file": named}})
+    assert "authentication_key_file" in str(caught.value.where)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, read_files, write_model
-from tests.ucm.store.keys import key_file
+from tests.ucm.store.keys import key_file, secret
 from tests.ucm.store.servers import free_port
 from tests.ucm.store_command.conftest import BIG, DAY, FILE, SMALL
 from ucm.config import load_connector_config
@@ -78,14 +78,16 @@ def test_whose_blocks_they_are(kept: Kept, ask: Callable[..., Answer]) -> None:
 
 def test_the_authentication_key_of_a_namespace_is_named(kept: Kept, ask: Callable[..., Answer], tmp_path: Path) -> None:
     """As the connector writes the identity of its blocks."""
-    extra = {"store": {"directories": str(kept.root), "authentication_key_file": key_file(tmp_path / "key", "k" * 40)}}
+    extra = {
+        "store": {"directories": str(kept.root), "authentication_key_file": key_file(tmp_path / "key", secret("k"))}
+    }
     engine: Any = VllmConfig(ModelConfig(str(write_model(tmp_path / "llama"))))
     engine.kv_transfer_config = SimpleNamespace(kv_connector="UCMConnector", kv_connector_extra_config=extra)
     identity = engine_identity(engine, load_connector_config(extra))
     written = identity.with_contents(read_files(identity.unread.values())).to_json()
     kept.side(BIG, "identity.json").write_text(written, encoding="utf-8")
     assert (
-        f", authentication key {Authenticator('k' * 40).fingerprint.hex()}\n"
+        f", authentication key {Authenticator(secret('k')).fingerprint.hex()}\n"
         in ask("stat", "--directory", kept.root).out
     )
 

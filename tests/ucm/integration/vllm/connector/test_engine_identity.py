@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, VllmConfig, read_files, write_model
-from tests.ucm.store.keys import key_file
+from tests.ucm.store.keys import key_file, secret
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.model_identity import namespace
@@ -50,7 +50,10 @@ def test_an_empty_name_is_refused(tmp_path: Path) -> None:
 def test_engines_with_other_keys_or_none_share_nothing(tmp_path: Path) -> None:
     """A key's fingerprint, never the key, is part of the identity, and so are its blocks' checks."""
     model = write_model(tmp_path / "llama")
-    keys = [key_file(tmp_path / name, text) for name, text in (("a", "a" * 32), ("b", "b" * 32), ("same", "a" * 32))]
+    keys = [
+        key_file(tmp_path / name, text)
+        for name, text in (("a", secret("a")), ("b", secret("b")), ("same", secret("a")))
+    ]
     none = named(model, tmp_path)
     one, other, same = (named(model, {"directories": str(tmp_path), "authentication_key_file": path}) for path in keys)
     assert len({none, one, other}) == 3

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, write_model
 from tests.ucm.store.frozen import FrozenDirectory
-from tests.ucm.store.keys import key_file
+from tests.ucm.store.keys import key_file, secret
 from ucm.config import load
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
@@ -358,11 +358,11 @@ def test_blocks_are_staged_once_every_rank_has_answered(tmp_path: Path, log: pyt
 def test_nothing_is_promised_if_a_rank_has_another_authentication_key(
     tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    key = key_file(tmp_path / "key", "k" * 32)
+    key = key_file(tmp_path / "key", secret("k"))
     side = create(write_model(tmp_path / "model"), tmp_path, ranks=2, key=key)
     first = side.plan(STEP)
     assert first.slab is not None
-    assert first.authentication == Authenticator("k" * 32).fingerprint.hex()
+    assert first.authentication == Authenticator(secret("k")).fingerprint.hex()
     readers = [SlabReader(), SlabReader()]
     for rank, (reader, theirs) in enumerate(zip(readers, (first.authentication, "0123456789abcdef"), strict=True)):
         record = {"groups": {"0": geometry_record(rank, GEOMETRY)}, "authentication": theirs}

@@ -14,7 +14,7 @@ from tests.ucm.integration.vllm.connector.tensors import tensor
 from tests.ucm.integration.vllm.connector.test_worker import Counts
 from tests.ucm.store.conftest import Clock
 from tests.ucm.store.frozen import FrozenDirectory
-from tests.ucm.store.keys import key_file
+from tests.ucm.store.keys import key_file, secret
 from ucm.config.load import load_connector_config
 from ucm.integration.vllm import hooks
 from ucm.integration.vllm.connector import memory, worker_side
@@ -311,8 +311,8 @@ def test_a_worker_whose_key_is_not_the_schedulers_neither_loads_nor_saves(
     get_logger().addHandler(caplog.handler)
     root = tmp_path / "store"
     root.mkdir()
-    more: dict[str, Any] = {"authentication_key_file": key_file(tmp_path / "key", ours * 32)} if ours else {}
-    prints = {name: Authenticator(name * 32).fingerprint.hex() if name else "" for name in (ours, schedulers)}
+    more: dict[str, Any] = {"authentication_key_file": key_file(tmp_path / "key", secret(ours))} if ours else {}
+    prints = {name: Authenticator(secret(name)).fingerprint.hex() if name else "" for name in (ours, schedulers)}
     worker = Begun(root, Recomputes, **more)
     for blocks in ((0, 1), (2,), ()):
         worker.step(*blocks, authentication=prints[schedulers])
