@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.prefix_workload import computed_blocks
 from tests.e2e.workload import BLOCK
+from tests.ucm.store.keys import key_file
+from ucm.store.format import UNIT, checksum, decode, header_nbytes
 from ucm.store.segment import delete_blocks
 
 if TYPE_CHECKING:
@@ -106,6 +108,48 @@ def test_two_engines_at_once_on_one_store(prefix_runs: PrefixRuns, known: list[P
             assert engine.reset()
             check(engine, known, loaded=True, rows=rows)
             assert loaded_from(engine, "posix") > 0
+
+
+def test_authenticated_blocks(prefix_runs: PrefixRuns, known: list[Played], tmp_path: Path) -> None:
+    """All is loaded with the key, forged blocks are computed again, and nothing is found with another key."""
+    from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_runs import block_files  # noqa: PLC0415 - likewise
+
+    root, (mine, other) = tmp_path / "store", (key_file(tmp_path / name) for name in ("mine.key", "other.key"))
+    store = {**posix(root), "authentication_key_file": mine}
+    with start(prefix_runs, tmp_path / "cold", store) as engine:
+        check(engine, known, loaded=False)
+        wait_for_all(root, known)
+    files = block_files(root)
+    # The scheduler and the worker in processes of their own.
+    with PrefixEngine(prefix_runs.environments[False], tmp_path / "warm", connector({**store, **STORE})) as engine:
+        check(engine, known, loaded=True)
+    for path in files.values():
+        forge(path)
+    with start(prefix_runs, tmp_path / "forged", store) as engine:
+        answers = engine.generate(requests_of(known))
+        assert [answer.tokens for answer in answers] == [tokens for phase in known for tokens in phase.tokens]
+        assert not any(answer.cached for answer in answers)
+        failures = {name: n for name, n in engine.counters().items() if name.startswith("ucm:failures_total") and n}
+        assert list(failures) == ["ucm:failures_total{cause=corrupt,operation=load}"]
+    with start(prefix_runs, tmp_path / "other", {**store, "authentication_key_file": other}) as engine:
+        check(engine, known, loaded=False)
+        # Only the names of namespaces differ.
+        assert len(list(root.glob("*/NAMESPACE"))) == 2
+
+
+def forge(path: Path) -> None:
+    """Change the last byte of a stored block, and both checksums that cover it, as somebody without the key can."""
+    value = bytearray(path.read_bytes())
+    header = decode(bytes(value[: header_nbytes(bytes(value[:UNIT]))]))
+    value[-1] ^= 1
+    count, last = len(header.slice_sizes), header.slice_sizes[-1]
+    at = 128 + 8 * (2 * count - 1)  # the last layer slice's checksum
+    value[at : at + 8] = checksum(bytes(value[-last:])).to_bytes(8, "little")
+    end = header.nbytes - 8
+    value[end : header.nbytes] = checksum(bytes(value[:end])).to_bytes(8, "little")
+    assert decode(bytes(value[: header.nbytes])).key == header.key
+    path.write_bytes(value)
 
 
 def test_memory_alone(prefix_runs: PrefixRuns, known: list[Played], tmp_path: Path, memory: Path) -> None:
