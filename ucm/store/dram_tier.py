@@ -54,6 +54,7 @@ class DramTier(Tier):
     """
 
     batch_nbytes = 8 << 20
+    authenticates = True
 
     def __init__(self, options: TierOptions, place: TierPlace) -> None:
         del options

@@ -81,6 +81,13 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
     except ValueError as error:
         raise ConfigError(str(error), where="store: geometry") from error
     back_ends = {name: back_end_class(name) for name in names}
+    unchecked = [name for name, one in back_ends.items() if is_tier(one) and not one.authenticates]
+    if authenticator is not None and unchecked:
+        raise ConfigError(
+            f"the tier {unchecked[0]} does not say that it compares the tags of authenticated blocks",
+            where="store: authentication_key_file",
+            fix="remove the setting or the tier, or derive the tier from ValueTier, which compares them",
+        )
     whole = [name for name, back_end in back_ends.items() if not is_tier(back_end)]
     if not whole:
         places = {name: TierPlace(name, namespace, geometry, codec, config, authenticator) for name in names}

@@ -196,6 +196,9 @@ class Tier(ABC):
     batch_nbytes: ClassVar[int] = 16 << 20
     #: Whether the parts of the tier, such as directories, have their own breakers; the store then never skips the tier.
     rests_by_itself: ClassVar[bool] = False
+    #: Whether it compares the tags of every block that it returns, by ``TierPlace.codec``, or if there is none by
+    #: ``TierPlace.authenticator``; a tier that does not is refused together with an authentication key.
+    authenticates: ClassVar[bool] = False
     #: The number of parts that can get stuck independently; each has its own threads.
     lanes: int = 1
 
@@ -300,6 +303,8 @@ class ValueTier(Tier):
         transfer_timeout: See ``Tier``.
         breaker: See ``Tier``.
     """
+
+    authenticates = True
 
     def __init__(
         self,

@@ -22,7 +22,9 @@ from ucm.store.factory import authenticator_of, open_store
 from ucm.store.format import HeaderCodec, checksum, namespace_digest, verify
 from ucm.store.inspection import check_block, stored_blocks
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.tier import PosixTier
 from ucm.store.segment import segments
+from ucm.store.tier import Tier
 from ucm.testing.blocks import EVEN, MANY, ODD, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -427,3 +429,19 @@ def test_a_whole_store_of_others_is_refused(tmp_path: Path) -> None:
     config = StoreConfig(pipeline="ucm.store.empty:EmptyStore", authentication_key_file=key_file(tmp_path / "key"))
     with pytest.raises(ConfigError, match="UCM cannot authenticate"):
         open_store(config, NAMESPACE, EVEN)
+
+
+class UncheckedTier(PosixTier):
+    """A tier of others, which may or may not compare tags."""
+
+    authenticates = False
+
+
+def test_a_tier_that_does_not_say_that_it_compares_tags_is_refused(config: StoreConfig, tmp_path: Path) -> None:
+    theirs = replace(config, pipeline=f"{__name__}:UncheckedTier")
+    with open_store(theirs, NAMESPACE, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+    with pytest.raises(ConfigError, match="does not say that it compares the tags") as caught:
+        open_store(replace(theirs, authentication_key_file=key_file(tmp_path / "key")), NAMESPACE, EVEN)
+    assert caught.value.where == "store: authentication_key_file"
+    assert not Tier.authenticates

@@ -366,6 +366,7 @@ class PosixTier(Tier):
 
     rests_by_itself = True
     batch_nbytes = 2 << 20
+    authenticates = True
 
     def __init__(
         self,
