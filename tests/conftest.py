@@ -7,15 +7,15 @@ import pkgutil
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.stand_in import disagreement
 
 # Syntax trees are millions of objects without garbage; scanning them again and again takes minutes.
 gc.set_threshold(100_000, 20, 20)
 
-# Random seeds must not decide whether a change lands; `nox -s fuzz` searches with new ones.
-settings.register_profile("fixed", derandomize=True)
+# Neither random seeds nor a slow machine must decide whether a change lands; `nox -s fuzz` searches with new seeds.
+settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fuzz", max_examples=500)
 settings.load_profile("fixed")
 

@@ -131,7 +131,7 @@ def test_no_such_store(pipeline: str) -> None:
     assert "Cache|Posix" in caught.value.fix
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(st.sampled_from(["Posix", "Dram", "Cache|Posix", "Empty"]), st.sampled_from(sorted({*ONLY_WITH, "options"})))
 def test_a_setting_that_means_nothing_to_the_store_is_an_error(tmp_path: Path, pipeline: str, name: str) -> None:
     sensible: dict[str, Any] = {**OTHER, "directories": [str(tmp_path)], "dram_directory": str(tmp_path / "memory")}
