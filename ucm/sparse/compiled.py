@@ -59,7 +59,7 @@ def for_engine(what: str, make: Callable[[], Kernel]) -> Kernel | None:
 @functools.cache
 def _say_why_slow(what: str) -> None:
     """Log once per process, although each layer requests the kernel."""
-    get_logger(__name__).info(
+    get_logger(__name__).warning(
         "[UCM.Sparse] %s slowly, without numba: with it, no further engine would start in this process. "
         "VLLM_ENABLE_V1_MULTIPROCESSING=1, vLLM's default, gives each engine a process of its own",
         what,
