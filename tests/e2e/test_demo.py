@@ -59,6 +59,7 @@ def test_the_command_that_it_prints_serves(environments: Environments, release: 
                 time.sleep(1)
         else:
             pytest.fail(log.read_text(encoding="utf-8", errors="replace")[-4000:])
+        assert "usage" in answer, f"{answer}\n{log.read_text(encoding='utf-8', errors='replace')[-4000:]}"
         assert answer["usage"]["completion_tokens"] >= 1
     finally:
         with contextlib.suppress(ProcessLookupError):
