@@ -96,6 +96,9 @@ class State(Enum):
     FAILED = "failed"  #: no longer found by lookups
 
 
+_WHOLE = State.WHOLE  # in Python 3.11 an attribute of an Enum costs a call
+
+
 class Row:
     """Room for one block, with the parts of all ranks.
 
@@ -186,12 +189,16 @@ class Slab:
             at += size
         return found
 
+    def knows(self, group: int, key: BlockKey) -> bool:
+        """Return whether a block is staged or being staged; cheaper than `holds`, and no promise."""
+        return (group, key) in self._table
+
     def holds(self, group: int, keys: Sequence[BlockKey]) -> int:
         """Return how many of the first blocks are staged and verified."""
         table, oldest = self._table, time.monotonic() - STALE_SECONDS
         for count, key in enumerate(keys):
             row = table.get((group, key))
-            if row is None or row.state is not State.WHOLE or row.read_at < oldest:
+            if row is None or row.state is not _WHOLE or row.read_at < oldest:
                 return count
         return len(keys)
 
@@ -229,7 +236,7 @@ class Slab:
         """Report that a claimed row has its block, verified for all ranks."""
         with self.changed:
             row.state, row.tier = State.WHOLE if self._table.get(row.name) is row else State.FAILED, tier
-            self._drop(row)
+            self._drop(row, time.monotonic())
             self.changed.notify_all()
 
     def failed(self, row: Row, *, at_rest: bool = True) -> None:
@@ -239,14 +246,15 @@ class Slab:
             if self._table.get(row.name) is row:
                 del self._table[row.name]
             if at_rest:
-                self._drop(row)
+                self._drop(row, time.monotonic())
             self.changed.notify_all()
 
     def release(self, rows: Iterable[Row]) -> None:
         """Release blocks; they stay until their room is needed or they were unused for a while."""
+        now = time.monotonic()
         with self.changed:
             for row in rows:
-                self._drop(row)
+                self._drop(row, now)
 
     def clear(self) -> None:
         """Hide all staged blocks from lookups; holders of a block may still use it."""
@@ -290,12 +298,12 @@ class Slab:
             del self._unused[row]
         row.users += 1
 
-    def _drop(self, row: Row) -> None:
+    def _drop(self, row: Row, now: float) -> None:
         row.users -= 1
         if row.users:
             return
-        if row.state is State.WHOLE:
-            self._unused[row] = time.monotonic()
+        if row.state is _WHOLE:
+            self._unused[row] = now
         else:
             heappush(self._free, row.number)
 

@@ -62,6 +62,8 @@ class ConnectorCounters:
         self._publish = publish
         self._clock = clock
         self._data: StatsData = {}
+        self._lookups: list[tuple[int, int, float]] = []  # these are added to the counts once per step
+        self._hashings: list[tuple[int, float]] = []
         self._stores: list[HasTiers] = []
         self._methods: list[tuple[Callable[[], Mapping[str, float]], dict[str, float]]] = []
         self._tiers: dict[tuple[int, str], Counter[tuple[str, str]]] = {}
@@ -75,15 +77,11 @@ class ConnectorCounters:
             hit_tokens: How many of them will be loaded from the store.
             seconds: Its duration.
         """
-        self._add(names.LOOKUPS, "hit" if hit_tokens else "miss", 1)
-        self._add(names.QUERIED_TOKENS, "", queried_tokens)
-        self._add(names.MATCHED_TOKENS, "", hit_tokens)
-        self._observe(names.LOOKUP_DURATION, seconds)
+        self._lookups.append((queried_tokens, hit_tokens, seconds))
 
     def hashed(self, blocks: int, seconds: float) -> None:
         """Count computed block keys."""
-        self._add(names.HASHED_BLOCKS, "", blocks)
-        self._add(names.HASH_SECONDS, "", seconds)
+        self._hashings.append((blocks, seconds))
 
     def loaded(
         self, blocks: int, nbytes: int, seconds: float, tiers: Iterable[str] | None = None, tokens_per_block: int = 0
@@ -192,6 +190,7 @@ class ConnectorCounters:
             self._look_again = now + TIER_SECONDS
             self._look_at_tiers()
             self._look_at_methods()
+        self._add_requests()
         if not self._data:
             return None
         data, self._data = self._data, {}
@@ -218,6 +217,24 @@ class ConnectorCounters:
         found = values.setdefault("", [])
         if isinstance(found, list):
             found.append(value)
+
+    def _add_requests(self) -> None:
+        """Add the lookups and the hashing of the step's requests to the counts."""
+        if self._hashings:
+            hashings, self._hashings = self._hashings, []
+            self._add(names.HASHED_BLOCKS, "", sum(blocks for blocks, _ in hashings))
+            self._add(names.HASH_SECONDS, "", sum(seconds for _, seconds in hashings))
+        if not self._lookups:
+            return
+        lookups, self._lookups = self._lookups, []
+        hits = sum(hit > 0 for _, hit, _ in lookups)
+        for outcome, count in (("hit", hits), ("miss", len(lookups) - hits)):
+            if count:
+                self._add(names.LOOKUPS, outcome, count)
+        self._add(names.QUERIED_TOKENS, "", sum(queried for queried, _, _ in lookups))
+        self._add(names.MATCHED_TOKENS, "", sum(hit for _, hit, _ in lookups))
+        for _, _, seconds in lookups:
+            self._observe(names.LOOKUP_DURATION, seconds)
 
     def _look_at_methods(self) -> None:
         for figures, before in self._methods:

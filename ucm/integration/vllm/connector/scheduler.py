@@ -191,7 +191,7 @@ class PrefixCacheScheduler:
         counters: LookupCounters,
         options: PlanningOptions,
     ) -> None:
-        self._groups = groups
+        self._groups, self._alignment = groups, groups.alignment
         self._key_source = key_source
         self.stager = stager
         self._counters = counters
@@ -226,26 +226,37 @@ class PrefixCacheScheduler:
             The number of tokens; None if it is not known yet, or if the request must wait until others with promised
             blocks have started: vLLM asks again in the next step.
         """
-        known = self._requests.get(request.request_id)
-        is_excluded = known is not None and known.excluded
-        if self._options.asks_again and not is_excluded and not self._key_source.is_ready(request):
+        state = self._requests.get(request.request_id)
+        if state is None:
+            if self._options.asks_again and not self._key_source.is_ready(request):
+                return None
+            state = self._state(request)
+        elif (
+            self._options.asks_again
+            and state.lookup is not None
+            and state.lookup.query.computed == num_computed_tokens
+            and not self.stager.poll(state.lookup)
+        ):
+            # Most calls for a slow medium end here; what else decides is checked once the answer is there.
             return None
-        state = self._state(request)
         state.computed = state.known = num_computed_tokens
         found = self._found(state, num_computed_tokens)
-        return None if found is None or self._must_wait(state, loads=found > 0) else found
+        if found is None or (self._loading and self._must_wait(state, loads=found > 0)):
+            return None
+        return found
 
     def _found(self, state: RequestState, num_computed_tokens: int) -> int | None:
-        request = state.request
-        if self._is_excluded(state) or not self._options.loads or self._must_compute(request):
+        request, lookup = state.request, state.lookup
+        if self._is_excluded(state) or not self._options.loads:
             return 0
         if request.request_id in self._loading:
             # vLLM asks again because not even the first block was loaded. The next load might fail as well.
             return 0
-        if self._waits:
-            return None
-        lookup = self._look_up(state, num_computed_tokens)
-        if lookup is None:
+        if lookup is None or lookup.query.computed != num_computed_tokens:
+            if self._must_compute(request):
+                return 0
+            lookup = None if self._waits else self._look_up(state, num_computed_tokens)
+        if lookup is None or self._waits or not self._has_ended(lookup):
             return None
         found = lookup.end - num_computed_tokens
         if state.asked is not None:
@@ -340,7 +351,7 @@ class PrefixCacheScheduler:
 
     def _exclude_others(self, admitted: Sequence[tuple[str, list[list[int]], int]]) -> None:
         """Exclude requests with blocks that another connector loaded, for them or for earlier requests."""
-        size = self._groups.alignment
+        size = self._alignment
         found = [(self._requests[name], computed) for name, _, computed in admitted if name in self._requests]
         for state, computed in found:
             if computed > state.known:
@@ -447,7 +458,7 @@ class PrefixCacheScheduler:
             state.excluded = True
             return state
         begun = time.monotonic()
-        keys = self._key_source.of(request, self._groups.alignment)
+        keys = self._key_source.of(request, self._alignment)
         if keys is None:
             state.excluded = True
         else:
@@ -467,29 +478,32 @@ class PrefixCacheScheduler:
 
     def _limit(self, state: RequestState) -> int:
         """Return the most tokens that may come from caches."""
-        step, request = self._groups.alignment, state.request
+        step, request = self._alignment, state.request
         # At least one token must be computed, for the logits of the next one.
         limit = min(request.num_tokens - 1, int(self._options.hit_ratio * request.num_tokens))
         return int(min(limit, self._options.lasting_tokens(request.num_prompt_tokens))) // step * step
 
     def _look_up(self, state: RequestState, computed: int) -> Lookup | None:
-        """Start a request's lookup or poll it; return None while it is not finished."""
-        if state.lookup is None or state.lookup.query.computed != computed:
-            self._let_go(state)
-            limit = self._limit(state)
-            if not self.stager.has_begun:
-                if self.prepares and self._options.asks_again and limit > computed:
-                    return None
-                limit = 0
-            state.asked = time.monotonic()
-            state.lookup = self.stager.submit(self._query(state, computed, limit))
-        lookup = state.lookup
-        if not self.stager.poll(lookup):
-            if self._options.asks_again:
+        """Start a request's lookup; return None while the stores are being opened."""
+        self._let_go(state)
+        limit = self._limit(state)
+        if not self.stager.has_begun:
+            if self.prepares and self._options.asks_again and limit > computed:
                 return None
-            if not self.stager.wait([lookup], PATIENCE_SECONDS):
-                self.stager.give_up(lookup)
-        return lookup
+            limit = 0
+        state.asked = time.monotonic()
+        state.lookup = self.stager.submit(self._query(state, computed, limit))
+        return state.lookup
+
+    def _has_ended(self, lookup: Lookup) -> bool:
+        """Return whether a lookup has ended; end it here if vLLM cannot ask again."""
+        if self.stager.poll(lookup):
+            return True
+        if self._options.asks_again:
+            return False
+        if not self.stager.wait([lookup], PATIENCE_SECONDS):
+            self.stager.give_up(lookup)
+        return True
 
     def _query(self, state: RequestState, computed: int, limit: int) -> Query:
         keys = (

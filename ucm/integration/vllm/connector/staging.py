@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -41,9 +42,9 @@ _LOOKS_SECONDS = 0.02
 _CLOSE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would triple the time to make one
 class Query:
-    """A request's lookup, as submitted by the scheduler.
+    """A request's lookup, as submitted by the scheduler; never changed.
 
     Args:
         keys: For each group, the keys of the request's blocks after the computed ones.
@@ -90,7 +91,7 @@ class Stager:
     """
 
     def __init__(self, groups: CacheGroups, slab: Slab | None, seconds: float, rest_seconds: float) -> None:
-        self._groups = groups
+        self._groups, self._alignment = groups, groups.alignment
         self._slab = slab
         self.seconds = seconds
         self._rest_seconds = rest_seconds
@@ -101,7 +102,7 @@ class Stager:
         self._changed = threading.Condition()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = self._waiting = 0  # threads without a job, and queued jobs
+        self._idle = 0  # threads without a job
         self._stuck = 0
         self._rests_until = 0.0
         self._probe: Lookup | None = None
@@ -156,7 +157,7 @@ class Stager:
         """Start a lookup; finish it at once if all its blocks are staged, or if the stores cannot be asked."""
         now = time.monotonic()
         lookup = Lookup(query, now + self.seconds, end=query.computed)
-        if query.limit <= query.computed:
+        if query.limit - query.computed < max(query.least, 1):
             lookup.finished = True
             return lookup
         rests = self._rests(now)
@@ -222,13 +223,15 @@ class Stager:
 
     def close(self) -> None:
         """End the threads; abandon those that are stuck in a medium. May be called again."""
-        if self._closed:
-            return
-        self._closed = True
-        for _ in self._threads:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            threads = list(self._threads)
+        for _ in threads:
             self._jobs.put(None)
         until = time.monotonic() + _CLOSE_SECONDS
-        for thread in self._threads:
+        for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         if self._slab is not None:
             self._slab.close()
@@ -243,7 +246,7 @@ class Stager:
         return {group.index: self.needed(group, query.computed, end) for group in self._groups.groups}
 
     def _reach(self, query: Query, present: list[list[bool]]) -> int:
-        groups, step = self._groups.groups, self._groups.alignment
+        groups, step = self._groups.groups, self._alignment
         end = longest_hit(groups, present, query.limit, step)
         if query.drops_last_block and end > query.computed:
             # Recompute the hit instead of shortening it: from there, a sliding window reads other blocks.
@@ -255,20 +258,24 @@ class Stager:
 
     def _take_staged(self, lookup: Lookup, *, partly: bool) -> bool:
         """Answer from the slab alone, if it has all blocks of the query, or (``partly``) if the stores rest."""
-        slab, query = self._slab, lookup.query
+        slab, query, by_group = self._slab, lookup.query, list(zip(self._groups.groups, lookup.query.keys, strict=True))
         if slab is None or (query.drops_last_block and not partly):
             return False
-        present = []
-        for group, keys in zip(self._groups.groups, query.keys, strict=True):
-            row = [True] * len(keys)
-            if partly:
+        end, length = query.limit, query.limit - query.computed
+        if not partly:
+            for group, keys in by_group:  # prompts that begin alike differ at their ends
+                if len(keys) * group.block_size != length or not slab.knows(group.index, keys[-1]):
+                    return False
+        else:
+            present = []
+            for group, keys in by_group:
                 if group.window is None:
                     row = [True] * slab.holds(group.index, keys)
                 else:
                     row = [bool(slab.holds(group.index, [key])) for key in keys]
-            present.append(self._with_computed(group, query, row))
-        end = self._reach(query, present)
-        for group, keys in zip(self._groups.groups, query.keys, strict=True):
+                present.append(self._with_computed(group, query, row))
+            end = self._reach(query, present)
+        for group, keys in by_group:
             needed, first = self.needed(group, query.computed, end), query.computed // group.block_size
             rows = slab.hold(group.index, keys[needed.start - first : needed.stop - first])
             if rows is None:
@@ -313,40 +320,50 @@ class Stager:
         """Remove and return a lookup's rows, except ``kept`` ones; a thread that fills a row still holds it."""
         surplus: list[Row] = []
         for group, rows in lookup.rows.items():
-            wanted = kept.get(group, range(0))
-            surplus += [rows.pop(place) for place in list(rows) if place not in wanted]
+            wanted = kept.get(group)
+            if wanted:
+                surplus += [rows.pop(place) for place in list(rows) if place not in wanted]
+            else:
+                surplus += rows.values()
+                rows.clear()
         return surplus
 
     # Threads
 
     def _start(self, job: Callable[[], None]) -> None:
-        with self._changed:
-            self._waiting += 1
-            if self._waiting > self._idle and len(self._threads) < MOST_THREADS:
-                thread = threading.Thread(target=self._work, name=f"ucm-stage-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        """Queue a job."""
+        if not self._threads:
+            self._keep_one_idle()
         self._jobs.put(job)
+
+    def _keep_one_idle(self) -> None:
+        """Start a thread for the next job, so that the scheduler's thread does not spend that time."""
+        with self._changed:
+            if self._idle or self._closed or len(self._threads) == MOST_THREADS:
+                return
+            thread = threading.Thread(target=self._work, name=f"ucm-stage-{len(self._threads)}", daemon=True)
+            with suppress(RuntimeError):  # the system allows no more threads: the others do the work
+                thread.start()
+                self._threads.append(thread)
+                self._idle += 1
 
     def _work(self) -> None:
         enter_background()
         while True:
-            with self._changed:
-                self._idle += 1
             try:
                 job = self._jobs.get(timeout=TRIM_SECONDS)
             except queue.Empty:
                 if self._slab is not None:
                     self._slab.trim()
                 continue
-            finally:
-                with self._changed:
-                    self._idle -= 1
             if job is None:
                 return
             with self._changed:
-                self._waiting -= 1
+                self._idle -= 1
+            self._keep_one_idle()
             job()
+            with self._changed:
+                self._idle += 1
 
     def _run(self, lookup: Lookup) -> None:
         with self._changed:

@@ -54,7 +54,7 @@ def test_a_request_that_ends_before_its_inputs_are_hashed_saves_nothing() -> Non
 def test_inputs_of_a_request_that_is_not_cached_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, new = Planner(), request(TOKENS)
     planner.side.matched_tokens(new, 0)
-    planner.side._requests[new.request_id].excluded = True
+    planner.side.exclude(new)
     monkeypatch.setattr(planner.keys, "is_ready", create_autospec(planner.keys.is_ready, side_effect=AssertionError))
     assert planner.side.matched_tokens(new, 0) == 0
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -206,6 +208,19 @@ def test_so_many_threads_may_be_stuck_and_no_more() -> None:
     planner.store.answers.set()
     wait_for_rest(planner)
     assert looked_up(planner) == 32
+
+
+def test_one_thread_does_where_the_system_allows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner()
+    planner.keep(TOKENS)
+    refuse = create_autospec(threading.Thread.start, side_effect=RuntimeError("can't start new thread"))
+    wait_until(lambda: planner.stager._idle == 2)  # and none is being started
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    planner.store.answers.clear()
+    lookups = [planner.stager.submit(query(planner, TOKENS[place:])) for place in range(3)]
+    wait_until(lambda: refuse.called)
+    planner.store.answers.set()
+    assert [end(planner, lookup) for lookup in lookups] == [32, 0, 0]
 
 
 def test_a_question_that_a_frozen_medium_keeps_counts_as_stuck() -> None:
