@@ -18,27 +18,25 @@ from ucm.sparse.needed_hooks import require_hooks
 from ucm.sparse.options import MethodOptions, parse_options
 from ucm.sparse.own_blocks import keep_apart
 from ucm.store.base import (
+    BlockCorruptError,
+    BlockForeignError,
     BlockGeometry,
     BlockKey,
+    BlockMissingError,
     BlockTransfer,
+    BlockUnreadableError,
     Buffer,
+    IncompleteBlockError,
     KVStore,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+    StoreUnavailableError,
     Task,
     TaskResult,
     TierStats,
 )
 from ucm.store.config import StoreConfig
-from ucm.store.errors import (
-    BlockCorruptError,
-    BlockForeignError,
-    BlockMissingError,
-    BlockUnreadableError,
-    IncompleteBlockError,
-    StoreError,
-    StoreFullError,
-    StoreTimeoutError,
-    StoreUnavailableError,
-)
 from ucm.store.factory import open_store
 from ucm.store.tier import BlockWriter, Tier, TierCounters, TierOptions, TierPlace, ValueTier
 from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucm.store.errors import BlockMissingError
+from ucm.store.base import BlockMissingError
 from ucm.store.posix.files import BlockFileWriter
 from ucm.store.posix.paths import FILE_MODE, KeptDirectory, make_directory
 from ucm.store.posix.tier import PosixTier

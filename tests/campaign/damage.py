@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.store.format import UNIT
+from ucm.store.memory.segment import segments
 from ucm.store.posix.layout import buckets, key_of, namespaces
-from ucm.store.segment import segments
 
 if TYPE_CHECKING:
     import random

@@ -19,8 +19,8 @@ from tests.campaign.kill import save_in_pieces
 from tests.campaign.processes import Child, in_new_process
 from tests.campaign.scene import NAMESPACE, Scene, Stage, inspect, temporaries
 from ucm.store.factory import open_store
+from ucm.store.memory.segment import directory_of
 from ucm.store.posix.layout import namespaces
-from ucm.store.segment import directory_of
 
 if TYPE_CHECKING:
     from tests.campaign.processes import Reporter

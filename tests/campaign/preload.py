@@ -9,5 +9,5 @@ import tests.campaign.kill
 import tests.campaign.refusing
 import tests.campaign.rivals
 import tests.campaign.vanish
-import ucm.store.dram
 import ucm.store.factory
+import ucm.store.memory.dram

@@ -16,9 +16,9 @@ from tests.campaign.content import Corpus, random_corpus
 from tests.campaign.figures import Figures
 from tests.campaign.processes import in_new_process
 from ucm.store.config import StoreConfig
-from ucm.store.dram import in_memory
 from ucm.store.factory import open_store
-from ucm.store.inventory import side_files
+from ucm.store.inspection import side_files
+from ucm.store.memory.dram import in_memory
 from ucm.store.posix.layout import namespaces
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tests.e2e.prefix_workload import computed_blocks
 from tests.e2e.workload import BLOCK
 from tests.ucm.store.keys import key_file
 from ucm.store.format import UNIT, checksum, decode, header_nbytes
-from ucm.store.segment import delete_blocks
+from ucm.store.memory.segment import delete_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

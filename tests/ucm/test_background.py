@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from ucm.background import call_within, wait_while_it_shrinks
-from ucm.store.pool import Pool
+from ucm.store.health import Pool
 
 #: Runs in a separate process, because CPU affinity cannot be undone. One thread is started before, as by a library.
 PROGRAM = """

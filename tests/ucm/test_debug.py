@@ -16,9 +16,8 @@ from ucm.debug import DebugConnector, open_connector
 from ucm.hashing.block_keys import BlockKeys
 from ucm.integration.vllm.connector.groups import CacheGroup
 from ucm.integration.vllm.weightless import EngineFacts, EngineHasher, StoredGroup
-from ucm.store.base import BlockGeometry, BlockKey
-from ucm.store.empty import EmptyStore
-from ucm.store.tasks import TransferTask
+from ucm.store.base import BlockGeometry, BlockKey, TransferTask
+from ucm.store.factory import EmptyStore
 from ucm.testing.blocks import save
 
 if TYPE_CHECKING:

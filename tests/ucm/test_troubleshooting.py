@@ -14,7 +14,7 @@ from ucm.integration.vllm.connector.worker_side import LAYERS
 from ucm.integration.vllm.metric_names import METRICS
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.integration.vllm.stats_data import sentence
-from ucm.store import errors
+from ucm.store import base
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def test_every_setting_that_is_named_exists() -> None:
 
 
 def test_every_cause_has_its_row() -> None:
-    causes = {error.cause for error in vars(errors).values() if hasattr(error, "cause")} - {"other"}
+    causes = {error.cause for error in vars(base).values() if hasattr(error, "cause")} - {"other"}
     table = TEXT[TEXT.index("| cause |") :].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == causes
 

@@ -101,8 +101,8 @@ def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
     if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
         return []
     from ucm.config.units import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
-    from ucm.store.dram import in_memory  # noqa: PLC0415 - likewise
-    from ucm.store.inventory import take_stock_of_memory  # noqa: PLC0415 - likewise
+    from ucm.store.inspection import take_stock_of_memory  # noqa: PLC0415 - likewise
+    from ucm.store.memory.dram import in_memory  # noqa: PLC0415 - likewise
 
     if not in_memory(root):
         todo = ("name a directory below /dev/shm as dram_directory, or use the Posix tier for a disk",)
@@ -131,7 +131,7 @@ def _ask_tiers(config: ConnectorConfig) -> list[Finding]:
     asked = [name for name in config.store.as_store_config().parts if name not in _WITHOUT_SERVERS]
     if not asked:
         return []
-    from ucm.store.errors import StoreError  # noqa: PLC0415 - few configurations need it, and what it needs
+    from ucm.store.base import StoreError  # noqa: PLC0415 - few configurations need it, and what it needs
     from ucm.store.factory import ask_tier  # noqa: PLC0415 - likewise
 
     findings = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from ucm.errors import ConfigError
-from ucm.store.secrets import read_secret
+from ucm.store.config import read_secret
 
 if TYPE_CHECKING:
     from ucm.store.base import Buffer

@@ -1,4 +1,4 @@
-"""The interface of a KV store.
+"""The interface of a KV store, and its errors.
 
 A *block* is the KV cache of one vLLM block of tokens in one KV-cache group on one worker rank. It consists of
 *layer slices*, byte ranges of fixed sizes, one or more for each attention layer, and is named by its *key*. A store is
@@ -8,26 +8,93 @@ with the fingerprint of the geometry. A block is whole or absent: saved layer sl
 
 Calls return at once unless they say otherwise. Transfers run in the store's own threads; the caller keeps the buffers
 alive and unchanged until ``wait`` returns for their task.
+
+No error of a store ends a request by itself: blocks that could not be loaded are recomputed. Where vLLM cannot
+recompute them, the connector stops the engine rather than compute with missing KV. Every error class has a ``cause``, a
+short word that labels the failure counters.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NewType, TypeAlias
+from threading import Event, Lock
+from typing import TYPE_CHECKING, ClassVar, NewType, TypeAlias
+
+from ucm.errors import UcmError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
-    from ucm.store.errors import StoreError
-
 #: A block's name within its namespace: the 16 to 64 bytes of a digest.
 BlockKey = NewType("BlockKey", bytes)
-
 #: Memory of one layer slice: contiguous bytes, writable if the layer slice is loaded.
 Buffer: TypeAlias = memoryview
+
+
+class StoreError(UcmError):
+    """A block could not be stored or loaded."""
+
+    cause: ClassVar[str] = "other"
+
+
+class BlockMissingError(StoreError):
+    """The block is not in the store, or not any more."""
+
+    cause = "missing"
+
+
+class BlockCorruptError(StoreError):
+    """The block's bytes differ from those stored: truncated, changed, or not a block. It has been quarantined."""
+
+    cause = "corrupt"
+
+
+class BlockForeignError(StoreError):
+    """The block is intact but has another format version, namespace, key or geometry than expected."""
+
+    cause = "foreign"
+
+
+class BlockUnreadableError(StoreError):
+    """The medium cannot read this block, for instance because of an I/O error, but lets it be moved away."""
+
+    cause = "unreadable"
+
+
+class IncompleteBlockError(StoreError):
+    """A block was committed without all of its layer slices, or some could not be written; none are kept."""
+
+    cause = "incomplete"
+
+
+class StoreFullError(StoreError):
+    """The medium has no room, or the write queue is full."""
+
+    cause = "full"
+
+
+def too_far_behind(limit: int) -> StoreFullError:
+    """Return the error of a save that exceeds ``StoreConfig.save_queue_bytes``."""
+    return StoreFullError(
+        f"more than {limit} bytes wait for being written",
+        fix="raise save_queue, or save_threads if the medium is not busy",
+    )
+
+
+class StoreUnavailableError(StoreError):
+    """The medium does not answer: a directory vanished, a permission was withdrawn, an I/O error occurred."""
+
+    cause = "unavailable"
+
+
+class StoreTimeoutError(StoreUnavailableError):
+    """The medium did not answer in time: a frozen server, a network that drops packets, a mount that hangs."""
+
+    cause = "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +261,65 @@ class KVStore(ABC):
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class TransferTask(Task):
+    """Collects the outcomes of a number of transfers.
+
+    Args:
+        transfers: The number of transfers; with 0 the task is finished.
+    """
+
+    def __init__(self, transfers: int) -> None:
+        self._started = time.perf_counter()
+        self._lock = Lock()
+        self._left = transfers
+        self._done: dict[BlockKey, str] = {}
+        self._failed: dict[BlockKey, StoreError] = {}
+        self._nbytes = 0
+        self._seconds = 0.0
+        self._event = Event()
+        self._then: Callable[[], None] | None = None
+        if not transfers:
+            self._event.set()
+
+    def succeeded(self, key: BlockKey, tier: str, nbytes: int) -> None:
+        """Record a successful transfer."""
+        with self._lock:
+            self._done[key] = tier
+            self._nbytes += nbytes
+            self._finish_one()
+
+    def failed(self, key: BlockKey, error: StoreError) -> None:
+        """Record a failed transfer."""
+        with self._lock:
+            self._failed.setdefault(key, error)
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            # A key with several transfers succeeds only if all of them do.
+            for key in self._failed:
+                self._done.pop(key, None)
+            self._seconds = time.perf_counter() - self._started
+            self._event.set()
+            if self._then is not None:
+                self._then()
+
+    def when_finished(self, then: Callable[[], None]) -> None:
+        """Set a callback for the end of the last transfer; call this before any transfer ends."""
+        self._then = then
+
+    def finished_within(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` and return whether every transfer has ended."""
+        return self._event.wait(seconds)
+
+    def is_finished(self) -> bool:
+        """Return whether every transfer has ended."""
+        return self._event.is_set()
+
+    def result(self) -> TaskResult:
+        """Wait for the last transfer and return the outcomes."""
+        self._event.wait()
+        return TaskResult(self._done, self._failed, self._nbytes, self._seconds)

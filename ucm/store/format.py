@@ -44,15 +44,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import xxhash
 
-from ucm.store.base import BlockKey
-from ucm.store.errors import BlockCorruptError, BlockForeignError
+from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockGeometry, Buffer
-    from ucm.store.errors import StoreError
+    from ucm.store.base import BlockGeometry, Buffer, StoreError
 
 #: The format versions of blocks without and with authentication.
 VERSION, AUTHENTICATED_VERSION = 1, 2

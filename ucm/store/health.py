@@ -1,19 +1,39 @@
-"""A circuit breaker: a failing directory or server is not used for a while, then tried with one call, the probe.
+"""Keep a medium that fails or hangs from holding up its callers: a circuit breaker, and threads of its own.
 
-UCM's stores have such a breaker; this one counts consecutive failures instead of watching time windows.
+A failing directory or server is not used for a while, then tried with one call, the probe. UCM's stores have such a
+breaker; this one counts consecutive failures instead of watching time windows.
+
+A medium can block a thread for ever: no system interrupts a read of a file whose server does not answer. So each medium
+has its own pool. If all of a pool's threads are stuck, queued jobs are refused instead of waiting behind them, and once
+per rest one more thread tries whether the medium answers again.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from threading import Condition
+from typing import TYPE_CHECKING
 
+from ucm.background import enter_background
 from ucm.logger import get_logger
-from ucm.store.errors import StoreError, StoreTimeoutError, StoreUnavailableError
+from ucm.store.base import StoreError, StoreTimeoutError, StoreUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Job = Callable[[], None]
 
 #: How long, in seconds, other calls wait for the outcome of a probe, so that calls queued behind a successful probe do
 #: not fail meanwhile. A probe that hangs delays them no longer than this.
-_PATIENCE = 1.0
+_PROBE_SECONDS = 1.0
+#: How many threads are started in place of stuck ones. If all of these are stuck too, the medium is not tried again
+#: until one returns.
+_MOST_EXTRA = 8
 
 
 class Breaker:
@@ -48,7 +68,7 @@ class Breaker:
             now = time.monotonic()
             if now >= self._until:
                 self._until = now + self._seconds
-                self._patient_until = now + _PATIENCE
+                self._patient_until = now + _PROBE_SECONDS
                 self._probing = True
                 return True
             if not wait:
@@ -101,3 +121,160 @@ class Breaker:
                 row,
                 error.what,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class RefusableJob:
+    """A job with an alternative for when it cannot run.
+
+    Args:
+        run: The job.
+        refuse: The alternative, run by whichever thread finds the pool stuck.
+    """
+
+    run: Job
+    refuse: Job
+
+    def __call__(self) -> None:
+        """Run the job."""
+        self.run()
+
+
+class Pool:
+    """A few daemon threads.
+
+    Args:
+        name: The prefix of their names, at most 13 characters so that system tools show it whole.
+        threads: The number of threads.
+        nice: How far to lower their priority below the process's other threads.
+        before: Called before each job; returns when the job may run.
+        patience: Seconds in one job after which a thread counts as stuck.
+        rest: Seconds from finding all threads stuck until one more is started; infinite: never.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        nice: int = 0,
+        before: Job | None = None,
+        *,
+        patience: float = math.inf,
+        rest: float = 30.0,
+    ) -> None:
+        self._name = name
+        self._count = threads
+        self._nice = nice
+        self._before = before
+        self._patience = patience
+        self._rest = rest
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._began: dict[int, float] = {}  # start time of each busy thread's job
+        self._rest_until = 0.0
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._closed = False
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Queue jobs; each thread takes them in order. A job must not raise.
+
+        Raises:
+            ValueError: The pool is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ValueError("the store is closed")
+            while len(self._threads) < self._count:
+                self._start()
+            if self._is_stuck() and self._rest_until and time.monotonic() >= self._rest_until:
+                self._rest_until = 0.0
+                if len(self._threads) < self._count + _MOST_EXTRA:
+                    self._start()
+            for job in jobs:
+                self._queue.put(job)
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Refuse queued jobs if all threads are stuck; callers that wait for a job call this from time to time."""
+        if len(self._began) < len(self._threads) or not self._is_stuck():
+            return
+        with self._lock:
+            if not self._is_stuck():
+                return
+            now = time.monotonic()
+            if not self._rest_until:
+                self._rest_until = now + self._rest
+                get_logger(__name__).warning(
+                    "[UCM.Store] all threads of %s have been stuck for %.1f s: what waits for them is refused",
+                    self._name,
+                    now - max(self._began.values()),
+                )
+            waiting = self._drain()
+            for job in waiting:
+                if not isinstance(job, RefusableJob):
+                    self._queue.put(job)
+        for job in waiting:
+            if isinstance(job, RefusableJob):
+                job.refuse()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all of the threads are stuck."""
+        with self._lock:
+            return self._is_stuck()
+
+    def close(self) -> None:
+        """Finish queued jobs and end the threads; stuck threads are abandoned."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+            for _ in threads:
+                self._queue.put(None)
+        for thread in threads:
+            while thread.is_alive() and not self.is_stuck:
+                thread.join(min(1.0, self._patience))
+        self.relieve()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _is_stuck(self) -> bool:
+        began = list(self._began.values())
+        return bool(began) and len(began) >= len(self._threads) and time.monotonic() - max(began) >= self._patience
+
+    def _drain(self) -> list[Job | None]:
+        found: list[Job | None] = []
+        try:
+            while True:
+                found.append(self._queue.get_nowait())
+        except Empty:
+            return found
+
+    def _run(self) -> None:
+        enter_background(self._nice)
+        me = threading.get_ident()
+        while (job := self._queue.get()) is not None:
+            self._began[me] = began = time.monotonic()
+            try:
+                if self._before is not None:
+                    self._before()
+                job()
+            except Exception:  # noqa: BLE001 - an exception would end the thread and leave its queue waiting for ever
+                get_logger(__name__).exception("[UCM.Store] a job of %s failed unexpectedly", self._name)
+            finally:
+                self._began.pop(me, None)
+            if time.monotonic() - began >= self._patience and self._is_one_too_many():
+                return
+        with self._lock:  # once all other threads have ended, only stuck ones may remain in the list
+            self._threads.remove(threading.current_thread())
+
+    def _is_one_too_many(self) -> bool:
+        """Return whether this thread, which was stuck, has been replaced by another one."""
+        with self._lock:
+            self._rest_until = 0.0
+            if len(self._threads) > self._count:
+                self._threads.remove(threading.current_thread())
+                return True
+            return False

@@ -1,27 +1,44 @@
-"""List and check the blocks in a store's directories, for tools outside an engine.
+"""List, check and count what is in a store's directories, for tools outside an engine.
 
-All functions work on a root that engines are using.
+All functions work on a root that engines are using; files that vanish during a scan are ignored.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import stat
+import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError, BlockUnreadableError
+from ucm.errors import ConfigError
+from ucm.store.base import BlockCorruptError, BlockForeignError, BlockMissingError, BlockUnreadableError
 from ucm.store.format import namespace_digest
+from ucm.store.memory.segment import check_slot, delete_slot, directory_of, segments
 from ucm.store.posix.files import check_file, quarantine
-from ucm.store.posix.layout import buckets, key_of, namespaces
-from ucm.store.posix.paths import list_directory
-from ucm.store.segment import check_slot, delete_slot, segments
+from ucm.store.posix.layout import (
+    IDENTITY,
+    MAX_IDENTITY_BYTES,
+    TEMPORARY,
+    Layout,
+    buckets,
+    check_namespace,
+    distrusted_namespaces,
+    is_owned,
+    is_quarantined,
+    is_stale,
+    key_of,
+    namespaces,
+)
+from ucm.store.posix.paths import list_directory, names_in, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucm.store.authentication import Authenticator
-    from ucm.store.base import BlockKey
-    from ucm.store.errors import StoreError
-    from ucm.store.posix.layout import Layout
+    from ucm.store.base import BlockKey, StoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +117,168 @@ def quarantine_block(block: StoredBlock, error: StoreError, keep: int) -> bool:
     if block.slot is not None:
         return delete_slot(*block.slot, block.key)
     return quarantine(block.layout, block.key, error, keep)
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A file of a namespace that is not a visible block."""
+
+    path: str
+    nbytes: int
+    written: float  #: in seconds since the epoch; for a block, the time of its last use
+
+
+@dataclass(slots=True)
+class NamespaceStock:
+    """The contents of a namespace in one directory; bytes count whole files, times are seconds since the epoch."""
+
+    namespace: str
+    identity: dict[str, Any] | None  #: the facts that its blocks depend on
+    blocks: int = 0
+    nbytes: int = 0
+    oldest: float | None = None  #: the time of the least recent use
+    newest: float | None = None
+    temporaries: int = 0  #: blocks being written
+    left_behind: int = 0  #: temporary files whose owners are gone
+    quarantined: int = 0  #: damaged blocks in quarantine
+    side_nbytes: int = 0  #: of temporaries and damaged blocks
+
+
+def side_files(directory: str) -> list[SideFile]:
+    """Return our files in one of a namespace's directories for temporary or damaged blocks; empty if it is missing.
+
+    Raises:
+        OSError: The directory cannot be listed.
+    """
+    return [
+        SideFile(f"{directory}/{name}", status.st_size if stat.S_ISREG(status.st_mode) else 0, status.st_mtime)
+        for name, status in list_directory(directory)
+        if is_owned(name) or is_quarantined(name)
+    ]
+
+
+def damaged_files(layout: Layout) -> list[SideFile]:
+    """Return the quarantined blocks; raises like ``side_files``."""
+    return [file for file in side_files(layout.quarantine) if is_quarantined(file.path.rpartition("/")[2])]
+
+
+def former_blocks(layout: Layout) -> list[SideFile]:
+    """Return the files of a Dram tier of earlier releases, one per block; this release does not read or evict them.
+
+    An engine of an earlier release still uses them: their times of last use tell.
+
+    Raises:
+        OSError: The namespace cannot be listed.
+    """
+    return [
+        SideFile(f"{bucket}/{name}", status.st_size, status.st_mtime)
+        for bucket in buckets(layout)
+        for name, status in list_directory(bucket)
+        if key_of(bucket, name) is not None
+    ]
+
+
+def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False) -> list[SideFile]:
+    """Return unfinished files whose owners are gone.
+
+    Args:
+        layout: The namespace.
+        stale_seconds: See ``StoreConfig``.
+        in_memory: Whether the namespace is in a Dram tier; then ``former_blocks`` that were not used for
+            ``stale_seconds`` belong to them.
+
+    Raises:
+        OSError: The namespace cannot be listed.
+    """
+    now = time.time()
+    return [
+        file
+        for directory in (layout.temporary, layout.quarantine)
+        for file in side_files(directory)
+        if is_stale(file.path.rpartition("/")[2], now - file.written, stale_seconds)
+    ] + [file for file in (former_blocks(layout) if in_memory else []) if now - file.written > stale_seconds]
+
+
+def identity(layout: Layout) -> dict[str, Any] | None:
+    """Return the content of a namespace's identity file; None if it is missing or unreadable."""
+    try:
+        found = json.loads(read_file(f"{layout.base}/{IDENTITY}", MAX_IDENTITY_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStock:
+    """What a Dram tier's directory holds."""
+
+    segments: int
+    nbytes: int  #: of the segments
+    blocks: int
+    former: int  #: ``former_blocks`` that are left behind
+    former_nbytes: int
+
+
+def take_stock_of_memory(root: str, stale_seconds: float) -> MemoryStock:
+    """Count the contents of a Dram tier's directory.
+
+    Args:
+        root: The directory.
+        stale_seconds: As in ``left_behind``.
+
+    Raises:
+        OSError: It cannot be listed.
+    """
+    layouts = list(namespaces(root))
+    sizes = [status.st_size for layout in layouts for _, status in list_directory(directory_of(layout))]
+    blocks = sum(1 for layout in layouts for segment in segments(layout) for _ in segment.blocks())
+    since = time.time() - stale_seconds
+    former = [file.nbytes for layout in layouts for file in former_blocks(layout) if file.written < since]
+    return MemoryStock(len(sizes), sum(sizes), blocks, len(former), sum(former))
+
+
+def take_stock(
+    layout: Layout, stale_seconds: float, step: Callable[[], object] = int, *, in_memory: bool = False
+) -> NamespaceStock:
+    """Count the contents of a namespace.
+
+    Args:
+        layout: The namespace.
+        stale_seconds: See ``StoreConfig``.
+        step: Called after each block.
+        in_memory: As in ``left_behind``.
+
+    Raises:
+        OSError: The namespace cannot be listed.
+    """
+    stock = NamespaceStock(layout.namespace, identity(layout))
+    for block in stored_blocks(layout.root, layout.namespace, in_memory=in_memory):
+        stock.blocks += 1
+        stock.nbytes += block.nbytes
+        stock.oldest = block.used if stock.oldest is None else min(block.used, stock.oldest)
+        stock.newest = block.used if stock.newest is None else max(block.used, stock.newest)
+        step()
+    temporaries, quarantined = side_files(layout.temporary), damaged_files(layout)
+    stock.temporaries, stock.quarantined = len(temporaries), len(quarantined)
+    former = former_blocks(layout) if in_memory else []
+    stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined, *former))
+    stock.left_behind = len(left_behind(layout, stale_seconds, in_memory=in_memory))
+    return stock
+
+
+def unmarked(root: str) -> list[str]:
+    """Return directories that look like a namespace but lack its marker, so that no process maintains them.
+
+    Raises:
+        OSError: The root cannot be listed.
+    """
+    known = {layout.base for layout in namespaces(root)} | {path for path, _ in distrusted_namespaces(root)}
+    found = []
+    for name, status in sorted(list_directory(os.path.realpath(root))):
+        with suppress(ConfigError):
+            layout = Layout(root, check_namespace(name.replace("+", "/")))
+            if layout.base in known or not stat.S_ISDIR(status.st_mode):
+                continue
+            if buckets(layout) and TEMPORARY in names_in(layout.base):
+                found.append(layout.base)
+    return found

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from pydantic import BaseModel, ConfigDict
 
 from ucm.logger import get_logger
-from ucm.store.base import TierStats
-from ucm.store.errors import (
+from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
     StoreError,
     StoreFullError,
     StoreUnavailableError,
+    TierStats,
 )
 from ucm.store.format import aligned_buffer, known_codec, verify
 
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from ucm.store.format import HeaderCodec
     from ucm.store.health import Breaker
 
-
 #: Failures that concern the medium rather than one block, and how many different reasons are logged at most.
 _OF_THE_MEDIUM = (StoreFullError, StoreUnavailableError)
 _MOST_REASONS = 8
-
 #: The outcome of reading a block: an error, or whether its time of last use was old. If it was, the lower tiers renew
 #: theirs as well, so that they do not evict blocks that are always read from a higher tier.
 Outcome: TypeAlias = "StoreError | bool"
@@ -426,3 +424,40 @@ class ValueWriter(BlockWriter):
     def abort(self) -> None:
         """Free the memory."""
         self._memory = memoryview(b"")
+
+
+class RecentKeys:
+    """A set of keys that expire, in two generations; the older one is dropped at the end of its time.
+
+    Args:
+        limit: The most keys held; 0 or 1 hold none.
+        seconds: How long a key is held at least, unless there are too many; at most twice as long.
+    """
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self._half = limit // 2
+        self._seconds = seconds
+        self._young: set[BlockKey] = set()
+        self._old: set[BlockKey] = set()
+        self._turn = 0.0
+
+    def generations(self) -> tuple[set[BlockKey], set[BlockKey]]:
+        """Return the younger and the older set for one lookup; add new keys to the younger one."""
+        if not self._half:
+            return set(), set()
+        now = time.monotonic()
+        if now >= self._turn + self._seconds:
+            self._young, self._old = set(), set()
+            self._turn = now + self._seconds
+        elif now >= self._turn:
+            self._young, self._old = set(), self._young
+            self._turn += self._seconds
+        elif len(self._young) > self._half:
+            self._young, self._old = set(), self._young
+            self._turn = now + self._seconds
+        return self._young, self._old
+
+    def drop(self, key: BlockKey) -> None:
+        """Forget a key that is, or may be, gone."""
+        self._young.discard(key)
+        self._old.discard(key)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.config.units import format_size
 from ucm.errors import UcmError
-from ucm.store.bench import Figures, Workload, bench, beside, for_bench
-from ucm.store.bench_lookup import LookupFigures, bench_lookup
+from ucm.store.bench import Figures, LookupFigures, Workload, bench, bench_lookup, beside, for_bench
 from ucm.store.config import StoreConfig
-from ucm.store.segment import LOCK_FILE
+from ucm.store.memory.segment import LOCK_FILE
 from ucm.store_command.places import read_store_settings
 from ucm.store_command.text import progress, say, say_json, table
 

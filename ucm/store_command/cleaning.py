@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucm.store.inspection import stored_blocks
-from ucm.store.inventory import damaged_files, former_blocks, left_behind, side_files
+from ucm.store.inspection import damaged_files, former_blocks, left_behind, side_files, stored_blocks
+from ucm.store.memory.segment import delete_slot, directory_of, remove_empty
 from ucm.store.posix.index import log_removals, removals_path
 from ucm.store.posix.layout import IDENTITY, MARKER, buckets
 from ucm.store.posix.paths import remove_directory, status_of, unlink
-from ucm.store.segment import delete_slot, directory_of, remove_empty
 
 if TYPE_CHECKING:
     import argparse

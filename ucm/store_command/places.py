@@ -22,13 +22,13 @@ from ucm.config.upstream import translate
 from ucm.config.validation import problems_of
 from ucm.errors import ConfigError, UcmError
 from ucm.store.config import StoreConfig, pipeline_parts
-from ucm.store.dram import check_apart
 from ucm.store.factory import is_on_servers, open_tier
 from ucm.store.format import namespace_digest
-from ucm.store.inventory import unmarked
+from ucm.store.inspection import unmarked
+from ucm.store.memory.dram import check_apart
 from ucm.store.posix.layout import distrusted_namespaces, namespaces
 from ucm.store.posix.tier import check_root
-from ucm.store.remote_tier import RemoteTier
+from ucm.store.remote.tiers import RemoteTier
 
 if TYPE_CHECKING:
     import argparse

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.config.units import format_size
 from ucm.errors import ConfigError
-from ucm.store.errors import StoreError
+from ucm.store.base import StoreError
 from ucm.store.factory import ask_tier
-from ucm.store.inventory import NamespaceStock, take_stock, unmarked
+from ucm.store.inspection import NamespaceStock, take_stock, unmarked
 from ucm.store_command.places import Directory, Places, find_places, opened_server
 from ucm.store_command.text import (
     NO_STORE,

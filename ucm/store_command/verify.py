@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.config.units import format_size
 from ucm.errors import ConfigError, UcmError
-from ucm.store.errors import (
+from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
     BlockMissingError,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockKey
-    from ucm.store.remote_tier import RemoteTier, StoredValue
+    from ucm.store.remote.tiers import RemoteTier, StoredValue
 
 
 @dataclass(frozen=True, slots=True)

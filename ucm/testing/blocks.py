@@ -14,8 +14,7 @@ from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ucm.store.base import KVStore, TaskResult
-    from ucm.store.errors import StoreError
+    from ucm.store.base import KVStore, StoreError, TaskResult
 
 T = TypeVar("T")
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
-from ucm.store.errors import BlockMissingError
+from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError, BlockTransfer
 from ucm.store.factory import open_store
 from ucm.testing.blocks import EVEN, Memory, content, fetch, filled, key, pick, save
 from ucm.testing.conformance_saving import KEYS, NAMESPACE, SavingConformance

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ucm.store.errors import BlockMissingError, IncompleteBlockError
+from ucm.store.base import BlockMissingError, IncompleteBlockError
 from ucm.store.factory import open_store
 from ucm.testing.blocks import EVEN, MANY, ODD, Memory, content, fetch, filled, key, pick, save
 

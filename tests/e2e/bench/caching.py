@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from tests.e2e.bench.figure import Figure
 from transforms.pipeline.package import BUILD
 from ucm.hashing.bench import measure
-from ucm.store.bench import Workload, bench, beside, for_bench
-from ucm.store.bench_lookup import bench_lookup
+from ucm.store.bench import Workload, bench, bench_lookup, beside, for_bench
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import BlockGeometry, BlockKey, KVStore
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.slab import Slab
+from ucm.store.memory.slab import Slab
 from ucm.testing.blocks import save
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from tests.ucm.store.servers import RedisServer
 from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.format import HeaderCodec
-from ucm.store.redis_tier import RedisOptions, RedisTier
+from ucm.store.remote.tiers import RedisOptions, RedisTier
 from ucm.store.tier import TierPlace
 
 if TYPE_CHECKING:

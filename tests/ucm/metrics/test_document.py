@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from ucm.integration.vllm.metric_names import METRICS
-from ucm.store import errors
+from ucm.store import base
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -35,7 +35,7 @@ def test_no_other_is_named() -> None:
 
 
 def test_every_cause_is_explained() -> None:
-    causes = {error.cause for error in vars(errors).values() if hasattr(error, "cause")}
+    causes = {error.cause for error in vars(base).values() if hasattr(error, "cause")}
     assert {row[0].strip("`") for row in rows("| cause |")} == causes
     known = METRICS["ucm:failures_total"].known
     assert {cause for _, cause in known} == causes

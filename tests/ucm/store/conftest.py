@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.ucm.store.servers import RedisServer, S3Server, cluster, wait_until_whole
 from ucm.logger import get_logger
-from ucm.store import health, pool, recent
+from ucm.store import health, tier
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def config(tmp_path: Path) -> StoreConfig:
 class Clock:
     """A clock that stands still until the test moves it."""
 
-    now = 1000.0
+    def __init__(self) -> None:
+        self.now = time.monotonic()
 
     def monotonic(self) -> float:
         return self.now
@@ -72,8 +74,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock that determines when a rest ends, a thread counts as stuck, and a cached lookup expires."""
     found = Clock()
     monkeypatch.setattr(health, "time", found)
-    monkeypatch.setattr(pool, "time", found)
-    monkeypatch.setattr(recent, "time", found)
+    monkeypatch.setattr(tier, "time", found)
     return found
 
 

@@ -15,15 +15,14 @@ from tests.ucm.store.keys import key_file, secret
 from ucm.config import load_connector_config
 from ucm.errors import ConfigError
 from ucm.store.authentication import Authenticator, read_authenticator
-from ucm.store.base import BlockGeometry
+from ucm.store.base import BlockGeometry, StoreError
 from ucm.store.config import StoreConfig
-from ucm.store.errors import StoreError
 from ucm.store.factory import authenticator_of, open_store
 from ucm.store.format import HeaderCodec, checksum, namespace_digest, verify
 from ucm.store.inspection import check_block, stored_blocks
+from ucm.store.memory.segment import segments
 from ucm.store.posix.layout import Layout
 from ucm.store.posix.tier import PosixTier
-from ucm.store.segment import segments
 from ucm.store.tier import Tier
 from ucm.testing.blocks import EVEN, MANY, ODD, Memory, content, fetch, key, save
 
@@ -426,7 +425,7 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path, config: StoreConfig) -
 
 
 def test_a_whole_store_of_others_is_refused(tmp_path: Path) -> None:
-    config = StoreConfig(pipeline="ucm.store.empty:EmptyStore", authentication_key_file=key_file(tmp_path / "key"))
+    config = StoreConfig(pipeline="ucm.store.factory:EmptyStore", authentication_key_file=key_file(tmp_path / "key"))
     with pytest.raises(ConfigError, match="UCM cannot authenticate"):
         open_store(config, NAMESPACE, EVEN)
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store.bench import Figures, Workload, bench, beside, for_bench
-from ucm.store.bench_lookup import LookupFigures, bench_lookup
+from ucm.store.bench import Figures, LookupFigures, Workload, bench, bench_lookup, beside, for_bench
 from ucm.testing.blocks import files
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ucm.store.errors import BlockCorruptError, BlockForeignError
+from ucm.store.base import BlockCorruptError, BlockForeignError
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import Layout
 from ucm.testing.blocks import ODD, Memory, content, fetch, key, save

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store.config import StoreConfig
-from ucm.store.dram_tier import DramTier
-from ucm.store.errors import (
+from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
     BlockMissingError,
@@ -27,10 +25,12 @@ from ucm.store.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
+from ucm.store.memory.dram import DramTier
+from ucm.store.memory.segment import LOCK_FILE, Segment, delete_blocks, directory_of, remove_empty, segments
 from ucm.store.posix.layout import PRIVATE, Layout, owner_name
-from ucm.store.segment import LOCK_FILE, Segment, delete_blocks, directory_of, remove_empty, segments
 from ucm.store.tier import TierOptions, TierPlace
 from ucm.testing.blocks import EVEN, ODD, content, fetch, filled, key, save
 
@@ -366,7 +366,7 @@ def test_a_deleted_segment_is_readable_for_a_while(config: StoreConfig, monkeypa
     reader = next(one for one in readers if not Path(one.path).exists())
     copy = copies[reader.path]
     assert bytes(reader.slot(0)) == copy, "a read of given back memory would allocate it again, or end the process"
-    monkeypatch.setattr("ucm.store.dram_tier._COPYING_SECONDS", -1.0)
+    monkeypatch.setattr("ucm.store.memory.dram._COPYING_SECONDS", -1.0)
     other.tier._give_back()
     assert not any(reader.slot(0))
 

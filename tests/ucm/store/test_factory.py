@@ -12,12 +12,10 @@ import pytest
 
 from ucm.errors import ConfigError
 from ucm.store import factory
-from ucm.store.base import BlockGeometry
+from ucm.store.base import BlockGeometry, BlockMissingError
 from ucm.store.config import ENTRY_POINT_GROUP, StoreConfig
-from ucm.store.dram import in_memory
-from ucm.store.empty import EmptyStore
-from ucm.store.errors import BlockMissingError
-from ucm.store.factory import open_store
+from ucm.store.factory import EmptyStore, open_store
+from ucm.store.memory.dram import in_memory
 from ucm.store.tier import TierOptions, TierPlace, ValueTier
 from ucm.testing.blocks import EVEN, ODD, content, fetch, files, filled, key, save
 
@@ -124,14 +122,14 @@ def test_a_wrong_option_of_a_tier_is_named_and_not_shown(
 
 
 def test_another_s_store_stands_alone(config: StoreConfig) -> None:
-    with open_store(replace(config, pipeline="ucm.store.empty:EmptyStore"), "n", ODD) as store:
+    with open_store(replace(config, pipeline="ucm.store.factory:EmptyStore"), "n", ODD) as store:
         assert isinstance(store, EmptyStore)
     with pytest.raises(ConfigError, match="complete store"):
-        open_store(replace(config, pipeline="ucm.store.empty:EmptyStore|Posix"), "n", ODD)
+        open_store(replace(config, pipeline="ucm.store.factory:EmptyStore|Posix"), "n", ODD)
 
 
 def test_a_back_end_by_its_entry_point(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoint("Mine", "ucm.store.empty:EmptyStore", ENTRY_POINT_GROUP)
+    found = EntryPoint("Mine", "ucm.store.factory:EmptyStore", ENTRY_POINT_GROUP)
     monkeypatch.setattr(factory, "entry_points", lambda **of: [found] if of == {"group": "ucm.stores"} else [])
     with open_store(replace(config, pipeline="Mine"), "n", ODD) as store:
         assert isinstance(store, EmptyStore)
@@ -164,7 +162,7 @@ def test_the_empty_store_takes_everything_and_has_nothing() -> None:
         ({"pipeline": "Posix|Posix"}, "pipeline"),
         ({"pipeline": "Postfix"}, "pipeline"),
         ({"pipeline": "no.such.module:Store"}, "pipeline"),
-        ({"pipeline": "ucm.store.empty:NoSuchClass"}, "pipeline"),
+        ({"pipeline": "ucm.store.factory:NoSuchClass"}, "pipeline"),
         ({"pipeline": ":"}, "pipeline"),
         ({"pipeline": f"{HERE}:not_a_store"}, "pipeline"),
         ({"directories": ()}, "directories"),

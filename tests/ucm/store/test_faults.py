@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.ucm.store.workers import live_with_limits, live_without_privileges, save_for_ever
+from ucm.store.base import StoreFullError
 from ucm.store.config import StoreConfig
-from ucm.store.errors import StoreFullError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix.index import clean_up

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucm.store.base import BlockGeometry, BlockKey
-from ucm.store.errors import BlockCorruptError, BlockForeignError
+from ucm.store.base import BlockCorruptError, BlockForeignError, BlockGeometry, BlockKey
 from ucm.store.format import (
     MAX_UNITS,
     UNIT,

@@ -13,19 +13,17 @@ from unittest.mock import create_autospec
 import pytest
 
 from tests.ucm.store.frozen import FrozenDirectory
-from ucm.store import promotion, tiered
-from ucm.store.errors import BlockMissingError, StoreTimeoutError
+from ucm.store import copying, tiered
+from ucm.store.base import BlockMissingError, StoreTimeoutError, TransferTask
 from ucm.store.factory import open_store
-from ucm.store.pool import Pool, RefusableJob
+from ucm.store.health import Pool, RefusableJob
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import index as posix_index
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
 from ucm.store.posix.layout import buckets
 from ucm.store.posix.tier import PosixTier, _Question
-from ucm.store.recent import RecentKeys
-from ucm.store.tasks import TransferTask
-from ucm.store.tier import TierOptions, TierPlace, ValueTier
+from ucm.store.tier import RecentKeys, TierOptions, TierPlace, ValueTier
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:
@@ -274,7 +272,7 @@ def test_without_memory_for_a_copy_a_loaded_block_is_not_kept_and_nobody_waits(
         assert store.flush(LONG)
         empty(both)
         with monkeypatch.context() as patched:
-            patched.setattr(promotion, "aligned_buffer", full)
+            patched.setattr(copying, "aligned_buffer", full)
             task = store.load([memory.transfer() for memory in filled(KEYS, EVEN)])
             assert isinstance(task, TransferTask)
             assert task.finished_within(LONG)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store import health
-from ucm.store.errors import BlockMissingError, StoreUnavailableError
+from ucm.store.base import BlockMissingError, StoreUnavailableError
 from ucm.store.health import Breaker
 from ucm.store.tier import TierCounters
 
@@ -34,7 +34,7 @@ def resting(clock: Clock) -> Breaker:
 def test_who_comes_during_the_probe_hears_how_it_went(
     resting: Breaker, goes_well: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "_PATIENCE", 60.0)
+    monkeypatch.setattr(health, "_PROBE_SECONDS", 60.0)
     assert resting.allows()
     with ThreadPoolExecutor(8) as pool:
         others = [pool.submit(resting.allows) for _ in range(8)]
@@ -48,7 +48,7 @@ def test_who_comes_during_the_probe_hears_how_it_went(
 
 
 def test_a_probe_that_hangs_keeps_the_others_for_a_moment(resting: Breaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_PATIENCE", 0.01)
+    monkeypatch.setattr(health, "_PROBE_SECONDS", 0.01)
     assert resting.allows()
     waiting = threading.Thread(target=resting.allows)
     waiting.start()

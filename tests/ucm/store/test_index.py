@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucm.store.errors import StoreUnavailableError
+from ucm.store.base import StoreUnavailableError
 from ucm.store.factory import open_store
 from ucm.store.posix import index as posix_index
 from ucm.store.posix.index import Position, evict, log_removals, read_removals, scan

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError
+from ucm.store.base import BlockCorruptError, BlockForeignError, BlockMissingError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
-from ucm.store.inspection import check_block, quarantine_block, stored_blocks
-from ucm.store.posix.layout import Layout
+from ucm.store.inspection import (
+    check_block,
+    identity,
+    left_behind,
+    quarantine_block,
+    side_files,
+    stored_blocks,
+    take_stock,
+    unmarked,
+)
+from ucm.store.posix.layout import IDENTITY, Layout, owner_name
 from ucm.testing.blocks import ODD, key, save
 
 if TYPE_CHECKING:
@@ -55,3 +65,76 @@ def test_what_is_wrong_with_a_block(root: str) -> None:
     assert quarantine_block(blocks[KEYS[0]], found[0], keep=1)
     assert not paths[0].exists()
     assert len(list((Path(root) / "c" / "aside").iterdir())) == 1
+
+
+@pytest.fixture
+def layout(config: StoreConfig) -> Layout:
+    with open_store(config, "a/b", ODD) as store:
+        save(store, [key(number) for number in range(3)], ODD)
+    return Layout(config.directories[0], "a/b")
+
+
+def test_a_namespace_s_stock(layout: Layout) -> None:
+    for number in range(3):
+        os.utime(layout.block(key(number)), (1000 + number, 1000 + number))
+    steps: list[None] = []
+    stock = take_stock(layout, 3600, lambda: steps.append(None))
+    assert (stock.namespace, stock.blocks, stock.nbytes, len(steps)) == ("a/b", 3, 3 * FILE, 3)
+    assert (stock.oldest, stock.newest) == (1000, 1002)
+    assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_nbytes) == (0, 0, 0, 0)
+
+
+def test_a_block_used_in_1970(layout: Layout) -> None:
+    for number in range(3):
+        os.utime(layout.block(key(number)), (0, 0))
+    stock = take_stock(layout, 3600)
+    assert (stock.oldest, stock.newest) == (0, 0)
+
+
+def test_a_namespace_that_is_gone_holds_nothing(tmp_path: Path) -> None:
+    layout = Layout(str(tmp_path), "n")
+    stock = take_stock(layout, 3600)
+    assert (stock.blocks, stock.oldest, stock.newest, stock.identity) == (0, None, None, None)
+    assert side_files(layout.temporary) == []
+
+
+def test_what_the_dead_left(layout: Layout) -> None:
+    mine = owner_name()
+    dead = mine.replace(f"-{os.getpid()}-", "-999999999-")
+    for name in (mine, dead):
+        Path(layout.temporary, name).write_bytes(b"x" * 7)
+        Path(layout.quarantine, name).write_bytes(b"x")
+    Path(layout.quarantine, "1-ab-corrupt").write_bytes(b"x" * 3)
+    left = left_behind(layout, 3600)
+    assert {(file.path, file.nbytes) for file in left} == {
+        (f"{layout.temporary}/{dead}", 7),
+        (f"{layout.quarantine}/{dead}", 1),
+    }
+    stock = take_stock(layout, 3600)
+    assert (stock.temporaries, stock.left_behind, stock.quarantined, stock.side_nbytes) == (2, 2, 1, 17)
+    Path(layout.temporary, mine).rename(Path(layout.temporary, f"{'0' * 16}-1-1-0-0"))  # of another host
+    assert len(left_behind(layout, 3600)) == 2
+    assert len(left_behind(layout, -1)) == 3
+
+
+def test_identities(layout: Layout) -> None:
+    path = Path(layout.base, IDENTITY)
+    assert identity(layout) is None
+    path.write_text('{"name": "llama"}', encoding="utf-8")
+    assert identity(layout) == {"name": "llama"}
+    path.unlink()
+    path.mkdir()
+    assert identity(layout) is None
+
+
+def test_namespaces_without_a_marker(layout: Layout) -> None:
+    root = Path(layout.root)
+    for name in ("stranger", "UPPER", "empty"):
+        (root / name / "tmp").mkdir(parents=True)
+    (root / "stranger" / "ab").mkdir()
+    (root / "file").write_text("x", encoding="utf-8")
+    assert unmarked(layout.root) == [str(root / "stranger")]
+    (root / "stranger" / "ab").rmdir()
+    assert unmarked(layout.root) == []
+    Path(layout.base, "NAMESPACE").unlink()
+    assert unmarked(layout.root) == [layout.base]

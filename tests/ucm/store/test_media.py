@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store.base import BlockGeometry
+from ucm.store.base import BlockGeometry, BlockMissingError, IncompleteBlockError, StoreFullError, StoreUnavailableError
 from ucm.store.config import StoreConfig
-from ucm.store.errors import BlockMissingError, IncompleteBlockError, StoreFullError, StoreUnavailableError
 from ucm.store.factory import open_store
 from ucm.store.posix import files as posix_files
 from ucm.store.posix import paths as posix_paths
@@ -26,8 +25,7 @@ from ucm.testing.blocks import ODD, content, fetch, files, filled, key, save
 
 if TYPE_CHECKING:
     from tests.ucm.store.conftest import Clock
-    from ucm.store.base import BlockTransfer
-    from ucm.store.errors import StoreError
+    from ucm.store.base import BlockTransfer, StoreError
     from ucm.store.format import HeaderCodec
 
 NAMESPACE = "a/b"

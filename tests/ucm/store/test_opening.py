@@ -13,8 +13,7 @@ import pytest
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.errors import ConfigError
 from ucm.store.base import BlockTransfer, KVStore
-from ucm.store.factory import open_store
-from ucm.store.opening import OpeningStore
+from ucm.store.factory import OpeningStore, open_store
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:

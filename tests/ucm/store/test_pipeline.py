@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store.errors import BlockCorruptError, BlockMissingError, StoreUnavailableError
+from ucm.store.base import BlockCorruptError, BlockMissingError, StoreUnavailableError
 from ucm.store.factory import open_store
+from ucm.store.memory.segment import delete_blocks, segments
 from ucm.store.posix.layout import Layout
-from ucm.store.segment import delete_blocks, segments
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import pytest
 
 from tests.ucm.store.conftest import Clock
 from ucm.errors import ConfigError
+from ucm.store.base import IncompleteBlockError, StoreFullError
 from ucm.store.config import StoreConfig
-from ucm.store.errors import IncompleteBlockError, StoreFullError
 from ucm.store.factory import open_store
 from ucm.store.posix.index import clean_up
 from ucm.store.posix.layout import Layout

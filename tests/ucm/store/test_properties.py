@@ -12,9 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ucm.store.base import BlockGeometry, BlockKey
+from ucm.store.base import BlockGeometry, BlockKey, BlockMissingError
 from ucm.store.config import StoreConfig
-from ucm.store.errors import BlockMissingError
 from ucm.store.factory import open_store
 from ucm.store.posix.index import WORTH, evict, scan
 from ucm.store.posix.layout import Layout

@@ -22,7 +22,7 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store, open_tier
 from ucm.store.format import namespace_digest
 from ucm.store.health import Breaker
-from ucm.store.redis_tier import RedisTier
+from ucm.store.remote.tiers import RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from tests.ucm.store.conftest import Clock
     from ucm.doctor.findings import Finding
-    from ucm.store.base import BlockKey, KVStore
-    from ucm.store.errors import StoreError
+    from ucm.store.base import BlockKey, KVStore, StoreError
 
 KEYS = [key(number) for number in range(12)]
 ALL = {block: content(block, EVEN) for block in KEYS}
@@ -468,7 +467,7 @@ def test_slots_that_move_under_load(redis_cluster: list[RedisServer]) -> None:
 
 
 def slot_of(block: BlockKey) -> int:
-    from ucm.store.redis_wire import slot  # noqa: PLC0415 - what only this test needs
+    from ucm.store.remote.redis_client import slot  # noqa: PLC0415 - what only this test needs
 
     return slot(name(block).encode())
 
@@ -524,7 +523,7 @@ def test_a_password_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_redis_py_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "ucm.store.redis_wire", raising=False)
+    monkeypatch.delitem(sys.modules, "ucm.store.remote.redis_client", raising=False)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ConfigError, match="redis-py") as caught:
         open_store(config("127.0.0.1:1"), NAMESPACE, EVEN)

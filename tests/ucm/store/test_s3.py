@@ -20,14 +20,13 @@ from tests.ucm.store.servers import Proxy, S3Server, certificates, free_port
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
 from ucm.errors import ConfigError
+from ucm.store.base import StoreTimeoutError, StoreUnavailableError
 from ucm.store.config import StoreConfig
-from ucm.store.errors import StoreTimeoutError, StoreUnavailableError
 from ucm.store.factory import ask_tier, open_store
 from ucm.store.format import namespace_digest
 from ucm.store.health import Breaker
-from ucm.store.remote_tier import Part
-from ucm.store.s3_client import S3Client, scatter
-from ucm.store.s3_tier import S3Options
+from ucm.store.remote.s3_client import S3Client, scatter
+from ucm.store.remote.tiers import Part, S3Options
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from email.message import Message
 
     from ucm.doctor.findings import Finding
-    from ucm.store.base import KVStore
-    from ucm.store.errors import StoreError
+    from ucm.store.base import KVStore, StoreError
 
 KEYS = [key(number) for number in range(12)]
 ALL = {block: content(block, EVEN) for block in KEYS}
@@ -528,7 +526,7 @@ def test_options_that_cannot_be(configure: Callable[..., StoreConfig], options: 
 def test_a_missing_obstore_is_named_with_its_extra(
     configure: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "ucm.store.s3_client", raising=False)
+    monkeypatch.delitem(sys.modules, "ucm.store.remote.s3_client", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match="obstore") as caught:
         open_store(configure(), NAMESPACE, EVEN)

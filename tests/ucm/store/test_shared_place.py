@@ -17,8 +17,7 @@ import pytest
 from ucm import cli
 from ucm.errors import ConfigError
 from ucm.store.factory import open_store
-from ucm.store.inspection import check_block, stored_blocks
-from ucm.store.inventory import identity
+from ucm.store.inspection import check_block, identity, stored_blocks
 from ucm.store.posix import paths as posix_paths
 from ucm.store.posix import space as posix_space
 from ucm.store.posix.index import clean_up, evict, log_removals, read_removals, scan

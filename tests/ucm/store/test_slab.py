@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store import slab as slabs
 from ucm.store.base import BlockTransfer
-from ucm.store.segment import LARGE_BYTES
-from ucm.store.slab import PAGE, Slab, SlabAddress, SlabReader, State
+from ucm.store.memory import slab as slabs
+from ucm.store.memory.segment import LARGE_BYTES
+from ucm.store.memory.slab import PAGE, Slab, SlabAddress, SlabReader, State
 from ucm.testing.blocks import key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucm.store.slab import Row
+    from ucm.store.memory.slab import Row
 
 ROWS = 4
 SIZES = (10, 20, 5)
@@ -31,7 +31,7 @@ KEYS = [key(number) for number in range(8)]
 OWNER = f"""
 import sys
 from ucm.testing.blocks import key
-from ucm.store.slab import PAGE, Slab
+from ucm.store.memory.slab import PAGE, Slab
 slab = Slab({ROWS} * PAGE, 2)
 slab.lay_out({sum(SIZES)})
 row, _ = slab.claim(0, key(0))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store import throttle
+from ucm.store import guard
 from ucm.store.factory import open_store
-from ucm.store.throttle import Throttle
+from ucm.store.guard import Throttle
 from ucm.testing.blocks import EVEN, filled, key, save
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MOMENT, LONG, NEVER = 0.2, 60.0, 3600.0
 
 @pytest.fixture
 def store(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[KVStore]:
-    monkeypatch.setattr(throttle, "PATIENCE", NEVER)
+    monkeypatch.setattr(guard, "LONGEST_DELAY", NEVER)
     with open_store(replace(config, save_threads=1), "n", EVEN) as opened:
         yield opened
 
@@ -55,7 +55,7 @@ def test_nothing_is_written_while_the_caller_computes(store: KVStore) -> None:
 
 
 def test_nothing_is_written_right_after_it_computed(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "GRACE", NEVER)
+    monkeypatch.setattr(guard, "GRACE", NEVER)
     task = saved_in_the_background(store)
     store.throttle(active=False)
     assert not is_finished_after(store, task, MOMENT)
@@ -75,7 +75,7 @@ def test_loads_are_not_held_back(store: KVStore) -> None:
 
 
 def test_what_is_too_much_is_written_at_once(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "MOST_WAITING", 2 * EVEN.nbytes)
+    monkeypatch.setattr(guard, "MOST_WAITING", 2 * EVEN.nbytes)
     task = saved_in_the_background(store)
     # All but the last: with that alone waiting, there is time.
     assert not is_finished_after(store, task, MOMENT)
@@ -84,8 +84,8 @@ def test_what_is_too_much_is_written_at_once(store: KVStore, monkeypatch: pytest
 
 
 def test_the_more_waits_the_less_patient_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "PATIENCE", NEVER)
-    monkeypatch.setattr(throttle, "MOST_WAITING", 10_000)
+    monkeypatch.setattr(guard, "LONGEST_DELAY", NEVER)
+    monkeypatch.setattr(guard, "MOST_WAITING", 10_000)
     held = Throttle()
     held.switch(active=True)
     turns = [threading.Thread(target=held.take_turn, args=(waiting,), daemon=True) for waiting in (9_999, 5_000)]
@@ -105,7 +105,7 @@ def test_a_store_can_be_closed_meanwhile(store: KVStore) -> None:
 
 
 def test_a_long_computation_does_not_hold_it_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "PATIENCE", 0.001)
+    monkeypatch.setattr(guard, "LONGEST_DELAY", 0.001)
     held = Throttle()
     held.switch(active=True)
     held.take_turn(0)

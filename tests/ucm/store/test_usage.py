@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from tests.ucm.store.workers import evict_until_killed, fill
-from ucm.store.errors import StoreFullError
+from ucm.store.base import StoreFullError
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec
 from ucm.store.posix import space as posix_space

@@ -15,8 +15,8 @@ from ucm.config import load_connector_config
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.memory.segment import directory_of, segments
 from ucm.store.posix.layout import Layout
-from ucm.store.segment import directory_of, segments
 from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 
 if TYPE_CHECKING:

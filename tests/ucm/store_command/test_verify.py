@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.ucm.store_command.conftest import Answer, Kept
-    from ucm.store.errors import StoreError
+    from ucm.store.base import StoreError
     from ucm.store.inspection import StoredBlock
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

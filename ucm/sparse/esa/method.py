@@ -40,8 +40,7 @@ from ucm.sparse.released_blocks import ReleasingMethod, require_own_connector
 from ucm.sparse.steering import refuse_asked
 from ucm.sparse.window import TILE, SinksAndWindow
 from ucm.store.config import default_dram_directory
-from ucm.store.factory import open_store
-from ucm.store.opening import opens_within
+from ucm.store.factory import open_store, opens_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -23,14 +23,12 @@ import numpy as np
 from ucm.background import call_later
 from ucm.logger import get_logger
 from ucm.sparse.esa.offloaded import block_key
-from ucm.store.base import BlockTransfer
-from ucm.store.errors import StoreFullError, StoreTimeoutError
-from ucm.store.factory import open_store
-from ucm.store.opening import OpeningStore
-from ucm.store.pool import Pool
+from ucm.store.base import BlockTransfer, StoreFullError, StoreTimeoutError
+from ucm.store.factory import OpeningStore, open_store
+from ucm.store.health import Pool
+from ucm.store.memory.segment import delete_blocks, remove_empty
 from ucm.store.posix.layout import PRIVATE, Layout, is_stale, namespaces
 from ucm.store.posix.paths import names_in, unlink
-from ucm.store.segment import delete_blocks, remove_empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,9 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.block_copies import BlockCopies
-    from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, Task
+    from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, StoreError, Task
     from ucm.store.config import StoreConfig
-    from ucm.store.errors import StoreError
 
 #: The age of blocks that count as abandoned, which no request reaches.
 STALE_SECONDS = 7 * 86400.0

@@ -4,7 +4,7 @@
 
     <root>/USED                          how much the root holds; see ``space``
     <root>/<namespace>/NAMESPACE         marks the directory as ours, and names the namespace
-    <root>/<namespace>/identity.json     the facts that its blocks depend on; see ``identity_file``
+    <root>/<namespace>/identity.json     the facts that its blocks depend on; see ``write_identity``
     <root>/<namespace>/REMOVED           which blocks were taken out; see ``index``
     <root>/<namespace>/<2 hex>/<hex>     a block; the two parts are its key
     <root>/<namespace>/tmp/              blocks being written, named by their writers
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.errors import ConfigError
+from ucm.logger import get_logger
 from ucm.store.base import BlockKey
 from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES
 from ucm.store.posix.paths import (
@@ -49,6 +50,7 @@ from ucm.store.posix.paths import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ucm.store.config import StoreConfig
 
 MARKER = "NAMESPACE"
 #: The file in which an engine describes what the blocks depend on, and the most bytes read from it.
@@ -61,7 +63,6 @@ QUARANTINE = "aside"
 PRIVATE = "middle"
 MAX_NAMESPACE = 200
 _MAX_MARKER_BYTES = 4096
-
 _NAMESPACE = re.compile(r"[a-z0-9_-][a-z0-9._-]*(/[a-z0-9_-][a-z0-9._-]*)*")
 _BUCKET = re.compile(r"[0-9a-f]{2}")
 _REST = re.compile(rf"[0-9a-f]{{{2 * MIN_KEY_BYTES - 2},{2 * MAX_KEY_BYTES - 2}}}")
@@ -311,3 +312,28 @@ def _started(process: int) -> int:
     except OSError:
         return -1
     return int(status.rpartition(b")")[2].split()[19])
+
+
+def write_identity(config: StoreConfig, namespace: str, text: str) -> None:
+    """Write what a namespace's blocks depend on into each directory of our tiers; log a directory that fails.
+
+    It shows operators why two engines do not share blocks. The scheduler process writes it when it starts. The workers'
+    stores remember the text that they find when they are opened, and write it again when they recreate a namespace
+    that was deleted.
+
+    Args:
+        config: The store's configuration.
+        namespace: The namespace that the text describes.
+        text: JSON.
+    """
+    names = set(config.parts)
+    roots = list(config.directories) if "Posix" in names else []
+    if names & {"Dram", "Cache"}:
+        roots.append(config.dram_directory)
+    for root in roots:
+        try:
+            layout = Layout(root, namespace)
+            layout.identity = text.encode()
+            layout.make()
+        except OSError as error:
+            get_logger(__name__).warning("[UCM.Store] %s cannot be written below %s: %s", IDENTITY, root, error)

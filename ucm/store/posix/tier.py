@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
-from ucm.store.errors import (
+from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
     BlockUnreadableError,
@@ -23,15 +23,13 @@ from ucm.store.errors import (
     StoreTimeoutError,
 )
 from ucm.store.format import known_codec
-from ucm.store.health import Breaker
-from ucm.store.pool import Pool, RefusableJob
+from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
 from ucm.store.posix.index import REMOVALS, NameIndex, close_indices
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
 from ucm.store.posix.paths import KeptDirectory, distrust, group_id, make_directory, open_file, shared_group
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
-from ucm.store.recent import RecentKeys
-from ucm.store.tier import Tier
+from ucm.store.tier import RecentKeys, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

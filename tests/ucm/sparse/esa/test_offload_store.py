@@ -19,14 +19,14 @@ from tests.ucm.sparse.esa.memory import shared_memory
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.sparse.esa import offload_store
 from ucm.sparse.esa.offload_store import OffloadStore, remove_leftovers
-from ucm.store import pool
+from ucm.store import health
 from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.memory.segment import delete_blocks
 from ucm.store.posix import layout as posix_layout
 from ucm.store.posix.index import evict, scan
 from ucm.store.posix.layout import Layout, owner_name
-from ucm.store.segment import delete_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -238,7 +238,7 @@ def gets_on(call: Callable[[], object]) -> None:
 
 def test_a_directory_that_does_not_answer_keeps_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, root = Clock(), tmp_path / "root"
-    monkeypatch.setattr(pool, "time", clock)
+    monkeypatch.setattr(health, "time", clock)
     options = config(root)
     frozen = FrozenDirectory(monkeypatch, str(root))
     made: list[OffloadStore] = []
@@ -280,7 +280,7 @@ def test_what_is_released_while_the_store_opens_goes_to_it_when_it_is_open(
         may_open.wait(60)
         return open_store(config, namespace, geometry)
 
-    monkeypatch.setattr(pool, "time", clock)
+    monkeypatch.setattr(health, "time", clock)
     monkeypatch.setattr(offload_store, "open_store", open_late)
     monkeypatch.setattr(offload_store, "RETRY_SECONDS", 0.0)
     options = config(tmp_path / "root")
@@ -308,7 +308,7 @@ def test_a_directory_that_does_not_answer_any_more_does_not_keep_the_end(
     settle(store)
     frozen = FrozenDirectory(monkeypatch, str(tmp_path / "root"))
     clock = Clock()
-    monkeypatch.setattr(pool, "time", clock)
+    monkeypatch.setattr(health, "time", clock)
     store.drop(1)
     assert frozen.held.wait(60)
     ending = threading.Thread(target=store._end, daemon=True)

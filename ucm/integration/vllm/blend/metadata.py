@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ucm.blend.chunks import Chunk
     from ucm.store.base import BlockKey
-    from ucm.store.slab import SlabAddress
+    from ucm.store.memory.slab import SlabAddress
 
 
 @dataclass(slots=True)

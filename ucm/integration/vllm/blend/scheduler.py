@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
     from ucm.store.base import BlockKey, KVStore
-    from ucm.store.slab import Slab
+    from ucm.store.memory.slab import Slab
 
 #: The time limit for the workers to report their piece geometry, from the first step on.
 ANSWERS_SECONDS = 10.0

@@ -18,9 +18,8 @@ from ucm.integration.vllm.connector.live_weights import running_model
 from ucm.integration.vllm.connector.scheduler import left_alone
 from ucm.integration.vllm.connector.worker import CLOSE_SECONDS
 from ucm.sparse.released_blocks import batches_in_flight
-from ucm.store.factory import open_store
-from ucm.store.opening import OpeningStore
-from ucm.store.slab import Slab, default_bytes
+from ucm.store.factory import OpeningStore, open_store
+from ucm.store.memory.slab import Slab, default_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

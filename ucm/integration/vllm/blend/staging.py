@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from ucm.background import enter_background
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry, BlockTransfer
-from ucm.store.slab import PAGE, Slab, State
+from ucm.store.memory.slab import PAGE, Slab, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ucm.store.base import BlockKey, KVStore, Task
-    from ucm.store.slab import Row
+    from ucm.store.memory.slab import Row
 
 #: The slab's rows belong to KV-cache groups; all chunk pieces are in one group.
 GROUP = 0

@@ -17,7 +17,7 @@ from ucm.integration.vllm.blend.scheduler import REFUSED
 from ucm.integration.vllm.connector.worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
-from ucm.store.slab import SlabReader
+from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.blend.metadata import Blend, BlendPlan, ChunkSave
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.store.base import BlockKey, KVStore, Task
-    from ucm.store.slab import SlabAddress
+    from ucm.store.memory.slab import SlabAddress
 
 #: After this many chunks whose KV is not what the model computes, the model is refused.
 MOST_GATE_FAILURES = 3

@@ -13,8 +13,7 @@ from ucm.logger import get_logger
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ucm.store.base import BlockKey
-    from ucm.store.errors import StoreError
+    from ucm.store.base import BlockKey, StoreError
 
 
 class FailureLog:

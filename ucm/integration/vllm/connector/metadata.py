@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ucm.store.base import BlockKey
-    from ucm.store.slab import SlabAddress
+    from ucm.store.memory.slab import SlabAddress
 
 
 @dataclass(slots=True)

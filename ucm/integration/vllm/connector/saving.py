@@ -9,14 +9,12 @@ from collections import Counter, deque
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from ucm.store.base import BlockTransfer, Task, TaskResult
-from ucm.store.errors import IncompleteBlockError, too_far_behind
+from ucm.store.base import BlockTransfer, IncompleteBlockError, Task, TaskResult, too_far_behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ucm.store.base import BlockKey, Buffer, KVStore
-    from ucm.store.errors import StoreError, StoreFullError
+    from ucm.store.base import BlockKey, Buffer, KVStore, StoreError, StoreFullError
 
 #: Bytes handed to the store at once; this is how much memory a stuck write blocks.
 WRITE_BYTES = 8 << 20

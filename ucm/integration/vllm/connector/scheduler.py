@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import WeightsReport
     from ucm.integration.vllm.connector.staging import Stager
     from ucm.store.base import BlockKey
-    from ucm.store.slab import Row
+    from ucm.store.memory.slab import Row
 
 #: If vLLM cannot ask again, the scheduler's thread waits this many seconds for a lookup.
 PATIENCE_SECONDS = 0.05

@@ -36,8 +36,8 @@ from ucm.logger import get_logger
 from ucm.sparse.factory import method_class
 from ucm.sparse.released_blocks import batches_in_flight
 from ucm.store.factory import key_fingerprint, open_store
-from ucm.store.identity_file import write_identity
-from ucm.store.slab import Slab, default_bytes
+from ucm.store.memory.slab import Slab, default_bytes
+from ucm.store.posix.layout import write_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, Any
 from ucm.background import enter_background
 from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged, start_load
-from ucm.store.base import BlockTransfer, Task, TaskResult
+from ucm.store.base import BlockTransfer, StoreUnavailableError, Task, TaskResult
 from ucm.store.config import StoreConfig
-from ucm.store.errors import StoreUnavailableError
-from ucm.store.slab import CopyTask
+from ucm.store.memory.slab import CopyTask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucm.integration.vllm.connector.memory import DeviceMemory
-    from ucm.store.base import BlockKey, Buffer, KVStore
-    from ucm.store.errors import StoreError
-    from ucm.store.slab import SlabReader
+    from ucm.store.base import BlockKey, Buffer, KVStore, StoreError
+    from ucm.store.memory.slab import SlabReader
 
 #: Called when work has ended: with the device's error, or with None.
 Ended = Callable[[Exception | None], None]

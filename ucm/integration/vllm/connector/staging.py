@@ -21,14 +21,14 @@ from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.integration.vllm.connector.groups import longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
-from ucm.store.slab import PAGE, Slab, State
+from ucm.store.memory.slab import PAGE, Slab, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
-    from ucm.store.slab import Row
+    from ucm.store.memory.slab import Row
 
 #: The size of one request to the stores in bytes, and how many such requests may be in progress per lookup.
 CHUNK_BYTES, CHUNKS = 8 << 20, 4

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.store.base import BlockTransfer
-from ucm.store.slab import CopyTask
+from ucm.store.memory.slab import CopyTask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.integration.vllm.connector.memory import HostMemory
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task, TaskResult
-    from ucm.store.slab import SlabReader
+    from ucm.store.memory.slab import SlabReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ucm.background import call_within, wait_while_it_shrinks
 from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLostError
 from ucm.integration.vllm.connector.transfer import Staged
 from ucm.logger import get_logger
-from ucm.store.errors import IncompleteBlockError
+from ucm.store.base import IncompleteBlockError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
-    from ucm.store.base import BlockKey, Task
-    from ucm.store.errors import StoreError
+    from ucm.store.base import BlockKey, StoreError, Task
 
 
 class TransferCounters(Protocol):

@@ -25,9 +25,8 @@ from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
-from ucm.store.factory import key_fingerprint, open_store
-from ucm.store.opening import OpeningStore
-from ucm.store.slab import SlabReader, default_bytes
+from ucm.store.factory import OpeningStore, key_fingerprint, open_store
+from ucm.store.memory.slab import SlabReader, default_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.groups import CacheGroup
     from ucm.integration.vllm.connector.metadata import StepPlan
-    from ucm.store.slab import SlabAddress
+    from ucm.store.memory.slab import SlabAddress
 
 
 #: The log line for each KV-cache group: its number of layers, and a block's tokens and bytes on this rank.

@@ -15,7 +15,7 @@ from ucm.integration.vllm.blend.staging import ChunkStager
 from ucm.store.base import BlockGeometry, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.slab import Slab, SlabReader
+from ucm.store.memory.slab import Slab, SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,10 +13,8 @@ from tests.ucm.integration.vllm.connector.simulation.truth import Keys
 from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
 from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
-from ucm.store.base import BlockGeometry, KVStore
-from ucm.store.errors import BlockCorruptError
-from ucm.store.slab import PAGE, Slab
-from ucm.store.tasks import TransferTask
+from ucm.store.base import BlockCorruptError, BlockGeometry, KVStore, TransferTask
+from ucm.store.memory.slab import PAGE, Slab
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,8 +11,7 @@ import pytest
 
 from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.logger import get_logger
-from ucm.store.base import BlockKey
-from ucm.store.errors import BlockCorruptError, BlockMissingError, StoreError
+from ucm.store.base import BlockCorruptError, BlockKey, BlockMissingError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ from ucm.logger import get_logger
 from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockGeometry
 from ucm.store.factory import open_store
-from ucm.store.slab import SlabReader
+from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

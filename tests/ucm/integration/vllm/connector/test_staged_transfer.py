@@ -14,7 +14,7 @@ from ucm.integration.vllm.connector.memory import DeviceMemory
 from ucm.store.base import BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.slab import SlabReader
+from ucm.store.memory.slab import SlabReader
 
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 

@@ -14,7 +14,7 @@ from ucm.integration.vllm.connector import staging
 from ucm.integration.vllm.connector.metadata import geometries_of, geometry_record
 from ucm.integration.vllm.connector.staging import Lookup, Query
 from ucm.store.base import BlockGeometry, BlockKey
-from ucm.store.slab import State
+from ucm.store.memory.slab import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -23,8 +23,8 @@ from ucm.integration.vllm.connector.worker import TransferWorker
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.memory.slab import SlabReader
 from ucm.store.posix import files
-from ucm.store.slab import SlabReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -14,13 +14,20 @@ from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged
 from ucm.integration.vllm.connector.worker import TransferWorker
-from ucm.store.base import BlockKey, Task, TaskResult
-from ucm.store.errors import BlockCorruptError, BlockMissingError, IncompleteBlockError, StoreFullError
+from ucm.store.base import (
+    BlockCorruptError,
+    BlockKey,
+    BlockMissingError,
+    IncompleteBlockError,
+    StoreFullError,
+    Task,
+    TaskResult,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ucm.store.errors import StoreError
+    from ucm.store.base import StoreError
 
 LAYERS = [f"layer.{number}" for number in range(6)]
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(8)]

@@ -27,7 +27,7 @@ from ucm.integration.vllm.connector.worker_side import WorkerSide
 from ucm.integration.vllm.metrics import ConnectorCounters, create_counters
 from ucm.logger import get_logger
 from ucm.sparse.base import SparseMethod
-from ucm.store import pool
+from ucm.store import health
 from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockKey
 
@@ -273,7 +273,7 @@ def test_a_directory_that_cannot_be_opened_costs_blocks_and_no_step(
     root = tmp_path / "store"
     root.mkdir()
     worker, clock = Begun(root), Clock()
-    monkeypatch.setattr(pool, "time", clock)
+    monkeypatch.setattr(health, "time", clock)
     frozen = FrozenDirectory(monkeypatch, str(root))
     worker.step(0, 1)
     assert frozen.held.wait(LONG)

@@ -18,7 +18,7 @@ from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCach
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
-from ucm.store.slab import PAGE, Slab
+from ucm.store.memory.slab import PAGE, Slab
 
 if TYPE_CHECKING:
     import random

@@ -6,15 +6,13 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
-from ucm.store.base import KVStore, Task, TaskResult
-from ucm.store.errors import BlockMissingError, StoreFullError, StoreUnavailableError
+from ucm.store.base import BlockMissingError, KVStore, StoreFullError, StoreUnavailableError, Task, TaskResult
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Mapping, Sequence
 
-    from ucm.store.base import BlockKey, BlockTransfer, TierStats
-    from ucm.store.errors import StoreError
+    from ucm.store.base import BlockKey, BlockTransfer, StoreError, TierStats
 
 Item = TypeVar("Item")
 

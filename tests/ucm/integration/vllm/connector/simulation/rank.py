@@ -12,7 +12,7 @@ from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
 from ucm.integration.vllm.connector.transfer import HostTransfer
 from ucm.integration.vllm.connector.worker import TransferWorker
-from ucm.store.slab import SlabReader
+from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting

@@ -34,7 +34,7 @@ from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_schedu
 from ucm.integration.vllm.connector import scheduler_side, worker_side
 from ucm.integration.vllm.ucm_connector import UCMConnector
 from ucm.store.factory import open_store
-from ucm.store.slab import SlabReader
+from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
     import random

@@ -1,4 +1,4 @@
-"""Store blocks as values on servers: what the tiers on servers have in common. They differ in their client only."""
+"""Store blocks as values on servers, Redis or S3: the tiers differ in their options and their client only."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ucm.errors import ConfigError
-from ucm.store.base import BlockKey
-from ucm.store.errors import (
+from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
+    BlockKey,
     BlockMissingError,
     StoreError,
     StoreUnavailableError,
 )
+from ucm.store.config import read_secret
 from ucm.store.format import AUTHENTICATED_VERSION, VERSION, known_codec, namespace_digest, verify
-from ucm.store.recent import RecentKeys
-from ucm.store.secrets import read_secret
-from ucm.store.tier import TierOptions, ValueTier
+from ucm.store.tier import RecentKeys, TierOptions, ValueTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,10 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockTransfer, Buffer
     from ucm.store.health import Breaker
     from ucm.store.tier import Outcome, TierPlace
+
+_MOST_PORT = 65535
+#: How many blocks of a prefix are looked up first; then twice as many, and so on, until one is missing.
+_FIRST_WAVE = 8
 
 
 class RemoteOptions(TierOptions):
@@ -360,3 +363,146 @@ def _let_go(client: Client) -> None:
             return
         del _shared[of]
     client.close()
+
+
+def _addresses(value: object) -> object:
+    """Turn a single address or a list into a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+class RedisOptions(RemoteOptions):
+    """The options of the Redis tier; docs/store.md explains them."""
+
+    address: Annotated[tuple[str, ...], BeforeValidator(_addresses)] = ("127.0.0.1:6379",)
+    mode: Literal["single", "sentinel", "cluster"] = "single"
+    master: str | None = None
+    database: int = Field(default=0, ge=0)
+    username: str | None = None
+    password_file: str | None = None
+    password_env: str | None = None
+    sentinel_auth: bool = False
+    tls: bool = False
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_check_hostname: bool = True
+    ttl_seconds: int | None = Field(default=None, ge=1)
+
+    @field_validator("address")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            host, _, port = one.rpartition(":")
+            if "@" in one or "/" in one or not host or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
+                raise ValueError("an address is host:port; a user, a password or TLS are options of their own")
+        if not value:
+            raise ValueError("there is no address")
+        return value
+
+    @model_validator(mode="after")
+    def _what_goes_together(self) -> RedisOptions:
+        if self.password_file is not None and self.password_env is not None:
+            raise ValueError("the password is in password_file or in password_env, not in both")
+        if (self.mode == "sentinel") != (self.master is not None):
+            raise ValueError("the mode sentinel, and no other, needs master: the name that the sentinels know")
+        if self.mode == "single" and len(self.address) > 1:
+            raise ValueError("the mode single has one address")
+        if self.mode == "cluster" and self.database:
+            raise ValueError("a cluster has no database but 0")
+        if not self.tls and (self.tls_ca or self.tls_certificate or self.tls_key):
+            raise ValueError("tls_ca, tls_certificate and tls_key need tls: true")
+        return self
+
+    @property
+    def secret_at(self) -> tuple[str | None, str | None]:
+        """Where the password is."""
+        return self.password_file, self.password_env
+
+    @property
+    def files(self) -> tuple[str | None, ...]:
+        """The files for TLS."""
+        return self.tls_ca, self.tls_certificate, self.tls_key
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """The servers' hosts and ports."""
+        pairs = [one.rpartition(":") for one in self.address]
+        return [(host.strip("[]"), int(port)) for host, _, port in pairs]
+
+
+class RedisTier(RemoteTier):
+    """A tier on Redis or Valkey servers; see ``RemoteTier``."""
+
+    Options: ClassVar[type[TierOptions]] = RedisOptions
+    rests_by_itself = True
+    kind = "redis"
+    package = "redis-py 8"
+    module = "ucm.store.remote.redis_client"
+    most_nbytes = 512 << 20
+
+
+class S3Options(RemoteOptions):
+    """The options of the S3 tier; docs/store.md explains them."""
+
+    bucket: str = Field(min_length=3, max_length=63, pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    prefix: str = ""
+    endpoint: str | None = None
+    region: str = "us-east-1"
+    virtual_hosted: bool = False
+    access_key: str | None = None
+    secret_file: str | None = None
+    secret_env: str | None = None
+    anonymous: bool = False
+    timeout: float = Field(default=2.0, gt=0)
+    transfer_timeout: float = Field(default=20.0, gt=0)
+    parallel: int = Field(default=32, ge=1, le=1024)
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and (not value.startswith(("http://", "https://")) or "@" in value):
+            raise ValueError("an endpoint is https://host:port or http://host:port; a user is an option of its own")
+        return value
+
+    @model_validator(mode="after")
+    def _what_goes_together(self) -> S3Options:
+        secrets = sum(one is not None for one in self.secret_at)
+        if secrets > 1:
+            raise ValueError("the secret is in secret_file or in secret_env, not in both")
+        if (self.access_key is not None) != bool(secrets):
+            raise ValueError("access_key needs secret_file or secret_env, and these need access_key")
+        if self.anonymous and self.access_key is not None:
+            raise ValueError("anonymous requests have no access_key")
+        return self
+
+    @property
+    def secret_at(self) -> tuple[str | None, str | None]:
+        """Where the secret access key is."""
+        return self.secret_file, self.secret_env
+
+
+class S3Tier(RemoteTier):
+    """A tier in a bucket; see ``RemoteTier``."""
+
+    Options: ClassVar[type[TierOptions]] = S3Options
+    kind = "s3"
+    package = "obstore"
+    module = "ucm.store.remote.s3_client"
+    most_nbytes = 5 << 30
+
+    def prefix(self, keys: Sequence[BlockKey], deadline: float) -> int:
+        """Look up a prefix in growing parts, because each block costs a request."""
+        hits, wave = 0, _FIRST_WAVE
+        while hits < len(keys):
+            part = keys[hits : hits + wave]
+            try:
+                found = super().prefix(part, deadline)
+            except StoreError as error:
+                if not hits:
+                    raise
+                self.counters.failed("lookup", error)  # the bucket answers, only not in time for all parts
+                break
+            hits += found
+            if found < len(part):
+                break
+            wave *= 2
+        return hits

@@ -30,11 +30,10 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.store.errors import StoreError, StoreUnavailableError
+from ucm.store.base import StoreError, StoreUnavailableError, TransferTask
 from ucm.store.format import checksum
-from ucm.store.pool import Pool
-from ucm.store.segment import scatter
-from ucm.store.tasks import TransferTask
+from ucm.store.health import Pool
+from ucm.store.memory.segment import scatter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

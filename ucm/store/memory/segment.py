@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucm.store.base import BlockKey
-from ucm.store.errors import BlockCorruptError, BlockForeignError, BlockMissingError
+from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey, BlockMissingError
 from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, decode, header_nbytes, verify
 from ucm.store.posix.layout import owner_name, unlink_private
 from ucm.store.posix.paths import list_directory, make_directory, open_file, rename, status_of, unlink

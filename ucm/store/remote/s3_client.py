@@ -22,25 +22,17 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from ucm.errors import ConfigError
-from ucm.store.errors import (
-    BlockMissingError,
-    StoreError,
-    StoreFullError,
-    StoreTimeoutError,
-    StoreUnavailableError,
-)
+from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.health import Breaker
-from ucm.store.remote_tier import Client
+from ucm.store.remote.tiers import Client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from ucm.store.base import Buffer
-    from ucm.store.remote_tier import Part
-    from ucm.store.s3_tier import S3Options
+    from ucm.store.remote.tiers import Part, S3Options
 
 Answer = TypeVar("Answer")
-
 #: Codes with which servers say that there is no room.
 _FULL = frozenset({"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
 _CODE = re.compile(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]{0,200}))?")

@@ -28,23 +28,16 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 from redis.utils import SENTINEL as NO_TIMEOUT
 
-from ucm.store.errors import (
-    BlockForeignError,
-    StoreError,
-    StoreFullError,
-    StoreTimeoutError,
-    StoreUnavailableError,
-)
+from ucm.store.base import BlockForeignError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.format import aligned_buffer
 from ucm.store.health import Breaker
-from ucm.store.remote_tier import Client, missing
+from ucm.store.remote.tiers import Client, missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucm.store.base import Buffer
-    from ucm.store.redis_tier import RedisOptions
-    from ucm.store.remote_tier import Part
+    from ucm.store.remote.tiers import Part, RedisOptions
 
 SLOTS = 16384
 #: Values are sent and received in parts of at most this size; each must pass within the timeout of one answer.

@@ -1,0 +1,1 @@
+"""Tiers on servers."""
