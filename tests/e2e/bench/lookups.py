@@ -1,14 +1,18 @@
-"""The time that a request's lookup takes of the scheduler's thread: all calls until there is an answer.
+"""The time that a request's lookup takes of the scheduler's thread, and a long prompt's of another thread.
 
-The scheduler side, its threads and a Posix store are real. Steps come at a fixed interval, and the
-blocks are already hashed; the section ``hashing`` measures hashing.
+The first is that of all calls until there is an answer. The scheduler side, its threads and a Posix store are real.
+Steps come at a fixed interval, and the blocks are already hashed; the section ``hashing`` measures hashing.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
+from contextlib import ExitStack
+from dataclasses import replace
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import create_autospec
@@ -36,9 +40,59 @@ GEOMETRY = BlockGeometry((16_384,) * 8, b"bench of lookups")
 #: Seconds between two steps, of a slow lookup, and of the deadline for a frozen medium.
 STEP, SLOW, DEADLINE = 0.005, 0.05, 2.0
 MOST_MS = 0.1
+#: The lookup of a long prompt for several ranks, and its goal.
+PREFIX, RANKS, ROUNDS, MOST_PREFIX_MS = 1000, 8, 60, 5.0
+SMALL = BlockGeometry((4096,), b"bench of lookups")
 
 
 def figures() -> Iterator[Figure]:
+    """Milliseconds per lookup."""
+    yield from scheduler_thread()
+    directory = BUILD / "bench" / "lookups"
+    with TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm") as memory:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        base = StoreConfig(directories=(str(directory),), save_queue_bytes=1 << 62, save_nice=0)
+        try:
+            yield from prefixes("Posix", base)
+            yield from prefixes("Dram", replace(base, pipeline="Dram", dram_directory=memory))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def prefixes(tier: str, config: StoreConfig) -> Iterator[Figure]:
+    """Lookups of a stored prefix for all ranks, one after the other, while nothing changes and after each rank's saves.
+
+    Other instances save, as other processes than the scheduler's do.
+    """
+    keys = [BlockKey(os.urandom(32)) for _ in range(PREFIX)]
+    busy = []
+    with ExitStack() as stack:
+        saving = [stack.enter_context(open_store(config, f"bench/{rank}", SMALL)) for rank in range(RANKS)]
+        asked = [stack.enter_context(open_store(config, f"bench/{rank}", None)) for rank in range(RANKS)]
+        for store in saving:
+            save(store, keys, SMALL)
+        _prefix(asked, keys)
+        quiet = [_prefix(asked, keys) for _ in range(ROUNDS)]
+        for _ in range(ROUNDS):
+            for store in saving:
+                save(store, [BlockKey(os.urandom(32))], SMALL)
+            busy.append(_prefix(asked, keys))
+    for what, seconds in (("", quiet), (", after saves", busy)):
+        value = float(np.median(seconds)) * 1e3
+        name = f"{tier}: lookup of {PREFIX:,} blocks, {RANKS} ranks{what}: median"
+        yield Figure(name, value, "ms", MOST_PREFIX_MS, {"ms": [1e3 * one for one in seconds]})
+
+
+def _prefix(stores: list[KVStore], keys: list[BlockKey]) -> float:
+    began = time.perf_counter()
+    for store in stores:
+        if store.lookup_on_prefix(keys) < len(keys):
+            raise RuntimeError("a stored block was not found")
+    return time.perf_counter() - began
+
+
+def scheduler_thread() -> Iterator[Figure]:
     """Milliseconds of the scheduler's thread per request, the median and the slowest in 100."""
     directory = BUILD / "bench" / "lookups"
     shutil.rmtree(directory, ignore_errors=True)

@@ -180,21 +180,10 @@ class DramTier(Tier):
             self._used = sum(self._sizes().values())
 
     def contains(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
-        """Look the keys up in the tables of all segments."""
+        """Learn what changed in the tables of all segments, and look the keys up in the index."""
         del deadline
         self._refresh()
-        current: dict[Segment, bool] = {}
-        found = []
-        for key in keys:
-            place = self._index.get(key)
-            if place is None:
-                found.append(False)
-                continue
-            segment, number = place
-            if segment not in current:  # once for all keys
-                current[segment] = segment.is_current()
-            found.append(current[segment] and segment.holds(number, key))
-        return found
+        return list(map(self._index.__contains__, keys))
 
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Copy layer slices out of the segments and verify the copies."""
@@ -273,7 +262,7 @@ class DramTier(Tier):
         """Make a written block visible, unless another thread stored it meanwhile."""
         with self._lock:
             if self._place(key) is None:
-                filling.segment.show(number, key)
+                self._remove(filling.segment, filling.segment.show(number, key))
                 filling.segment.touched[number] = time.monotonic()
                 self._index[key] = filling.segment, number
             filling.done()
@@ -344,12 +333,7 @@ class DramTier(Tier):
             except OSError as error:
                 raise store_error(error, self._layout.base) from error
             for segment in self._segments.values():
-                if segment.seen != segment.changes:
-                    segment.seen = segment.changes
-                    if not segment.is_current():
-                        self._forget(segment)
-                        segment.renew()
-                    self._index.update((key, (segment, number)) for key, number in segment.blocks())
+                self._learn(segment)
 
     def _list(self) -> None:
         path = directory_of(self._layout)
@@ -380,9 +364,20 @@ class DramTier(Tier):
             except OSError:
                 self._listed = -1  # it is tried again
 
+    def _learn(self, segment: Segment) -> None:
+        if not segment.is_current():
+            segment.renew()
+        gone, new = segment.news()
+        self._remove(segment, gone)
+        self._index.update((key, (segment, number)) for key, number in new)
+
     def _forget(self, segment: Segment) -> None:
-        for key in [key for key, (found, _) in self._index.items() if found is segment]:
-            del self._index[key]
+        self._remove(segment, segment.untell())
+
+    def _remove(self, segment: Segment, blocks: Iterable[tuple[BlockKey, int]]) -> None:
+        for key, number in blocks:
+            if self._index.get(key) == (segment, number):
+                del self._index[key]
 
     def _next(self, slot_nbytes: int) -> Segment:
         """Return a segment with free slots, locked; the caller is the only writer that does this.
@@ -424,9 +419,7 @@ class DramTier(Tier):
         with self._lock:
             for segment in self._segments.values():
                 if segment.slot_nbytes == slot_nbytes and fits(segment) and segment.lock():
-                    # Drops the keys of deleted blocks, whose slots will serve others.
-                    self._forget(segment)
-                    self._index.update((key, (segment, number)) for key, number in segment.blocks())
+                    self._learn(segment)  # the slots of deleted blocks will serve others
                     return segment
         return None
 

@@ -9,6 +9,7 @@ All integers are little endian::
         24               16  token: random bytes that change when the segment is emptied for other blocks
         40                8  changes: rises whenever a block becomes visible or the segment is emptied
         48                8  time of last use, in nanoseconds since the epoch
+        56                8  deletions: random bytes that change whenever a block is deleted
        128           72 * n  the table; of each slot: its state, the length of its key, the key padded with zeros
     next 4096  n * slot size  the slots; each holds a block as ``ucm.store.format`` describes it
 
@@ -51,7 +52,7 @@ SEGMENTS = "segments"
 LOCK_FILE = "SEGMENTS"
 _MAGIC = b"UCMSEG1\n"
 _HEADER = struct.Struct("<8sQQ16s")
-_TOKEN_AT, _CHANGES_AT, _USED_AT = 24, 40, 48
+_TOKEN_AT, _CHANGES_AT, _USED_AT, _DELETIONS_AT = 24, 40, 48, 56
 _TABLE_AT = 128
 _KEY = [("begin", "<u8"), ("rest", f"V{MAX_KEY_BYTES - 8}")]
 _ENTRY = np.dtype([("state", "u1"), ("length", "u1"), ("pad", "V6"), *_KEY])
@@ -102,7 +103,11 @@ class Segment:
         self.memory = memoryview(self.map)
         self._table = np.frombuffer(self.map, _ENTRY, self.slots, _TABLE_AT)
         self._begin = _slots_at(self.slots)
-        self.seen = -1  #: the changes that its user knows of
+        # What `news` has told: of each slot the key, and the table's first two words, in which all changes show.
+        self._seen, self._keys = b"", list[BlockKey | None]([None] * self.slots)
+        words = np.frombuffer(self.map, np.uint64, self.slots * _ENTRY_BYTES // 8, _TABLE_AT)
+        self._now = words.reshape(self.slots, -1)[:, :2]
+        self._told = np.zeros_like(self._now)
         self.touched = np.zeros(self.slots)  #: when this process last used each block, by ``time.monotonic``
 
     @classmethod
@@ -211,10 +216,33 @@ class Segment:
         with suppress(OSError):  # without the table, which others still read: it says that there is nothing
             self.map.madvise(mmap.MADV_REMOVE, self._begin, len(self.map) - self._begin)
 
-    @property
-    def changes(self) -> int:
-        """A number that rises whenever a block becomes visible or the segment is emptied."""
-        return int.from_bytes(self.map[_CHANGES_AT : _CHANGES_AT + 8], "little")
+    def news(self) -> tuple[list[tuple[BlockKey, int]], list[tuple[BlockKey, int]]]:
+        """Return the blocks that are not visible any more, and those that became visible, since the last call.
+
+        Returns:
+            The keys and the slots of both.
+        """
+        gone: list[tuple[BlockKey, int]] = []
+        new: list[tuple[BlockKey, int]] = []
+        seen = self.map[_CHANGES_AT : _CHANGES_AT + 8] + self.map[_DELETIONS_AT : _DELETIONS_AT + 8]
+        if seen != self._seen:  # it was read before the table, so that what changes from now on is told next time
+            now = self._now.copy()
+            for number in np.flatnonzero((now != self._told).any(axis=1)).tolist():
+                old, key = self._keys[number], self._key(number)
+                self._keys[number] = key
+                if old is not None and old != key:
+                    gone.append((old, number))
+                if key is not None:
+                    new.append((key, number))
+            self._seen, self._told = seen, now
+        return gone, new
+
+    def untell(self) -> list[tuple[BlockKey, int]]:
+        """Return the blocks that `news` has told; it will tell all visible ones again."""
+        told = [(key, number) for number, key in enumerate(self._keys) if key is not None]
+        self._seen, self._keys = b"", [None] * self.slots
+        self._told = np.zeros_like(self._told)
+        return told
 
     @property
     def used(self) -> float:
@@ -253,8 +281,9 @@ class Segment:
         if begins is not None:
             chosen &= np.isin(self._table["begin"], begins)
         for number in np.flatnonzero(chosen).tolist():
-            at = _TABLE_AT + number * _ENTRY.itemsize
-            yield BlockKey(self.map[at + 8 : at + 8 + self.map[at + 1]]), number
+            key = self._key(number)
+            if key is not None:
+                yield key, number
 
     def free(self) -> list[int]:
         """Return the slots without a visible block, the last one first."""
@@ -269,20 +298,29 @@ class Segment:
         """Return whether a quarter of the slots or more have no visible block."""
         return bool(4 * np.count_nonzero(self._table["state"] != _WHOLE) >= self.slots)
 
-    def show(self, number: int, key: BlockKey) -> None:
-        """Make the block in a slot visible; only with the lock."""
-        at = _TABLE_AT + number * _ENTRY.itemsize
+    def show(self, number: int, key: BlockKey) -> list[tuple[BlockKey, int]]:
+        """Make the block in a slot visible; only with the lock.
+
+        Returns:
+            The deleted block that was there, with its slot, if `news` has told of it but not of its end.
+        """
+        at = _TABLE_AT + number * _ENTRY_BYTES
         self.map[at + 8 : at + 8 + len(key)] = key
         self.map[at + 1] = len(key)
         self.map[at] = _WHOLE
+        old, self._keys[number] = self._keys[number], key
         self.use()
         self._changed()
+        return [] if old is None else [(old, number)]
 
     def hide(self, number: int, key: BlockKey) -> bool:
         """Delete a block; return False if it is not there any more. The memory serves another block."""
         if not self.holds(number, key):
             return False
-        self.map[_TABLE_AT + number * _ENTRY.itemsize] = _DELETED
+        self.map[_TABLE_AT + number * _ENTRY_BYTES] = _DELETED
+        self.map[_DELETIONS_AT : _DELETIONS_AT + 8] = secrets.token_bytes(
+            8
+        )  # without the lock a counter may stand still
         return True
 
     def file_of(
@@ -322,8 +360,15 @@ class Segment:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def _key(self, number: int) -> BlockKey | None:
+        """Return the key of the block in a slot; None if no block is visible there."""
+        at = _TABLE_AT + number * _ENTRY_BYTES
+        entry = self.map[at : at + _ENTRY_BYTES]
+        return BlockKey(entry[8 : 8 + entry[1]]) if entry[0] == _WHOLE else None
+
     def _changed(self) -> None:
-        self.map[_CHANGES_AT : _CHANGES_AT + 8] = (self.changes + 1).to_bytes(8, "little")
+        changes = int.from_bytes(self.map[_CHANGES_AT : _CHANGES_AT + 8], "little")
+        self.map[_CHANGES_AT : _CHANGES_AT + 8] = (changes + 1).to_bytes(8, "little")
 
 
 def scatter(source: Buffer, target: Sequence[Buffer]) -> None:
@@ -425,4 +470,4 @@ def _check_room(descriptor: int, nbytes: int) -> None:
 
 
 def _slots_at(slots: int) -> int:
-    return -(-(_TABLE_AT + slots * _ENTRY.itemsize) // UNIT) * UNIT
+    return -(-(_TABLE_AT + slots * _ENTRY_BYTES) // UNIT) * UNIT
