@@ -164,8 +164,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
         None tells vLLM to ask again with the next step.
         """
-        self._scheduler.poll()
-        tokens = self._scheduler.scheduler.matched_tokens(request, num_computed_tokens)
+        side = self._scheduler
+        side.poll()
+        tokens = side.scheduler.matched_tokens(request, num_computed_tokens)
         logger.debug(
             "[UCM.Load] request %s: %s of %d tokens found behind the first %d",
             request.request_id,
@@ -173,7 +174,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             request.num_tokens,
             num_computed_tokens,
         )
-        return tokens, bool(tokens) and self._scheduler.policy.between_steps
+        return tokens, bool(tokens) and side.policy.between_steps
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""
