@@ -8,24 +8,23 @@ import os
 import subprocess
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.model import write_model
+from tests.e2e.processes import INSIDE, start
 from tests.e2e.workload import ENGINE, phases
 from transforms.pipeline.package import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from tests.e2e.environment import Environment
+    from tests.e2e.processes import Process
 
-INSIDE = Path(__file__).parent / "inside"
 MODEL = BUILD / "e2e" / "model"
 #: Seconds after which an engine counts as hanging, which is a failure.
 PATIENCE = 600
-#: One process instead of three, which starts in a third of the time.
-IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 PLUGIN = "[vllm.general_plugins]\nucm_e2e_report = report_plugin:register\n"
 
 
@@ -83,15 +82,11 @@ def run_engine(
     spec.write_text(json.dumps({"engine": arguments, "phases": wanted, "reports": str(reports)}), encoding="utf-8")
     begin = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [environment.python, INSIDE / "generate.py", spec, result],
-            env=variables(directory, switches),
-            cwd=directory,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        command = [INSIDE / "generate.py", spec, result]
+        process = start(
+            environment, command, directory=directory, variables=variables(directory, switches), output=output
         )
-        code = _wait(process, patience)
+        code = wait(process, patience)
     seconds = time.monotonic() - begin
     text = log.read_text(encoding="utf-8", errors="replace")
     told = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
@@ -101,7 +96,8 @@ def run_engine(
 
 def variables(directory: Path, switches: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an engine's environment: this one without UCM's switches, plus settings for reproducible runs."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("UCM_", "VLLM_", "PYTHON"))}
+    ours = ("UCM_", "VLLM_", "PYTHON", "PYTEST_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     return {
         **kept,
         "HF_HUB_OFFLINE": "1",
@@ -128,7 +124,7 @@ def _install_plugin(directory: Path) -> None:
     (directory / "report_plugin.py").write_text(source, encoding="utf-8")
 
 
-def _wait(process: subprocess.Popen[bytes], patience: float) -> int:
+def wait(process: Process, patience: float) -> int:
     """Return the exit code; end the process's whole session, including remaining processes."""
     try:
         return process.wait(patience)

@@ -18,9 +18,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.e2e.engine import INSIDE
 from tests.e2e.environment import plain, with_overlay
 from tests.e2e.model import write_hub
+from tests.e2e.processes import INSIDE
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.package import BUILD
 from transforms.pipeline.sources.cache import Cache

@@ -10,8 +10,9 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE, MODEL, PATIENCE, variables
+from tests.e2e.engine import MODEL, PATIENCE, variables
 from tests.e2e.model import write_model
+from tests.e2e.processes import INSIDE, start
 from tests.e2e.workload import ENGINE
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class PrefixEngine:
         directory: A new directory for its files.
         engine: Arguments of ``LLM`` that differ from `tests.e2e.workload.ENGINE`.
         switches: Environment variables.
+        forked: Whether it may be forked from a process that has imported vLLM; not if its start is measured.
 
     Raises:
         EngineFailedError: By any call, if it has ended or hangs.
@@ -91,6 +93,8 @@ class PrefixEngine:
         directory: Path,
         engine: Mapping[str, Any] | None = None,
         switches: Mapping[str, str] | None = None,
+        *,
+        forked: bool = True,
     ) -> None:
         directory.mkdir(parents=True)
         arguments, self._log = directory / "arguments.json", directory / "log.txt"
@@ -98,14 +102,14 @@ class PrefixEngine:
         wanted.setdefault("model", str(write_model(MODEL)))
         arguments.write_text(json.dumps(wanted), encoding="utf-8")
         with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [environment.python, INSIDE / "converse.py", arguments],
-                env=variables(directory, {"PYTHONPATH": "", **(switches or {})}),
-                cwd=directory,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                start_new_session=True,
+            self._process = start(
+                environment,
+                [INSIDE / "converse.py", arguments],
+                directory=directory,
+                variables=variables(directory, {"PYTHONPATH": "", **(switches or {})}),
+                output=output,
+                conversing=True,
+                forked=forked,
             )
         self._started = False
 

@@ -6,8 +6,8 @@ import json
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE
 from tests.e2e.model import VOCABULARY, write_tokenizer
+from tests.e2e.processes import INSIDE
 from tests.e2e.shared import locked
 from transforms.pipeline.package import BUILD
 

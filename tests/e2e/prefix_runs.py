@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e import engine
 from tests.e2e.prefix_damage import all_requests, damage_some
 from tests.e2e.prefix_engine import PrefixEngine, connector, posix
 from tests.e2e.prefix_workload import COLD, REFERENCE, WARM, Played, computed_blocks, play, play_phase
+from tests.e2e.processes import IN_PROCESS
 from ucm.store.inspection import stored_blocks
 
 if TYPE_CHECKING:
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from tests.e2e.shared import Shared
     from ucm.store.inspection import StoredBlock
 
-IN_PROCESS = engine.IN_PROCESS
 #: Seconds within which all saved blocks become visible on a busy machine.
 SAVED = 120.0
 #: Seconds without a new block after which none is expected.
-QUIET = 5.0
+QUIET = 3.0
 _BLOCK_FILE = re.compile(r"[0-9a-f]{62}")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.e2e.engines import Engine, Record, run_engines
 from tests.e2e.environment import with_triton, with_triton_and_overlay
-from tests.e2e.forked_engines import Engine, Record, run_engines
 from tests.e2e.prefix_engine import connector, posix
 from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.workload import BLOCK

@@ -6,8 +6,9 @@ import subprocess
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import IN_PROCESS, Run, run_engine
+from tests.e2e.engine import Run, run_engine
 from tests.e2e.environment import Environment, build_wheels, plain, with_all_hooks, with_overlay, with_runtime
+from tests.e2e.processes import IN_PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

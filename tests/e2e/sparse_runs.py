@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import IN_PROCESS, INSIDE, PATIENCE, Run, run_engine, variables
+from tests.e2e.engine import PATIENCE, Run, run_engine, variables, wait
+from tests.e2e.processes import IN_PROCESS, INSIDE, start
 from tests.e2e.workload import phases
 
 if TYPE_CHECKING:
@@ -60,16 +60,15 @@ def run_script(
     told, result, log = directory / "spec.json", directory / "result.json", directory / "log.txt"
     told.write_text(json.dumps(specification), encoding="utf-8")
     with log.open("wb") as output:
-        done = subprocess.run(
-            [environment.python, INSIDE / script, told, result],
-            env={**variables(directory, switches), "PYTHONPATH": ""},
-            cwd=directory,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=PATIENCE,
-            check=False,
+        process = start(
+            environment,
+            [INSIDE / script, told, result],
+            directory=directory,
+            variables={**variables(directory, {**IN_PROCESS, **switches}), "PYTHONPATH": ""},
+            output=output,
         )
-    assert done.returncode == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
+        code = wait(process, PATIENCE)
+    assert code == 0, log.read_text(encoding="utf-8", errors="replace")[-4000:]
     return json.loads(result.read_text(encoding="utf-8"))
 
 

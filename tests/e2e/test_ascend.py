@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.engine import IN_PROCESS, Run, run_engine, variables
+from tests.e2e.engine import Run, run_engine, variables
 from tests.e2e.model import VOCABULARY
 from tests.e2e.prefix_engine import connector, posix
+from tests.e2e.processes import IN_PROCESS
 from ucm.sparse.probe import read_reports
 
 if TYPE_CHECKING:

@@ -85,8 +85,8 @@ CROWD = [
 
 @pytest.fixture(scope="module")
 def reference(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefixEngine]:
-    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     directory = tmp_path_factory.mktemp("blend") / "reference"
     with PrefixEngine(environments.plain, directory, {"enable_prefix_caching": False}, IN_PROCESS) as engine:
@@ -97,8 +97,8 @@ def blending(
     environments: Environments, directory: Path, store: Path, engine: dict[str, Any] | None = None, **settings: Any
 ) -> PrefixEngine:
     from tests.e2e.blend.asking import connector  # noqa: PLC0415
-    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     arguments = {**(engine or {}), **connector(store, min_tokens=BLOCK, **settings)}
     return PrefixEngine(environments.runtime, directory, arguments, None if engine else IN_PROCESS)
@@ -162,8 +162,8 @@ def test_what_was_blended_is_found_by_nobody(
     environments: Environments, reference: PrefixEngine, tmp_path: Path
 ) -> None:
     """Not under exact hashes: in vLLM's own cache, in the store, after a restart; nor tokens generated after it."""
-    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     store = tmp_path / "store"
     one = ORDERS[1]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.engine import IN_PROCESS, Run, run_engine
+from tests.e2e.engine import Run, run_engine
 from tests.e2e.environment import WHEELS, Environment, beside
 from tests.e2e.install_vllm import ENVIRONMENTS
 from tests.e2e.model import VOCABULARY
+from tests.e2e.processes import IN_PROCESS
 from tests.e2e.workload import BLOCK
 from tests.examples import EXAMPLES, registry_of
 from transforms.pipeline.build import make_overlay

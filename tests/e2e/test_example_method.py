@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.engine import IN_PROCESS, run_engine
+from tests.e2e.engine import run_engine
+from tests.e2e.processes import IN_PROCESS
 from transforms.pipeline.package import ROOT, build_wheel
 
 if TYPE_CHECKING:

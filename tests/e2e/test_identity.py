@@ -25,7 +25,8 @@ def test_engines_with_and_without_hybrid_groups_share_nothing(environments: Envi
     """Otherwise the second one would hit blocks of the first one that it cannot read."""
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_models import HYBRID, write_tiny_model  # noqa: PLC0415
-    from tests.e2e.prefix_runs import IN_PROCESS, wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     environment, store = environments.overlay, tmp_path / "store"
     engine = {"model": str(write_tiny_model(environment, "hybrid", HYBRID)), **connector(posix(store))}
@@ -63,7 +64,8 @@ def test_weights_that_change_in_place_start_anew(environments: Environments, tmp
     from tests.e2e.engine import MODEL  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.model import write_model  # noqa: PLC0415
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
-    from tests.e2e.prefix_runs import IN_PROCESS, wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     environment, store = environments.overlay, tmp_path / "store"
     other = other_weights(write_model(MODEL), tmp_path / "other")

@@ -94,8 +94,8 @@ def play(engine: PrefixEngine, group: str) -> Played:
 
 
 def start(environment: Environment, directory: Path, arguments: dict[str, Any] | None = None) -> PrefixEngine:
-    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
 
     return PrefixEngine(environment, directory, arguments, IN_PROCESS)
 

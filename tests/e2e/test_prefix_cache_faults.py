@@ -87,9 +87,9 @@ class Bench:
 def bench(
     request: pytest.FixtureRequest, prefix_runs: PrefixRuns, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
-    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
     from tests.e2e.prefix_runs import damage_phase  # noqa: PLC0415
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
 
     phases = prefix_runs["reference"].phases
     expected = {name: phase.tokens for name in phases if (phase := phases[name]) and name.startswith(damage_phase(""))}

@@ -39,9 +39,9 @@ def run(
     store: Path | None = None,
 ) -> tuple[list[Answer], str]:
     """Return a new engine's answers and log, once all blocks are in the store."""
-    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
 
     started = PrefixEngine(environment, directory, engine, IN_PROCESS)
     with started:

@@ -46,8 +46,8 @@ def memory() -> Iterator[Path]:
 
 
 def start(runs: PrefixRuns, directory: Path, store: dict[str, Any]) -> PrefixEngine:
-    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415
     from tests.e2e.prefix_engine import PrefixEngine, connector  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
     return PrefixEngine(runs.environments[False], directory, connector({**store, **STORE}), IN_PROCESS)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.forked_engines import Engine, Record, run_engines
+from tests.e2e.engines import Engine, Record, run_engines
 from tests.e2e.model import VOCABULARY, write_tokenizer
 from tests.e2e.prefix_models import LATENT_ENGINE, MLA
 from tests.e2e.prefix_workload import prompt, request

@@ -104,9 +104,9 @@ class TwoWorkers:
             workers: One, or two.
             last: More requests, each alone, after all others.
         """
-        from tests.e2e.engine import INSIDE  # noqa: PLC0415 - needs the build's packages
         from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415
         from tests.e2e.prefix_runs import wait_for_quiet  # noqa: PLC0415
+        from tests.e2e.processes import INSIDE  # noqa: PLC0415 - needs the build's packages
 
         settings = dict(self.engine if workers == RANKS else self.model)
         if method:

@@ -26,7 +26,8 @@ TOKENS = 17
 
 
 def probe(environment: Environment, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    from tests.e2e.engine import IN_PROCESS, MODEL, variables  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.engine import MODEL, variables  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
 
     lines = [json.dumps({"prompt_token_ids": prompt(length, f"probe {length}")}) for length in LENGTHS]
     (directory / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.e2e.engine import MODEL
-from tests.e2e.forked_engines import Engine, Record, run_engines
+from tests.e2e.engines import Engine, Record, run_engines
 from tests.e2e.model import MAX_LENGTH, write_model
 from tests.e2e.prefix_workload import prompt, request
 from tests.e2e.sparse_runs import run_script

@@ -79,10 +79,10 @@ def test_vllms_refusal_is_one_error(prefix_runs: PrefixRuns, tmp_path: Path) -> 
 @pytest.mark.newest_only
 def test_an_engine_prints_the_lines_of_the_page(prefix_runs: PrefixRuns, tmp_path: Path) -> None:
     """With other numbers and names: one engine computes and saves a prompt, and another loads it."""
-    from tests.e2e.engine import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.prefix_engine import PrefixEngine, connector, posix  # noqa: PLC0415 - likewise
     from tests.e2e.prefix_runs import wait_for_blocks  # noqa: PLC0415 - likewise
     from tests.e2e.prefix_workload import prompt, request  # noqa: PLC0415 - likewise
+    from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415 - needs the build's packages
 
     config = tmp_path / "ucm_config.yaml"
     store = posix(tmp_path / "store")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.engine import IN_PROCESS, variables
+from tests.e2e.engine import variables
 from tests.e2e.model import LAYERS
+from tests.e2e.processes import IN_PROCESS
 from tests.e2e.runner_runs import ABORTED, AGAIN, BLENDED, CROWD, FULL, METHODS, ORDERED, SCENARIOS, SEEDED, V2, Runs
 from ucm.sparse.base import Role
 from ucm.sparse.probe import HOOKS, METADATA_RECEIVED, ProcessReport, read_reports
@@ -21,7 +22,7 @@ from ucm.sparse.probe import HOOKS, METADATA_RECEIVED, ProcessReport, read_repor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.e2e.forked_engines import Record
+    from tests.e2e.engines import Record
     from tests.e2e.scenarios import Environments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]

@@ -18,10 +18,10 @@ from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.model_files import write_llama
 from tests.e2e.blend.asking import FULL, NAIVE, WAYS, ask, connector
 from tests.e2e.blend.task import KINDS
-from tests.e2e.engine import IN_PROCESS
 from tests.e2e.environment import with_runtime
 from tests.e2e.model import CONFIG
 from tests.e2e.prefix_engine import PrefixEngine
+from tests.e2e.processes import IN_PROCESS
 from transforms.pipeline.package import BUILD
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import json
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE
 from tests.e2e.model import write_tokenizer
+from tests.e2e.processes import INSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.peers_install import lmcache_python, runtime_python
-from tests.e2e.engine import INSIDE
 from tests.e2e.environment import plain
+from tests.e2e.processes import INSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

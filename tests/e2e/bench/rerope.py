@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.e2e.bench.figure import Figure
-from tests.e2e.engine import INSIDE, variables
+from tests.e2e.engine import variables
 from tests.e2e.environment import with_overlay
+from tests.e2e.processes import INSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.figure import Figure, alternate, median_ratio
-from tests.e2e.engine import INSIDE, MODEL, Run, run_engine, variables
+from tests.e2e.engine import MODEL, Run, run_engine, variables
 from tests.e2e.model import VOCABULARY, write_model
+from tests.e2e.processes import INSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.e2e.engine import INSIDE, variables
+from tests.e2e.engine import variables
 from tests.e2e.environment import with_overlay
+from tests.e2e.processes import INSIDE
 
 RELEASE = "0.32.0"
 HEADS, HEAD_SIZE = 8, 128

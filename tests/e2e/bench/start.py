@@ -8,8 +8,8 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.figure import Figure, alternate, seconds_of
-from tests.e2e.engine import INSIDE
 from tests.e2e.environment import build_wheels, make_venv, plain
+from tests.e2e.processes import INSIDE
 from transforms.pipeline.package import BUILD
 from ucm.overlay.manifest import read_manifest
 

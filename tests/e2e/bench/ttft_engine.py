@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE
+from tests.e2e.processes import INSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

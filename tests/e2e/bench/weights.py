@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.bench.figure import Figure, alternate
 from tests.e2e.bench.model_files import write_llama
-from tests.e2e.engine import IN_PROCESS
 from tests.e2e.environment import with_overlay
 from tests.e2e.model import CONFIG
 from tests.e2e.prefix_engine import PrefixEngine, connector, posix
+from tests.e2e.processes import IN_PROCESS
 from transforms.pipeline.package import BUILD
 from ucm.hashing.file_contents import FileContents
 
@@ -64,7 +64,7 @@ def figures(release: str) -> Iterator[Figure]:
             # An empty cache of digests, so that the weights are read.
             switches = {**IN_PROCESS, "XDG_CACHE_HOME": str(place / "cache")}
             wanted = {"model": str(model), "dtype": "bfloat16", **store}
-            with PrefixEngine(environment, place, wanted, switches) as engine:
+            with PrefixEngine(environment, place, wanted, switches, forked=False) as engine:
                 took = engine.wait_until_started()
                 if connected:
                     while not (found := _IDENTIFIED.search(engine.log)):

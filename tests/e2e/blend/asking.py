@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.blend.model import MAX_LENGTH, write_model
 from tests.e2e.blend.task import KINDS, questions
-from tests.e2e.engine import IN_PROCESS, INSIDE, variables
+from tests.e2e.engine import variables
 from tests.e2e.prefix_engine import posix
+from tests.e2e.processes import IN_PROCESS, INSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,8 +9,8 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.blend import task
-from tests.e2e.engine import INSIDE
 from tests.e2e.model import CONFIG, write_tokenizer
+from tests.e2e.processes import INSIDE
 from tests.e2e.shared import locked
 from transforms.pipeline.package import BUILD
 

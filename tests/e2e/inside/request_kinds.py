@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Answers = dict[str, list[tuple[Any, int]]]
 LENGTHS = (40, 100, 300)
+#: Seconds without a new file after which none is expected.
+QUIET = 2.0
 _GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 _numbers = itertools.count()
 
@@ -53,7 +55,12 @@ def serve(llm: Any, requests: list[tuple[dict[str, Any], Any, dict[str, Any]]]) 
 
 def empty(llm: Any, store: Path) -> None:
     """Empty vLLM's own prefix cache when everything is stored."""
-    import_module("forked").wait_until_quiet(store)
+    known, since = -1, time.monotonic()
+    while time.monotonic() - since < QUIET:
+        found = sum(path.is_file() for path in store.rglob("*"))
+        if found != known:
+            known, since = found, time.monotonic()
+        time.sleep(0.1)
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM's own prefix cache could not be emptied")
 

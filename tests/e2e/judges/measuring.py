@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.e2e.bench.figure import Figure
-from tests.e2e.engine import INSIDE, variables
+from tests.e2e.engine import variables
 from tests.e2e.environment import with_overlay
 from tests.e2e.judges.tasks import TASKS
 from tests.e2e.needle.model import HELPED, PLAIN, SHIFTED, Recipe, write_model
+from tests.e2e.processes import INSIDE
 from transforms.pipeline.package import BUILD
 
 if TYPE_CHECKING:

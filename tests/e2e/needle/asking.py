@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE, variables
+from tests.e2e.engine import variables
 from tests.e2e.needle.model import MAX_LENGTH, write_model
 from tests.e2e.needle.settings import BLOCK, DENSE, Setting
 from tests.e2e.needle.task import VALUE, Question, accuracy, questions
+from tests.e2e.processes import INSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e.engine import INSIDE
 from tests.e2e.model import CONFIG, write_tokenizer
 from tests.e2e.needle import task
+from tests.e2e.processes import INSIDE
 from transforms.pipeline.package import BUILD
 
 if TYPE_CHECKING:
