@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"   {environment.python}\n\n2. a tiny model with random weights generates (about a minute)", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        run = run_engine(environment, Path(directory), switches={"UCM_PATCH_VERBOSE": "1"}, batches={"demo": [BATCH]})
+        run = run_engine(
+            environment, Path(directory), switches={"UCM_PATCH_VERBOSE": "1"}, batches={"demo": [BATCH]}, forked=False
+        )
     if run.code:
         print(run.log[-3000:], file=sys.stderr)
         return 1
@@ -105,7 +107,7 @@ def generate(environment: Environment, directory: Path, engine: dict[str, object
     """Return a new engine's answers to the prompts, run one after another."""
     threads = {"OMP_NUM_THREADS": str(os.cpu_count())}
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    with PrefixEngine(environment, directory, engine, threads) as started:
+    with PrefixEngine(environment, directory, engine, threads, forked=False) as started:
         started.generate([{"prompt": [5, 60, 7], "params": params}])
         prompts = [ttft_model.prompt(length, "demo") for length in LENGTHS]
         return [started.generate([{"prompt": prompt, "params": params}])[0] for prompt in prompts]

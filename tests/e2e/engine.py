@@ -62,6 +62,7 @@ def run_engine(
     switches: Mapping[str, str] | None = None,
     batches: Mapping[str, Any] | None = None,
     patience: float = PATIENCE,
+    forked: bool = True,
 ) -> Run:
     """Run an engine to its end; its failure is a result, not an exception.
 
@@ -72,6 +73,7 @@ def run_engine(
         switches: Environment variables.
         batches: The requests; those of `tests.e2e.workload` by default.
         patience: Seconds after which it is stopped.
+        forked: Whether it may be forked from a process that has imported vLLM; not if imports are the subject.
     """
     reports = directory / "reports"
     _install_plugin(directory / "plugin")
@@ -84,7 +86,12 @@ def run_engine(
     with log.open("wb") as output:
         command = [INSIDE / "generate.py", spec, result]
         process = start(
-            environment, command, directory=directory, variables=variables(directory, switches), output=output
+            environment,
+            command,
+            directory=directory,
+            variables=variables(directory, switches),
+            output=output,
+            forked=forked,
         )
         code = wait(process, patience)
     seconds = time.monotonic() - begin

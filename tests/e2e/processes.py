@@ -23,7 +23,15 @@ INSIDE = Path(__file__).parent / "inside"
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 #: Variables that are read after the import of vLLM. Processes that differ in others do not share an import.
 LATE = frozenset(
-    {"PYTHONPATH", "UCM_E2E_REPORTS", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_CPU_KVCACHE_SPACE", "XDG_CACHE_HOME"}
+    {
+        "PYTHONPATH",
+        "UCM_E2E_REPORTS",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "XDG_CACHE_HOME",
+    }
 )
 #: Seconds that a process that forks others has for its own end.
 ENDING = 5.0
@@ -60,8 +68,9 @@ def start(
 ) -> Process:
     """Start a script in a session of its own.
 
-    An engine in one process is forked from a process that has imported vLLM in the same environment with the same
-    variables. An engine that starts processes is not, and neither is one whose variables change what is imported.
+    It is forked from a process that has imported vLLM in the same environment with the same variables; processes that
+    an engine starts import vLLM themselves. A script with variables of UCM, which may change what is imported, is a new
+    process.
 
     Args:
         environment: The environment with vLLM.
@@ -74,7 +83,7 @@ def start(
     """
     told = [str(part) for part in command]
     switches = [name for name in variables if name.startswith("UCM_") and name not in LATE]
-    if forked and variables.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and not switches:
+    if forked and not switches:
         early = tuple(sorted((name, value) for name, value in variables.items() if name not in LATE))
         return _server(environment.python, early).start(told, directory, variables, output, conversing=conversing)
     pipe = subprocess.PIPE if conversing else None

@@ -143,7 +143,9 @@ class Runs:
         paths = {"overlay": self.environments.overlay.site, "directory": directory}
         switches = {key: value.format(**paths) for key, value in scenario.switches.items()}
         engine = _filled(scenario.engine, str(directory))
-        return run_engine(environment, directory, engine=engine, switches=switches, batches=scenario.batches)
+        return run_engine(
+            environment, directory, engine=engine, switches=switches, batches=scenario.batches, forked=False
+        )
 
 
 def _filled(value: Any, directory: str) -> Any:

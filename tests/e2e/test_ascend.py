@@ -110,7 +110,7 @@ class Engines:
         (directory / "plugin" / "patched.py").write_text(PATCHED[self.scheduler], encoding="utf-8")
         settings = {"ucm_sparse_config": method, **SETTINGS.get(self.scheduler, {})}
         arguments = {**engine, "scheduler_cls": f"patched.{self.scheduler}", "additional_config": settings}
-        done = run_engine(self.ascend, directory, engine=arguments, switches=IN_PROCESS, batches=batches)
+        done = run_engine(self.ascend, directory, engine=arguments, switches=IN_PROCESS, batches=batches, forked=False)
         assert done.code == 0, done.log[-3000:]
         return done
 
@@ -178,7 +178,7 @@ def run_with(
         shutil.copy(INSIDE / "ascend_on_cpu.py", directory / "plugin")
     else:
         directory.mkdir(parents=True)
-    done = run_engine(ascend, directory, engine=engine, switches=IN_PROCESS, batches=batches or lengths())
+    done = run_engine(ascend, directory, engine=engine, switches=IN_PROCESS, batches=batches or lengths(), forked=False)
     assert done.code == 0, done.log[-3000:]
     return done
 
@@ -273,6 +273,7 @@ def test_a_scheduler_measures_its_chunks_in_a_spawned_engine_core(patches: Envir
         engine=engine,
         switches={"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
         batches=requests(),
+        forked=False,
     )
     assert done.code == 0, done.log[-3000:]
     told = [line for line in done.log.splitlines() if "Running startup profiling with real model forward" in line]

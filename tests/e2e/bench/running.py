@@ -56,7 +56,7 @@ def decoding(plain: Environment, overlay: Environment) -> Iterator[Figure | Run]
 
     def side(name: str, environment: Environment) -> float:
         with tempfile.TemporaryDirectory() as directory:
-            run = run_engine(environment, Path(directory), engine=ROOMY, batches=_batches())
+            run = run_engine(environment, Path(directory), engine=ROOMY, batches=_batches(), forked=False)
         if run.code:
             raise RuntimeError(run.log[-2000:])
         seconds[name] += [phase["seconds"] for phase in list(run.phases.values())[1:]]

@@ -89,7 +89,7 @@ def figures(release: str) -> Iterator[Figure]:
         answers = []
         for number in range(HANDSHAKES):
             method = {"additional_config": {"ucm_sparse_config": _METHOD}, "enable_prefix_caching": False}
-            with PrefixEngine(environment, directory / f"handshake-{number}", method) as engine:
+            with PrefixEngine(environment, directory / f"handshake-{number}", method, forked=False) as engine:
                 engine.wait_until_started()
                 answers.append(_handshake(engine.log))
         yield Figure("handshake with a worker in another process", statistics.median(answers), "ms", None)
