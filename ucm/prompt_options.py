@@ -40,7 +40,8 @@ def add_deployment(parser: argparse.ArgumentParser, *, prompt_required: bool) ->
 
 
 def quieten() -> None:
-    """Hide vLLM's start-up messages; UCM's warnings about the weights and the store are shown."""
+    """Hide vLLM's start-up messages; UCM's warnings are shown, and go to standard error beside the command's result."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # from 0.10.2 on
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault(LEVEL_VARIABLE, "WARNING")
 

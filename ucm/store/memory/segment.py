@@ -318,9 +318,8 @@ class Segment:
         if not self.holds(number, key):
             return False
         self.map[_TABLE_AT + number * _ENTRY_BYTES] = _DELETED
-        self.map[_DELETIONS_AT : _DELETIONS_AT + 8] = secrets.token_bytes(
-            8
-        )  # without the lock a counter may stand still
+        # Two processes without the lock could give a counter the same value.
+        self.map[_DELETIONS_AT : _DELETIONS_AT + 8] = secrets.token_bytes(8)
         return True
 
     def file_of(
