@@ -10,4 +10,4 @@ import tests.campaign.refusing
 import tests.campaign.rivals
 import tests.campaign.vanish
 import ucm.store.factory
-import ucm.store.memory.dram
+import ucm.store.memory.directory

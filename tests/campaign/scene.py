@@ -18,7 +18,7 @@ from tests.campaign.processes import in_new_process
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.inspection import side_files
-from ucm.store.memory.dram import in_memory
+from ucm.store.memory.directory import in_memory
 from ucm.store.posix.layout import namespaces
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ucm.config.yaml_file import read_yaml
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.store.config import OURS, pipeline_parts
-from ucm.store.memory.dram import check_apart
+from ucm.store.memory.directory import check_apart
 from ucm.store.posix.paths import distrust, group_id
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
         return []
     from ucm.config.units import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
     from ucm.store.inspection import take_stock_of_memory  # noqa: PLC0415 - likewise
-    from ucm.store.memory.dram import in_memory  # noqa: PLC0415 - likewise
+    from ucm.store.memory.directory import in_memory  # noqa: PLC0415 - likewise
 
     if not in_memory(root):
         todo = ("name a directory below /dev/shm as dram_directory, or use the Posix tier for a disk",)

@@ -36,7 +36,8 @@ from ucm.store.config import ENTRY_POINT_GROUP, OURS
 from ucm.store.format import MIN_KEY_BYTES, HeaderCodec
 from ucm.store.guard import unexpected
 from ucm.store.health import Pool, RefusableJob
-from ucm.store.memory.dram import DramTier, check_apart
+from ucm.store.memory.directory import check_apart
+from ucm.store.memory.dram import DramTier
 from ucm.store.posix.layout import Layout, check_namespace
 from ucm.store.posix.tier import PosixTier
 from ucm.store.remote.tiers import RedisTier, RemoteTier, S3Tier

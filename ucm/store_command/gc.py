@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.config.units import format_size
 from ucm.errors import UcmError
-from ucm.store.memory.dram import in_memory
+from ucm.store.memory.directory import in_memory
 from ucm.store_command.cleaning import BLOCK, Outcome, Plan, Tally, carry_out, plan
 from ucm.store_command.places import Directory, Places, find_places
 from ucm.store_command.text import many, progress, say, say_json, table

@@ -15,7 +15,7 @@ from ucm.store import factory
 from ucm.store.base import BlockGeometry, BlockMissingError
 from ucm.store.config import ENTRY_POINT_GROUP, StoreConfig
 from ucm.store.factory import EmptyStore, open_store
-from ucm.store.memory.dram import in_memory
+from ucm.store.memory.directory import in_memory
 from ucm.store.tier import TierOptions, TierPlace, ValueTier
 from ucm.testing.blocks import EVEN, ODD, content, fetch, files, filled, key, save
 
