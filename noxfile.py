@@ -123,8 +123,8 @@ def e2e(session: nox.Session) -> None:
     """Run the end-to-end tests on real vLLM engines on the CPU: `-- RELEASE …`.
 
     The default is 0.32.0 without the core, which `nox -s tests` runs, and 0.27.1 without tests marked `newest_only`.
-    `-- 0.32.0` includes the core. Any other release, for instance 0.16.0 or 0.12.0, runs the tests marked `older`: tokens
-    with each connector and method, and `ucm doctor --run`.
+    `-- 0.32.0` includes the core. Any other release, for instance 0.16.0 or 0.12.0, runs the tests marked `older`:
+    tokens with each connector and method, and `ucm doctor --run`.
     """
     install(session, "test")
     releases = session.posargs or E2E_RELEASES
