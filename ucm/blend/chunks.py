@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from ucm.hashing.framing import frame
-from ucm.hashing.request_hasher import RequestHasher
+from ucm.hashing.request_hasher import RequestHasher, frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ucm.config.load import load_connector_config
-from ucm.config.settings import ConnectorConfig
-from ucm.config.store_settings import StoreSettings
+from ucm.config.settings import ConnectorConfig, StoreSettings
 
 __all__ = ["ConnectorConfig", "StoreSettings", "load_connector_config"]

@@ -14,12 +14,17 @@ from pydantic import BaseModel, ValidationError
 
 from ucm.background import call_later
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
-from ucm.config.problems import NO_VALUE, Place, raise_for, unknown, wrong
-from ucm.config.settings import ConnectorConfig
-from ucm.config.store_settings import DRAM, FORMER_NAMES, POSIX, StoreSettings, replace_former_names
-from ucm.config.units import format_size
+from ucm.config.problems import NO_VALUE, Place, problems_of, raise_for, unknown, wrong
+from ucm.config.settings import (
+    DRAM,
+    FORMER_NAMES,
+    POSIX,
+    ConnectorConfig,
+    StoreSettings,
+    format_size,
+    replace_former_names,
+)
 from ucm.config.upstream import translate
-from ucm.config.validation import problems_of
 from ucm.config.yaml_file import read_yaml
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
@@ -30,7 +35,7 @@ from ucm.store.posix.paths import distrust, group_id
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ucm.config.translation import Translation
+    from ucm.config.upstream import Translation
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -100,7 +100,7 @@ def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
     root = config.store.dram_directory
     if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
         return []
-    from ucm.config.units import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
+    from ucm.config.settings import format_size  # noqa: PLC0415 - few configurations need it, and what it needs
     from ucm.store.inspection import take_stock_of_memory  # noqa: PLC0415 - likewise
     from ucm.store.memory.directory import in_memory  # noqa: PLC0415 - likewise
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.hashing.block_keys import BlockKeys
-from ucm.hashing.request_hasher import RequestHasher
-from ucm.hashing.vllm_hashes import HashPlan
+from ucm.hashing.request_hasher import HashPlan, RequestHasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

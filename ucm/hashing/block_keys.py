@@ -11,8 +11,15 @@ from typing import Any
 
 from ucm.background import enter_background
 from ucm.hashing.request_content import ContentReader, Digest, NotCacheableError, RequestContent, digest_of
-from ucm.hashing.request_hasher import DIGEST_BYTES, RequestHasher, RequestHashes
-from ucm.hashing.vllm_hashes import HashPlan, has_hashes, plan_hashes, verified_block_size
+from ucm.hashing.request_hasher import (
+    DIGEST_BYTES,
+    HashPlan,
+    RequestHasher,
+    RequestHashes,
+    has_hashes,
+    plan_hashes,
+    verified_block_size,
+)
 from ucm.logger import get_logger
 
 logger = get_logger(__name__)

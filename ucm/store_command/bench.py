@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.config.units import format_size
+from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.bench import Figures, LookupFigures, Workload, bench, bench_lookup, beside, for_bench
 from ucm.store.config import StoreConfig

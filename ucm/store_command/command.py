@@ -187,7 +187,7 @@ def size(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: It stands for none.
     """
-    from ucm.config.units import SIZE_HELP, parse_size  # noqa: PLC0415 - see above
+    from ucm.config.settings import SIZE_HELP, parse_size  # noqa: PLC0415 - see above
 
     try:
         return 0 if text == "0" else parse_size(int(text) if text.isdecimal() else text)

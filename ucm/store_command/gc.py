@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ucm.config.units import format_size
+from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.memory.directory import in_memory
 from ucm.store_command.cleaning import BLOCK, Outcome, Plan, Tally, carry_out, plan

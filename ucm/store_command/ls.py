@@ -10,7 +10,7 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucm.config.units import format_size
+from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.inspection import StoredBlock, stored_blocks
 from ucm.store_command.places import Directory, find_places

@@ -15,11 +15,9 @@ from pydantic import ValidationError
 from ucm.config.document import FILE_KEY, expand, read_document
 from ucm.config.load import check_tier_options, expanded_key_file, rename_former
 from ucm.config.problems import Place as Setting
-from ucm.config.problems import raise_for
-from ucm.config.settings import ConnectorConfig
-from ucm.config.store_settings import DRAM, POSIX, StoreSettings
+from ucm.config.problems import problems_of, raise_for
+from ucm.config.settings import DRAM, POSIX, ConnectorConfig, StoreSettings
 from ucm.config.upstream import translate
-from ucm.config.validation import problems_of
 from ucm.errors import ConfigError, UcmError
 from ucm.store.config import StoreConfig, pipeline_parts
 from ucm.store.factory import is_on_servers, open_tier

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucm.config.units import format_size
+from ucm.config.settings import format_size
 from ucm.errors import ConfigError
 from ucm.store.base import StoreError
 from ucm.store.factory import ask_tier

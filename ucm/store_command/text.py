@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tqdm
 
-from ucm.config.units import format_size
+from ucm.config.settings import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucm.config.units import format_size
+from ucm.config.settings import format_size
 from ucm.errors import ConfigError, UcmError
 from ucm.store.base import (
     BlockCorruptError,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ucm.config import ConnectorConfig, StoreSettings, load, upstream, upstream_keys, upstream_store
+from ucm.config import ConnectorConfig, StoreSettings, load, upstream
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 
@@ -22,7 +22,7 @@ YAML = st.recursive(
 )
 SENSIBLE = st.sampled_from([True, False, 0, 1, 5, 0.5, "1GiB", "/a", "/a:/b", ["/a"], "direct", "mock", "fail", {}])
 STORES = st.sampled_from(
-    ["Posix", "Dram", "Cache|Posix", "Empty", "a.b:C", "Fake", "Cache|Ds3fs", *upstream_keys.STORE_NAMES]
+    ["Posix", "Dram", "Cache|Posix", "Empty", "a.b:C", "Fake", "Cache|Ds3fs", *upstream.STORE_NAMES]
 )
 
 
@@ -37,9 +37,9 @@ def mappings(names: Mapping[str, Any], **more: st.SearchStrategy[Any]) -> st.Sea
 
 
 UPSTREAM_STORE = mappings(
-    {**upstream_store._READERS, **dict.fromkeys(["stream_number", "asu_ids", "replica_num"])},
+    {**upstream._STORE_READERS, **dict.fromkeys(["stream_number", "asu_ids", "replica_num"])},
     store_pipeline=STORES | YAML,
-    store_health=mappings(dict.fromkeys([*upstream_keys.HEALTH_RENAMED, *upstream_keys.HEALTH_WITHOUT_EFFECT])),
+    store_health=mappings(dict.fromkeys([*upstream.HEALTH_RENAMED, *upstream.HEALTH_WITHOUT_EFFECT])),
 )
 UPSTREAM = st.fixed_dictionaries(
     {},
@@ -53,7 +53,7 @@ SETTINGS = mappings(
     {
         **{name: None for name in ConnectorConfig.model_fields if name != "metrics_config_path"},
         **upstream._READERS,
-        **upstream_keys.MODES_NOT_IN_THIS_VERSION,
+        **upstream.MODES_NOT_IN_THIS_VERSION,
     },
     store=mappings(StoreSettings.model_fields, pipeline=STORES | YAML) | YAML,
     ucm_connectors=st.lists(UPSTREAM, max_size=2),

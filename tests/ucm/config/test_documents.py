@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from ucm.config import ConnectorConfig, StoreSettings, load_connector_config
-from ucm.config.settings import BlendSettings
-from ucm.config.units import parse_size
+from ucm.config import ConnectorConfig, StoreSettings, load_connector_config, upstream
+from ucm.config.settings import BlendSettings, parse_size
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -102,18 +101,16 @@ def test_every_line_of_the_example_can_be_switched_on(tmp_path: Path) -> None:
 
 
 def test_what_it_says_of_ucms_keys_is_so() -> None:
-    from ucm.config import upstream, upstream_keys, upstream_store  # noqa: PLC0415 - only this test looks at them
-
     section = TEXT[TEXT.index("## Files of UCM") :]
-    for name in [*upstream_store._READERS, *upstream_keys.HEALTH_RENAMED, *upstream._READERS]:
+    for name in [*upstream._STORE_READERS, *upstream.HEALTH_RENAMED, *upstream._READERS]:
         if name not in ("backends", "transferIoDirect", "transfer_io_direct"):  # names of its C++ options
             assert re.search(rf"\b{name}\b", section), name
-    for name in [*upstream_keys.STORE_NAMES, *upstream_keys.PIPELINES_NOT_IN_THIS_VERSION]:
+    for name in [*upstream.STORE_NAMES, *upstream.PIPELINES_NOT_IN_THIS_VERSION]:
         assert name in section
     for name in ("enable_event_sync", "load_only_first_rank"):
-        assert name in upstream_keys.TOP_LEVEL_WITHOUT_EFFECT
+        assert name in upstream.TOP_LEVEL_WITHOUT_EFFECT
     for name in ("posix_io_engine", "stream_number", "buffer_number", "timeout_ms"):
-        assert name in upstream_keys.STORE_WITHOUT_EFFECT
+        assert name in upstream.STORE_WITHOUT_EFFECT
 
 
 def test_every_linked_file_exists() -> None:

@@ -20,8 +20,7 @@ from tests.ucm.store.frozen import FrozenDirectory
 from ucm.config import ConnectorConfig, load_connector_config
 from ucm.config.document import FILE_KEY, read_document
 from ucm.config.load import WITHOUT_EFFECT, check_connector_config
-from ucm.config.upstream import translate
-from ucm.config.upstream_keys import TOP_LEVEL_WITHOUT_EFFECT
+from ucm.config.upstream import TOP_LEVEL_WITHOUT_EFFECT, translate
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:

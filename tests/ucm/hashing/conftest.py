@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.hashing import adapters
+from ucm.hashing import request_content
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Make the test's files older than the process, and keep digests apart from the user's."""
-    monkeypatch.setattr(adapters, "process_started", lambda: float("inf"))
+    monkeypatch.setattr(request_content, "process_started", lambda: float("inf"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.hashing.stand_ins import LoRARequest, write_adapter
-from ucm.hashing import adapters as adapters_module
-from ucm.hashing.adapters import AdapterError
-from ucm.hashing.adapters import Adapters as AnyAdapters
+from ucm.hashing import request_content as adapters_module
 from ucm.hashing.file_contents import FileContents
+from ucm.hashing.request_content import AdapterError
+from ucm.hashing.request_content import Adapters as AnyAdapters
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,9 +26,8 @@ from tests.ucm.hashing.fake_vllm import FakeVllm
 from tests.ucm.hashing.stand_ins import HfConfig, ModelConfig, VllmConfig, whole_identity, write_model
 from ucm.errors import ConfigError
 from ucm.hashing import model_identity as module
-from ucm.hashing.framing import frame
-from ucm.hashing.model_identity import namespace, plain, platform_facts, vllm_release
-from ucm.hashing.weights import WeightsUnknownError
+from ucm.hashing.model_identity import WeightsUnknownError, namespace, plain, platform_facts, vllm_release
+from ucm.hashing.request_hasher import frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ucm.hashing.fake_vllm import FakeVllm, old_sha256, sha256
 from tests.ucm.hashing.stand_ins import CacheConfig, ModelConfig, Request, VllmConfig
-from ucm.hashing.vllm_hashes import HashPlan, finds_adapters_by_name, has_hashes, plan_hashes, verified_block_size
+from ucm.hashing.request_hasher import HashPlan, finds_adapters_by_name, has_hashes, plan_hashes, verified_block_size
 
 TOKENS = list(range(100))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.hashing.stand_ins import HfConfig, ModelConfig, read_files, write_model
-from ucm.hashing.weights import WeightsUnknownError, find_weights
+from ucm.hashing.model_identity import WeightsUnknownError, find_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -30,12 +30,11 @@ from vllm.v1.request import Request
 
 from tests.ucm.hashing.stand_ins import whole_identity, write_adapter
 from ucm import vllm_types
-from ucm.hashing import adapters, model_identity, request_content
+from ucm.hashing import model_identity, request_content
 from ucm.hashing.block_keys import BlockKeys
 from ucm.hashing.model_identity import namespace
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
-from ucm.hashing.request_hasher import RequestHasher
-from ucm.hashing.vllm_hashes import plan_hashes
+from ucm.hashing.request_hasher import RequestHasher, plan_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,7 +148,7 @@ def test_what_names_blocks_depends_on_the_algorithm(path: str, monkeypatch: pyte
 def test_what_a_request_holds_beside_tokens(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(adapters, "process_started", lambda: float("inf"))  # after the adapters are written
+    monkeypatch.setattr(request_content, "process_started", lambda: float("inf"))  # after the adapters are written
     config = engine_config(path)
     hasher = vllm_hasher(config)
     loras = [LoRARequest(f"sql-{n}", n, str(write_adapter(tmp_path / str(n), b"%d" % n))) for n in (1, 2)]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from ucm.config.store_settings import StoreSettings, replace_former_names
+from ucm.config.settings import StoreSettings, replace_former_names
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.sparse.esa.offload_store import store_roots

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ucm.hashing.vllm_hashes import has_hashes
+from ucm.hashing.request_hasher import has_hashes
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:

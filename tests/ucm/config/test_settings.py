@@ -1,8 +1,9 @@
-"""The store section and the store's own options have the same names, defaults and bounds."""
+"""The settings of the connectors: sizes, and the ``store`` section."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,16 @@ from hypothesis import strategies as st
 
 from ucm.config import StoreSettings
 from ucm.config.load import load_connector_config
-from ucm.config.store_settings import FORMER_NAMES, ONLY_WITH
+from ucm.config.settings import FORMER_NAMES, ONLY_WITH, format_size, parse_size
 from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
+    from decimal import Decimal
     from pathlib import Path
+
+UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
 #: Each setting with another value than its default.
 OTHER: dict[str, Any] = {
@@ -47,7 +52,7 @@ OTHER: dict[str, Any] = {
     "stale_seconds": 17,
     "options": {"reels": 18},
 }
-UNITS = {
+BY_UNIT = {
     "posix_capacity": "posix_capacity_bytes",
     "dram_capacity": "dram_capacity_bytes",
     "save_queue": "save_queue_bytes",
@@ -55,9 +60,58 @@ UNITS = {
 }
 
 
+@given(st.integers(1, 10**9), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]), st.booleans())
+def test_a_whole_number_and_a_unit(number: int, unit: str, space: str, upper: bool) -> None:
+    text = f"{number}{space}{unit}"
+    assert parse_size(text.upper() if upper else text) == number * UNITS[unit]
+
+
+@given(st.decimals("0.001", "9999", places=3), st.sampled_from(["GiB", "TB"]))
+def test_a_fraction_is_exact(number: Decimal, unit: str) -> None:
+    assert parse_size(f"{number}{unit}") == int(number * UNITS[unit])
+
+
+@pytest.mark.parametrize("value", [1, 4096, 10**18])
+def test_a_number_is_bytes(value: int) -> None:
+    assert parse_size(value) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (0, "at least one byte"),
+        (-1, "at least one byte"),
+        ("0GiB", "at least one byte"),
+        ("0.0001 B", "at least one byte"),
+        (True, "not a size"),
+        (1.5, "not a size"),
+        (None, "not a size"),
+        ("", "not a size"),
+        ("GiB", "not a size"),
+        ("-1GiB", "not a size"),
+        ("1,5GiB", "not a size"),
+        ("1e3", "not a size"),
+        ("٣GiB", "not a size"),
+        ("5G", "'G' is not a unit of size"),
+        ("5 Gib s", "not a size"),
+        ("5 blocks", "'blocks' is not a unit of size"),
+    ],
+)
+def test_what_is_no_size(value: object, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        parse_size(value)
+
+
+@given(st.integers(1, 2**60))
+def test_what_is_shown_is_near_what_it_is(size: int) -> None:
+    shown = format_size(size)
+    assert re.fullmatch(r"(\d{1,4}|\d{1,2}\.\d{1,2}|\d+\.\d) ([KMGTP]i)?B", shown), shown
+    assert abs(parse_size(shown) - size) <= size * 0.01
+
+
 def test_every_option_of_a_store_can_be_set() -> None:
-    ours = {UNITS.get(name, name) for name in StoreSettings.model_fields}
-    assert ours == set(StoreConfig.field_names()) == {UNITS.get(name, name) for name in OTHER}
+    ours = {BY_UNIT.get(name, name) for name in StoreSettings.model_fields}
+    assert ours == set(StoreConfig.field_names()) == {BY_UNIT.get(name, name) for name in OTHER}
 
 
 def test_the_defaults_are_the_stores() -> None:
@@ -66,7 +120,7 @@ def test_the_defaults_are_the_stores() -> None:
 
 def test_what_is_set_arrives() -> None:
     made = StoreSettings.model_validate(OTHER).as_store_config()
-    expected = {UNITS.get(name, name): value for name, value in OTHER.items()}
+    expected = {BY_UNIT.get(name, name): value for name, value in OTHER.items()}
     expected |= {"directories": ("/a", "/b"), "posix_capacity_bytes": 2 << 30, "save_queue_bytes": 10 << 20}
     expected["write_behind_bytes"] = 11 << 20
     assert dataclasses.asdict(made) == expected
@@ -114,7 +168,7 @@ class EntryPoint:
 def test_a_store_of_ones_own(pipeline: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [EntryPoint("tape")]
     monkeypatch.setattr(
-        "ucm.config.store_settings.entry_points",
+        "ucm.config.settings.entry_points",
         lambda **of: [e for e in found if of == {"group": "ucm.stores", "name": e.name}],
     )
     store = load_connector_config({"store": {"pipeline": pipeline, "options": {"reels": 3}}}).store
