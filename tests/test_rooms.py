@@ -41,7 +41,7 @@ LOADED_BY_VLLM = {f"ucm/integration/vllm/{name}_connector.py" for name in ("blen
 #: Modules of ucm.sparse that the hooks and ``ucm doctor`` import; a method is imported only if configured.
 LEAN = (
     *("ucm/overlay", "ucm/doctor"),
-    *(f"ucm/sparse/{name}.py" for name in ("__init__", "base", "counters", "factory", "probe")),
+    *(f"ucm/sparse/{name}.py" for name in ("__init__", "base", "factory", "probe")),
 )
 
 

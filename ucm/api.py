@@ -13,10 +13,9 @@ from typing import Final
 from ucm.errors import ConfigError, SparseMethodError, UcmError
 from ucm.hashing.request_hasher import BlockExtra, RequestHasher, RequestHashes
 from ucm.sparse.attention import AttentionView, QuerySplit, StepBatch
-from ucm.sparse.base import Role, SparseMethod
-from ucm.sparse.needed_hooks import require_hooks
+from ucm.sparse.base import Role, SparseMethod, require_hooks
+from ucm.sparse.blocks import keep_apart
 from ucm.sparse.options import MethodOptions, parse_options
-from ucm.sparse.own_blocks import keep_apart
 from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,

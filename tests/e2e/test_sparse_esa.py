@@ -15,7 +15,7 @@ from tests.e2e.engine import MODEL
 from tests.e2e.model import MAX_LENGTH, VOCABULARY, write_model
 from tests.e2e.sparse_runs import prompts, run_script, run_sparse
 from tests.e2e.workload import BLOCK, ENGINE, TOKENS_PER_STEP
-from ucm.sparse.window import TILE
+from ucm.sparse.blocks import TILE
 from ucm.store.posix import space as posix_space
 
 if TYPE_CHECKING:

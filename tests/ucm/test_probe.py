@@ -21,8 +21,17 @@ from tests.ucm.test_hooks import VllmConfig, started
 from ucm.errors import ConfigError, UcmError
 from ucm.integration.vllm import hooks
 from ucm.sparse.base import Role, SparseMethod
-from ucm.sparse.counters import HEADER, MAGIC, VERSION
-from ucm.sparse.probe import HOOKS, IN_MODEL, METADATA_RECEIVED, Probe, ProcessReport, read_reports
+from ucm.sparse.probe import (
+    HEADER,
+    HOOKS,
+    IN_MODEL,
+    MAGIC,
+    METADATA_RECEIVED,
+    VERSION,
+    Probe,
+    ProcessReport,
+    read_reports,
+)
 
 #: An argument that the Probe ignores.
 NOTHING: Any = None

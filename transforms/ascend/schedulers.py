@@ -179,7 +179,7 @@ CENSUS = (
                 Consequence.REFUSED,
                 "it runs only without chunked prefill, computes a request in one step and asserts that; ESA has to "
                 "recompute a preempted request in parts, so it stops the engine with an error there",
-                refused_by="ucm.sparse.esa.tables:reading",
+                refused_by="ucm.sparse.esa.resident:reading",
             ),
         ),
     ),

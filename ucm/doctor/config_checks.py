@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.integration.vllm.config import FILE_KEY, sparse_method_config
+from ucm.sparse.base import require_hooks
 from ucm.sparse.factory import method_class
-from ucm.sparse.needed_hooks import require_hooks
 
 if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig

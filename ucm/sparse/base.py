@@ -14,9 +14,12 @@ step, like an exception in vLLM's own code.
 from __future__ import annotations
 
 import enum
+import os
 import sys
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from ucm.errors import SparseMethodError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,9 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import AttentionView
-    from ucm.sparse.options import MethodOptions
-    from ucm.sparse.steering import Complaints
+    from ucm.sparse.options import Complaints, MethodOptions
     from ucm.vllm_types import Request, SchedulerOutput, VllmConfig
+
+#: Values with which a switch counts as unset.
+OFF = frozenset({"", "0", "false", "no", "off"})
 
 
 class Role(enum.Enum):
@@ -88,7 +93,7 @@ class SparseMethod:
     @cached_property
     def complaints(self) -> Complaints:
         """The worker side's log of client requests that the method refuses; see `StepBatch.asked`."""
-        from ucm.sparse.steering import Complaints  # noqa: PLC0415 - most processes have no method
+        from ucm.sparse.options import Complaints  # noqa: PLC0415 - most processes have no method
 
         return Complaints(type(self).__name__, int(self.vllm_config.parallel_config.rank))
 
@@ -375,3 +380,23 @@ class SparseMethod:
 
     def execute_finished(self, runner: Any, scheduler_output: SchedulerOutput, model_output: Any) -> None:
         """The model has run. On the V2 runner ``model_output`` is None, because the runner keeps it."""
+
+
+def require_hooks(name: str, groups: Iterable[str]) -> None:
+    """Refuse to run a method without its hooks.
+
+    Args:
+        name: The method's name.
+        groups: Groups of rewritten modules, as their switches name them: ``ATTENTION``, ``WORKER``, ….
+
+    Raises:
+        SparseMethodError: Naming the first switch that is set.
+    """
+    for group in groups:
+        variable = f"UCM_DISABLE_{group}_PATCH"
+        if os.environ.get(variable, "").strip().lower() not in OFF:
+            raise SparseMethodError(
+                f"{name} needs hooks that are switched off",
+                where=f"the environment variable {variable}",
+                fix="unset it, or serve without ucm_sparse_config",
+            )

@@ -2,6 +2,10 @@
 
 A kernel runs in torch's OpenMP threads, through the entry point that compilers call. numba's own threads
 would compete with them, and would all run on the single core to which vLLM binds a worker's main thread.
+
+Kernels compute on vectors of 16 numbers. numba relies on LLVM to vectorise loops over arrays. LLVM does not keep sums
+of several vectors in registers, and checks before each short loop whether its arrays overlap. Here a vector is a value
+in a register.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import itertools
+import math
 import multiprocessing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,11 +24,376 @@ import numpy as np
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Run = Callable[..., None]
 
+#: The float32 numbers in a vector: one AVX-512 register; with narrower registers the compiler uses several.
+LANES = 16
+#: Powers of two below this exponent vanish in a sum with 1.
+LEAST_POWER = -126.0
+#: The series of 2**x for a fraction of at most one half: sixth order, accurate to 1.2e-7.
+SERIES = tuple(math.log(2) ** n / math.factorial(n) for n in range(7))
+
 Kernel = TypeVar("Kernel")
+
+
+@functools.cache
+def _vector_type() -> Any:
+    """Return the type of a vector, registered with numba once."""
+    numba: Any = importlib.import_module("numba")
+    extending: Any = importlib.import_module("numba.extending")
+    ir: Any = importlib.import_module("llvmlite.ir")
+
+    class Vector(numba.types.Type):  # type: ignore[misc] # numba has no types here
+        def __init__(self) -> None:
+            super().__init__(name=f"float32x{LANES}")
+
+    class Model(extending.models.PrimitiveModel):  # type: ignore[misc]
+        def __init__(self, manager: Any, kind: Any) -> None:
+            super().__init__(manager, kind, ir.VectorType(ir.FloatType(), LANES))
+
+    extending.register_model(Vector)(Model)
+    return Vector()
+
+
+class Lanes:
+    """Vector functions that numba-compiled functions can call; an *address* is an int64.
+
+    Args:
+        half: Whether the KV cache is bfloat16, or else float32.
+
+    Attributes:
+        load: The vector at an address.
+        store: ``store(address, vector)``.
+        whole: Returns the int64 at an address.
+        number: The float32 at an address.
+        stored: Returns the number of the cache's dtype at an address.
+        keep: ``keep(address, vector)``: stores in the cache's dtype.
+        put: ``put(address, number)``: stores a float32.
+        splat: Returns a vector with a number in all lanes.
+        add: Returns the sum of two vectors; ``sub`` and ``mul`` likewise.
+        fma: Returns the product of two vectors plus a third.
+        greater: Returns the lane-wise maximum of two vectors.
+        greatest: Returns the maximum of a vector's numbers.
+        total: Returns the sum of a vector's numbers.
+        exp2: Returns two to the power of each number, clamped to at least `LEAST_POWER`.
+        within: ``within(vector, low, high, number)``: the number in lanes before ``low`` and from ``high`` on.
+    """
+
+    def __init__(self, *, half: bool) -> None:
+        numba: Any = importlib.import_module("numba")
+        self._ir: Any = importlib.import_module("llvmlite.ir")
+        self._cgutils: Any = importlib.import_module("numba.core.cgutils")
+        self._extending: Any = importlib.import_module("numba.extending")
+        self._half = half
+        ir = self._ir
+        self._float, self._word, self._long = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+        self._vector = ir.VectorType(self._float, LANES)
+        vector, address, number = _vector_type(), numba.types.int64, numba.types.float32
+        self._address, self._nothing = address, numba.types.none
+        make = self._intrinsic
+        self.load = make(vector, (address,), self._load)
+        self.store = make(None, (address, vector), self._store)
+        self.number = make(number, (address,), lambda b, at: b.load(self._at(b, at, self._float), align=4))
+        self.whole = make(address, (address,), lambda b, at: b.load(self._at(b, at, self._long), align=8))
+        self.stored = make(number, (address,), self._stored)
+        self.keep = make(None, (address, vector), self._keep)
+        self.put = make(None, (address, number), lambda b, at, of: b.store(of, self._at(b, at, self._float), align=4))
+        self.splat = make(vector, (number,), self._splat)
+        self.add = make(vector, (vector, vector), lambda b, x, y: b.fadd(x, y))
+        self.sub = make(vector, (vector, vector), lambda b, x, y: b.fsub(x, y))
+        self.mul = make(vector, (vector, vector), lambda b, x, y: b.fmul(x, y))
+        self.fma = make(vector, (vector, vector, vector), self._fma)
+        self.greater = make(vector, (vector, vector), self._greater)
+        self.greatest = make(number, (vector,), lambda b, x: self._folded(b, x, self._greater))
+        self.total = make(number, (vector,), lambda b, x: self._folded(b, x, lambda b, x, y: b.fadd(x, y)))
+        self.exp2 = make(vector, (vector,), self._exp2)
+        self.within = make(vector, (vector, address, address, number), self._within)
+
+    def reading(self, step: int) -> Any:
+        """Return a function that loads a vector of the cache's dtype from an address, with a stride in numbers."""
+        return self._intrinsic(_vector_type(), (self._address,), lambda b, at: self._read(b, at, step))
+
+    def bits_apart(self, words: int, planes: int) -> Any:
+        """Return a function that counts the bits in which the codes of `LANES` tokens differ from a query's.
+
+        LLVM does not turn a loop over tokens that counts bits into vectors by itself.
+
+        Args:
+            words: The words of 64 bits of a code.
+            planes: The codes of the query: a bit of plane ``n`` counts ``2 ** n``.
+
+        Returns:
+            ``bits_apart(codes, stride, query)``, a vector: the address of the tokens' first words, the bytes from there
+            to their next words, and the address of ``[planes, words]`` words.
+        """
+        ir, word = self._ir, self._word
+        longs = ir.VectorType(self._long, LANES)
+
+        def write(b: Any, codes: Any, stride: Any, query: Any) -> Any:
+            kind = ir.FunctionType(longs, [longs])
+            ones = self._cgutils.get_or_insert_function(b.module, kind, f"llvm.ctpop.v{LANES}i64")
+            found = self._all(self._long, 0)
+            for number in range(words):
+                place = b.add(codes, b.mul(stride, self._long(number)))
+                code = b.load(self._at(b, place, longs), align=8)
+                for plane in range(planes):
+                    one = b.load(self._at(b, self._plus(b, query, 8 * (plane * words + number)), self._long), align=8)
+                    wanted = b.insert_element(ir.Constant(longs, ir.Undefined), one, word(0))
+                    wanted = b.shuffle_vector(wanted, wanted, self._all(word, 0))
+                    differ = b.call(ones, [b.xor(code, wanted)])
+                    found = b.add(found, b.shl(differ, self._all(self._long, plane)))
+            return b.sitofp(b.trunc(found, ir.VectorType(word, LANES)), self._vector)
+
+        return self._intrinsic(_vector_type(), (self._address,) * 3, write)
+
+    def stack(self, size: int) -> Any:
+        """Return a function ``stack()`` that gives the address of this many bytes, constant within one function."""
+
+        def write(builder: Any) -> Any:
+            kind = self._ir.ArrayType(self._vector, -(-size // (4 * LANES)))
+            return builder.ptrtoint(self._cgutils.alloca_once(builder, kind), self._long)
+
+        return self._intrinsic(self._address, (), write)
+
+    def product(
+        self, rows: int, weights_apart: int, sums_apart: int, vectors: tuple[int, ...], step: int | None
+    ) -> Any:
+        """Return a matrix product that keeps its sums in registers.
+
+        Args:
+            rows: The rows of the first matrix and the result; ``rows`` times ``vectors`` sums are kept.
+            weights_apart: The row stride of the first matrix (float32), in bytes.
+            sums_apart: The row stride of the result (float32), in bytes.
+            vectors: The offsets of a row's vectors in the second matrix from the first one, in bytes; the
+                result's vectors are contiguous.
+            step: The stride of numbers in the second matrix's rows, which have the cache's dtype; None for
+                contiguous float32.
+
+        Returns:
+            ``product(weights, matrix, offsets, begin, end, sums, fresh)``: the addresses of both matrices and of the
+            second one's row offsets in bytes (int64), the range of its rows to use, and the address of the
+            result, to which the product is added unless ``fresh`` is 1.
+        """
+        address = self._address
+
+        def write(b: Any, weights: Any, matrix: Any, offsets: Any, begin: Any, end: Any, sums: Any, fresh: Any) -> None:
+            kept = self._sums(b, rows, sums_apart, len(vectors), sums)
+            with b.if_else(b.icmp_signed("==", fresh, self._long(1))) as (then, otherwise):
+                with then:
+                    for one, _ in itertools.chain(*kept):
+                        b.store(self._ir.Constant(self._vector, None), one)
+                with otherwise:
+                    for one, place in itertools.chain(*kept):
+                        b.store(self._load(b, place), one)
+            with self._cgutils.for_range(b, end, start=begin, intp=self._long) as loop:
+                row_at = self._row(b, matrix, offsets, loop.index)
+                of_matrix = [
+                    self._load(b, self._plus(b, row_at, place))
+                    if step is None
+                    else self._read(b, self._plus(b, row_at, place), step)
+                    for place in vectors
+                ]
+                self._add_products(b, kept, weights, weights_apart, loop.index, of_matrix)
+            for one, place in itertools.chain(*kept):
+                self._store(b, place, b.load(one))
+
+        return self._intrinsic(None, (address,) * 7, write)
+
+    def turned_product(
+        self, rows: int, weights_apart: int, sums_apart: int, vectors: tuple[int, ...], step: int, *, apart: int
+    ) -> Any:
+        """Return a product as of `product` with a matrix whose rows are rotated in pairs as they are read.
+
+        Args:
+            rows: See `product`, also for ``weights_apart``, ``sums_apart``, ``vectors`` and ``step``.
+            weights_apart: See there.
+            sums_apart: See there.
+            vectors: See there.
+            step: See there.
+            apart: The distance between the two rows of a pair: 1 if they are neighbours.
+
+        Returns:
+            ``product(weights, matrix, offsets, factors, factors_apart, pairs, sums)``: as there, with the address of
+            the vectors of real and imaginary parts, by pair, the offset of the second vector's, and the number of
+            pairs; the result is not added to what was there.
+        """
+        address, size = self._address, 4 * LANES
+
+        def write(
+            b: Any, weights: Any, matrix: Any, offsets: Any, factors: Any, factors_apart: Any, pairs: Any, sums: Any
+        ) -> None:
+            kept = self._sums(b, rows, sums_apart, len(vectors), sums)
+            for one, _ in itertools.chain(*kept):
+                b.store(self._ir.Constant(self._vector, None), one)
+            with self._cgutils.for_range(b, pairs, intp=self._long) as loop:
+                first = b.mul(loop.index, self._long(2)) if apart == 1 else loop.index
+                channels = first, b.add(first, self._long(apart))
+                both = [self._row(b, matrix, offsets, channel) for channel in channels]
+                at = b.add(factors, b.mul(loop.index, self._long(2 * size)))
+                turned: tuple[list[Any], list[Any]] = ([], [])
+                for n, place in enumerate(vectors):
+                    x, y = (self._read(b, self._plus(b, row, place), step) for row in both)
+                    own = b.add(at, b.mul(factors_apart, self._long(n)))
+                    real, imaginary = self._load(b, own), self._load(b, self._plus(b, own, size))
+                    turned[0].append(self._fma(b, b.fneg(y), imaginary, b.fmul(x, real)))
+                    turned[1].append(self._fma(b, x, imaginary, b.fmul(y, real)))
+                for channel, of_channel in zip(channels, turned, strict=True):
+                    self._add_products(b, kept, weights, weights_apart, channel, of_channel)
+            for one, place in itertools.chain(*kept):
+                self._store(b, place, b.load(one))
+
+        return self._intrinsic(None, (address,) * 7, write)
+
+    def _sums(self, b: Any, rows: int, apart: int, vectors: int, sums: Any) -> list[list[tuple[Any, Any]]]:
+        """Return for each row and vector of a product a variable, which becomes a register, and its address."""
+        return [
+            [
+                (self._cgutils.alloca_once(b, self._vector), self._plus(b, sums, row * apart + 4 * LANES * n))
+                for n in range(vectors)
+            ]
+            for row in range(rows)
+        ]
+
+    def _row(self, b: Any, matrix: Any, offsets: Any, index: Any) -> Any:
+        """Return the address of a row of a matrix."""
+        return b.add(matrix, b.load(self._at(b, b.add(offsets, b.mul(index, self._long(8))), self._long), align=8))
+
+    def _add_products(
+        self, b: Any, kept: list[list[tuple[Any, Any]]], weights: Any, apart: int, index: Any, vectors: Sequence[Any]
+    ) -> None:
+        """Add the products of a row of vectors with each row's weight."""
+        weight_at = b.add(weights, b.mul(index, self._long(4)))
+        for row, of_row in enumerate(kept):
+            weight = self._splat(b, b.load(self._at(b, self._plus(b, weight_at, row * apart), self._float), align=4))
+            for (one, _), read in zip(of_row, vectors, strict=True):
+                b.store(self._fma(b, weight, read, b.load(one)), one)
+
+    def _intrinsic(self, result: Any, arguments: tuple[Any, ...], write: Callable[..., Any]) -> Any:
+        """Return an inlined function of these types, with the code that ``write`` emits."""
+        signature = (self._nothing if result is None else result)(*arguments)
+
+        def generate(context: Any, builder: Any, _: Any, given: Any) -> Any:
+            found = write(builder, *given)
+            return context.get_dummy_value() if result is None else found
+
+        made = signature, generate
+        by_count: tuple[Callable[..., Any], ...] = (
+            lambda _of: made,
+            lambda _of, _a: made,
+            lambda _of, _a, _b: made,
+            lambda _of, _a, _b, _c: made,
+            lambda _of, _a, _b, _c, _d: made,
+            lambda _of, _a, _b, _c, _d, _e: made,
+            lambda _of, _a, _b, _c, _d, _e, _f: made,
+            lambda _of, _a, _b, _c, _d, _e, _f, _g: made,
+        )
+        return self._extending.intrinsic(by_count[len(arguments)])
+
+    def _at(self, builder: Any, address: Any, kind: Any) -> Any:
+        return builder.inttoptr(address, kind.as_pointer())
+
+    def _plus(self, builder: Any, address: Any, count: int) -> Any:
+        return builder.add(address, self._long(count)) if count else address
+
+    def _all(self, kind: Any, value: float) -> Any:
+        return self._ir.Constant(self._ir.VectorType(kind, LANES), [value] * LANES)
+
+    def _load(self, builder: Any, address: Any) -> Any:
+        return builder.load(self._at(builder, address, self._vector), align=4)
+
+    def _store(self, builder: Any, address: Any, value: Any) -> None:
+        builder.store(value, self._at(builder, address, self._vector), align=4)
+
+    def _splat(self, builder: Any, number: Any) -> Any:
+        one = builder.insert_element(self._ir.Constant(self._vector, self._ir.Undefined), number, self._word(0))
+        return builder.shuffle_vector(one, one, self._all(self._word, 0))
+
+    def _fma(self, builder: Any, one: Any, other: Any, more: Any) -> Any:
+        return self._of_llvm(builder, "fmuladd", one, other, more)
+
+    def _of_llvm(self, builder: Any, name: str, *vectors: Any) -> Any:
+        kind = self._ir.FunctionType(self._vector, [self._vector] * len(vectors))
+        name = f"llvm.{name}.v{LANES}f32"
+        return builder.call(self._cgutils.get_or_insert_function(builder.module, kind, name), vectors)
+
+    def _greater(self, builder: Any, one: Any, other: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+    def _folded(self, builder: Any, vector: Any, fold: Callable[[Any, Any, Any], Any]) -> Any:
+        """Fold the lanes by halves, always in the same order."""
+        width = LANES // 2
+        while width:
+            places = [(lane + width) % LANES for lane in range(LANES)]
+            mask = self._ir.Constant(self._ir.VectorType(self._word, LANES), places)
+            vector = fold(builder, vector, builder.shuffle_vector(vector, vector, mask))
+            width //= 2
+        return builder.extract_element(vector, self._word(0))
+
+    def _exp2(self, builder: Any, power: Any) -> Any:
+        power = self._greater(builder, power, self._all(self._float, LEAST_POWER))
+        whole = self._of_llvm(builder, "rint", power)
+        rest = builder.fsub(power, whole)
+        found = self._all(self._float, SERIES[-1])
+        for coefficient in SERIES[-2::-1]:
+            found = self._fma(builder, found, rest, self._all(self._float, coefficient))
+        words = self._ir.VectorType(self._word, LANES)
+        exponent = builder.add(builder.fptosi(whole, words), self._all(self._word, 127))
+        return builder.fmul(found, builder.bitcast(builder.shl(exponent, self._all(self._word, 23)), self._vector))
+
+    def _within(self, builder: Any, vector: Any, low: Any, high: Any, number: Any) -> Any:
+        lanes = self._ir.Constant(self._ir.VectorType(self._word, LANES), list(range(LANES)))
+        edges = [builder.bitcast(builder.trunc(of, self._word), self._word) for of in (low, high)]
+        spread = [
+            builder.shuffle_vector(one, one, self._all(self._word, 0))
+            for one in (
+                builder.insert_element(self._ir.Constant(lanes.type, self._ir.Undefined), edge, self._word(0))
+                for edge in edges
+            )
+        ]
+        inside = builder.and_(builder.icmp_signed(">=", lanes, spread[0]), builder.icmp_signed("<", lanes, spread[1]))
+        return builder.select(inside, vector, self._splat(builder, number))
+
+    def _stored(self, builder: Any, address: Any) -> Any:
+        if not self._half:
+            return builder.load(self._at(builder, address, self._float), align=4)
+        short = builder.load(self._at(builder, address, self._ir.IntType(16)), align=2)
+        return builder.bitcast(builder.shl(builder.zext(short, self._word), self._word(16)), self._float)
+
+    def _read(self, builder: Any, address: Any, step: int) -> Any:
+        words = self._ir.VectorType(self._word, LANES)
+        upper = self._all(self._word, 16)
+        if step == 1 and not self._half:
+            return self._load(builder, address)
+        if step == 1:  # a bfloat16 is the upper half of a float32
+            shorts = self._ir.VectorType(self._ir.IntType(16), LANES)
+            read = builder.load(self._at(builder, address, shorts), align=2)
+            return builder.bitcast(builder.shl(builder.zext(read, words), upper), self._vector)
+        if step == 2 and self._half:  # noqa: PLR2004 - pairs of tiles for AMX: read both, keep one
+            pairs = builder.load(self._at(builder, builder.and_(address, self._long(-4)), words), align=4)
+            place = builder.trunc(builder.and_(address, self._long(2)), self._word)
+            shift = builder.insert_element(
+                self._ir.Constant(words, self._ir.Undefined), builder.mul(place, self._word(8)), self._word(0)
+            )
+            shift = builder.shuffle_vector(shift, shift, self._all(self._word, 0))
+            return builder.bitcast(builder.shl(builder.lshr(pairs, shift), upper), self._vector)
+        found, size = self._ir.Constant(self._vector, self._ir.Undefined), 2 if self._half else 4
+        for lane in range(LANES):
+            number = self._stored(builder, self._plus(builder, address, lane * step * size))
+            found = builder.insert_element(found, number, self._word(lane))
+        return found
+
+    def _keep(self, builder: Any, address: Any, vector: Any) -> None:
+        if not self._half:
+            self._store(builder, address, vector)
+            return
+        bits = builder.bitcast(vector, self._ir.VectorType(self._word, LANES))
+        upper, one = self._all(self._word, 16), self._all(self._word, 1)
+        even = builder.and_(builder.lshr(bits, upper), one)  # round to nearest, ties to even
+        rounded = builder.lshr(builder.add(builder.add(bits, self._all(self._word, 0x7FFF)), even), upper)
+        shorts = self._ir.VectorType(self._ir.IntType(16), LANES)
+        builder.store(builder.trunc(rounded, shorts), self._at(builder, address, shorts), align=2)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ for finding something in a long context.
 Other than in the paper, a token keeps its position (vLLM has rotated the keys before they are cached), so contexts are
 bounded by the model's greatest length; and whole blocks are kept, so a step reads up to a block more on either side.
 
-The scheduler's side releases blocks (`ucm.sparse.released_blocks`); the worker's side hands the backend a block table
-without them, and the sequence length that goes with it. Both take the same integers through `ucm.sparse.window`, so no
+The scheduler's side releases blocks (`ucm.sparse.blocks`); the worker's side hands the backend a block table
+without them, and the sequence length that goes with it. Both take the same integers through `ucm.sparse.blocks`, so no
 row can come to read what is released: there is nothing in a step that could fail for one request alone.
 """
 
@@ -25,12 +25,9 @@ from pydantic import Field
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY, asked_of
-from ucm.sparse.needed_hooks import require_hooks
-from ucm.sparse.options import MethodOptions, parse_options, tokens
-from ucm.sparse.own_blocks import keep_apart
-from ucm.sparse.released_blocks import ReleasedBlocks, ReleasingMethod, require_own_connector
-from ucm.sparse.steering import parse_asked, refuse_asked
-from ucm.sparse.window import TILE, SinksAndWindow
+from ucm.sparse.base import require_hooks
+from ucm.sparse.blocks import TILE, ReleasedBlocks, ReleasingMethod, SinksAndWindow, keep_apart, require_own_connector
+from ucm.sparse.options import MethodOptions, parse_asked, parse_options, refuse_asked, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ucm.sparse.compiled import address_as_pointer, compile_kernel
-from ucm.sparse.lanes import LANES, Lanes
+from ucm.sparse.compiled import LANES, Lanes, address_as_pointer, compile_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
+    from ucm.sparse.blocks import QueryPieces
     from ucm.sparse.compiled import Run, Threads
-    from ucm.sparse.pieces import QueryPieces
 
 #: The operation that is slow without the kernel, for the log.
 SLOWLY = "attention beyond the window is computed"

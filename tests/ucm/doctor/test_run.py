@@ -12,7 +12,7 @@ from tests.ucm.doctor.site import RELEASE, write_vllm
 from ucm.doctor.expected import Expectation, Hook
 from ucm.doctor.run import HookResult, Run, check_run
 from ucm.sparse.base import Role
-from ucm.sparse.counters import ProcessReport
+from ucm.sparse.probe import ProcessReport
 
 if TYPE_CHECKING:
     from tests.ucm.doctor.site import Answer, Site

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ucm.sparse.steps import step
-from ucm.sparse.beyond_window import UNWANTED, BeyondWindow
+from ucm.sparse.rerope import UNWANTED, BeyondWindow
 
 ROWS = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 60)), min_size=1, max_size=4)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.sparse.own_blocks import HASHERS, keep_apart
+from ucm.sparse.blocks import HASHERS, keep_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,10 +17,9 @@ from tests.ucm.sparse.told import told_meanwhile, warnings
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.sparse.attention import AttentionView, StepBatch
 from ucm.sparse.base import Role
+from ucm.sparse.blocks import ReleasedBlocks, SinksAndWindow, require_own_connector
 from ucm.sparse.factory import create_method
-from ucm.sparse.released_blocks import ReleasedBlocks, require_own_connector
 from ucm.sparse.sink_window import SinkWindow
-from ucm.sparse.window import SinksAndWindow
 
 windows = st.builds(
     SinksAndWindow, st.integers(0, 40), st.integers(1, 60), st.booleans(), st.sampled_from([1, 6, 16, 128])

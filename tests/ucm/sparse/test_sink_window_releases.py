@@ -8,7 +8,7 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.sparse.released_blocks import CAPS, MANAGER, SPECIFICATION
+from ucm.sparse.blocks import CAPS, MANAGER, SPECIFICATION
 
 MANAGERS = "vllm/v1/core/single_type_kv_cache_manager.py"
 COORDINATOR = "vllm/v1/core/kv_cache_coordinator.py"

@@ -30,15 +30,12 @@ from pydantic import Field, field_validator
 from ucm.config.settings import StoreSettings, replace_former_names
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
+from ucm.sparse.base import require_hooks
+from ucm.sparse.blocks import TILE, ReleasingMethod, SinksAndWindow, keep_apart, rename_own, require_own_connector
 from ucm.sparse.esa.offload_store import store_roots
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
 from ucm.sparse.esa.worker import OffloadedReader
-from ucm.sparse.needed_hooks import require_hooks
-from ucm.sparse.options import MethodOptions, parse_options, tokens
-from ucm.sparse.own_blocks import keep_apart, rename_own
-from ucm.sparse.released_blocks import ReleasingMethod, require_own_connector
-from ucm.sparse.steering import refuse_asked
-from ucm.sparse.window import TILE, SinksAndWindow
+from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
 from ucm.store.config import default_dram_directory
 from ucm.store.factory import open_store, opens_within
 
@@ -47,8 +44,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ucm.sparse.attention import CopyingView
     from ucm.sparse.base import Role
-    from ucm.sparse.block_copies import CopyingView
     from ucm.sparse.esa.offloaded import OffloadedNews
 
 NAME = "ESA"

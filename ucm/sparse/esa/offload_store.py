@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.sparse.block_copies import BlockCopies
+    from ucm.sparse.attention import BlockCopies
     from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, StoreError, Task
     from ucm.store.config import StoreConfig
 

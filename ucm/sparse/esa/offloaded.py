@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.logger import get_logger
-from ucm.sparse.released_blocks import CAPS, ReleasedBlocks
+from ucm.sparse.blocks import CAPS, ReleasedBlocks
 from ucm.store.base import BlockKey
 from ucm.store.posix.layout import owner_name
 
 if TYPE_CHECKING:
-    from ucm.sparse.window import SinksAndWindow
+    from ucm.sparse.blocks import SinksAndWindow
 
 
 @dataclass(frozen=True, slots=True)

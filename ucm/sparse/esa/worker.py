@@ -13,8 +13,7 @@ from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.esa.offload_store import OffloadStore
 from ucm.sparse.esa.offloaded import tell_loss
-from ucm.sparse.esa.resident import OffloadedContext
-from ucm.sparse.esa.tables import Listed, OffloadedTables, Reading, reading
+from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, Reading, reading
 from ucm.sparse.topk.representatives import ranked
 from ucm.sparse.topk.selection import FreshBlocks, with_new_keys
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.sparse.attention import StepBatch
-    from ucm.sparse.block_copies import BlockCopies, CopyingView
+    from ucm.sparse.attention import BlockCopies, CopyingView, StepBatch
     from ucm.sparse.esa.method import ESAOptions
     from ucm.sparse.esa.offload_store import Fetch
     from ucm.sparse.esa.offloaded import OffloadedNews, Released

@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucm.sparse.compiled import compile_kernel, for_engine
-from ucm.sparse.lanes import LANES, Lanes
+from ucm.sparse.compiled import LANES, Lanes, compile_kernel, for_engine
 from ucm.sparse.topk.representatives import FEW, Representatives, ScoringKernel, power_of_two
 
 if TYPE_CHECKING:

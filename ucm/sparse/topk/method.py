@@ -26,20 +26,19 @@ from pydantic import Field
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
-from ucm.sparse.base import Role, SparseMethod
-from ucm.sparse.needed_hooks import require_hooks
-from ucm.sparse.options import MethodOptions, parse_options, plain_options, tokens
-from ucm.sparse.own_blocks import keep_apart
-from ucm.sparse.steering import RequestOptions, parse_asked
+from ucm.sparse.base import Role, SparseMethod, require_hooks
+from ucm.sparse.blocks import keep_apart
+from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.on_device import buffers_for, step_tables
 from ucm.sparse.topk.representatives import KeyBounds
 from ucm.sparse.topk.selection import (
     BlockBudget,
     CompletedBlocks,
     SelectionPlan,
     SelectionPlanner,
+    buffers_for,
     completed_ids,
+    step_tables,
     with_new_keys,
 )
 
@@ -49,9 +48,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.sparse.attention import StepBatch
-    from ucm.sparse.topk.on_device import DeviceBuffers, StepOnDevice
     from ucm.sparse.topk.representatives import Representatives
-    from ucm.sparse.topk.selection import RestrictedTables
+    from ucm.sparse.topk.selection import DeviceBuffers, RestrictedTables, StepOnDevice
 
 #: The groups of rewritten modules that it needs; the scheduler's hooks keep generated blocks from prompt hits.
 NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
@@ -67,7 +65,7 @@ class BlockTopKOptions(MethodOptions):
 
     Attributes:
         token_budget: Tokens that a decode step reads of each request in a layer, in full blocks; a request with fewer
-            is dense. A request may have its own budget, share and top-p (`ucm.sparse.steering`).
+            is dense. A request may have its own budget, share and top-p (`ucm.sparse.options`).
         budget_share: The share of its context that a decode step reads of a request if that is more than
             `token_budget`, rounded down to blocks; None for `token_budget` at any length.
         top_p: The estimated share of attention at which a step stops to choose blocks within its budget; 1 for the

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field, field_validator
 
-from ucm.sparse.base import Role, SparseMethod
-from ucm.sparse.needed_hooks import require_hooks
+from ucm.sparse.base import Role, SparseMethod, require_hooks
 from ucm.sparse.options import MethodOptions, parse_options
 from ucm.sparse.topk.method import SELECTORS
 from ucm.sparse.topk.representatives import WHOLE, Representatives, ranked

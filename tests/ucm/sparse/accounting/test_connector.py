@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside
 from tests.ucm.integration.vllm.connector.simulation.setting import Setting
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine, Work
 from tests.ucm.sparse.beside_connector import ENGINES, check_engines, prompts, truth_of
-from ucm.sparse.window import SinksAndWindow
+from ucm.sparse.blocks import SinksAndWindow
 
 if TYPE_CHECKING:
     from pathlib import Path

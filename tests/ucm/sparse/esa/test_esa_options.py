@@ -12,8 +12,8 @@ import pytest
 from tests.ucm.store.frozen import FrozenDirectory
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.logger import get_logger
+from ucm.sparse.attention import CopyingView
 from ucm.sparse.base import Role
-from ucm.sparse.block_copies import CopyingView
 from ucm.sparse.esa.method import ESA
 from ucm.sparse.factory import create_method
 

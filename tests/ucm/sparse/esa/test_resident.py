@@ -12,10 +12,9 @@ import torch
 
 from tests.ucm.sparse.steps import step
 from ucm.errors import SparseMethodError
-from ucm.sparse.esa.resident import OffloadedBounds, ResidentLayer
-from ucm.sparse.esa.tables import Listed, OffloadedTables, reading
+from ucm.sparse.blocks import SinksAndWindow
+from ucm.sparse.esa.resident import Listed, OffloadedBounds, OffloadedTables, ResidentLayer, reading
 from ucm.sparse.topk.representatives import WHOLE
-from ucm.sparse.window import SinksAndWindow
 
 BLOCKS, BLOCK, KV_HEADS, HEADS, SIZE = 200, 4, 2, 4, 8
 

@@ -25,9 +25,17 @@ from tests.ucm.sparse.steps import step
 from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, LAYERS, LONG, cache, method, run
 from ucm.sparse.topk import kernels
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.on_device import DeviceBuffers, StepOnDevice, buffers_for, step_tables
 from ucm.sparse.topk.representatives import KeyBounds, Representatives
-from ucm.sparse.topk.selection import BlockBudget, RestrictedTables, SelectionPlan, SelectionPlanner
+from ucm.sparse.topk.selection import (
+    BlockBudget,
+    DeviceBuffers,
+    RestrictedTables,
+    SelectionPlan,
+    SelectionPlanner,
+    StepOnDevice,
+    buffers_for,
+    step_tables,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

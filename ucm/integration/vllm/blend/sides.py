@@ -17,7 +17,7 @@ from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.live_weights import running_model
 from ucm.integration.vllm.connector.scheduler import left_alone
 from ucm.integration.vllm.connector.worker import CLOSE_SECONDS
-from ucm.sparse.released_blocks import batches_in_flight
+from ucm.sparse.blocks import batches_in_flight
 from ucm.store.factory import OpeningStore, open_store
 from ucm.store.memory.slab import Slab, default_bytes
 

@@ -33,8 +33,8 @@ from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCach
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
+from ucm.sparse.blocks import batches_in_flight
 from ucm.sparse.factory import method_class
-from ucm.sparse.released_blocks import batches_in_flight
 from ucm.store.factory import key_fingerprint, open_store
 from ucm.store.memory.slab import Slab, default_bytes
 from ucm.store.posix.layout import write_identity
@@ -432,7 +432,7 @@ def method_identity(vllm_config: Any) -> dict[str, Any]:
     that an engine without a method computes, and are shared with it. Then KV that was computed under the method must
     not have such a name, neither in the store nor in vLLM's own prefix cache, because the next prompt would be computed
     on top of it. So blocks of generated tokens have no name in the store, and in vLLM's cache a name of their request's
-    own (`ucm.sparse.own_blocks`).
+    own (`ucm.sparse.blocks`).
 
     Raises:
         ConfigError: If there is no such method, or an option is wrong.

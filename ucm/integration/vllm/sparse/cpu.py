@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.sparse import paged
-from ucm.sparse.partial_attention import attend
+from ucm.sparse.attention import attend
 from ucm.sparse.window_kernel import HeadLayout
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.sparse.attention import QuerySplit
-    from ucm.sparse.partial_attention import Span
+    from ucm.sparse.attention import QuerySplit, Span
 
 IMPLEMENTATION = "CPUAttentionBackendImpl"
 #: The number of dimensions of a cache with keys and values as halves of each head; up to 0.22.1 they are planes.

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.rotary import Rotary
-    from ucm.sparse.attention import QuerySplit
-    from ucm.sparse.block_copies import BlockCopies
-    from ucm.sparse.partial_attention import Span
+    from ucm.sparse.attention import BlockCopies, QuerySplit, Span
     from ucm.sparse.window_kernel import HeadLayout
     from ucm.store.base import Buffer
 

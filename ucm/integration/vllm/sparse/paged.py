@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.sparse.attention import QuerySplit
-    from ucm.sparse.partial_attention import Span
+    from ucm.sparse.attention import QuerySplit, Span
 
 #: The field of the block table.
 TABLE = "block_table"

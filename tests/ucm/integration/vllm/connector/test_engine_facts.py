@@ -22,7 +22,7 @@ from ucm.integration.vllm.connector.engine_facts import (
     runs_micro_batches,
 )
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
-from ucm.sparse.released_blocks import batches_in_flight
+from ucm.sparse.blocks import batches_in_flight
 
 
 def config(

@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from ucm.sparse.attention import asked_of
-from ucm.sparse.steering import RequestOptions, parse_asked
+from ucm.sparse.options import RequestOptions, parse_asked
 
 
 def request(kind: Any, asked: Any) -> Any:

@@ -1,14 +1,24 @@
-"""Release blocks of running requests to vLLM's pool, as vLLM's own sliding-window manager does.
+"""The blocks of a request whose tokens do not all read them all: which are read, released, and hit by others.
 
-A released block is replaced by the pool's null block in ``req_to_blocks``, and its reference is dropped with
-``BlockPool.free_blocks``: if another request shares the block, that request keeps it. Positions, slot mapping and the
-length of the row do not change, so everything that vLLM does with the request afterwards (allocation, prefix caching,
-preemption, freeing) works as before. The row in a worker's block table keeps the old ids, which nothing reads.
+What a token reads with sinks and a window depends only on its position (and on the prompt's length, if prompts are
+dense). Positions are grouped into tiles of `TILE` tokens, counted from the request's start: the window of all tokens in
+a tile begins at the same block. So an answer does not depend on the chunks in which a prompt was computed, on cache
+hits, or on the other requests of a step. The scheduler side frees the blocks that the worker side will not read. To
+ensure that they agree, both use the same function of the same integers.
+
+Attention back ends take rows of any number of queries, which are at the end of the tokens that the row reads. So a row
+is cut into pieces whose queries read the same blocks: a piece is such a row, with its own block table and length, and a
+back end only needs other metadata for it.
+
+Blocks of running requests are released to vLLM's pool as vLLM's own sliding-window manager does. A released block is
+replaced by the pool's null block in ``req_to_blocks``, and its reference is dropped with ``BlockPool.free_blocks``: if
+another request shares the block, that request keeps it. Positions, slot mapping and the length of the row do not
+change, so everything that vLLM does with the request afterwards (allocation, prefix caching, preemption, freeing) works
+as before. The row in a worker's block table keeps the old ids, which nothing reads.
 
 Blocks are released under these conditions:
 
-- The request is running and about to be allocated for a step, and neither this step nor a later one reads the block
-  (`ucm.sparse.window`).
+- The request is running and about to be allocated for a step, and neither this step nor a later one reads the block.
 - The block lies within what the engine is *known* to have computed: the tokens that the request had before the oldest
   step whose outcome the scheduler may not know yet. With one step at a time these are all of its tokens; with steps in
   flight (asynchronous scheduling, pipeline parallelism) ``num_computed_tokens`` is ahead of them. The device would run
@@ -18,26 +28,258 @@ Blocks are released under these conditions:
 - The step of the request's admission has succeeded; a preempted request is admitted again.
 - With prefix caching, the block is cached, and is not the last cached block: older releases take the parent's hash from
   that block, and cache no null blocks (up to 0.13.0 they would give the null block a hash).
+
+vLLM hashes a full block by the tokens in it and before it. A token whose KV depends on more than these, such as a
+generated token under a method with dense prompts, must not be hit by another request's prompt. From that token on
+the hashes are unique to the request: it finds its blocks again after a preemption, and no other request does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
 
 from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
+from ucm.sparse.attention import QuerySplit
 from ucm.sparse.base import SparseMethod
 
 if TYPE_CHECKING:
-    from ucm.sparse.window import SinksAndWindow
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucm.sparse.attention import StepBatch
+
+#: The tokens of a tile: the number of queries that one thread block of an attention kernel handles at once.
+TILE = 128
+
+#: The attribute of a request with its block hasher: from 0.12.0 on, and from 0.10.1 on; earlier releases have none.
+HASHERS = ("_block_hasher", "get_hash_new_full_blocks")
+
+#: The settings with the number of tokens that a hash covers; most releases only have the last one.
+SIZES = ("hash_block_size", "prefix_match_unit", "block_size")
 
 #: The manager and the specification of plain full attention, by name: a subclass may manage its blocks differently.
 MANAGER = "FullAttentionManager"
 SPECIFICATION = "FullAttentionSpec"
 #: The attribute of a manager that frees blocks with the most blocks a request may hold (from 0.20.2, from 0.31.0).
 CAPS = ("_max_admission_blocks_per_request", "max_admission_blocks_per_request")
+
+
+@dataclass(frozen=True, eq=False)
+class QueryPieces:
+    """Pieces in the order of the step's tokens; all arrays are on the host.
+
+    Attributes:
+        rows: ``[pieces]``, int64: the row of the step that contains it.
+        begins: ``[pieces]``, int64: the position of its first token.
+        ends: ``[pieces]``, int64: the position after its last token.
+    """
+
+    rows: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of_rows(cls, batch: StepBatch) -> QueryPieces:
+        """Return each row as one piece."""
+        return cls(np.arange(len(batch.request_ids)), batch.num_computed_tokens, batch.seq_lens)
+
+    def cut(self, cuts: Sequence[Sequence[int]]) -> QueryPieces:
+        """Cut pieces into smaller ones.
+
+        Args:
+            cuts: The positions in each piece at which new pieces begin, in order.
+        """
+        counts = np.array([1 + len(of_piece) for of_piece in cuts], np.int64)
+        firsts = zip(self.begins.tolist(), cuts, strict=True)
+        begins = [position for first, of_piece in firsts for position in (first, *of_piece)]
+        lasts = zip(cuts, self.ends.tolist(), strict=True)
+        ends = [position for of_piece, last in lasts for position in (*of_piece, last)]
+        return QueryPieces(self.rows.repeat(counts), np.array(begins, np.int64), np.array(ends, np.int64))
+
+    @property
+    def whole(self) -> bool:
+        """Whether each row is one piece."""
+        return not len(self.rows) or int(self.rows[-1]) + 1 == len(self.rows)
+
+    @property
+    def lasts(self) -> NDArray[np.int64]:
+        """``[num_reqs]``, int64: the last piece of each row."""
+        return np.flatnonzero(np.diff(self.rows, append=-1))
+
+    def split(self, device: Any) -> QuerySplit | None:
+        """Return the pieces in the form for a back end; None if each is a whole row."""
+        if self.whole:
+            return None
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        lengths = self.ends - self.begins
+        starts = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
+        return QuerySplit(torch.from_numpy(starts).to(device), int(lengths.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class SinksAndWindow:
+    """The first tokens of a request, and the last ones before a token's tile.
+
+    Full blocks are read: at least these tokens, and up to ``block_size - 1`` more on either side.
+
+    Args:
+        sink_tokens: Tokens from the start that are always read.
+        window_tokens: Tokens before a token's tile that are always read.
+        dense_prefill: Whether prompt tokens read everything.
+        tile: The tokens of a tile.
+    """
+
+    sink_tokens: int
+    window_tokens: int
+    dense_prefill: bool = False
+    tile: int = TILE
+
+    def sink_blocks(self, block_size: int) -> int:
+        """Return the number of blocks with sinks."""
+        return -(-self.sink_tokens // block_size)
+
+    def skipped(
+        self, positions: NDArray[np.int64], num_prompt_tokens: NDArray[np.int64], block_size: int
+    ) -> NDArray[np.int64]:
+        """Return how many blocks after the sinks tokens do not read.
+
+        Args:
+            positions: ``[n]``: the tokens' positions.
+            num_prompt_tokens: ``[n]``: the prompt lengths of their requests.
+            block_size: Tokens per block.
+
+        Returns:
+            ``[n]``, never negative and never decreasing with the position.
+        """
+        first = (positions // self.tile * self.tile - self.window_tokens) // block_size
+        skipped: NDArray[np.int64] = (first - self.sink_blocks(block_size)).clip(min=0)
+        if self.dense_prefill:
+            skipped[positions < num_prompt_tokens] = 0
+        return skipped
+
+    def skipped_by(self, position: int, num_prompt_tokens: int, block_size: int) -> int:
+        """Do the same for one token; no later token reads the blocks that it skips."""
+        if self.dense_prefill and position < num_prompt_tokens:
+            return 0
+        first = (position // self.tile * self.tile - self.window_tokens) // block_size
+        return max(0, first - self.sink_blocks(block_size))
+
+    def cut(self, batch: StepBatch, block_size: int) -> tuple[QueryPieces, NDArray[np.int64]]:
+        """Cut a step's rows where the read blocks change.
+
+        Args:
+            batch: The step.
+            block_size: Tokens per block.
+
+        Returns:
+            The pieces, and the number of blocks after the sinks that all tokens of each skip, int64.
+        """
+        whole = QueryPieces.of_rows(batch)
+        first = self.skipped(whole.begins, batch.num_prompt_tokens, block_size)
+        last = self.skipped(whole.ends - 1, batch.num_prompt_tokens, block_size)
+        if (first == last).all():
+            return whole, first
+        cuts = []
+        for begin, end, prompt in zip(
+            whole.begins.tolist(), whole.ends.tolist(), batch.num_prompt_tokens.tolist(), strict=True
+        ):
+            tiles = {*range((begin // self.tile + 1) * self.tile, end, self.tile)}
+            if self.dense_prefill and begin < prompt < end:
+                tiles = {prompt, *(tile for tile in tiles if tile > prompt)}
+            before, of_row = self.skipped_by(begin, prompt, block_size), []
+            for tile in sorted(tiles):
+                skipped = self.skipped_by(tile, prompt, block_size)
+                if skipped != before:
+                    of_row.append(tile)
+                before = skipped
+            cuts.append(of_row)
+        pieces = whole.cut(cuts)
+        return pieces, self.skipped(pieces.begins, batch.num_prompt_tokens[pieces.rows], block_size)
+
+    def most_blocks(self, new_tokens: int, block_size: int) -> int:
+        """Return the maximum blocks that a request holds after its first step, if it prefills in windows.
+
+        Args:
+            new_tokens: The maximum tokens that the steps in flight compute for it.
+            block_size: Tokens per block.
+        """
+        # Plus one if the window starts within a block, and one for the last block that the prefix cache retains.
+        tokens = self.window_tokens + self.tile - 1 + new_tokens
+        return self.sink_blocks(block_size) + -(-tokens // block_size) + 2
+
+
+def keep_apart(request: Any, first_token: int, cache_config: Any) -> None:
+    """Give blocks with tokens from a position on hashes unique to their request, including already hashed blocks.
+
+    Call it before the request's first allocation; further calls change nothing.
+
+    Args:
+        request: vLLM's ``Request``.
+        first_token: The position.
+        cache_config: vLLM's ``CacheConfig``, with the number of tokens that a hash covers.
+    """
+    name = next((name for name in HASHERS if getattr(request, name, None) is not None), None)
+    if name is None:
+        return
+    hasher = getattr(request, name)
+    if not isinstance(hasher, _OwnNames):
+        sizes = (getattr(cache_config, field, None) for field in SIZES)
+        own = _OwnNames(hasher, request.block_hashes, first_token // next(size for size in sizes if size))
+        setattr(request, name, own)
+        request.block_hashes[:] = own.of(request.block_hashes, 0)
+
+
+def rename_own(request: Any) -> None:
+    """Change the request's unique hashes, so that the computed blocks are not found again."""
+    for name in HASHERS:
+        hasher = getattr(request, name, None)
+        if isinstance(hasher, _OwnNames):
+            hasher.rename()
+
+
+class _OwnNames:
+    """A request's block hasher.
+
+    Args:
+        hasher: vLLM's hasher.
+        hashes: The request's hashes, to which vLLM appends the returned ones.
+        first: The first block with unique hashes.
+    """
+
+    def __init__(self, hasher: Callable[..., list[Any]], hashes: list[Any], first: int) -> None:
+        self._hasher = hasher
+        self._hashes = hashes
+        self._first = first
+        self._secret = os.urandom(16)
+
+    def __call__(self, *request: Any) -> list[Any]:
+        """Return the hashes of blocks that became full since the last call."""
+        return self.of(self._hasher(*request), len(self._hashes))
+
+    def of(self, hashes: Sequence[Any], start: int) -> list[Any]:
+        """Return hashes from the block ``start`` on, unique from the first block with unique hashes on."""
+        shared = max(0, self._first - start)
+        return [*hashes[:shared], *(self._own(of) for of in hashes[shared:])]
+
+    def rename(self) -> None:
+        """Change the unique hashes."""
+        self._secret = os.urandom(16)
+        self._hashes[:] = self.of(self._hashes, 0)
+
+    def _own(self, of: Any) -> Any:
+        if isinstance(of, bytes):
+            return hashlib.sha256(self._secret + of).digest()
+        return of._replace(extra_keys=(of.extra_keys, self._secret))  # 0.10.1: a named tuple with the hash's parts
 
 
 class ReleasedBlocks:
