@@ -108,7 +108,7 @@ def test_the_method_of_the_settings_was_tried(answer: dict[str, Any]) -> None:
 def test_blending_is_tried(runs: Runs, tmp_path: Path) -> None:
     config = tmp_path / "ucm_config.yaml"
     config.write_text(f"store: {{directories: {tmp_path}}}\nblend: {{}}\n", encoding="utf-8")
-    told = "import sys, pathlib, ucm.doctor.trial as t; print(t.try_settings(pathlib.Path(sys.argv[1]), None, 400))"
+    told = "import sys, pathlib, ucm.doctor.run as t; print(t.try_settings(pathlib.Path(sys.argv[1]), None, 400))"
     python = str(runs.environments.overlay.python)
     done = subprocess.run([python, "-c", told, config], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "BlendConnector blended 2 chunks in a new order: 672 of 690 tokens in one hit" in done.stdout, done.stderr

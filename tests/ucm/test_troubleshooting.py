@@ -11,9 +11,8 @@ import pytest
 from ucm.cli import main
 from ucm.config import ConnectorConfig, StoreSettings
 from ucm.integration.vllm.connector.worker_side import LAYERS
-from ucm.integration.vllm.metric_names import METRICS
+from ucm.integration.vllm.metric_names import METRICS, sentence
 from ucm.integration.vllm.metrics import ConnectorCounters
-from ucm.integration.vllm.stats_data import sentence
 from ucm.store import base
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -21,7 +21,7 @@ from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
-    from ucm.doctor.vllm_install import Vllm
+    from ucm.doctor.environment import Vllm
 
 CHECK, SPARSE, BLENDING = "configuration", "sparse settings", "blending"
 #: The prefix of the name of a tier's check.

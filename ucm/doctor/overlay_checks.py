@@ -13,10 +13,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ucm.doctor.environment import OVERLAY_PACKAGE, PLUGIN, normalised, package_directories
 from ucm.doctor.findings import Finding, Status
-from ucm.doctor.settings import PLUGIN
-from ucm.doctor.startup import OVERLAY_PACKAGE
-from ucm.doctor.vllm_install import normalised, package_directories
 from ucm.overlay.activation import GROUP as OVERLAYS
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
@@ -28,7 +26,7 @@ from ucm.overlay.switches import ALL, disabled_groups
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ucm.doctor.vllm_install import Vllm
+    from ucm.doctor.environment import Vllm
 
 OVERLAY, MODULES = "overlay", "modules"
 PIP = f"{sys.executable} -m pip"

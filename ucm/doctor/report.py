@@ -9,6 +9,28 @@ from typing import TYPE_CHECKING, Any
 import ucm
 from ucm.doctor.config_checks import CHECK as CONFIG
 from ucm.doctor.config_checks import SPARSE, asks_for_sparse_attention, check_config, check_connector
+from ucm.doctor.environment import (
+    ImportHooks,
+    StartUpFile,
+    Vllm,
+    check_import_hook,
+    check_others,
+    check_plugins,
+    check_python,
+    check_runtime,
+    check_start_up_file,
+    check_switches,
+    check_vllm,
+    find_vllm,
+    import_hooks,
+    other_runtimes,
+    own_modules_of_vllm,
+    python_version,
+    runtime_directory,
+    site_directories,
+    start_up_files,
+    switches,
+)
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import (
     ModuleState,
@@ -21,28 +43,6 @@ from ucm.doctor.overlay_checks import (
     find_overlays,
     states_of,
 )
-from ucm.doctor.settings import (
-    check_plugins,
-    check_python,
-    check_runtime,
-    check_switches,
-    other_runtimes,
-    python_version,
-    runtime_directory,
-    switches,
-)
-from ucm.doctor.startup import (
-    ImportHooks,
-    StartUpFile,
-    check_import_hook,
-    check_others,
-    check_start_up_file,
-    import_hooks,
-    own_modules_of_vllm,
-    site_directories,
-    start_up_files,
-)
-from ucm.doctor.vllm_install import Vllm, check_vllm, find_vllm
 from ucm.overlay.switches import disabled_groups
 
 if TYPE_CHECKING:

@@ -1,4 +1,10 @@
-"""``ucm doctor --run``: run a short real engine in a child process, and read its probe's counters."""
+"""``ucm doctor --run``: run a short real engine in a child process, and read its probe's counters.
+
+The hooks that must fire are those in the overlay's manifest, except those for which this run had no occasion. With
+``--config FILE``, a second short engine tries the sparse method or the blending of the file. Its model is the one of
+the run, so what is tried is that the feature starts here and does its work, not its quality. The store is a temporary
+directory, never the one that the file names.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +19,29 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ucm.doctor.expected import V2_RUNNER, Expectation, Facts, expectations, unhooked_runners
+from ucm.doctor.engine_run import LONGEST
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import UcmError
-from ucm.sparse.probe import ProcessReport, read_reports
+from ucm.integration.vllm.config import FILE_KEY, KEY, sparse_method_config
+from ucm.sparse.base import Role
+from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucm.overlay.manifest import Manifest
+
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
+V2_PACKAGE = "vllm.v1.worker.gpu."
+MODELS = "vllm.model_executor.models."
+OUTPUT = "vllm.v1.core.sched.output"
+FIELDS = "scheduler_output fields"
+#: The hooks around the forward call; a sparse method cannot work in a runner that has none of them.
+FORWARD = {"execute_begin", "v2_execute_begin"}
 
 CHECK = "run"
 FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
@@ -58,6 +76,192 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "UCM_PATCH_VERBOSE": "1",
 }
+
+TRIAL = "trial"
+SHOWN = 8
+CONNECTOR = {
+    "kv_connector": "BlendConnector",
+    "kv_connector_module_path": "ucm.integration.vllm.blend_connector",
+    "kv_role": "kv_both",
+}
+#: What says of a request what it asked for, and not what the method did.
+ASKED = "requests."
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A hook, and how the probe shows that it fired.
+
+    Attributes:
+        name: Its name in `ucm.integration.vllm.hooks`.
+        role: The side of the engine that it fires on.
+        counters: The probe's counters for it; if empty, the process only has to have the role.
+    """
+
+    name: str
+    role: Role
+    counters: tuple[str, ...] = ()
+
+
+HOOKS = (
+    Hook("scheduler_init", Role.SCHEDULER),
+    Hook("engine_core_started", Role.SCHEDULER),
+    Hook("request_added", Role.SCHEDULER, ("request_added",)),
+    Hook("limit_new_tokens", Role.SCHEDULER, ("limit_new_tokens",)),
+    Hook("before_allocation", Role.SCHEDULER, ("before_allocation",)),
+    Hook("scheduler_output_built", Role.SCHEDULER, ("build_metadata",)),
+    Hook("request_preempted", Role.SCHEDULER, ("request_preempted",)),
+    Hook("request_freed", Role.SCHEDULER, ("request_freed",)),
+    Hook("worker_init", Role.WORKER),
+    Hook(FIELDS, Role.WORKER, (METADATA_RECEIVED,)),
+    Hook("update_states", Role.WORKER, ("update_states",)),
+    Hook("worker_requests_finished", Role.WORKER, ("requests_finished",)),
+    Hook("blocks_updated", Role.WORKER, ("blocks_updated",)),
+    Hook("clear_row", Role.WORKER),
+    Hook("execute_begin", Role.WORKER, ("execute_begin",)),
+    Hook("execute_finished", Role.WORKER, ("execute_finished",)),
+    Hook("v2_requests_finished", Role.WORKER, ("update_states", "requests_finished")),
+    Hook("v2_requests_added", Role.WORKER, ("requests_added",)),
+    Hook("v2_requests_updated", Role.WORKER, ("requests_updated",)),
+    Hook("v2_append_block_ids", Role.WORKER, ("append_block_ids",)),
+    Hook("v2_execute_begin", Role.WORKER, ("execute_begin",)),
+    Hook("v2_execute_finished", Role.WORKER, ("execute_finished",)),
+    Hook("kv_write_begin", Role.WORKER, ("kv_write_begin",)),
+    Hook("kv_write_finished", Role.WORKER, ("kv_write_finished",)),
+    Hook("attention_begin", Role.WORKER, ("attention_begin",)),
+    Hook("attention_finished", Role.WORKER, ("attention_finished",)),
+    Hook("mla_begin", Role.WORKER, ("mla_begin",)),
+    Hook("mla_finished", Role.WORKER, ("mla_finished",)),
+    Hook("layer_begin", Role.WORKER, ("layer_begin",)),
+    Hook("layer_finished", Role.WORKER, ("layer_finished",)),
+    Hook("ffn_begin", Role.WORKER, ("ffn_begin",)),
+    Hook("ffn_finished", Role.WORKER, ("ffn_finished",)),
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a run.
+
+    Attributes:
+        requests: How many requests were served.
+        preemptions: How many preemptions the engine counted; None if it does not report them.
+        runner: The modules of the workers' model runners.
+        model: The modules of the model's classes.
+        mla: Whether there are MLA layers.
+        plain: Whether there are other attention layers.
+        separate_kv_write: Whether any of these writes keys and values with a separate operator.
+    """
+
+    requests: int
+    preemptions: int | None
+    runner: frozenset[str]
+    model: frozenset[str]
+    mla: bool
+    plain: bool
+    separate_kv_write: bool
+
+    @classmethod
+    def of(cls, saw: Mapping[str, Any]) -> Facts:
+        """Return the facts from the result of the engine's child process."""
+        kinds = [kind for worker in saw["workers"] for kind in worker["attention"]]
+        return cls(
+            saw["requests"],
+            saw["preemptions"],
+            frozenset(name for worker in saw["workers"] for name in worker["runner"]),
+            frozenset(name for worker in saw["workers"] for name in worker["model"]),
+            any(kind["mla"] for kind in kinds),
+            any(not kind["mla"] for kind in kinds),
+            any(kind["separate_kv_write"] and not kind["mla"] for kind in kinds),
+        )
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Whether a hook must fire.
+
+    Attributes:
+        hook: The hook.
+        at_least: How often it must fire in each process of its role; 0 if it need not.
+        reason: Why it need not fire.
+    """
+
+    hook: Hook
+    at_least: int
+    reason: str = ""
+
+
+def expectations(manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> list[Expectation]:
+    """Return, for every hook of the seam, whether it must have fired.
+
+    Args:
+        manifest: The overlay's manifest, which lists the hooks that each module calls.
+        disabled: The groups that are off, with the reasons.
+        facts: The facts of the run.
+    """
+    return [_expectation(hook, manifest, disabled, facts) for hook in HOOKS]
+
+
+def unhooked_runners(manifest: Manifest, facts: Facts) -> list[str]:
+    """Return the model runners that ran, if the overlay of this release has hooks in none of them.
+
+    Up to 0.15.1, for instance, it has none in the V2 runner; then no runner's hook would be expected to fire.
+    """
+    hooked = {m.name for m in manifest.modules.values() if FORWARD & set(m.hooks)}
+    return [] if hooked & facts.runner else sorted(name for name in facts.runner if name.endswith("model_runner"))
+
+
+def _expectation(hook: Hook, manifest: Manifest, disabled: Mapping[str, str], facts: Facts) -> Expectation:
+    modules = [m for m in manifest.modules.values() if hook.name in m.hooks or (hook.name, m.name) == (FIELDS, OUTPUT)]
+    if hook.name in manifest.left_out:
+        what = f"the overlay was built without it: `nox -s build-overlay -- {manifest.release} --hooks all` has it"
+        return Expectation(hook, 0, what)
+    if not modules:
+        return Expectation(hook, 0, f"vLLM {manifest.release} has no place for it")
+    on = [m for m in modules if m.group not in disabled]
+    if not on:
+        return Expectation(hook, 0, f"group {modules[0].group} is off: {disabled[modules[0].group]}")
+    reasons = [_unused(module.name, facts) for module in on]
+    reason = reasons[0] if all(reasons) else _no_occasion(hook.name, disabled, facts)
+    return Expectation(hook, 0, reason) if reason else Expectation(hook, _at_least(hook.name, facts))
+
+
+def _unused(module: str, facts: Facts) -> str:
+    """Return why the run did not execute a module; empty if it did."""
+    v2 = V2_RUNNER in facts.runner
+    if module == V1_RUNNER and v2:
+        return "the V2 model runner ran"
+    if module.startswith(V2_PACKAGE) and not v2:
+        return "the V1 model runner ran"
+    if module.startswith(MODELS) and module not in facts.model:
+        return "the overlay does not rewrite this model's layers"
+    if ".mla" in module and not facts.mla:
+        return "the model has no MLA layers"
+    if module.endswith(".attention.attention") and not facts.plain:
+        return "the model has MLA layers only"
+    return ""
+
+
+def _no_occasion(hook: str, disabled: Mapping[str, str], facts: Facts) -> str:
+    """Return why a hook in an executed module had no occasion to fire; empty if it had one."""
+    if hook == "clear_row":
+        return "called only by a sparse method that replaces blocks"
+    if hook == FIELDS and "model_runner" in disabled:
+        return f"group model_runner is off: {disabled['model_runner']}"
+    if hook == "request_preempted" and facts.preemptions == 0:
+        return "no request had to be preempted"
+    if hook.startswith("kv_write_") and not facts.separate_kv_write:
+        return "this backend writes keys and values inside its attention"
+    return ""
+
+
+def _at_least(hook: str, facts: Facts) -> int:
+    """Return how often a hook must fire: the engine's own count, if it has one."""
+    if hook in ("request_added", "request_freed"):
+        return facts.requests
+    if hook == "request_preempted":
+        return facts.preemptions or 1
+    return 1
 
 
 @dataclass(frozen=True)
@@ -290,3 +494,75 @@ def _missing(run: Run, result: HookResult) -> Finding:
         what = f"{', '.join(places)}: {hook.name} fired {times}"
     log = f"to see what each process loaded from the overlay: grep UCM.Patch {run.output}"
     return Finding(CHECK, Status.ERROR, what, todo=(log, "report it with the output of: ucm doctor --run --json"))
+
+
+def try_settings(file: Path, model: Path | None, timeout: float) -> list[Finding]:
+    """Run what a file configures beside the prefix cache; nothing where that is all.
+
+    Args:
+        file: Settings that are right.
+        model: A model's directory; a tiny random one is made if None.
+        timeout: Seconds after which the engine is ended.
+    """
+    from ucm.config.load import check_connector_config  # noqa: PLC0415 - it needs pydantic
+    from ucm.sparse.factory import method_class  # noqa: PLC0415 - as above
+
+    extra = {FILE_KEY: str(file.absolute())}
+    blend = check_connector_config(extra, make=False)[0].blend
+    sparse = sparse_method_config(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)))
+    if blend is None and sparse is None:
+        return []
+    directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
+    plan: dict[str, Any] = prepare_model(model, directory)
+    store = {"pipeline": "Posix", "directories": [str(directory / "store")]}
+    if blend is not None:
+        name = "BlendConnector"
+        given = blend.model_dump(mode="json")
+        own = {"kv_connector_extra_config": {"store": store, "blend": given}}
+        plan |= {"engine": {"kv_transfer_config": CONNECTOR | own}, "min_tokens": blend.min_tokens}
+    elif sparse is not None:
+        name, options = sparse
+        kind = method_class(name).options_type
+        if kind is not None and "store" in kind.model_fields:
+            options = {**(options or {}), "store": store}
+        plan |= {"engine": {"additional_config": {KEY: {name: options}}}}
+    (directory / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    outcome, _ = run_child(directory, timeout)
+    if outcome != FINISHED:
+        output = directory / "output.log"
+        how = "did not finish in time" if outcome == TIMED_OUT else "failed"
+        details = (*tail_of(output)[-SHOWN:], f"its whole output: {output}")
+        todo = f"see the end of the engine's output beside '{TRIAL}'"
+        return [Finding(TRIAL, Status.ERROR, f"an engine with {name} {how}", details, (todo,))]
+    saw = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    shutil.rmtree(directory)
+    return [_of_blending(saw) if blend is not None else _of_method(name, saw["workers"][0])]
+
+
+def _of_blending(saw: Mapping[str, Any]) -> Finding:
+    chunks, taken, tokens = saw["chunks"], saw["taken"], saw["tokens"]
+    if not chunks:
+        what = (
+            f"BlendConnector starts; two chunks of blend: min_tokens do not fit in {LONGEST} tokens, so none was made"
+        )
+        return Finding(TRIAL, Status.OK, what)
+    if taken:
+        what = f"BlendConnector blended {chunks} chunks in a new order: {taken} of {tokens} tokens in one hit"
+        return Finding(TRIAL, Status.OK, what)
+    what = f"BlendConnector starts, and did not find the {chunks} chunks that it had stored"
+    log = "[UCM.Blend] in an engine's log says why"
+    return Finding(TRIAL, Status.ERROR, what, todo=(log, "report it with the output of: ucm doctor --run --json"))
+
+
+def _of_method(name: str, worker: Mapping[str, Any]) -> Finding:
+    figures = worker["figures"]
+    did = {figure: value for figure, value in figures.items() if value and not figure.startswith(ASKED)}
+    details = [f"{figure}: {value:g}" for figure, value in did.items()]
+    if figures.get(f"{ASKED}opted_out"):
+        details.append("a request that asked to be dense (ucm_sparse: false) was")
+    else:
+        details.append("all requests are served alike: none can ask to be dense (ucm_sparse: false)")
+    if did:
+        return Finding(TRIAL, Status.OK, f"{name} ran: {worker['summary'] or 'see its figures'}", tuple(details))
+    what = f"{name} starts; contexts up to {LONGEST} tokens gave it nothing to do, or it counts nothing"
+    return Finding(TRIAL, Status.OK, what, tuple(details[-1:]))

@@ -22,7 +22,7 @@ from ucm.integration.vllm.prometheus import build_prom_metrics, build_stats
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ucm.integration.vllm.stats_data import StatsData
+    from ucm.integration.vllm.metric_names import StatsData
 
 client = pytest.importorskip("prometheus_client", reason="needs an end-to-end environment")
 parser = pytest.importorskip("prometheus_client.parser", reason="needs an end-to-end environment")

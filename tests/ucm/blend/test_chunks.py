@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ucm.blend.chunks import PIECE, Chunk, ChunkMarksError, ChunkNames, marked_chunks, separated_chunks
+from ucm.blend import PIECE, Chunk, ChunkMarksError, ChunkNames, marked_chunks, separated_chunks
 
 
 def test_marks_are_followed() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ucm.blend import planning
-from ucm.blend.chunks import Chunk
-from ucm.blend.planning import (
+from ucm import blend
+from ucm.blend import (
+    Chunk,
     Run,
     blended_end,
     gaps_and_edges,
@@ -81,7 +81,7 @@ def test_thousands_of_chunks_take_no_longer_each(monkeypatch: pytest.MonkeyPatch
     def sums_anew(chunks: Sequence[Chunk], start: int, end: int) -> list[Run]:
         raise AssertionError("all chunks are summed up for each")
 
-    monkeypatch.setattr(planning, "reused_spans", sums_anew)
+    monkeypatch.setattr(blend, "reused_spans", sums_anew)
     chunks = _Looked(Chunk(start, start + 250) for start in range(0, 256 * 1000, 256))
     assert blended_end(chunks, 0, 256 * 1000, 16) == 256 * 999 + 240
     assert chunks.looks <= 4 * len(chunks)

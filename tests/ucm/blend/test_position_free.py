@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 
 import torch
 
-from ucm.blend.position_free import Rotation, differs, tolerance
+from ucm.rotary import Rotation, differs, tolerance
 
 HEADS, HEAD, POSITIONS = 3, 32, 512
 

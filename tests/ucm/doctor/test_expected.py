@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ucm.doctor.expected import (
+from ucm.doctor.run import (
     FIELDS,
     HOOKS,
     MODELS,

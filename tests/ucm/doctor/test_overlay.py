@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.doctor.site import MODULES, RELEASE, Site, write_distribution, write_overlay, write_vllm
-from ucm.doctor.startup import touches_vllm
+from ucm.doctor.environment import touches_vllm
 
 if TYPE_CHECKING:
     from pathlib import Path

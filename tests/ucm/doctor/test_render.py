@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm import cli
-from ucm.doctor import render as module
+from ucm.doctor import command as module
 from ucm.doctor.findings import Finding, Status, worst
 from ucm.errors import UcmError
 

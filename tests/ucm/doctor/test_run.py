@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.doctor.site import RELEASE, write_vllm
-from ucm.doctor.expected import Expectation, Hook
-from ucm.doctor.run import HookResult, Run, check_run
+from ucm.doctor.run import Expectation, Hook, HookResult, Run, check_run
 from ucm.sparse.base import Role
 from ucm.sparse.probe import ProcessReport
 

@@ -16,7 +16,7 @@ from ucm.store.base import TierStats
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ucm.integration.vllm.stats_data import StatsData
+    from ucm.integration.vllm.metric_names import StatsData
 
 
 class Clock:

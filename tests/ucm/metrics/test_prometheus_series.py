@@ -14,7 +14,7 @@ from ucm.integration.vllm.prometheus import SeriesSet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucm.integration.vllm.stats_data import StatsData
+    from ucm.integration.vllm.metric_names import StatsData
 
 LABELS = ["model_name", "engine"]
 

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucm.integration.vllm import metric_names as names
-from ucm.integration.vllm.metric_names import METRICS, Kind
-from ucm.integration.vllm.stats_data import copied, merge, observations, summary, total
+from ucm.integration.vllm.metric_names import METRICS, Kind, copied, merge, observations, summary, total
 
 if TYPE_CHECKING:
-    from ucm.integration.vllm.stats_data import StatsData
+    from ucm.integration.vllm.metric_names import StatsData
 
 KEYS = {name: [".".join(known) for known in metric.known] or ["posix"] for name, metric in METRICS.items()}
 

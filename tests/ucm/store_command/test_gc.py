@@ -14,7 +14,7 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix import index as posix_index
 from ucm.store.posix.layout import Layout, owner_name
-from ucm.store_command import cleaning
+from ucm.store_command import gc
 from ucm.testing.blocks import EVEN, fetch, key, save
 
 if TYPE_CHECKING:
@@ -138,13 +138,13 @@ def test_blocks_of_a_living_process_s_own_stay(
 
 
 def test_blocks_used_meanwhile_stay(kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    delete = cleaning._delete_block
+    delete = gc._delete_block
 
     def late(*arguments: Any, **keywords: Any) -> bool:
         os.utime(kept.path(BIG, 8))
         return delete(*arguments, **keywords)
 
-    monkeypatch.setattr(cleaning, "_delete_block", late)
+    monkeypatch.setattr(gc, "_delete_block", late)
     answer = ask("gc", "--older-than", "60h", "--namespace", BIG, "--directory", kept.root, "--json")
     assert 8 in kept.blocks(BIG)
     assert answer.data["spared"] <= 1
@@ -156,7 +156,7 @@ def test_what_cannot_be_deleted_is_told(
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(cleaning, "unlink", refuse)
+    monkeypatch.setattr(gc, "unlink", refuse)
     answer = ask("gc", "--older-than", "60h", "--namespace", SMALL, "--directory", kept.root)
     assert answer.code == 1
     assert answer.out == (f"Nothing was deleted.\n{kept.path(SMALL, 3)} could not be deleted: Permission denied\n")
@@ -195,7 +195,7 @@ def test_engines_hear_of_what_was_deleted(
     kept: Kept, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(posix_index, "WORTH", 1)
-    monkeypatch.setattr(cleaning, "_LOGGED_AT_ONCE", 2)
+    monkeypatch.setattr(gc, "_LOGGED_AT_ONCE", 2)
     config = StoreConfig(directories=(str(kept.root),), lookup_cache_keys=0)
     with open_store(config, BIG, None) as store:
         store.lookup(kept.keys[BIG])

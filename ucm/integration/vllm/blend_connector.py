@@ -22,7 +22,7 @@ from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.ucm_connector import StepMetadata, UCMDirectConnector
 
 if TYPE_CHECKING:
-    from ucm.integration.vllm.blend.metadata import BlendPlan
+    from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.connector.metadata import StepPlan
 
 

@@ -15,15 +15,15 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.integration.vllm import metric_names as names
+from ucm.integration.vllm.metric_names import has_failures, merge, sentence
 from ucm.integration.vllm.prometheus import SeriesSet, client_classes
-from ucm.integration.vllm.stats_data import has_failures, merge, sentence
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ucm.config.settings import ConnectorConfig
-    from ucm.integration.vllm.stats_data import StatsData
+    from ucm.integration.vllm.metric_names import StatsData
     from ucm.store.base import TierStats
 
 #: The interval at which the tiers' own counters are read.

@@ -9,14 +9,22 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.metric_names import FORMER_METRICS, FORMER_NAMES, METRICS, Kind, Metric
-from ucm.integration.vllm.stats_data import copied, merge, summary
+from ucm.integration.vllm.metric_names import (
+    FORMER_METRICS,
+    FORMER_NAMES,
+    METRICS,
+    Kind,
+    Metric,
+    copied,
+    merge,
+    summary,
+)
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from ucm.integration.vllm.stats_data import StatsData
+    from ucm.integration.vllm.metric_names import StatsData
 
 STATS_CLASS = "UCMConnectorStats"
 _EXPORTED = {**METRICS, **FORMER_METRICS}

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucm.blend.chunks import FORMAT, PIECE
-from ucm.blend.position_free import Rotation
+from ucm.blend import FORMAT, PIECE
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.sparse.layers import AttentionLayers
+from ucm.rotary import Rotation
 from ucm.sparse.attention import QuerySplit
 from ucm.store.base import BlockGeometry
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.blend.planning import Run
+    from ucm.blend import Run
 
 #: vLLM Ascend's module for the context of a forward pass, loaded where its attention is.
 ASCEND = "vllm_ascend.ascend_forward_context"

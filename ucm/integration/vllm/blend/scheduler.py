@@ -1,7 +1,17 @@
-"""The scheduler side of blending: the chunks of a request, the available ones, and the work of the workers."""
+"""The scheduler side of blending: the chunks of a request, the available ones, and the work of the workers.
+
+The metadata for the workers travels with each step, pickled.
+
+A blended request's blocks have unique hashes in vLLM's own prefix cache, which no other request hits. A block's hash
+covers its tokens and the previous hash. From the first blended block on, the hashes are replaced by hashes with a
+secret of the request, so other requests with the same tokens or the same prefix hit only exact blocks. vLLM computes
+the hashes of later blocks, including generated tokens, from the last existing one. The request itself finds its blocks
+again after a preemption.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import threading
@@ -9,10 +19,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ucm.blend.chunks import Chunk, ChunkMarksError, ChunkNames, marked_chunks, separated_chunks
-from ucm.blend.planning import blended_end
-from ucm.integration.vllm.blend.isolation import OwnNames
-from ucm.integration.vllm.blend.metadata import Blend, BlendPlan, ChunkSave
+from ucm.blend import Chunk, ChunkMarksError, ChunkNames, blended_end, marked_chunks, separated_chunks
 from ucm.integration.vllm.connector.scheduled import admitted_requests, block_ids_by_group, grown_requests
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
     from ucm.store.base import BlockKey, KVStore
-    from ucm.store.memory.slab import Slab
+    from ucm.store.memory.slab import Slab, SlabAddress
 
 #: The time limit for the workers to report their piece geometry, from the first step on.
 ANSWERS_SECONDS = 10.0
@@ -32,6 +39,126 @@ ANSWERS_SECONDS = 10.0
 IDLE_SECONDS = 0.05
 #: The marker that a worker adds to its geometry when it has refused its model.
 REFUSED = "refused"
+
+
+@dataclass(slots=True)
+class Blend:
+    """One request's blended stretch, to be filled before the step's forward.
+
+    Args:
+        request_id: vLLM's request id.
+        start: The number of tokens with exact KV, which is the start of the stretch.
+        end: The end of the stretch.
+        token_ids: The tokens from ``unwritten`` to the end.
+        block_ids: The request's blocks, from its first token on.
+        chunks: The reused chunks, in order; they may extend past both ends.
+        places: The offsets of each chunk's pieces in the slab.
+        unwritten: Exact KV exists up to here. From here to ``start`` the step's forward writes it, for another
+            request, after the stretch is filled, so it is computed in advance. Equal to ``start`` if there is none.
+    """
+
+    request_id: str
+    start: int
+    end: int
+    token_ids: list[int]
+    block_ids: list[int]
+    chunks: list[Chunk]
+    places: list[list[int]]
+    unwritten: int
+
+
+@dataclass(slots=True)
+class ChunkSave:
+    """A chunk at the start of a prompt whose KV the step computes.
+
+    Args:
+        keys: The keys of its pieces.
+        tokens: The number of its tokens.
+        block_ids: The blocks with its KV.
+    """
+
+    keys: list[BlockKey]
+    tokens: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class BlendPlan:
+    """One step.
+
+    Args:
+        blends: Stretches to fill before the forward.
+        saves: Chunks to save after it.
+        slab: The address of the slab with staged chunks; sent until every rank has answered.
+        shares: The offset of each rank's part from a piece's offset.
+    """
+
+    blends: list[Blend] = field(default_factory=list)
+    saves: list[ChunkSave] = field(default_factory=list)
+    slab: SlabAddress | None = None
+    shares: tuple[int, ...] = ()
+
+
+class OwnNames:
+    """The block hashes of one request.
+
+    Args:
+        request: vLLM's ``Request``.
+        block_size: Tokens per block; vLLM may give a block several hashes, for parts of it.
+    """
+
+    def __init__(self, request: Any, block_size: int) -> None:
+        self._request = request
+        self._block_size = block_size
+        self._secret = os.urandom(32)
+        self._exact: list[bytes] = []
+        self._first = 0
+
+    @property
+    def given(self) -> bool:
+        """Whether hashes were replaced."""
+        return bool(self._exact)
+
+    def give(self, tokens: int) -> None:
+        """Replace the hashes of all blocks that end after this many tokens; already replaced ones stay the same.
+
+        Args:
+            tokens: The number of tokens with exact KV.
+        """
+        hashes = getattr(self._request, "block_hashes", None)
+        if not hashes:
+            return
+        first = tokens // self._named_tokens(len(hashes))
+        if not self._exact:
+            self._exact, self._first = list(hashes), len(hashes)
+        for place in range(first, self._first):
+            exact = bytes(hashes[place])
+            hashes[place] = hashlib.sha512(self._secret + exact).digest()[: len(exact)]
+        self._first = min(first, self._first)
+
+    def take_back(self) -> None:
+        """Restore the exact hashes: the request was not blended after all.
+
+        Hashes that vLLM has computed since depend on the replaced ones; they are removed, and vLLM recomputes them.
+        """
+        if self._exact:
+            self._request.block_hashes[:] = self._exact
+            self._exact = []
+
+    def _named_tokens(self, names: int) -> int:
+        """Return the tokens per hash; if unclear the largest possible, so that no blended block keeps an exact hash."""
+        number = self._request.num_tokens
+        parts = (self._block_size // count for count in range(1, self._block_size + 1) if self._block_size % count == 0)
+        return next((size for size in parts if number // size == names), max(1, number // names))
+
+
+def names_are_kept_apart() -> bool:
+    """Return whether this release has a request's hashes as replaceable bytes; it does from 0.11.0 on."""
+    try:
+        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 - ucm imports without vLLM
+    except ImportError:
+        return True
+    return getattr(getattr(kv_cache_utils, "BlockHash", None), "__supertype__", None) is bytes
 
 
 class BlendCounters(Protocol):

@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.background import wait_while_it_shrinks
-from ucm.blend.chunks import PIECE, Chunk
-from ucm.blend.planning import Run, gaps_and_edges, most_deviating, passes, reused_spans, runs_of
-from ucm.blend.position_free import differs, tolerance
+from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, most_deviating, passes, reused_spans, runs_of
 from ucm.integration.vllm.blend.scheduler import REFUSED
 from ucm.integration.vllm.connector.worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
+from ucm.rotary import differs, tolerance
 from ucm.store.base import BlockTransfer
 from ucm.store.memory.slab import SlabReader
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.caches import LayerCaches
-    from ucm.integration.vllm.blend.metadata import Blend, BlendPlan, ChunkSave
+    from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.store.base import BlockKey, KVStore, Task
     from ucm.store.memory.slab import SlabAddress

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ucm.blend.chunks import Chunk, ChunkNames
+from ucm.blend import Chunk, ChunkNames
 from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.scheduler import REFUSED, BlendScheduler
 from ucm.integration.vllm.blend.staging import ChunkStager
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from ucm.integration.vllm.blend.metadata import BlendPlan
+    from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.store.base import BlockKey
 
 BLOCK = 16

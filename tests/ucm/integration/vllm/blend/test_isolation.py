@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ucm.integration.vllm.blend.scene import BLOCK, Request
-from ucm.integration.vllm.blend.isolation import OwnNames
+from ucm.integration.vllm.blend.scheduler import OwnNames
 
 
 @pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK, 4 * BLOCK])

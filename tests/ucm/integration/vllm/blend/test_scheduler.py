@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ucm.integration.vllm.blend.scene import BLOCK, Request, Scene, chained, tokens
-from ucm.blend.chunks import PIECE, Chunk
-from ucm.integration.vllm.blend.metadata import BlendPlan
+from ucm.blend import PIECE, Chunk
+from ucm.integration.vllm.blend.scheduler import BlendPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,9 +14,9 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 
 import torch
 
-from ucm.blend.chunks import Chunk
+from ucm.blend import Chunk
 from ucm.config.settings import BlendSettings
-from ucm.integration.vllm.blend.metadata import Blend, BlendPlan, ChunkSave
+from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
 from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.store.base import BlockKey, KVStore
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.blend.planning import Run
+    from ucm.blend import Run
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 

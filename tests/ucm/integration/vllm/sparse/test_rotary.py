@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.ucm.integration.vllm.sparse.rerope_truth import BASE, HEAD
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.sparse.rotary import Rotaries
+from ucm.integration.vllm.sparse.layers import Rotaries
 
 NAME = "model.layers.3.self_attn.attn"
 LONGEST = 3000

@@ -1,0 +1,492 @@
+"""Check what vLLM would run in: Python, the runtime, the kill switches, the interpreter's start, and vLLM itself.
+
+The start consists of the .pth files that this Python reads, and the import hooks in this process. The release of vLLM
+is identified by its files, without importing it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import site
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ucm
+from ucm.doctor.findings import Finding, Status
+from ucm.overlay.activation import overlay_packages
+from ucm.overlay.finder import sha256_of
+from ucm.overlay.switches import ALL, is_set, variable_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+FINGERPRINTS = Path(__file__).parents[1] / "overlay" / "fingerprints.json"
+CHECK = "vLLM"
+
+RUNTIME = "ucm-runtime"
+PLUGINS, PLUGIN = "VLLM_PLUGINS", "ucm_overlay"
+
+OVERLAY_PACKAGE = "ucm_vllm_overlay"
+PTH = f"{OVERLAY_PACKAGE}.pth"
+CUSTOMISATIONS = ("sitecustomize", "usercustomize")
+#: Words that show that a start-up file or an import hook affects vLLM.
+TOUCHES_VLLM = re.compile(r"(?<![A-Za-z0-9_])(vllm|ucm|uc[-_]manager|unified[-_]cache)", re.IGNORECASE)
+#: The distribution of another ``ucm``, which patches vLLM when Python starts.
+UC_MANAGER = "uc-manager"
+#: Packages whose import hooks only handle their own modules.
+HARMLESS = ("_distutils_hack", "_virtualenv", "__editable___", "six")
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """An installed vLLM.
+
+    Attributes:
+        directory: The package's directory.
+        distribution: The distribution that provides it; empty if there is no metadata.
+        version: The version in the metadata; empty if there is none.
+        stated: The value of ``VLLM_VERSION``; empty if unset.
+        nearest: The known release whose files match best; empty if none matches.
+        files: How many files were compared.
+        differing: The paths that differ from the nearest release.
+    """
+
+    directory: Path
+    distribution: str
+    version: str
+    stated: str
+    nearest: str
+    files: int
+    differing: tuple[str, ...]
+
+    @property
+    def release(self) -> str | None:
+        """The release that its content identifies; None if it is no known one."""
+        return self.nearest if self.nearest and not self.differing else None
+
+    @property
+    def agree(self) -> bool | None:
+        """Whether metadata (or ``VLLM_VERSION``) and content give the same release; None if either gives none."""
+        said = self.stated or self.version
+        if not said or self.release is None:
+            return None
+        return said.removeprefix("v").partition("+")[0] == self.release
+
+
+def find_vllm() -> Vllm | None:
+    """Return the vLLM that this interpreter would import, or None."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.origin:
+        return None
+    directory = Path(spec.origin).resolve().parent
+    own = [p for p in providers("vllm") if p.name == "vllm" or p.site / "vllm" == directory]
+    name, version = (own[0].name, own[0].version) if own else ("", "")
+    nearest, files, differing = identify(directory)
+    return Vllm(directory, name, version, os.environ.get("VLLM_VERSION", ""), nearest, files, differing)
+
+
+def identify(directory: Path) -> tuple[str, int, tuple[str, ...]]:
+    """Return the known release whose files match best, how many were compared, and which differ."""
+    known: dict[str, dict[str, str]] = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
+    hash_of = cache(lambda path: sha256_of(directory.parent / path))
+    differing = {
+        release: tuple(path for path, wanted in files.items() if hash_of(path) != wanted)
+        for release, files in known.items()
+    }
+    nearest = min(known, key=lambda release: len(differing[release]) / len(known[release]))
+    if len(differing[nearest]) == len(known[nearest]):
+        return "", len(known[nearest]), ()
+    return nearest, len(known[nearest]), differing[nearest]
+
+
+def check_vllm(vllm: Vllm | None, wanted: str | None) -> Finding:
+    """Report whether vLLM is installed, and which release.
+
+    Args:
+        vllm: The installed vLLM, if any.
+        wanted: The release of the installed overlay, if there is one.
+    """
+    if vllm is None:
+        return _not_installed(wanted)
+    place = str(vllm.directory)
+    said = f"VLLM_VERSION says {vllm.stated}" if vllm.stated else f"{vllm.distribution} says {vllm.version}"
+    if vllm.release is None:
+        fits = vllm.files - len(vllm.differing)
+        what = "its files are of no known release"
+        if vllm.nearest:
+            what = f"its files are of no known release; {vllm.nearest} is nearest ({fits} of {vllm.files} files)"
+        details = (place, *([said] if vllm.stated or vllm.version else []), *(f"differs: {d}" for d in vllm.differing))
+        return Finding(CHECK, Status.WARNING, what, details)
+    what = f"{vllm.release} by content ({vllm.files} of {vllm.files} files)"
+    if vllm.agree is False:
+        todo = ("unset VLLM_VERSION, or set it to the release of the files",) if vllm.stated else ()
+        return Finding(CHECK, Status.WARNING, f"{what}, but {said}: the overlay decides by content", (place,), todo)
+    return Finding(CHECK, Status.OK, what, (place,))
+
+
+def _not_installed(wanted: str | None) -> Finding:
+    package = f"vllm=={wanted}" if wanted else "vllm"
+    spec = importlib.util.find_spec("vllm")
+    stray = list(spec.submodule_search_locations or []) if spec else []
+    if stray:
+        return Finding(
+            CHECK,
+            Status.ERROR,
+            "not installed: Python finds only a directory named vllm without an __init__.py",
+            tuple(stray),
+            ("start in another directory, or remove it from PYTHONPATH", f"{sys.executable} -m pip install {package}"),
+        )
+    return Finding(
+        CHECK,
+        Status.ERROR,
+        "not installed for this Python",
+        (f"searched {len(sys.path)} entries of sys.path of {sys.executable}",),
+        (
+            f"install it: {sys.executable} -m pip install {package}",
+            "or run the doctor with the Python that runs vLLM: /path/to/that/python -m ucm.cli doctor",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A distribution that provides a package.
+
+    Attributes:
+        name: Its normalised name.
+        version: Its version.
+        site: The directory in which it is installed.
+    """
+
+    name: str
+    version: str
+    site: Path
+
+
+def normalised(name: str) -> str:
+    """Return a distribution's normalised name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def providers(package: str) -> list[Provider]:
+    """Return the distributions whose records list a package, in the order of ``sys.path``, each location once.
+
+    An editable installation records no files of the package; a distribution of the package's own name counts instead.
+    """
+    found = []
+    for distribution in metadata.distributions():
+        name = normalised(distribution.metadata["Name"] or "")
+        if name == package or f"\n{package}/__init__.py," in f"\n{distribution.read_text('RECORD') or ''}":
+            provider = Provider(name, distribution.version, Path(str(distribution.locate_file(""))).resolve())
+            if provider not in found:
+                found.append(provider)
+    return found
+
+
+def package_directories(package: str) -> list[Path]:
+    """Return every directory of a package's name on ``sys.path``; the one that Python imports comes first."""
+    entries = [Path(entry or ".").resolve() / package for entry in sys.path]
+    return [entry for entry in dict.fromkeys(entries) if (entry / "__init__.py").is_file()]
+
+
+def python_version() -> str:
+    """Return the interpreter's version, as three numbers."""
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def check_python() -> Finding:
+    """Report which interpreter runs."""
+    return Finding("python", Status.OK, python_version(), (sys.executable,))
+
+
+def runtime_directory() -> Path:
+    """Return the directory of this process's package ``ucm``."""
+    return Path(ucm.__file__).resolve().parent
+
+
+def other_runtimes() -> list[str]:
+    """Return other packages ``ucm`` on ``sys.path``: distributions by name, copies by directory."""
+    own = runtime_directory()
+    others = [p for p in providers("ucm") if p.name != RUNTIME]
+    named = [f"{p.name} {p.version} in {p.site}" for p in others]
+    known = {own, *(p.site / "ucm" for p in others)}
+    return named + [str(place) for place in package_directories("ucm") if place not in known]
+
+
+def check_runtime(others: list[str]) -> Finding:
+    """Check that the only package ``ucm`` is ours."""
+    what = f"{RUNTIME} {ucm.__version__}"
+    place = str(runtime_directory())
+    if not others:
+        return Finding("runtime", Status.OK, what, (place,))
+    return Finding(
+        "runtime",
+        Status.ERROR,
+        f"{what}, and {len(others)} other packages named ucm: which one vLLM imports depends on the order of sys.path",
+        (f"this one: {place}", *(f"also: {other}" for other in others)),
+        (
+            "uninstall the others (uc-manager's: pip uninstall uc-manager), or remove their directories from sys.path",
+            f"then: {sys.executable} -m pip install --force-reinstall --no-deps <{RUNTIME} wheel>",
+        ),
+    )
+
+
+def switches(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the UCM_DISABLE_* variables that are set."""
+    environ = os.environ if environ is None else environ
+    return sorted(name for name in environ if name.startswith("UCM_DISABLE_") and is_set(name, environ))
+
+
+def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disabled: Mapping[str, str]) -> Finding:
+    """Report what is switched off, and what goes off with it.
+
+    Args:
+        on: The variables that are set.
+        groups: The overlay's groups, each with those that it relies on.
+        disabled: The groups that are off, with the reasons.
+    """
+    check = "switches"
+    if not on:
+        return Finding(check, Status.OK, "none is set")
+    known = {ALL, *map(variable_of, groups)}
+    unknown = [name for name in on if groups and name not in known]
+    details = [f"{group} is off: {reason}" for group, reason in disabled.items()]
+    details += [f"{name} names no group of this overlay and has no effect" for name in unknown]
+    todo = f"to switch {'it' if len(on) == 1 else 'them'} on again: unset {' '.join(on)}"
+    if ALL in on:
+        return Finding(check, Status.WARNING, f"{ALL} is set: vLLM runs without the overlay", todo=(todo,))
+    return Finding(check, Status.WARNING, f"set: {', '.join(on)}", tuple(details), (todo,))
+
+
+def check_plugins() -> Finding:
+    """Check that vLLM may call the entry point that stops a process in which the overlay is inactive."""
+    check, allowed = "plugins", os.environ.get(PLUGINS)
+    if allowed is None or PLUGIN in allowed.split(","):
+        return Finding(check, Status.OK, "vLLM checks in each of its processes that the overlay is active")
+    wanted = f"{allowed},{PLUGIN}" if allowed else PLUGIN
+    return Finding(
+        check,
+        Status.WARNING,
+        f"{PLUGINS} leaves out {PLUGIN}, so an inactive overlay in a process goes unnoticed",
+        (f"{PLUGINS}={allowed}",),
+        (f"export {PLUGINS}={wanted}",),
+    )
+
+
+@dataclass(frozen=True)
+class StartUpFile:
+    """A file that runs code when the interpreter starts.
+
+    Attributes:
+        path: Its path.
+        touches_vllm: Whether it names vLLM or UCM.
+        ours: Whether it belongs to an overlay.
+    """
+
+    path: Path
+    touches_vllm: bool
+    ours: bool
+
+
+@dataclass(frozen=True)
+class ImportHooks:
+    """The import hooks of this process.
+
+    Attributes:
+        position: The index of the overlay's finder on ``sys.meta_path``; None if it is not there.
+        directory: The directory of its overlay.
+        ahead: The earlier hooks that are not Python's own.
+        others: All hooks that are neither Python's own nor ours.
+    """
+
+    position: int | None
+    directory: Path | None
+    ahead: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+def site_directories() -> list[Path]:
+    """Return the directories whose .pth files this interpreter reads."""
+    if sys.flags.no_site:
+        return []
+    directories = site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        directories = [site.getusersitepackages(), *directories]
+    return list(dict.fromkeys(Path(directory).resolve() for directory in directories))
+
+
+def start_up_files() -> list[StartUpFile]:
+    """Return the .pth files that run code, then sitecustomize and usercustomize."""
+    found, ours = [], {OVERLAY_PACKAGE, *overlay_packages()}
+    for directory in site_directories():
+        for path in sorted(directory.glob("*.pth")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            code = [line for line in lines if line.startswith(("import ", "import\t"))]
+            if code:
+                touches = any(touches_vllm(line) for line in code)
+                found.append(StartUpFile(path, touches, path.stem in ours))
+    for name in CUSTOMISATIONS:
+        loaded = sys.modules.get(name)
+        if loaded is not None and loaded.__file__:
+            path = Path(loaded.__file__)
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found.append(StartUpFile(path, touches_vllm(text), ours=False))
+    return found
+
+
+def touches_vllm(code: str) -> bool:
+    """Return whether code that runs at interpreter start names vLLM or UCM, other than in a path or a comment.
+
+    Args:
+        code: A line of a .pth file, or a whole file; text that is not valid Python is searched as it is.
+    """
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return TOUCHES_VLLM.search(code) is not None
+    return any(TOUCHES_VLLM.search(name) for node in ast.walk(tree) for name in _names(node))
+
+
+def _names(node: ast.AST) -> list[str]:
+    """Return the names in a node of a syntax tree: modules, variables, attributes, and strings that are not paths."""
+    match node:
+        case ast.Import() | ast.ImportFrom():
+            module = node.module if isinstance(node, ast.ImportFrom) and node.module else ""
+            return [module, *(alias.name for alias in node.names)]
+        case ast.Name():
+            return [node.id]
+        case ast.Attribute():
+            return [node.attr]
+        case ast.Constant(value=str(text)) if not {"/", "\\"} & set(text):
+            return [text]
+    return []
+
+
+def import_hooks() -> ImportHooks:
+    """Return the import hooks on this process's ``sys.meta_path``."""
+    names = [_name(finder) for finder in sys.meta_path]
+    ours = [place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")]
+    overlays = tuple(f"{package}." for package in (OVERLAY_PACKAGE, *overlay_packages()))
+    foreign = [(n, name) for n, name in enumerate(names) if not _is_pythons(name) and not name.startswith(overlays)]
+    position = ours[0] if ours else None
+    boot = sys.modules.get(f"{OVERLAY_PACKAGE}._boot")
+    directory = Path(boot.__file__).resolve().parent if boot is not None and boot.__file__ else None
+    ahead = tuple(name for place, name in foreign if position is not None and place < position)
+    return ImportHooks(position, directory, ahead, tuple(name for _, name in foreign))
+
+
+def check_start_up_file(overlay: Path) -> Finding:
+    """Check that the overlay's .pth file is in a directory that this Python reads.
+
+    Args:
+        overlay: The overlay package's directory.
+    """
+    check, place = "start-up file", overlay.parent
+    if sys.flags.no_site:
+        what = "this Python was started with -S, so it reads no .pth files"
+        return Finding(check, Status.ERROR, what, todo=("start vLLM without -S",))
+    if place.resolve() not in site_directories():
+        return Finding(
+            check,
+            Status.ERROR,
+            "Python does not read .pth files in the overlay's directory, so the overlay is never activated",
+            (
+                f"overlay: {place}",
+                "it is on PYTHONPATH, or was installed with `pip install --target`",
+                *(f"read: {directory}" for directory in site_directories()),
+            ),
+            (
+                f"remove {place} from PYTHONPATH",
+                f"install the wheel into the environment: {sys.executable} -m pip install <overlay wheel>",
+            ),
+        )
+    if not (place / PTH).is_file():
+        return Finding(
+            check,
+            Status.ERROR,
+            f"{PTH} is missing: the overlay is never activated",
+            (str(place),),
+            (_reinstall(),),
+        )
+    return Finding(check, Status.OK, f"{PTH} is in a directory that this Python reads", (str(place),))
+
+
+def check_import_hook(
+    hooks: ImportHooks, overlay: Path, loaded: Iterable[str], claimed: Iterable[tuple[str, str]] = ()
+) -> Finding:
+    """Check that the overlay's finder was installed in this process in time, and no earlier finder takes its modules.
+
+    Args:
+        hooks: The import hooks of this process.
+        overlay: The overlay package's directory.
+        loaded: The modules of vLLM that were loaded before UCM's.
+        claimed: The shadowed modules that an earlier finder would load from elsewhere, each with a description.
+    """
+    check = "import hook"
+    if hooks.position is None:
+        in_order = check_start_up_file(overlay).status is Status.OK
+        return Finding(
+            check,
+            Status.ERROR,
+            "not found in this process: vLLM's modules are not replaced here",
+            (f"{PTH} did not run when {sys.executable} started",),
+            (_reinstall(),) if in_order else (),
+        )
+    if hooks.directory is not None and hooks.directory != overlay.resolve():
+        what = "in place, but for another overlay than the one found"
+        details = (f"serves: {hooks.directory}", f"found first on sys.path: {overlay}")
+        return Finding(check, Status.ERROR, what, details, ("keep one of the two",))
+    early = sorted(loaded)
+    if early:
+        names = tuple(f"loaded already: {name}" for name in early[:5])
+        what = "in place, but vLLM had been imported when the interpreter started"
+        return Finding(check, Status.ERROR, what, names, ("remove the start-up file that imports vLLM",))
+    taken = tuple(f"{name}: {by}" for name, by in claimed)
+    if taken:
+        what = "in place, but an earlier finder would load modules that it shadows: vLLM will not start"
+        return Finding(check, Status.ERROR, what, taken, ("remove the package that installs the earlier finder",))
+    ahead = tuple(f"earlier finder, ignores our modules: {name}" for name in hooks.ahead)
+    return Finding(check, Status.OK, f"in place, number {hooks.position + 1} on sys.meta_path of this process", ahead)
+
+
+def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
+    """Check whether another package touches vLLM at interpreter start."""
+    check = "other hooks"
+    named = [f"start-up file: {file.path}" for file in files if file.touches_vllm and not file.ours]
+    named += [f"import hook: {name}" for name in hooks.others if TOUCHES_VLLM.search(name)]
+    if named:
+        there = any(provider.name == UC_MANAGER for provider in providers("ucm"))
+        return Finding(
+            check,
+            Status.WARNING,
+            "another package touches vLLM when Python starts; it may replace what the overlay rewrites",
+            tuple(named),
+            (f"pip uninstall {UC_MANAGER}" if there else "check what it does, and uninstall it if it does",),
+        )
+    return Finding(check, Status.OK, "no other package touches vLLM when Python starts")
+
+
+def own_modules_of_vllm() -> list[str]:
+    """Return the modules of vLLM that were loaded at interpreter start."""
+    return [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
+
+
+def _name(finder: object) -> str:
+    kind = finder if isinstance(finder, type) else type(finder)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith(HARMLESS) or name.partition(".")[0] in sys.stdlib_module_names
+
+
+def _reinstall() -> str:
+    return f"reinstall the overlay: {sys.executable} -m pip install --force-reinstall --no-deps <overlay wheel>"
