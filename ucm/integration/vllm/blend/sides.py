@@ -14,14 +14,13 @@ from ucm.integration.vllm.blend.caches import LayerCaches
 from ucm.integration.vllm.blend.scheduler import BlendScheduler, names_are_kept_apart
 from ucm.integration.vllm.blend.staging import ChunkStager
 from ucm.integration.vllm.blend.worker import BlendWorker
-from ucm.integration.vllm.config import sparse_method_config
+from ucm.integration.vllm.config import leave_out, sparse_method_config
 from ucm.integration.vllm.connector.engine_facts import runs_micro_batches
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.groups import cache_groups
 from ucm.integration.vllm.connector.live_weights import running_model
 from ucm.integration.vllm.connector.scheduler import left_alone
 from ucm.integration.vllm.connector.worker import CLOSE_SECONDS
-from ucm.integration.vllm.options import leave_out
 from ucm.sparse.blocks import batches_in_flight
 from ucm.store.factory import OpeningStore, open_store
 from ucm.store.memory.slab import Slab, default_bytes

@@ -15,10 +15,10 @@ from weakref import ref
 import numpy as np
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.config import choose_backend
 from ucm.integration.vllm.connector.groups import CacheGroup
 from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.scheduled import admitted_requests
-from ucm.integration.vllm.options import choose_backend
 from ucm.integration.vllm.sparse import ascend, paged, requirements
 from ucm.integration.vllm.sparse.ascend import AscendBackend
 from ucm.integration.vllm.sparse.cpu import CpuBackend

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.config import leave_out, no_whole_graphs
 from ucm.integration.vllm.connector.engine_facts import runs_micro_batches
-from ucm.integration.vllm.options import leave_out, no_whole_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
