@@ -66,7 +66,7 @@ def test_chunks_are_found_and_blended(older: Runs) -> None:
 def test_nothing_is_saved_once_one_of_two_workers_has_changed_weights(
     environments: Environments, tmp_path: Path
 ) -> None:
-    """Before 0.18.1 vLLM brings the scheduler no reports of workers; they agree through the staging memory."""
+    """Before 0.18.0 vLLM brings the scheduler no reports of workers; they agree through the staging memory."""
     changed_in_one_worker(TwoWorkers(environments.overlay, tmp_path))
 
 

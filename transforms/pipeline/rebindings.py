@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import jinja2
 from packaging.version import Version
 
+from transforms.engine.errors import OverlayError
 from transforms.pipeline.census import hooks_of_release
 from transforms.pipeline.product import UCM
 from transforms.pipeline.sources.open import open_sources
@@ -105,6 +106,11 @@ class OfRelease:
         return self.release.replace(".", "")
 
     @property
+    def attributes(self) -> set[tuple[str, str]]:
+        """The different attributes; several files may rebind the same one."""
+        return {fate.rebinding.place for fate in self.fates}
+
+    @property
     def rewritten(self) -> list[Fate]:
         """The rebindings in modules that the overlay rewrites."""
         return [fate for fate in self.fates if fate.rewritten]
@@ -176,11 +182,19 @@ def fates(release: str, product: Product) -> list[Fate]:
 
 
 def paired(release: str) -> str:
-    """Return the reviewed vLLM release of the same number, or else the newest with the same major and minor number."""
-    wanted = Version(release).release[:2]
-    same = [one for one in UCM.reviewed() if Version(one).release[:2] == wanted]
-    number = ".".join(map(str, Version(release).release))
-    return number if number in same else same[-1]
+    """Return the vLLM release of the same number, without a suffix such as ``rc2`` or ``.post1``.
+
+    Raises:
+        OverlayError: If its overlay has not been reviewed.
+    """
+    number = Version(release).base_version
+    if number not in UCM.reviewed():
+        raise OverlayError(
+            f"release {release} pairs with vLLM {number}, whose overlay has not been reviewed",
+            where=str(UCM.directory(number)),
+            fix=f"review it first: `nox -s review -- {number}`",
+        )
+    return number
 
 
 def _fate(one: Rebinding, rewritten: set[str], hooks: Hooks, own: Hooks) -> Fate:
@@ -246,12 +260,20 @@ def _imported(tree: ast.Module, package: str) -> dict[str, str]:
                     found[alias.asname or package] = alias.name if alias.asname else package
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == package:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in tree.body:  # aliases
+    for node in ast.walk(tree):  # aliases
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            dotted = _resolved(node.value, found)
+            dotted = _resolved(node.value, found) or _loaded(node.value, package)
             if dotted:
                 found.setdefault(node.targets[0].id, dotted)
     return found
+
+
+def _loaded(node: ast.expr, package: str) -> str | None:
+    """Return the module of the package that ``sys.modules.get("...")`` returns, or None."""
+    if not (isinstance(node, ast.Call) and node.args and ast.unparse(node.func) == "sys.modules.get"):
+        return None
+    name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+    return name if isinstance(name, str) and name.partition(".")[0] == package else None
 
 
 def _originals(tree: ast.Module, names: dict[str, str]) -> dict[str, str]:

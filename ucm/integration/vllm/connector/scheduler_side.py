@@ -319,7 +319,7 @@ class SchedulerSide:
             self.scheduler.saves = False
             get_logger(__name__).warning(
                 "[UCM.Save] nothing is saved: in this vLLM release ranks %s on other hosts cannot tell the scheduler "
-                "that their weights changed; use vLLM 0.18.1 or newer, or all ranks on one host",
+                "that their weights changed; use vLLM 0.18.0 or newer, or all ranks on one host",
                 sorted(missing),
             )
         if not self.policy.between_steps:

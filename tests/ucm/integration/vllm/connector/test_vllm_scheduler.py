@@ -105,7 +105,7 @@ def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
 ) -> None:
     """For instance if later pipeline stages keep their weights, but their inputs change.
 
-    Without ``reports``, workers send nothing to the scheduler, as before vLLM 0.18.1.
+    Without ``reports``, workers send nothing to the scheduler, as before vLLM 0.18.0.
     """
     if not reports:
         monkeypatch.delattr(KVConnectorBase_V1, "build_connector_worker_meta")
