@@ -15,8 +15,8 @@ from tests.stand_in import disagreement
 gc.set_threshold(100_000, 20, 20)
 
 # Neither random seeds nor a slow machine must decide whether a change lands; `nox -s fuzz` searches with new seeds.
-settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fuzz", max_examples=500)
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fuzz", max_examples=500, deadline=None)
 settings.load_profile("fixed")
 
 _NOTHING = object()

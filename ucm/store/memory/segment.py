@@ -152,7 +152,7 @@ class Segment:
         return found
 
     def publish(self, layout: Layout) -> None:
-        """Rename it, so that a namespace has it.
+        """Move the segment into its namespace under a new name, so that readers find it.
 
         Raises:
             OSError: It cannot be renamed.
@@ -217,7 +217,7 @@ class Segment:
             self.map.madvise(mmap.MADV_REMOVE, self._begin, len(self.map) - self._begin)
 
     def news(self) -> tuple[list[tuple[BlockKey, int]], list[tuple[BlockKey, int]]]:
-        """Return the blocks that are not visible any more, and those that became visible, since the last call.
+        """Return what changed since the last call: blocks that are no longer visible, and new ones.
 
         Returns:
             The keys and the slots of both.
@@ -246,7 +246,7 @@ class Segment:
 
     @property
     def used(self) -> float:
-        """When a block of it was last written or read, in seconds since the epoch."""
+        """When one of its blocks was last written or read, in seconds since the epoch."""
         return int.from_bytes(self.map[_USED_AT : _USED_AT + 8], "little") / 1e9
 
     def use(self) -> None:
@@ -396,7 +396,7 @@ def gather(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
 
 
 def segments(layout: Layout) -> Iterator[Segment]:
-    """Open the segments of a namespace, one after the other; what is none, or vanishes, is skipped.
+    """Open the segments of a namespace one by one, skipping other files and those that vanish.
 
     Raises:
         OSError: The namespace cannot be listed.
@@ -462,7 +462,7 @@ def remove_empty(layout: Layout) -> None:
 
 
 def _check_room(descriptor: int, nbytes: int) -> None:
-    """Refuse to fill up a file system only to find that there is too little room."""
+    """Raise before anything is written if the file system has too little room."""
     system = os.fstatvfs(descriptor)
     if system.f_blocks and system.f_bavail * system.f_frsize < nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
