@@ -188,7 +188,7 @@ class SeriesSet:
         if what not in self._strange:
             self._strange.add(what)
             get_logger(__name__).warning(
-                "[UCM.Connector] metrics of %s are not exported: this process has not registered it", what
+                "[UCM.Connector] counts of %s are not exported: this process has not registered it", what
             )
 
 
