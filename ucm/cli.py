@@ -6,10 +6,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ucm import __version__, sparse_command, try_command
+from ucm import __version__
+from ucm.commands import sparse, try_stores
+from ucm.commands.store import command as store
 from ucm.doctor import command as doctor
 from ucm.errors import UcmError
-from ucm.store_command import command as store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     store.add_parser(commands)
-    sparse_command.add_parser(commands)
-    try_command.add_parser(commands)
+    sparse.add_parser(commands)
+    try_stores.add_parser(commands)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What commands share: their options for a deployment and a prompt, and their output."""
+"""What the commands share: their options for a deployment and a prompt, and their output."""
 
 from __future__ import annotations
 

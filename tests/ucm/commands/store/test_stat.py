@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ucm.commands.store.conftest import BIG, DAY, FILE, SMALL
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, read_files, write_model
 from tests.ucm.store.keys import key_file, secret
 from tests.ucm.store.servers import free_port
-from tests.ucm.store_command.conftest import BIG, DAY, FILE, SMALL
 from ucm.config import load_connector_config
 from ucm.integration.vllm.connector.scheduler_side import engine_identity
 from ucm.store.authentication import Authenticator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.store_command.conftest import Answer, Kept
+    from tests.ucm.commands.store.conftest import Answer, Kept
 
 
 def test_what_is_there(kept: Kept, ask: Callable[..., Answer]) -> None:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ucm.config.conftest import UPSTREAM
+from ucm.commands.store.places import read_store_settings
 from ucm.config import load_connector_config
 from ucm.errors import ConfigError
-from ucm.store_command.places import read_store_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.store_command.conftest import Answer, Kept
+    from tests.ucm.commands.store.conftest import Answer, Kept
 
 
 def write(path: Path, text: str) -> Path:

@@ -10,11 +10,11 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ucm.commands.store.places import Directory, find_places
+from ucm.commands.store.text import ago, blocks_and_bytes, iso, progress, say, say_json, table
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.inspection import StoredBlock, stored_blocks
-from ucm.store_command.places import Directory, find_places
-from ucm.store_command.text import ago, blocks_and_bytes, iso, progress, say, say_json, table
 
 if TYPE_CHECKING:
     import argparse

@@ -6,13 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucm.config.settings import format_size
-from ucm.errors import ConfigError
-from ucm.store.base import StoreError
-from ucm.store.factory import ask_tier
-from ucm.store.inspection import NamespaceStock, take_stock, unmarked
-from ucm.store_command.places import Directory, Places, find_places, opened_server
-from ucm.store_command.text import (
+from ucm.commands.store.places import Directory, Places, find_places, opened_server
+from ucm.commands.store.text import (
     NO_STORE,
     about_unmarked,
     ago,
@@ -24,6 +19,11 @@ from ucm.store_command.text import (
     say_json,
     table,
 )
+from ucm.config.settings import format_size
+from ucm.errors import ConfigError
+from ucm.store.base import StoreError
+from ucm.store.factory import ask_tier
+from ucm.store.inspection import NamespaceStock, take_stock, unmarked
 
 #: The tiers that are directories.
 DIRECTORY_TIERS = frozenset({"Posix", "Dram", "Cache"})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import quieten, read_prompt
+from ucm.commands.store.text import many, say, say_json, table
 from ucm.debug import describe, find_blocks, hit_length
-from ucm.prompt_options import quieten, read_prompt
-from ucm.store_command.text import many, say, say_json, table
 
 if TYPE_CHECKING:
     import argparse

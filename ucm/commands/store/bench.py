@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.store.places import read_store_settings
+from ucm.commands.store.text import progress, say, say_json, table
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.bench import Figures, LookupFigures, Workload, bench, bench_lookup, beside, for_bench
 from ucm.store.config import StoreConfig
 from ucm.store.memory.segment import LOCK_FILE
-from ucm.store_command.places import read_store_settings
-from ucm.store_command.text import progress, say, say_json, table
 
 if TYPE_CHECKING:
     import argparse

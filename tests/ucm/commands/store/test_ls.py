@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store_command.conftest import BIG, FILE, SMALL
-from ucm.store_command import ls
+from tests.ucm.commands.store.conftest import BIG, FILE, SMALL
+from ucm.commands.store import ls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.store_command.conftest import Answer, Kept
+    from tests.ucm.commands.store.conftest import Answer, Kept
 
 
 def numbers(kept: Kept, answer: Answer, namespace: str = BIG) -> list[int]:

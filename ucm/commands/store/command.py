@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ucm.commands.options import add_deployment
 from ucm.errors import UcmError
-from ucm.prompt_options import add_deployment
 
 _EXIT_CODES = "Exit code: 0 no problem, 1 a problem was found, 2 wrong usage."
 _STOPPED = 130
@@ -42,7 +42,7 @@ def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=_EXIT_CODES
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object; `pydoc ucm.store_command` describes its keys"
+        "--json", action="store_true", help="print one JSON object; `pydoc ucm.commands.store` describes its keys"
     )
     parser.set_defaults(handle=partial(_handle, name))
     return parser
@@ -145,7 +145,7 @@ def _add_bench(commands: Any) -> None:
 
 def _handle(name: str, options: argparse.Namespace) -> int:
     """Run a subcommand; import only its own module."""
-    run = import_module(f"ucm.store_command.{name}").run
+    run = import_module(f"ucm.commands.store.{name}").run
     try:
         code: int = run(options)
         sys.stdout.flush()

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import add_deployment, quieten, read_prompt, write_lines
 from ucm.errors import UcmError
-from ucm.prompt_options import add_deployment, quieten, read_prompt, write_lines
 
 if TYPE_CHECKING:
     import argparse

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.store.places import Directory, Places, find_places, opened_server
+from ucm.commands.store.text import NO_STORE, about_unmarked, blocks_and_bytes, many, progress, say, say_json
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError, UcmError
 from ucm.store.base import (
@@ -22,8 +24,6 @@ from ucm.store.base import (
 )
 from ucm.store.factory import authenticator_of
 from ucm.store.inspection import check_block, quarantine_block, stored_blocks
-from ucm.store_command.places import Directory, Places, find_places, opened_server
-from ucm.store_command.text import NO_STORE, about_unmarked, blocks_and_bytes, many, progress, say, say_json
 
 if TYPE_CHECKING:
     import argparse

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucm.commands.store.places import Directory, Places, find_places
+from ucm.commands.store.text import many, progress, say, say_json, table
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
 from ucm.store.inspection import damaged_files, former_blocks, left_behind, side_files, stored_blocks
@@ -24,8 +26,6 @@ from ucm.store.memory.segment import delete_slot, directory_of, remove_empty
 from ucm.store.posix.index import log_removals, removals_path
 from ucm.store.posix.layout import IDENTITY, MARKER, buckets
 from ucm.store.posix.paths import remove_directory, status_of, unlink
-from ucm.store_command.places import Directory, Places, find_places
-from ucm.store_command.text import many, progress, say, say_json, table
 
 if TYPE_CHECKING:
     import argparse

@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.commands.options import engine_args, quieten, write_lines
 from ucm.errors import UcmError
-from ucm.prompt_options import engine_args, quieten, write_lines
 
 if TYPE_CHECKING:
     import argparse

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ucm.commands.store import bench as module
 from ucm.store.bench import Figures, Workload
 from ucm.store.config import StoreConfig
-from ucm.store_command import bench as module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ucm.store_command.conftest import Answer
+    from tests.ucm.commands.store.conftest import Answer
 
 QUICK = ("--blocks", 2, "--block", 16_000, "--rounds", 2)
 

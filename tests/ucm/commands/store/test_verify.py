@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.campaign.damage import DAMAGES, damage_store
+from tests.ucm.commands.store.conftest import BIG, FILE, SMALL
 from tests.ucm.store.keys import key_file
-from tests.ucm.store_command.conftest import BIG, FILE, SMALL
+from ucm.commands.store import verify as module
 from ucm.config import load_connector_config
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
@@ -25,13 +26,12 @@ from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec, checksum
 from ucm.store.inspection import check_block
 from ucm.store.posix.layout import Layout
-from ucm.store_command import verify as module
 from ucm.testing.blocks import EVEN, fetch, filled, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ucm.store_command.conftest import Answer, Kept
+    from tests.ucm.commands.store.conftest import Answer, Kept
     from ucm.store.base import StoreError
     from ucm.store.inspection import StoredBlock
 

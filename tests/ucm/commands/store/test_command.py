@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store_command.conftest import BIG, SMALL
-from ucm.store_command import verify
-from ucm.store_command.command import count, duration, key_prefix, size
+from tests.ucm.commands.store.conftest import BIG, SMALL
+from ucm.commands.store import verify
+from ucm.commands.store.command import count, duration, key_prefix, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.store_command.conftest import Answer, Kept
+    from tests.ucm.commands.store.conftest import Answer, Kept
     from ucm.store.authentication import Authenticator
     from ucm.store.inspection import StoredBlock
 
@@ -84,7 +84,7 @@ def test_a_directory_of_another_user(command: str, kept: Kept) -> None:
         parent.chmod(0o711)
     words = ["store", command, "--directory", str(kept.root)]
     become = "os.setgid(65534); os.setuid(65534)"
-    program = f"import os; from ucm.cli import main; import ucm.store_command.{command}; {become}; exit(main({words}))"
+    program = f"import os; from ucm.cli import main; import ucm.commands.store.{command}; {become}; exit(main({words}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Permission denied" in done.stderr

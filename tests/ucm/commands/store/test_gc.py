@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.store_command.conftest import BIG, FILE, SMALL
+from tests.ucm.commands.store.conftest import BIG, FILE, SMALL
+from ucm.commands.store import gc
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix import index as posix_index
 from ucm.store.posix.layout import Layout, owner_name
-from ucm.store_command import gc
 from ucm.testing.blocks import EVEN, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.store_command.conftest import Answer, Kept
+    from tests.ucm.commands.store.conftest import Answer, Kept
 
 
 def litter(kept: Kept) -> tuple[list[Path], list[Path]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ucm import cli, sparse_command
+from ucm import cli
+from ucm.commands import sparse as sparse_command
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.store_command.conftest import Answer
+    from tests.ucm.commands.store.conftest import Answer
 
 pytestmark = pytest.mark.usefixtures("described")
 

@@ -22,7 +22,7 @@ from ucm.testing.blocks import EVEN, content, fetch, filled, key, save
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ucm.store_command.conftest import Answer
+    from tests.ucm.commands.store.conftest import Answer
 
 KEYS = [key(number) for number in range(5)]
 

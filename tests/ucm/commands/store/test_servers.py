@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.store_command.conftest import Answer
+    from tests.ucm.commands.store.conftest import Answer
 
 ONE, OTHER = "llama-3f9a/g0", "tiny-9bce/g0"
 FILE = HeaderCodec(ONE, EVEN).file_nbytes

@@ -1,0 +1,1 @@
+"""The subcommands of ``ucm``, except ``ucm doctor``, which is in `ucm.doctor`."""
