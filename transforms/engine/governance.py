@@ -23,11 +23,16 @@ class UpstreamStatus(Enum):
     """Whether a change was offered to vLLM, and the result."""
 
     NOT_SUBMITTED = "not submitted"
-    SUBMITTED = "submitted"
+    SUBMITTED = "submitted"  #: offered, and still open
     ACCEPTED = "accepted"
     RELEASED = "released"
-    REJECTED = "rejected"
+    REJECTED = "rejected"  #: the link shows that a maintainer declined it
+    CLOSED = "closed"  #: closed without the change; the link does not show that a maintainer declined it
     INAPPROPRIATE = "inappropriate"
+
+
+#: The results that only the linked discussion shows.
+LINKED = (UpstreamStatus.SUBMITTED, UpstreamStatus.REJECTED, UpstreamStatus.CLOSED)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Governance:
         """Reject an incomplete record.
 
         Raises:
-            RuleDefinitionError: If a field is empty or too short, or a link is not an https address.
+            RuleDefinitionError: If a field is empty or too short, or a link is missing or not an https address.
         """
         texts = {"why": self.why, "how": self.how, "removal": self.removal, "upstream.reason": self.upstream.reason}
         for name, text in texts.items():
@@ -79,5 +84,11 @@ class Governance:
                 )
         if not self.processes:
             raise RuleDefinitionError("the governance record names no process", where=f"transform {transform}")
+        if self.upstream.status in LINKED and not self.upstream.link:
+            raise RuleDefinitionError(
+                f"the upstream status `{self.upstream.status.value}` has no link that shows it",
+                where=f"transform {transform}",
+                fix="link the issue or the pull request, or use another status",
+            )
         if self.upstream.link and not self.upstream.link.startswith("https://"):
             raise RuleDefinitionError("the upstream link is not an https address", where=f"transform {transform}")

@@ -16,8 +16,8 @@ from transforms.registry import VLLM
 PLACE = Path(__file__).parent
 SEAM = Seam("early_kv.hooks")
 UPSTREAM = Upstream(
-    UpstreamStatus.REJECTED,
-    "an optional hook of KV connectors before the state update was proposed, and closed without one",
+    UpstreamStatus.CLOSED,
+    "an optional hook of KV connectors before the state update was proposed; the issue is closed, and no release has it",
     "https://github.com/vllm-project/vllm/issues/39696",
 )
 

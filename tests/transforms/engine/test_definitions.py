@@ -107,6 +107,9 @@ class TestGovernance:
         [
             ({"processes": ()}, "names no process"),
             ({"upstream": Upstream(UpstreamStatus.SUBMITTED, "soon")}, "`upstream.reason` is too short"),
+            ({"upstream": Upstream(UpstreamStatus.SUBMITTED, WORDS)}, "`submitted` has no link"),
+            ({"upstream": Upstream(UpstreamStatus.REJECTED, WORDS)}, "`rejected` has no link"),
+            ({"upstream": Upstream(UpstreamStatus.CLOSED, WORDS)}, "`closed` has no link"),
             ({"upstream": Upstream(UpstreamStatus.SUBMITTED, WORDS, "github.com/1")}, "not an https address"),
             ({"upstream": Upstream(UpstreamStatus.SUBMITTED, WORDS, "http://github.com/1")}, "not an https address"),
         ],
