@@ -89,7 +89,7 @@ ENGINE_CORE = Transform(
     module=Module("npu.engine_core", "npu_engine_core", (ModulePath("vllm/v1/engine/core.py"),)),
     governance=Governance(
         why="A scheduler that measures the duration of chunks can do so only once the workers are up.",
-        how="One call at the end of EngineCore's constructor starts the measurement. The patch wraps the constructor for "
+        how="One call at the end of the constructor starts the measurement. The patch wraps the constructor for "
         "this, and EngineCoreProc's entry point, so that spawned processes wrap it again; neither is needed here. From "
         "the constructor it also wraps two methods of the scheduler's class: update_from_output, to refine the "
         "measurement with the time of each step (_record_execution_timing), and schedule, to tell the workers when to "

@@ -17,7 +17,7 @@ PLACE = Path(__file__).parent
 SEAM = Seam("early_kv.hooks")
 UPSTREAM = Upstream(
     UpstreamStatus.CLOSED,
-    "an optional hook of KV connectors before the state update was proposed; the issue is closed, and no release has it",
+    "an optional hook of KV connectors before the state update was proposed; it is closed, and no release has the hook",
     "https://github.com/vllm-project/vllm/issues/39696",
 )
 
