@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,9 +15,8 @@ from tests.e2e.model import VOCABULARY
 from tests.e2e.processes import IN_PROCESS
 from tests.e2e.workload import BLOCK
 from tests.examples import EXAMPLES, registry_of
-from transforms.pipeline.build import make_overlay
-from transforms.pipeline.lock import accept, check_reviewed
-from transforms.pipeline.package import build_package, build_runtime, build_wheel
+from transforms.pipeline.build import build_overlay
+from transforms.pipeline.package import build_runtime, build_wheel
 from transforms.pipeline.product import compose
 from transforms.registry import REGISTRY
 from ucm.sparse.probe import read_reports
@@ -44,13 +42,10 @@ def prompts() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def composed(release: str, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """vLLM with an overlay that has UCM's rules and then the example's."""
-    early = replace(registry_of("early_kv"), overlays=tmp_path_factory.mktemp("early"))
-    overlay = make_overlay(release, product=compose(REGISTRY, early))
-    accept(overlay)
+def composed(release: str) -> Environment:
+    """vLLM with the reviewed overlay that has UCM's rules and then the example's."""
     out = WHEELS / f"{release}-early-kv"
-    built = build_package(overlay, check_reviewed(overlay), out).wheel
+    built = build_overlay(release, product=compose(REGISTRY, registry_of("early_kv")), out=out).wheel
     wheels = [built, build_runtime(out), build_wheel(EXAMPLES / "early_kv", out)]
     return beside(release, ENVIRONMENTS / f"vllm-{release}-early-kv", wheels)
 

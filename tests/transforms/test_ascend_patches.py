@@ -1,4 +1,4 @@
-"""Three patches of vLLM Ascend as transforms: the releases that they fit, and the behaviour of their hooks."""
+"""Three patches of vLLM Ascend as transforms: the behaviour of their hooks; `test_examples.py` has their overlays."""
 
 from __future__ import annotations
 
@@ -10,52 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import libcst as cst
 import pytest
 
-from tests.examples import EXAMPLES, registry_of
-from transforms.engine.apply import apply_rule
-from transforms.engine.report import Status
-from transforms.pipeline.checks import check_overlay
-from transforms.pipeline.conflicts import conflicts
-from transforms.pipeline.product import compose
-from transforms.pipeline.rewrite import rewrite
+from tests.examples import EXAMPLES
 from transforms.pipeline.sources.open import open_sources
-from transforms.registry import REGISTRY
 
-PATCHES = registry_of("ascend_patches")
 HOOKS = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "ascend_patches" / "ascend_patches" / "hooks.py")))
 QUEUE = "vllm/distributed/device_communicators/shm_broadcast.py"
-
-
-@pytest.mark.parametrize(
-    ("release", "upstreamed"),
-    [("0.20.2", set()), ("0.23.0", set()), ("0.27.1", {"npu.queue.recheck"}), ("0.33.0", {"npu.queue.recheck"})],
-)
-def test_they_apply_and_one_becomes_needless(release: str, upstreamed: set[str]) -> None:
-    overlay = rewrite(open_sources(release), compose(PATCHES))
-    assert not overlay.failures
-    check_overlay(overlay)
-    assert {o.rule for o in overlay.outcomes if o.status is Status.UPSTREAMED} == upstreamed
-    assert {o.rule for o in overlay.outcomes if o.status is Status.APPLIED} >= {
-        "npu.mamba.external-of-all",
-        "npu.mamba.external-of-aligned",
-        "npu.engine_core.started",
-    }
-
-
-def test_beside_ours_they_meet_where_engine_core_has_started() -> None:
-    overlay = rewrite(open_sources("0.23.0"), compose(REGISTRY, PATCHES))
-    assert not overlay.failures
-    check_overlay(overlay)
-    (told,) = (told for told in conflicts(overlay) if "one anchor has" in told)
-    assert "engine_core.started and npu.engine_core.started" in told
-
-
-@pytest.mark.parametrize("case", [case for t in PATCHES.transforms for case in t.cases], ids=lambda case: case.rule)
-def test_the_cases_hold(case: Any) -> None:
-    (rule,) = (rule for t in PATCHES.transforms for rule in t.rules if rule.id == case.rule)
-    assert apply_rule(cst.parse_module(case.before), rule, "m.py", case.release)[0].code == case.after
 
 
 def read_timeout(timeout: float | None, *, should_warn: bool) -> Any:

@@ -20,7 +20,7 @@ from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.transforms_page import transforms_page
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
@@ -58,19 +58,24 @@ def regenerate(releases: Sequence[str], console: Console) -> list[Path]:
             fix="`nox -s drift -- all` shows every rule in every release",
         )
     files = {path: text for _, _, texts in made for path, text in texts.items()}
-    kept = [*files, *generated()]
-    before = {path: path.read_bytes() if path.exists() else b"" for path in kept}
+    changed = write_changed(files)
+    return [*changed, *write_generated()]
+
+
+def write_changed(files: Mapping[Path, str]) -> list[Path]:
+    """Write files; return those whose content changed, relative to the repository."""
+    changed = []
     for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
-    write_generated()
-    return [_shown(path) for path in kept if path.read_bytes() != before[path]]
+        if not path.exists() or path.read_bytes() != text.encode():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            changed.append(_shown(path))
+    return changed
 
 
-def write_generated() -> None:
-    """Write the files that depend only on the locks and the transforms."""
-    for path, text in generated().items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+def write_generated() -> list[Path]:
+    """Write the files that depend only on the locks and the transforms; return those that changed."""
+    return write_changed(generated())
 
 
 def generated() -> dict[Path, str]:
@@ -107,13 +112,21 @@ def fingerprints(product: Product = UCM) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def overlay_files(release: str, product: Product) -> dict[Path, str]:
+    """Return the files of a reviewed overlay, made again.
+
+    Raises:
+        OverlayError: If the overlay cannot be made.
+    """
+    census = census_text(open_sources(release, package=product.package), product)
+    return {**accepted_files(make_overlay(release, product=product)), census_path(release, product): census}
+
+
 def _made_again(job: tuple[str]) -> tuple[str, str, dict[Path, str]]:
     """Return a release, its error (empty if none), and the files of its overlay."""
     (named,) = job
     try:
         product, release = parse(named)
-        files = accepted_files(make_overlay(release, product=product))
-        census = census_text(open_sources(release, package=product.package), product)
-        return named, "", {**files, census_path(release, product): census}
+        return named, "", overlay_files(release, product)
     except OverlayError as error:
         return named, str(error), {}

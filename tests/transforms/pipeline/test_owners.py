@@ -10,16 +10,12 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import libcst as cst
 import pytest
-from packaging.version import Version
 
-from tests.examples import EXAMPLES, registry_of
+from tests.examples import EXAMPLES
 from tests.transforms.pipeline.third_party import of_vllm, write_project, write_rocket, write_seam
 from tests.ucm.overlay.environment import Environment
 from tests.ucm.overlay.miniature import RELEASE, SCHEDULER, write_miniature
-from transforms import model_runner, scheduler
-from transforms.engine.apply import apply_rule
 from transforms.engine.errors import RuleDefinitionError
 from transforms.pipeline.checks import check_overlay
 from transforms.pipeline.conflicts import conflicts
@@ -31,7 +27,6 @@ from transforms.pipeline.review.model import make_review, summary
 from transforms.pipeline.review.page import write_review
 from transforms.pipeline.rewrite import Overlay, rewrite
 from transforms.pipeline.sources.local import open_directory
-from transforms.pipeline.sources.open import open_sources
 from transforms.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -340,33 +335,8 @@ class TestASkeleton:
             Skeleton("acme", "0.32.0").write(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return registry_of("early_kv")
-
-
 class TestThePageForOthers:
-    """The page 'Move your patch to an overlay' uses the example `early_kv`, whose rules fit every release."""
-
-    @pytest.mark.parametrize("release", [r for r in UCM.reviewed() if Version(r) >= Version("0.14.1")])
-    def test_its_rules_apply(self, registry: Registry, release: str) -> None:
-        overlay = rewrite(open_sources(release), compose(registry))
-        assert not overlay.failures
-        check_overlay(overlay)
-
-    def test_its_cases_hold(self, registry: Registry) -> None:
-        for transform in registry.transforms:
-            for case in transform.cases:
-                (rule,) = (rule for rule in transform.rules if rule.id == case.rule)
-                assert apply_rule(cst.parse_module(case.before), rule, "m.py", case.release)[0].code == case.after
-
-    def test_beside_ours_it_meets_one_of_our_anchors(self, registry: Registry) -> None:
-        ours = replace(REGISTRY, transforms=(scheduler.TRANSFORM, model_runner.TRANSFORM))
-        overlay = rewrite(open_sources("0.32.0"), compose(ours, registry))
-        assert not overlay.failures
-        check_overlay(overlay)
-        (told,) = (told for told in conflicts(overlay) if "one anchor has" in told)
-        assert "scheduler.request-added and early.scheduler.admitted" in told
+    """The page 'Move your patch to an overlay' uses the example `early_kv`."""
 
     def test_what_it_shows_is_the_example(self) -> None:
         page = (ROOT / "docs" / "move_your_patch.md").read_text(encoding="utf-8")
