@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
+from tests.examples import reviewed_examples
 from tests.ucm.overlay.miniature import LICENCE, RELEASE, SOURCES
 from transforms.pipeline.checks import hook_uses
 from transforms.pipeline.lock import Lock, built_lock, make_lock, marked_lines, read_lock
@@ -38,7 +39,7 @@ from transforms.pipeline.package import (
     overlay_version,
     runtime_version,
 )
-from transforms.pipeline.product import UCM
+from transforms.pipeline.product import UCM, products
 from transforms.pipeline.sbom import make_sbom
 from transforms.pipeline.sources.tree import Artefact, sha256
 from ucm.sparse.base import SparseMethod
@@ -50,10 +51,14 @@ from ucm.sparse.topk.method import BlockTopK
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transforms.pipeline.product import Product
     from transforms.pipeline.rewrite import Overlay
 
 DISTRIBUTION, PACKAGE = UCM.publisher.distribution, UCM.module
 INFO = f"{PACKAGE}-{RELEASE}.post1.dist-info"
+each_product = pytest.mark.parametrize(
+    "product", [*products(), *(product for product, _ in reviewed_examples())], ids=lambda one: one.named("all")
+)
 PUBLISHED = Artefact("wheel", f"vllm-{RELEASE}-cp38-abi3-manylinux_2_28_x86_64.whl", "ab" * 32)
 
 
@@ -299,11 +304,19 @@ def test_the_bill_of_materials(package: Package) -> None:
     }
 
 
-def test_every_reviewed_overlay_s_bill_of_materials_is_valid() -> None:
-    for release in UCM.reviewed():
-        lock = read_lock(release)
+@each_product
+def test_every_reviewed_overlay_s_bill_of_materials_is_valid(product: Product) -> None:
+    for release in product.reviewed():
+        lock = read_lock(release, product)
         assert lock is not None
-        assert_valid_sbom(json.dumps(make_sbom(lock, overlay_version(release, lock["serial"]), "all")).encode())
+        version = overlay_version(release, lock["serial"], product=product)
+        sbom = make_sbom(lock, version, "all", product)
+        assert_valid_sbom(json.dumps(sbom).encode())
+        made = sbom["metadata"]["component"]
+        assert made["purl"] == f"pkg:pypi/{product.publisher.distribution}@{version.replace('+', '%2B')}"
+        (ancestor,) = made["pedigree"]["ancestors"]
+        assert ancestor["purl"] == f"pkg:pypi/{product.package.project}@{release}"
+        assert ancestor["hashes"] == [{"alg": "SHA-256", "content": lock["upstream"]["sha256"]}]
 
 
 def test_a_bill_of_materials_of_a_directory(overlay: Overlay) -> None:
@@ -355,11 +368,14 @@ def test_versions_are_in_order() -> None:
     assert all(version > Version(release) for release, version in zip(releases, versions[::3], strict=True))
 
 
-def test_reviewed_versions_are_ones_that_an_index_accepts() -> None:
-    for release in UCM.reviewed():
-        version = Version(overlay_version(release, 1))
-        assert not version.local
-        assert Requirement(f"{DISTRIBUTION}=={version}")
+@each_product
+def test_reviewed_versions_are_ones_that_an_index_accepts(product: Product) -> None:
+    """Except of overlays with the rules of several owners, which their users build."""
+    versions = [Version(overlay_version(release, 1, product=product)) for release in product.reviewed()]
+    assert versions == sorted(set(versions))
+    for version in versions:
+        assert version.local == (f"with.{'.'.join(product.others)}" if product.others else None)
+        assert Requirement(f"{product.publisher.distribution}=={version}")
 
 
 def test_the_runtime_s_wheel(tmp_path: Path) -> None:
