@@ -30,7 +30,7 @@ import numpy as np
 from ucm.config.document import FILE_KEY
 from ucm.config.load import load_connector_config
 from ucm.errors import UcmError
-from ucm.integration.vllm.connector.groups import longest_hit
+from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.integration.vllm.weightless import EngineFacts, StoredGroup, describe_engine
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.factory import open_store, remove_blocks
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.request_hasher import RequestHasher
-    from ucm.integration.vllm.connector.groups import CacheGroup
+    from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import BlockGeometry, KVStore, TaskResult, TierStats
 
 #: The time limit for a test block to reach every tier, in seconds.

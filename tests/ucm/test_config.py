@@ -12,8 +12,8 @@ import pytest
 from ucm.config import ConnectorConfig, document
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError
-from ucm.integration.vllm import config
-from ucm.integration.vllm.config import sparse_method_config
+from ucm.integration.vllm.sparse import config
+from ucm.integration.vllm.sparse.config import sparse_method_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -208,7 +208,7 @@ def test_the_keys_are_those_of_the_connectors_configuration() -> None:
 
 def test_without_a_file_nothing_is_imported_for_it() -> None:
     script = (
-        "import sys; from ucm.integration.vllm.config import sparse_method_config\n"
+        "import sys; from ucm.integration.vllm.sparse.config import sparse_method_config\n"
         "class Transfer: kv_connector_extra_config = {'ucm_sparse_config': {'GSA': {}}}\n"
         "class Config: kv_transfer_config = Transfer; additional_config = None\n"
         "assert sparse_method_config(Config) == ('GSA', {})\n"

@@ -14,7 +14,7 @@ from ucm import cli, debug
 from ucm.api import ConfigError, RequestHasher, UcmError
 from ucm.debug import DebugConnector, open_connector
 from ucm.hashing.block_keys import BlockKeys
-from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.integration.vllm.connector.kv_cache import CacheGroup
 from ucm.integration.vllm.weightless import EngineFacts, EngineHasher, StoredGroup
 from ucm.store.base import BlockGeometry, BlockKey, TransferTask
 from ucm.store.factory import EmptyStore

@@ -11,7 +11,7 @@ from tests.ucm.debugging_page import ROOT, TEXT, names, steps
 from tests.ucm.test_troubleshooting import as_pattern, formats
 from ucm import cli
 from ucm.config.document import FILE_KEY
-from ucm.integration.vllm.connector.worker_side import LAYERS
+from ucm.integration.vllm.connector.sides import LAYERS
 
 
 def defined(file: str) -> set[str]:

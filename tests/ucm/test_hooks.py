@@ -17,7 +17,7 @@ import pytest
 
 import ucm
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm import block_table, hooks
+from ucm.integration.vllm import compat, hooks
 from ucm.integration.vllm.sparse.layers import AttentionLayers
 from ucm.sparse.base import Role, SparseMethod
 
@@ -652,7 +652,7 @@ def test_a_side_that_starts_has_what_its_method_needs() -> None:
 
 
 def test_names_that_are_handed_on_are_the_originals() -> None:
-    assert hooks.clear_row is block_table.clear_row
+    assert hooks.clear_row is compat.clear_row
 
 
 #: The hooks that the table does not cover, each with its test.

@@ -19,7 +19,7 @@ BUDGETS = (0.05, 0.1, 0.25, 0.5)
 TOKENS, EVERY = 32, 4
 #: Engine arguments that the measurement sets itself.
 _OWN = frozenset({"model", "additional_config", "worker_extension_cls", "enforce_eager"})
-_METHOD = "ucm.sparse.topk.probe:MassProbe"
+_METHOD = "ucm.sparse.topk.attention_share:MassProbe"
 
 
 def add_parser(commands: Any) -> None:
@@ -189,7 +189,7 @@ class MassReport:
     def ucm_masses(self) -> dict[str, Any] | None:
         """Return this worker's `MassProbe.report`; None if no probe runs in it."""
         from ucm.integration.vllm.hooks import worker_method  # noqa: PLC0415 - called in vLLM's worker
-        from ucm.sparse.topk.probe import MassProbe  # noqa: PLC0415 - as above
+        from ucm.sparse.topk.attention_share import MassProbe  # noqa: PLC0415 - as above
 
         worker: Any = self
         method = worker_method(worker.vllm_config)

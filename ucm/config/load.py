@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ucm.background import call_later
-from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document
+from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document, read_yaml
 from ucm.config.problems import NO_VALUE, Place, problems_of, raise_for, unknown, wrong
 from ucm.config.settings import (
     DRAM,
@@ -25,7 +25,6 @@ from ucm.config.settings import (
     replace_former_names,
 )
 from ucm.config.upstream import translate
-from ucm.config.yaml_file import read_yaml
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.store.config import OURS, pipeline_parts

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import ConfigError, SparseMethodError
-from ucm.integration.vllm.config import FILE_KEY, sparse_method_config
+from ucm.integration.vllm.sparse.config import FILE_KEY, sparse_method_config
 from ucm.sparse.base import require_hooks
 from ucm.sparse.factory import method_class
 

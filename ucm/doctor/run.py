@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.doctor.engine_run import LONGEST
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import UcmError
-from ucm.integration.vllm.config import FILE_KEY, KEY, sparse_method_config
+from ucm.integration.vllm.sparse.config import FILE_KEY, KEY, sparse_method_config
 from ucm.sparse.base import Role
 from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
 

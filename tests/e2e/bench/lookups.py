@@ -21,8 +21,8 @@ import numpy as np
 
 from tests.e2e.bench.figure import Figure
 from transforms.pipeline.package import BUILD
-from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
-from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
+from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.integration.vllm.metrics import ConnectorCounters
 from ucm.store.base import BlockGeometry, BlockKey, KVStore

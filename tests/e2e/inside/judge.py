@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ucm.sparse.topk.attention_share import KeyMeans, block_masses
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.probe import KeyMeans, block_masses
 from ucm.sparse.topk.representatives import KeyBounds, ranked
 from ucm.sparse.topk.selection import BlockBudget
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import ucm
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.config import sparse_method_config, v1_runner
+from ucm.integration.vllm.compat import v1_runner
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.hooks import METHOD
+from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 from ucm.overlay.activation import check_feature
 from ucm.sparse.base import SparseMethod

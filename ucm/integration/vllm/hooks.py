@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from ucm.integration.vllm.block_table import clear_row
+from ucm.integration.vllm.compat import clear_row
 from ucm.sparse.base import Role, SparseMethod
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMe
     Raises:
         UcmError: If it cannot start; also logged in one record, because vLLM prints it among its tracebacks.
     """
-    from ucm.integration.vllm.config import KEY, sparse_method_config  # noqa: PLC0415
     from ucm.integration.vllm.connector.failures import refusals_logged  # noqa: PLC0415
+    from ucm.integration.vllm.sparse.config import KEY, sparse_method_config  # noqa: PLC0415
 
     with refusals_logged("UCM.Sparse"):
         configured = sparse_method_config(vllm_config)
@@ -119,7 +119,7 @@ def engine_core_started(engine_core: Any) -> None:
     Raises:
         SparseMethodError: If one does not answer, or runs something other than this process.
     """
-    from ucm.integration.vllm.config import sparse_method_config  # noqa: PLC0415 - as in `_started`
+    from ucm.integration.vllm.sparse.config import sparse_method_config  # noqa: PLC0415 - as in `_started`
 
     if sparse_method_config(engine_core.vllm_config) is not None:
         from ucm.integration.vllm.handshake import require_same_in_workers  # noqa: PLC0415

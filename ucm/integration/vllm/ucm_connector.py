@@ -24,11 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector.engine_facts import outer_transfer
+from ucm.integration.vllm.compat import outer_transfer
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.connector.metadata import WeightsReport
-from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
-from ucm.integration.vllm.connector.worker_side import WorkerSide
+from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:

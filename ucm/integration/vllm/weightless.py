@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ucm.hashing.block_keys import BlockKeys
     from ucm.hashing.request_hasher import BlockExtra, TokenIds
-    from ucm.integration.vllm.connector.groups import CacheGroup
+    from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import BlockGeometry
 
 CONNECTOR_MODULE = "ucm.integration.vllm.ucm_connector"

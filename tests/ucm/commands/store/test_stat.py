@@ -16,7 +16,7 @@ from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig, read_files, wri
 from tests.ucm.store.keys import key_file, secret
 from tests.ucm.store.servers import free_port
 from ucm.config import load_connector_config
-from ucm.integration.vllm.connector.scheduler_side import engine_identity
+from ucm.integration.vllm.connector.identity import engine_identity
 from ucm.store.authentication import Authenticator
 from ucm.store.posix.layout import owner_name
 

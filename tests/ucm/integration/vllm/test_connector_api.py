@@ -13,8 +13,8 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.integration.vllm.connector import scheduled
-from ucm.integration.vllm.connector.engine_facts import asks_again
+from ucm.integration.vllm import compat
+from ucm.integration.vllm.compat import asks_again
 
 ROOM = Path(__file__).parents[4] / "ucm/integration/vllm"
 #: Modules that call a connector, at their paths in all releases.
@@ -164,7 +164,7 @@ def test_the_blocks_of_an_admission_are_read_in_the_releases_shape(release: str)
     shape = ast.unparse(node.returns) if node.returns else ""
     ids: Any = [[4, 7]] if shape.startswith("list") else ([4, 7], [8])
     blocks = make_dataclass("KVCacheBlocks", [], namespace={"get_block_ids": lambda _: ids})()
-    assert scheduled.block_ids_by_group(blocks) == [list(group) for group in ids]
+    assert compat.block_ids_by_group(blocks) == [list(group) for group in ids]
     vllm.signature(node).bind()
 
 
@@ -188,5 +188,5 @@ def test_grown_requests_are_read_in_the_releases_shape(release: str) -> None:
         ]
         cached = [make_dataclass("CachedRequestData", fields)(**{n: row.get(n) for n in fields}) for row in rows]
     output = make_dataclass("SchedulerOutput", ["scheduled_cached_reqs"])(cached)
-    grown = {name: ids for name, ids in scheduled.grown_requests(output) if any(ids)}
+    grown = {name: ids for name, ids in compat.grown_requests(output) if any(ids)}
     assert grown == {"grows": [[5, 6]]}

@@ -16,12 +16,8 @@ import ucm
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm.published import definition, fields, module
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.config import choose_backend, leave_out, no_whole_graphs
-from ucm.integration.vllm.connector.engine_facts import (
-    refuse_what_cannot_work,
-    runs_micro_batches,
-)
-from ucm.integration.vllm.connector.failures import UnsupportedModelError
+from ucm.integration.vllm.compat import choose_backend, leave_out, no_whole_graphs, runs_micro_batches
+from ucm.integration.vllm.connector.failures import UnsupportedModelError, refuse_what_cannot_work
 from ucm.integration.vllm.sparse.requirements import require_engine
 
 if TYPE_CHECKING:
@@ -191,7 +187,7 @@ ROOMS = ("integration", "sparse", "store", "config", "hashing")
 
 
 def test_no_message_names_an_option_that_only_some_releases_have() -> None:
-    """Other options are named only by `ucm.integration.vllm.config`, or where the engine has enabled them."""
+    """Other options are named only by `ucm.integration.vllm.compat`, or where the engine has enabled them."""
     root = Path(ucm.__file__).parent
     texts = [text for room in ROOMS for path in (root / room).rglob("*.py") for text in spoken(path)]
     found = {option for text in texts for option in OPTION.findall(text)}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.blend import Chunk, ChunkMarksError, ChunkNames, blended_end, marked_chunks, separated_chunks
-from ucm.integration.vllm.connector.scheduled import admitted_requests, block_ids_by_group, grown_requests
+from ucm.integration.vllm.compat import admitted_requests, block_ids_by_group, grown_requests
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry
 

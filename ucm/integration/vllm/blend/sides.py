@@ -14,13 +14,13 @@ from ucm.integration.vllm.blend.caches import LayerCaches
 from ucm.integration.vllm.blend.scheduler import BlendScheduler, names_are_kept_apart
 from ucm.integration.vllm.blend.staging import ChunkStager
 from ucm.integration.vllm.blend.worker import BlendWorker
-from ucm.integration.vllm.config import leave_out, sparse_method_config
-from ucm.integration.vllm.connector.engine_facts import runs_micro_batches
+from ucm.integration.vllm.compat import leave_out, runs_micro_batches
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
-from ucm.integration.vllm.connector.groups import cache_groups
-from ucm.integration.vllm.connector.live_weights import running_model
-from ucm.integration.vllm.connector.scheduler import left_alone
-from ucm.integration.vllm.connector.worker import CLOSE_SECONDS
+from ucm.integration.vllm.connector.identity import running_model
+from ucm.integration.vllm.connector.kv_cache import cache_groups
+from ucm.integration.vllm.connector.prefix_cache import left_alone
+from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
+from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.sparse.blocks import batches_in_flight
 from ucm.store.factory import OpeningStore, open_store
 from ucm.store.memory.slab import Slab, default_bytes
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import BlendSettings, ConnectorConfig
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.connector.metadata import StepPlan
-    from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
-    from ucm.integration.vllm.connector.worker_side import WorkerSide
+    from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
     from ucm.store.base import BlockGeometry, KVStore
 
 #: The values of ``cache_dtype`` with which KV is stored as the model computes it.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ucm.background import wait_while_it_shrinks
 from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, most_deviating, passes, reused_spans, runs_of
 from ucm.integration.vllm.blend.scheduler import REFUSED
-from ucm.integration.vllm.connector.worker import STILL_SECONDS, Unconfirmed
+from ucm.integration.vllm.connector.transfer_worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
 from ucm.rotary import differs, tolerance
 from ucm.store.base import BlockTransfer

@@ -20,7 +20,7 @@ from ucm.logger import get_logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
-    from ucm.integration.vllm.connector.groups import CacheGroup
+    from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import BlockKey
 
 #: Memory for blocks that are being saved and not reported yet; the oldest are forgotten beyond it.

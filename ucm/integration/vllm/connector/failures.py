@@ -1,19 +1,27 @@
-"""Errors that keep a connector from starting or stop it, and the log of failed blocks."""
+"""Refuse engines on which a connector cannot work, and log blocks that fail while it runs."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ucm.errors import ConfigError, UcmError
+from ucm.errors import ConfigError, SparseMethodError, UcmError
+from ucm.integration.vllm.compat import device_type, saves_after_drafts
+from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ucm.store.base import BlockKey, StoreError
+
+#: The name under which rewritten modules import UCM's hooks.
+HOOKS = "_ucm_hooks"
+#: vLLM's name of the rotary embedding among its custom operators.
+_ROTATION = "rotary_embedding"
 
 
 class FailureLog:
@@ -80,3 +88,105 @@ def refusals_logged(tag: str) -> Iterator[None]:
     except UcmError as error:
         get_logger(__name__).error("[%s] refused: %s", tag, error)
         raise
+
+
+def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse settings under which blocks cannot be found again, or must not be.
+
+    Raises:
+        UnsupportedModelError: Names the setting.
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if int(getattr(parallel, name, 1) or 1) > 1:
+            raise UnsupportedModelError(
+                "context parallelism spreads the tokens of a block over ranks, but UCM's connectors store whole blocks",
+                where=f"parallel_config.{name} = {getattr(parallel, name)}",
+                fix="run without context parallelism, or without a UCM connector",
+            )
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        raise UnsupportedModelError(
+            "vLLM zeroes blocks of this model's KV cache, also those still being saved, before it tells the connector",
+            where="kv_cache_config.needs_kv_cache_zeroing",
+            fix="run this model without a UCM connector",
+        )
+    sleeps = getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
+    if sleeps and device_type(vllm_config) != "cpu":
+        raise UnsupportedModelError(
+            "vLLM's sleep mode frees the KV cache's memory without telling the workers' connectors, which may "
+            "still be saving from it",
+            where="model_config.enable_sleep_mode",
+            fix="leave out --enable-sleep-mode, or run without a UCM connector",
+        )
+    draft = getattr(vllm_config, "speculative_config", None)
+    if draft is not None and getattr(draft, "draft_model_config", None) is not None and not saves_after_drafts():
+        raise UnsupportedModelError(
+            "in this vLLM release connectors save before the draft model has run: its KV would be stored unfinished",
+            where="speculative_config",
+            fix="use vLLM 0.18.0 or newer, n-gram drafts, or no UCM connector",
+        )
+
+
+def refuse_wrong_rotation(vllm_config: Any) -> None:
+    """Refuse latent attention on a CPU whose kernel rotates queries and keys by the positions of other tokens.
+
+    Latent attention passes queries and keys as ``(tokens, heads, size)``. The kernel of vLLM 0.32.0 for the CPU
+    takes each head for a token. It reads beyond the step's positions, where earlier steps left theirs, so KV depends on
+    what ran before. Compiled models, vLLM's default, rotate in torch instead; ``--enforce-eager`` selects the kernel.
+
+    Raises:
+        UnsupportedModelError: The engine would rotate with such a kernel.
+    """
+    if device_type(vllm_config) != "cpu" or not getattr(vllm_config.model_config, "use_mla", False):
+        return
+    operators = vllm_config.compilation_config.custom_ops
+    disabled = f"-{_ROTATION}" in operators or ("none" in operators and f"+{_ROTATION}" not in operators)
+    if not disabled and takes_heads_for_tokens():
+        raise UnsupportedModelError(
+            "vLLM's rotary embedding kernel for the CPU rotates the queries and keys of latent attention by the "
+            "positions of other tokens, so tokens depend on what ran before (models with a scaling of their own, as "
+            "DeepSeek's YaRN, may not use it, but that is not known before they are loaded)",
+            where=f"compilation_config.custom_ops = {list(operators)}",
+            fix=f"""start vLLM with --compilation-config '{{"custom_ops": ["all", "-{_ROTATION}"]}}', or without """
+            "--enforce-eager",
+        )
+
+
+def takes_heads_for_tokens() -> bool:
+    """Whether vLLM's kernel rotates ``(tokens, heads, size)`` in another way than ``(tokens, heads * size)``."""
+    import torch  # noqa: PLC0415 - ucm imports without torch and vLLM
+    from vllm import _custom_ops  # noqa: PLC0415
+
+    tokens, heads, size = 2, 2, 32
+    # Larger than the kernel should need: one that takes heads for tokens reads and writes beyond the two tokens.
+    positions, angles = torch.arange(tokens * heads), torch.linspace(-1, 1, tokens * heads * size).view(-1, size)
+    query = torch.linspace(-1, 1, tokens * heads * size).view(tokens, heads, size)
+    keys = torch.linspace(-1, 1, tokens * heads * size).view(-1, 1, size)
+    expected = query.clone().view(tokens, -1)
+    rotate = _custom_ops.rotary_embedding
+    rotate(positions[:tokens], expected, keys.clone()[:tokens, 0], size, angles, False)
+    rotate(positions[:tokens], query, keys[:tokens], size, angles, False)
+    return not torch.equal(query.view(tokens, -1), expected)
+
+
+def refuse_method_without_hooks(vllm_config: Any) -> None:
+    """Refuse a sparse method in a process of upstream vLLM, where nothing would call it.
+
+    Without the overlay, vLLM calls only UCM's connector: the engine would be dense without any notice.
+
+    Raises:
+        SparseMethodError: If a method is configured but no vLLM module in this process has hooks.
+        ConfigError: If the setting is wrong.
+    """
+    found = sparse_method_config(vllm_config)
+    if found is None:
+        return
+    # Not `hasattr`: some vLLM modules import others when asked for an attribute that they do not have.
+    modules = [module for name, module in sys.modules.copy().items() if name.startswith("vllm.")]
+    if any(HOOKS in getattr(module, "__dict__", ()) for module in modules):
+        return
+    raise SparseMethodError(
+        f"the sparse method {found[0]} is configured, but vLLM has no hooks for it here: the engine would be dense",
+        where="ucm_sparse_config, in a process without UCM's overlay",
+        fix="install the overlay's wheel beside this vLLM and see `ucm doctor`; or serve without ucm_sparse_config",
+    )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
 from ucm.integration.vllm.connector.failures import FailureLog
-from ucm.integration.vllm.connector.groups import longest_hit
+from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
 from ucm.store.memory.slab import PAGE, Slab, State
@@ -26,7 +26,7 @@ from ucm.store.memory.slab import PAGE, Slab, State
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+    from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
     from ucm.store.memory.slab import Row
 

@@ -15,15 +15,13 @@ from weakref import ref
 import numpy as np
 
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.config import choose_backend
-from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
-from ucm.integration.vllm.connector.scheduled import admitted_requests
+from ucm.integration.vllm.compat import admitted_requests, choose_backend
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory, HostMemory
 from ucm.integration.vllm.sparse import ascend, paged, requirements
 from ucm.integration.vllm.sparse.ascend import AscendBackend
 from ucm.integration.vllm.sparse.cpu import CpuBackend
-from ucm.integration.vllm.sparse.graphs import lower_graphs
 from ucm.integration.vllm.sparse.paged import PagedBackend
+from ucm.integration.vllm.sparse.requirements import lower_graphs
 from ucm.rotary import Rotary
 from ucm.sparse.attention import StepBatch, asked_of
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.config import choose_backend
+from ucm.integration.vllm.compat import choose_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

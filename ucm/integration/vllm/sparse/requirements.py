@@ -1,4 +1,4 @@
-"""Refuse configurations and layers that no sparse method supports; configurations before the model is loaded.
+"""Refuse configurations and layers that no sparse method supports, and lower full CUDA graphs to piecewise ones.
 
 A silent dense run would be worse than an error. Each error names the obstacle and the remedy.
 """
@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.config import leave_out, no_whole_graphs
-from ucm.integration.vllm.connector.engine_facts import runs_micro_batches
+from ucm.integration.vllm.compat import leave_out, no_whole_graphs, runs_micro_batches
+from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,12 +18,23 @@ if TYPE_CHECKING:
 
 #: Values of ``cache_dtype`` with which keys are stored as the model computes them.
 PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
-
-
 #: Settings of vLLM Ascend that run a whole step as a graph of a different kind than vLLM's.
 GRAPHS_OF_ASCEND = ("torchair_graph_config", "xlite_graph_config")
 #: The maximum number of layers that a message names.
 SHOWN = 3
+#: The value of ``CompilationConfig.mode``, up to 0.11.0 ``level``, with which vLLM splits a model at its attention.
+SPLITS = 3
+#: vLLM's variable for graphs that are interrupted at each attention, without compilation.
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+#: The V2 runner's attribute with its captured graphs, which knows the mode once it exists.
+MANAGER = "cudagraph_manager"
+#: What each lowered mode costs, for the warning.
+COSTS = {
+    "PIECEWISE": "each step launches the attention of every layer and the graphs between them one by one, where a full "
+    "graph is a single launch; this takes the more of a step the smaller the model and the batch are",
+    "NONE": "each step launches every operation one by one, because the model is not split at its attention; for "
+    "piecewise graphs keep vLLM's splitting_ops and compilation mode, and do not fuse attention with quantisation",
+}
 
 
 class Refusal(NamedTuple):
@@ -244,3 +255,46 @@ def _of_layer(where: str, layer: Any) -> Refusal | None:
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         return Refusal("the layer reads the KV cache of another", where, other)
     return None
+
+
+def lower_graphs(vllm_config: Any, runner: Any) -> None:
+    """Lower ``cudagraph_mode`` to one without full graphs, and say so once per engine; before the model is loaded.
+
+    A replayed full graph calls no hook. Every release from 0.10.1 on has ``cudagraph_mode``, and its model runner
+    lowers the mode itself after it has loaded the model, if an attention backend does not support the mode. Until
+    then vLLM reads from it only whether there are graphs at all: the model is compiled, wrapped and captured by the
+    mode that the worker finds then. So each worker lowers its own copy before it loads the model, by a rule that is
+    the same in all of them, so all agree. What comes too late is refused: up to 0.10.0 there is a flag,
+    ``full_cuda_graph``, which is off by default, and from it vLLM decides before a worker exists how the model is
+    split; and the V2 runner of 0.16.0 to 0.19.1, which is not the default, takes the mode over when it is created.
+
+    Attention stays outside of the remaining graphs. If no such graphs are possible, because the model is not split at
+    its attention, the engine runs without graphs. Graphs for which it is too late are left as they are, also those of
+    vLLM Ascend, whose platform decides from the mode how the model is split.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``, as the worker got it.
+        runner: Its model runner, which has no model yet.
+    """
+    compilation = vllm_config.compilation_config
+    mode = getattr(compilation, "cudagraph_mode", None)
+    if vllm_config.model_config.enforce_eager or mode is None or mode == type(mode).NONE:
+        return
+    if "vllm_ascend" in sys.modules or getattr(runner, MANAGER, None) is not None:
+        return
+    splits = getattr(compilation, "mode", getattr(compilation, "level", None)) == SPLITS
+    if splits:
+        outside = compilation.splitting_ops_contain_attention()
+    else:
+        outside = getattr(sys.modules.get("vllm.envs"), BREAKABLE, False)
+    if not mode.has_full_cudagraphs() and (outside or not splits):
+        return
+    lowered = type(mode).PIECEWISE if outside else type(mode).NONE
+    compilation.cudagraph_mode = lowered
+    if getattr(vllm_config.parallel_config, "rank", 0) == 0:
+        get_logger(__name__).warning(
+            "[UCM.Sparse] cudagraph_mode is %s instead of %s, because the replay of a graph with attention in it calls "
+            "no hook of a sparse method. The cost: %s. Set it yourself to avoid this warning: "
+            '--compilation-config \'{"cudagraph_mode": "%s"}\'',
+            *(lowered.name, mode.name, COSTS[lowered.name], lowered.name),
+        )

@@ -12,7 +12,7 @@ from ucm.config.settings import BlendSettings
 from ucm.errors import ConfigError
 from ucm.integration.vllm.blend import sides
 from ucm.integration.vllm.blend.sides import require_alone, require_engine
-from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.integration.vllm.connector.kv_cache import CacheGroup
 
 GROUP = CacheGroup(0, 16, None, {}, ())
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tests.ucm.integration.vllm.connector.simulation.pool import Blocks
 from tests.ucm.integration.vllm.connector.simulation.request import Request
 from tests.ucm.integration.vllm.connector.simulation.truth import Keys
-from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
-from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
+from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.store.base import BlockCorruptError, BlockGeometry, KVStore, TransferTask
 from ucm.store.memory.slab import PAGE, Slab

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import LAYOUTS, layer_views, tensor
-from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory, tensors_of
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory, HostMemory, tensors_of
 
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 

@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.connector import engine_facts
-from ucm.integration.vllm.connector.engine_facts import (
+from ucm.integration.vllm.compat import (
     LoadPolicy,
     drafts_look_ahead,
     load_policy,
     outer_transfer,
     ranks,
+    runs_micro_batches,
+)
+from ucm.integration.vllm.connector import failures
+from ucm.integration.vllm.connector.failures import (
+    UnsupportedModelError,
     refuse_method_without_hooks,
     refuse_what_cannot_work,
     refuse_wrong_rotation,
-    runs_micro_batches,
 )
-from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.sparse.blocks import batches_in_flight
 
 
@@ -222,7 +224,7 @@ def test_latent_attention_that_is_rotated_by_other_positions_is_refused(
     misreads: bool,
     refused: bool,
 ) -> None:
-    monkeypatch.setattr(engine_facts, "takes_heads_for_tokens", lambda: misreads)
+    monkeypatch.setattr(failures, "takes_heads_for_tokens", lambda: misreads)
     engine = config(
         model_config=SimpleNamespace(use_mla=latent),
         compilation_config=SimpleNamespace(custom_ops=operators),

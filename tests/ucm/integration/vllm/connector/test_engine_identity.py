@@ -16,9 +16,9 @@ from tests.ucm.store.keys import key_file, secret
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.model_identity import namespace
-from ucm.integration.vllm.connector import scheduler_side
-from ucm.integration.vllm.connector.groups import CacheGroups, cache_groups
-from ucm.integration.vllm.connector.scheduler_side import engine_identity
+from ucm.integration.vllm.connector import identity
+from ucm.integration.vllm.connector.identity import engine_identity
+from ucm.integration.vllm.connector.kv_cache import CacheGroups, cache_groups
 from ucm.sparse.sink_window import SinkWindow, SinkWindowOptions
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def test_they_are_not_where_vllm_finds_generated_blocks_as_anybodys(
     class Request:
         def __init__(self, request_id: str, prompt_token_ids: list[int]) -> None: ...
 
-    monkeypatch.setitem(sys.modules, scheduler_side.REQUESTS, cast("ModuleType", SimpleNamespace(Request=Request)))
+    monkeypatch.setitem(sys.modules, identity.REQUESTS, cast("ModuleType", SimpleNamespace(Request=Request)))
     model = write_model(tmp_path / "llama")
     method: dict[str, Any] = {"BlockTopK": {}}
     assert named(model, tmp_path, ucm_sparse_config=method) != named(model, tmp_path)
@@ -162,7 +162,7 @@ def test_they_are_not_where_vllm_finds_generated_blocks_as_anybodys(
 )
 def test_which_tokens_have_a_name_at_all(method: dict[str, Any], lasting: int) -> None:
     engine = SimpleNamespace(kv_transfer_config=None, additional_config={"ucm_sparse_config": method})
-    assert scheduler_side.lasting_tokens(engine)(100) == lasting
+    assert identity.lasting_tokens(engine)(100) == lasting
 
 
 def test_a_method_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.ucm.integration.vllm.connector.planner import SIZE, Planner, request
 from ucm.integration.vllm.connector import events
 from ucm.integration.vllm.connector.events import StoreEvents, store_events
-from ucm.integration.vllm.connector.groups import CacheGroup
+from ucm.integration.vllm.connector.kv_cache import CacheGroup
 from ucm.store.base import BlockKey
 
 TOKENS = list(range(18))  # four blocks and a half

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
-from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups, cache_groups, longest_hit
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups, cache_groups, longest_hit
 
 
 @dataclass

@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from ucm.integration.vllm.connector.staged_transfer import StagedTask, Stream, _Lane
+from ucm.integration.vllm.connector.transfer import StagedTask, Stream, _Lane
 
 
 class Module:

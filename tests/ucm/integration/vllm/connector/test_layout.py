@@ -11,10 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ucm.integration.vllm.connector.tensors import LAYOUTS, Tensor, layer_views, tensor
-from ucm.integration.vllm.connector import memory
+from ucm.integration.vllm.connector import kv_cache
 from ucm.integration.vllm.connector.failures import UnknownLayoutError
-from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.memory import HostMemory, TensorLayout, fingerprint, group_layouts, layer_layout
+from ucm.integration.vllm.connector.kv_cache import (
+    CacheGroup,
+    HostMemory,
+    TensorLayout,
+    fingerprint,
+    group_layouts,
+    layer_layout,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -279,7 +285,7 @@ def test_a_layer_without_a_cache_is_told() -> None:
 
 @pytest.fixture
 def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_storage", lambda tensor: memoryview(tensor.raw))
+    monkeypatch.setattr(kv_cache, "_storage", lambda tensor: memoryview(tensor.raw))
 
 
 @pytest.mark.usefixtures("_without_torch")

@@ -16,7 +16,7 @@ from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from ucm.integration.vllm.connector.live_weights import LiveAdapters
+from ucm.integration.vllm.connector.identity import LiveAdapters
 
 
 class Adapters:

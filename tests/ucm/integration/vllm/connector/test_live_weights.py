@@ -11,8 +11,8 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 
 import torch
 
-from ucm.integration.vllm.connector import live_weights
-from ucm.integration.vllm.connector.live_weights import LiveWeights, running_model
+from ucm.integration.vllm.connector import identity
+from ucm.integration.vllm.connector.identity import LiveWeights, running_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,13 +101,13 @@ def test_weights_that_are_watched_are_not_kept_alive() -> None:
 
 
 def test_on_an_accelerator_what_torch_does_not_count_is_seen_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_weights, "PAUSE", 3600.0)
+    monkeypatch.setattr(identity, "PAUSE", 3600.0)
     made = model()
     weights = elsewhere(made)
     write_data(made)
     weights.step()
     assert not weights.changed()
-    monkeypatch.setattr(live_weights, "PAUSE", -1.0)
+    monkeypatch.setattr(identity, "PAUSE", -1.0)
     weights.step()
     assert [weights.changed() for _ in range(2)] == [True, False]
 
@@ -116,7 +116,7 @@ def test_a_pause_is_remembered_until_somebody_looks() -> None:
     made = model()
     weights = elsewhere(made)
     weights.stepped()
-    time.sleep(2 * live_weights.PAUSE)
+    time.sleep(2 * identity.PAUSE)
     write_data(made)
     weights.step()
     weights.stepped()
@@ -147,7 +147,7 @@ def test_where_changes_are_to_be_expected_every_value_is_looked_at_after_a_pause
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = [LiveWeights(made, thorough=thorough) for thorough in (True, False)]
     made.weight.data[5, 7] += 1
-    time.sleep(2 * live_weights.PAUSE)
+    time.sleep(2 * identity.PAUSE)
     for each in weights:
         each.step()
     assert [each.changed() for each in weights] == [True, False]
@@ -182,7 +182,7 @@ def test_weights_that_are_packed_for_a_processor_are_seen_when_they_are_packed_a
         pack(layer, 2.0)
     assert [weights.changed(wholly=True) for _ in range(2)] == [True, False]
     pack(made[1], 3.0)
-    time.sleep(2 * live_weights.PAUSE)
+    time.sleep(2 * identity.PAUSE)
     weights.step()
     assert weights.changed()
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from tests.e2e.model import write_model
 from tests.ucm.stepping.setting import EngineSetting
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
-from ucm.integration.vllm.connector import scheduler_side
+from ucm.integration.vllm.connector import identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +78,7 @@ class Engine:
         setting = EngineSetting(blocks=64, budget=64)
         config = engine_config(write_model(directory / "model"), setting, SIZE, 256, kv_transfer_config=transfer)
         spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, head_size_v=0, dtype=torch.int64)
-        with patch.object(scheduler_side, "process_started", lambda: float("inf")):
+        with patch.object(identity, "process_started", lambda: float("inf")):
             self.scheduler = make_scheduler(config, KVCacheConfig(64, [], [KVCacheGroupSpec(["layer.0"], spec)]))
         self._new = Requests(SIZE)
 

@@ -18,10 +18,10 @@ from ucm.config import load
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.file_contents import FileContents
-from ucm.integration.vllm.connector import scheduler_side
+from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.connector.events import StoreEvents
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometry_record
-from ucm.integration.vllm.connector.scheduler_side import SchedulerSide
+from ucm.integration.vllm.connector.sides import SchedulerSide
 from ucm.logger import get_logger
 from ucm.store.authentication import Authenticator
 from ucm.store.base import BlockGeometry
@@ -97,7 +97,7 @@ def create(
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Make the process start after the test's files, with its own digest cache."""
-    monkeypatch.setattr(scheduler_side, "process_started", lambda: time.time() + 60)
+    monkeypatch.setattr(identity, "process_started", lambda: time.time() + 60)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -124,7 +124,7 @@ def test_a_large_model_is_read_beside_the_engines_work(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.set_level(logging.INFO, "ucm")
-    monkeypatch.setattr(scheduler_side, "AT_ONCE", 0)
+    monkeypatch.setattr(identity, "AT_ONCE", 0)
     go_on, read = threading.Event(), FileContents.read
 
     def slowly(self: FileContents, found: Digests) -> Digests:
@@ -162,7 +162,7 @@ def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
 
         monkeypatch.setattr(FileContents, "read", after_a_change)
     else:
-        monkeypatch.setattr(scheduler_side, "process_started", lambda: time.time() - 3600)
+        monkeypatch.setattr(identity, "process_started", lambda: time.time() - 3600)
     side = create(model, tmp_path)
     assert side.namespace == ""
     warned = [text for text in log.messages if "saves nothing, because its weights cannot be identified" in text]
@@ -173,7 +173,7 @@ def test_weights_that_change_meanwhile_are_neither_looked_up_nor_saved(
 @pytest.mark.usefixtures("later")
 def test_an_engine_may_end_before_its_weights_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading them would take longer than the test."""
-    monkeypatch.setattr(scheduler_side, "AT_ONCE", 0)
+    monkeypatch.setattr(identity, "AT_ONCE", 0)
     model = write_model(tmp_path / "model")
     with (model / "large.safetensors").open("wb") as file:
         file.truncate(1 << 40)
@@ -182,8 +182,9 @@ def test_an_engine_may_end_before_its_weights_are_known(tmp_path: Path, monkeypa
 
 @pytest.mark.usefixtures("later")
 def test_an_engine_ends_beside_a_medium_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_side, "AT_ONCE", 0)
-    monkeypatch.setattr(scheduler_side, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(identity, "AT_ONCE", 0)
+    monkeypatch.setattr(identity, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(sides, "CLOSE_SECONDS", 0.05)
     asked, answers = threading.Event(), threading.Event()
 
     def late(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
@@ -191,7 +192,7 @@ def test_an_engine_ends_beside_a_medium_that_does_not_answer(tmp_path: Path, mon
         answers.wait()
         return open_store(config, namespace, geometry)
 
-    monkeypatch.setattr(scheduler_side, "open_store", late)
+    monkeypatch.setattr(sides, "open_store", late)
     side = create(write_model(tmp_path / "model"), tmp_path)
     assert asked.wait(60)
     closing = threading.Thread(target=side.close)
@@ -207,7 +208,7 @@ def test_an_engine_ends_beside_a_medium_that_does_not_answer(tmp_path: Path, mon
 def test_an_engine_starts_beside_a_directory_that_does_not_answer(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_side, "START_SECONDS", 0.05)
+    monkeypatch.setattr(identity, "START_SECONDS", 0.05)
     model = write_model(tmp_path / "model")
     frozen = FrozenDirectory(monkeypatch, str(tmp_path / "store"))
     look = load.directory_problem
@@ -460,7 +461,7 @@ def test_stores_that_take_long_to_open_keep_no_request_waiting(tmp_path: Path, m
             answers.wait()
         return open_store(config, namespace, geometry)
 
-    monkeypatch.setattr(scheduler_side, "open_store", late)
+    monkeypatch.setattr(sides, "open_store", late)
     side = create(write_model(tmp_path / "model"), tmp_path)
     side.scheduler.stager.seconds = 0.05
     address = side.plan(STEP).slab

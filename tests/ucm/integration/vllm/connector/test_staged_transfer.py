@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import tensor
-from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.memory import DeviceMemory
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory
 from ucm.store.base import BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -19,7 +18,7 @@ from ucm.store.memory.slab import SlabReader
 pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests beside vLLM")
 
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
-from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
+from ucm.integration.vllm.connector.transfer import StagedTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,15 +11,12 @@ from unittest.mock import patch
 import pytest
 
 from tests.ucm.integration.vllm.connector.tensors import tensor
-from tests.ucm.integration.vllm.connector.test_worker import Counts
-from ucm.integration.vllm.connector import memory, worker
-from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
-from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
+from tests.ucm.integration.vllm.connector.test_transfer_worker import Counts
+from ucm.integration.vllm.connector import kv_cache, transfer_worker
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory, HostMemory
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
-from ucm.integration.vllm.connector.transfer import HostTransfer
-from ucm.integration.vllm.connector.worker import TransferWorker
+from ucm.integration.vllm.connector.transfer import HostTransfer, StagedTransfer
+from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.store.base import BlockKey, BlockTransfer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -77,7 +74,7 @@ class Setup:
             nbytes, geometry = device.geometry.nbytes, device.geometry
             make: Callable[..., GroupTransfer] = partial(StagedTransfer, device, staging_bytes=4 * nbytes)
         else:
-            with patch.object(memory, "_storage", lambda found: memoryview(found.raw)):
+            with patch.object(kv_cache, "_storage", lambda found: memoryview(found.raw)):
                 host = HostMemory(group, self.caches, BLOCKS, {})
             nbytes, geometry = host.geometry.nbytes, host.geometry
             make = partial(HostTransfer, host)
@@ -190,8 +187,8 @@ def test_what_has_no_row_is_not_saved_and_counted(setup: Setup, stuck: Stuck) ->
 def test_closing_leaves_a_stuck_write_behind_and_what_it_ends_with_is_right_or_absent(
     setup: Setup, stuck: Stuck, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "STILL_SECONDS", 0.1)
-    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(transfer_worker, "STILL_SECONDS", 0.1)
+    monkeypatch.setattr(transfer_worker, "CLOSE_SECONDS", 0.1)
     were = [setup.content(block) for block in range(BLOCKS)]
     setup.step([0, 1, 2])
     assert stuck.began.acquire(timeout=LONG)

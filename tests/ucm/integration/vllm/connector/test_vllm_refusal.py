@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from ucm.errors import ConfigError
 from ucm.integration.vllm.blend_connector import BlendConnector
-from ucm.integration.vllm.connector.engine_facts import takes_heads_for_tokens
+from ucm.integration.vllm.connector.failures import takes_heads_for_tokens
 from ucm.integration.vllm.ucm_connector import UCMConnector, UCMDirectConnector
 from ucm.logger import get_logger
 

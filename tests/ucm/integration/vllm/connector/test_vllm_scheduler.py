@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end sessio
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from tests.ucm.integration.vllm.connector.simulation.vllm_engine import VllmEngine
-from ucm.integration.vllm.connector.live_weights import LiveWeights
+from ucm.integration.vllm.connector.identity import LiveWeights
 from ucm.integration.vllm.ucm_connector import UCMConnector
 
 if TYPE_CHECKING:

@@ -11,19 +11,18 @@ import pytest
 
 from tests.ucm.hashing.stand_ins import ModelConfig, VllmConfig
 from tests.ucm.integration.vllm.connector.tensors import tensor
-from tests.ucm.integration.vllm.connector.test_worker import Counts
+from tests.ucm.integration.vllm.connector.test_transfer_worker import Counts
 from tests.ucm.store.conftest import Clock
 from tests.ucm.store.frozen import FrozenDirectory
 from tests.ucm.store.keys import key_file, secret
 from ucm.config.load import load_connector_config
 from ucm.integration.vllm import hooks
-from ucm.integration.vllm.connector import memory, worker_side
-from ucm.integration.vllm.connector.groups import CacheGroup
-from ucm.integration.vllm.connector.live_weights import LiveAdapters, LiveWeights
-from ucm.integration.vllm.connector.memory import HostMemory
+from ucm.integration.vllm.connector import kv_cache, sides
+from ucm.integration.vllm.connector.identity import LiveAdapters, LiveWeights
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, HostMemory
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan, WeightsReport
-from ucm.integration.vllm.connector.worker import TransferWorker
-from ucm.integration.vllm.connector.worker_side import WorkerSide
+from ucm.integration.vllm.connector.sides import WorkerSide
+from ucm.integration.vllm.connector.transfer_worker import TransferWorker
 from ucm.integration.vllm.metrics import ConnectorCounters, create_counters
 from ucm.logger import get_logger
 from ucm.sparse.base import SparseMethod
@@ -158,8 +157,8 @@ def test_weights_are_watched_where_they_can_be(
     made.side._vllm_config.parallel_config = SimpleNamespace(enable_eplb=eplb)
     made.side._vllm_config.offload_config = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=group))
     made.side._weights = None
-    monkeypatch.setattr(worker_side, "running_model", lambda: model)
-    monkeypatch.setattr(worker_side, "LiveWeights", create_autospec(LiveWeights))
+    monkeypatch.setattr(sides, "running_model", lambda: model)
+    monkeypatch.setattr(sides, "LiveWeights", create_autospec(LiveWeights))
     made.side._watch_weights()
     assert (made.side._weights is not None) == watches
 
@@ -168,9 +167,9 @@ def test_weights_without_memory_of_their_own_are_not_watched(made: Side, monkeyp
     """For instance torchao's, whose memory torch does not expose."""
     made.side._vllm_config.parallel_config = SimpleNamespace()
     made.side._weights = None
-    monkeypatch.setattr(worker_side, "running_model", lambda: "model")
+    monkeypatch.setattr(sides, "running_model", lambda: "model")
     refuses = create_autospec(LiveWeights, side_effect=RuntimeError("invalid python storage"))
-    monkeypatch.setattr(worker_side, "LiveWeights", refuses)
+    monkeypatch.setattr(sides, "LiveWeights", refuses)
     made.side._watch_weights()
     assert made.side._weights is None
 
@@ -185,7 +184,7 @@ def test_the_first_rank_tells_what_a_sparse_method_has_counted(
     methods = create_autospec(hooks.worker_method, return_value=method)
     monkeypatch.setattr(hooks, "worker_method", methods)
     made = create_autospec(create_counters, return_value=ConnectorCounters())
-    monkeypatch.setattr(worker_side, "create_counters", made)
+    monkeypatch.setattr(sides, "create_counters", made)
     side = WorkerSide(engine, None, load_connector_config({"store": {"directories": str(tmp_path)}}), object)
     assert side.counters.take_data() == counted
     methods.assert_called_once_with(engine)
@@ -219,7 +218,7 @@ class Begun:
         self.side.counters = self.counts  # type: ignore[assignment] # as much of them as is used
         group = CacheGroup(0, 4, None, {}, ("layer",))
         self.cache = tensor((2, 4, 4, 8))
-        with patch.object(memory, "_storage", lambda found: memoryview(found.raw)):
+        with patch.object(kv_cache, "_storage", lambda found: memoryview(found.raw)):
             self.side._memories = [HostMemory(group, {"layer": self.cache}, 4, {})]
         self._step = 0
 

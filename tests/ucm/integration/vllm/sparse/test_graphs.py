@@ -87,7 +87,7 @@ def told() -> Iterator[list[logging.LogRecord]]:
     found: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = found.append  # type: ignore[assignment,method-assign]
-    logger = get_logger("ucm.integration.vllm.sparse.graphs")
+    logger = get_logger("ucm.integration.vllm.sparse.requirements")
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)

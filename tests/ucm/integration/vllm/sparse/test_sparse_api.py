@@ -13,7 +13,7 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.integration.vllm.sparse import cpu, graphs, paged
+from ucm.integration.vllm.sparse import cpu, paged, requirements
 
 BACKENDS = "vllm/v1/attention/backends"
 FLASH, TRITON, CPU = (f"{BACKENDS}/{name}_attn.py" for name in ("flash", "triton", "cpu"))
@@ -250,6 +250,6 @@ def test_nothing_but_whether_there_are_graphs_is_decided_before_they_are_lowered
                     if isinstance(of, ast.Compare) and ast.unparse(of.comparators[0]) == "CUDAGraphMode.NONE"
                 ]
                 made = [of for of in ast.walk(method) if isinstance(of, ast.Assign) and isinstance(of.value, ast.Call)]
-                managers = [of for of in made if ast.unparse(of.targets[0]) == f"self.{graphs.MANAGER}"]
+                managers = [of for of in made if ast.unparse(of.targets[0]) == f"self.{requirements.MANAGER}"]
                 given = {id(read) for manager in managers for read in ast.walk(manager)}
                 assert all(of in compared or id(of) in given for of in reads), f"{path}: {name}.{called}"

@@ -14,7 +14,7 @@ from tests.ucm.integration.vllm.connector.simulation.rank import Rank
 from tests.ucm.integration.vllm.connector.simulation.request import Request
 from tests.ucm.integration.vllm.connector.simulation.scheduler import Scheduler
 from tests.ucm.integration.vllm.connector.simulation.truth import END, VOCABULARY, next_token
-from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler
+from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
-    from ucm.integration.vllm.connector.groups import CacheGroups
+    from ucm.integration.vllm.connector.kv_cache import CacheGroups
     from ucm.integration.vllm.connector.metadata import BlockMoves
 
 

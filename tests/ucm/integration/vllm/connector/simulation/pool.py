@@ -6,14 +6,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucm.integration.vllm.connector.groups import longest_hit
+from ucm.integration.vllm.connector.kv_cache import longest_hit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tests.ucm.integration.vllm.connector.simulation.request import Request
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys
-    from ucm.integration.vllm.connector.groups import CacheGroups
+    from ucm.integration.vllm.connector.kv_cache import CacheGroups
 
 #: Replaces a block that slid out of the window in a request's list.
 NULL = 0

@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Protocol
 from unittest.mock import patch
 
 from tests.ucm.integration.vllm.connector.simulation.memory import KVMemory
-from ucm.integration.vllm.connector import memory
-from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
-from ucm.integration.vllm.connector.memory import DeviceMemory, HostMemory
-from ucm.integration.vllm.connector.staged_transfer import StagedTransfer
-from ucm.integration.vllm.connector.transfer import HostTransfer
-from ucm.integration.vllm.connector.worker import TransferWorker
+from ucm.integration.vllm.connector import kv_cache
+from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
+from ucm.integration.vllm.connector.transfer import HostTransfer, StagedTransfer
+from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Keys, Truth
-    from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+    from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
     from ucm.store.base import BlockGeometry, KVStore
@@ -108,7 +106,7 @@ class Rank:
             store = self._open_store(self.number, group.index, device.geometry)
             room = setting.rows * device.geometry.nbytes
             return StagedTransfer(device, store, self.slab, 2 * device.geometry.nbytes, save_queue_bytes=room)
-        with patch.object(memory, "_storage", lambda tensor: memoryview(tensor.raw)):
+        with patch.object(kv_cache, "_storage", lambda tensor: memoryview(tensor.raw)):
             host = HostMemory(group, caches, setting.blocks, {})
         self.geometries[group.index] = host.geometry
         store = self._open_store(self.number, group.index, host.geometry)

@@ -12,7 +12,7 @@ from tests.ucm.integration.vllm.connector.simulation.truth import END
 if TYPE_CHECKING:
     from tests.ucm.integration.vllm.connector.simulation.request import Request
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
-    from ucm.integration.vllm.connector.scheduler import PrefixCacheScheduler
+    from ucm.integration.vllm.connector.prefix_cache import PrefixCacheScheduler
 
 
 class Scheduler:

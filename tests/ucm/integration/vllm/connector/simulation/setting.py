@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tests.ucm.integration.vllm.connector.simulation.truth import Truth
 from tests.ucm.stepping.setting import EngineSetting
-from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
 
 if TYPE_CHECKING:
     import random

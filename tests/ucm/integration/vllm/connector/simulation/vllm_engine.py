@@ -31,7 +31,7 @@ from tests.ucm.integration.vllm.connector.simulation.memory import Chunk, KVMemo
 from tests.ucm.integration.vllm.connector.simulation.truth import END, next_token
 from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
-from ucm.integration.vllm.connector import scheduler_side, worker_side
+from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.ucm_connector import UCMConnector
 from ucm.store.factory import open_store
 from ucm.store.memory.slab import SlabReader
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from tests.ucm.integration.vllm.connector.simulation.setting import Setting
     from tests.ucm.integration.vllm.connector.simulation.truth import Truth
-    from ucm.integration.vllm.connector.groups import CacheGroup
+    from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import KVStore
 
 LENGTH = 256
@@ -86,12 +86,12 @@ class VllmEngine:
         caches = KVCacheConfig(setting.blocks, [], specs)
         self._looking: list[FaultyStore] = []
         self._patched = ExitStack()
-        self._patched.enter_context(patch.object(worker_side, "open_store", self._open))
-        self._patched.enter_context(patch.object(scheduler_side, "open_store", self._open_to_look))
+        self._patched.enter_context(patch.object(sides, "open_store", self._open))
+        self._patched.enter_context(patch.object(sides, "open_store", self._open_to_look))
         if setting.loads == "direct":  # as if the workers were on other hosts
             self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
         # The process is older than the model, so a real engine would not trust the model's files.
-        with patch.object(scheduler_side, "process_started", lambda: float("inf")):
+        with patch.object(identity, "process_started", lambda: float("inf")):
             self.scheduler = make_scheduler(config, caches)
         self.connector: Any = self.scheduler.connector
         self._config = config

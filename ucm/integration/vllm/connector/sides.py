@@ -1,166 +1,68 @@
-"""The scheduler side of the connector."""
+"""The connector's two sides: one in the scheduler's process, one in each worker's."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.background import call_within
 from ucm.config.load import wait_for_looks
 from ucm.hashing.block_keys import BlockKeys
-from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
-from ucm.hashing.model_identity import model_identity, namespace
-from ucm.hashing.rank_geometry import rank_tags
-from ucm.integration.vllm.config import KEY, sparse_method_config
-from ucm.integration.vllm.connector.engine_facts import (
+from ucm.hashing.model_identity import namespace
+from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
+from ucm.integration.vllm import hooks
+from ucm.integration.vllm.compat import (
     asks_again,
     drafts_look_ahead,
     load_policy,
     outer_transfer,
     ranks,
+    runs_micro_batches,
+    weights_move,
+)
+from ucm.integration.vllm.connector.events import store_events
+from ucm.integration.vllm.connector.failures import (
     refuse_method_without_hooks,
     refuse_what_cannot_work,
     refuse_wrong_rotation,
 )
-from ucm.integration.vllm.connector.events import store_events
-from ucm.integration.vllm.connector.groups import cache_groups
-from ucm.integration.vllm.connector.metadata import WeightsReport, geometries_of
-from ucm.integration.vllm.connector.scheduler import PlanningOptions, PrefixCacheScheduler, all_tokens
+from ucm.integration.vllm.connector.identity import (
+    CLOSE_SECONDS,
+    LiveAdapters,
+    LiveWeights,
+    WeightReader,
+    engine_identity,
+    lasting_tokens,
+    running_model,
+)
+from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory, cache_groups, tensors_of
+from ucm.integration.vllm.connector.metadata import WeightsReport, geometries_of, geometry_record
+from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
+from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer, StagedTransfer
+from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
 from ucm.sparse.blocks import batches_in_flight
-from ucm.sparse.factory import method_class
-from ucm.store.factory import key_fingerprint, open_store
-from ucm.store.memory.slab import Slab, default_bytes
+from ucm.store.factory import OpeningStore, key_fingerprint, open_store
+from ucm.store.memory.slab import Slab, SlabReader, default_bytes
 from ucm.store.posix.layout import write_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ucm.config.settings import ConnectorConfig
-    from ucm.hashing.file_contents import Digests
     from ucm.hashing.model_identity import ModelIdentity
+    from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.store.base import KVStore
+    from ucm.store.memory.slab import SlabAddress
 
-#: Weights up to this many bytes are read before the engine continues, in less than a tenth of a second. At most
-#: ``START_SECONDS`` are spent waiting for a medium that does not answer.
-AT_ONCE, START_SECONDS = 64 << 20, 10.0
-#: How many seconds ``close`` waits for a medium that does not answer.
-CLOSE_SECONDS = 5.0
-
-
-def engine_identity(
-    vllm_config: Any, settings: ConnectorConfig, geometry: Mapping[str, Any] | None = None
-) -> ModelIdentity:
-    """Return the facts that the engine's blocks depend on, as far as known without reading the weights.
-
-    Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        settings: The connector's settings.
-        geometry: The KV-cache groups and the layout of their KV.
-
-    Raises:
-        ConfigError: As for ``model_identity``, and if there is no such sparse method, or the key that authenticates
-            blocks cannot be used.
-    """
-    # A sparse method changes which tokens later ones attend to, and so their KV.
-    more = {**method_identity(vllm_config), "geometry": dict(geometry or {})}
-    fingerprint = key_fingerprint(settings.store.as_store_config())
-    if fingerprint:  # engines with other keys, or none, refuse each other's blocks
-        more["authentication"] = fingerprint
-    return model_identity(vllm_config, weights_id=settings.weights_id, more=more)
-
-
-class WeightReader:
-    """Identifies the weights that the engine serves, and with them the namespace of its blocks.
-
-    A thread reads the files in the background, while they are in the page cache. Facts that need no reading, or a short
-    one, are waited for.
-
-    Args:
-        identity: The engine's identity, with the files still to be read.
-        settle: Prepares the namespace of a complete identity, and returns its name.
-        since: When the engine may have begun to read the files, in seconds since the epoch.
-    """
-
-    def __init__(
-        self, identity: ModelIdentity, settle: Callable[[ModelIdentity], str], since: float | None = None
-    ) -> None:
-        self._identity = identity
-        self._settle = settle
-        self._contents = FileContents(process_started() if since is None else since, DigestCache())
-        self._namespace = ""
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-        self._is_alone = False  # whether no caller waits for the thread any more
-        try:
-            found = self._contents.look_up(identity.unread.values())
-        except (OSError, FileChangedError) as error:
-            self._refuse(error)
-            return
-        nbytes = sum(path.stat().st_size for path in found.unread)
-        self._is_alone = nbytes > AT_ONCE
-        if self._is_alone:
-            get_logger(__name__).info(
-                "[UCM.Hasher] %.1f GB of weights are read in the background to identify them; nothing is loaded or "
-                "saved until then",
-                nbytes / 1e9,
-            )
-        self._thread = threading.Thread(target=self._read, args=(found,), name="ucm-identity", daemon=True)
-        self._thread.start()
-        if not self._is_alone:
-            self._wait(self._thread)
-
-    @property
-    def namespace(self) -> str:
-        """The namespace of the engine's blocks; empty until it is known."""
-        return self._namespace
-
-    def close(self) -> None:
-        """Stop reading; a thread that is stuck in a medium is abandoned."""
-        self._contents.close()
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
-
-    def _wait(self, thread: threading.Thread) -> None:
-        thread.join(START_SECONDS)
-        self._is_alone = True
-        if self._failure is not None:
-            raise self._failure
-        if thread.is_alive():
-            get_logger(__name__).warning(
-                "[UCM.Hasher] the store's directories or the files of the weights have not answered for %.0f s: "
-                "nothing is loaded or saved until they do",
-                START_SECONDS,
-            )
-
-    def _read(self, found: Digests) -> None:
-        try:
-            found = self._contents.read(found)
-            where = self._settle(self._identity.with_contents(found.of))
-        except (OSError, FileChangedError) as error:
-            self._refuse(error)
-        except Exception as error:  # noqa: BLE001 - raised to the waiting caller, or logged
-            self._failure = error
-            if self._is_alone:
-                get_logger(__name__).exception("[UCM.Hasher] this engine runs without the store")
-        else:
-            if found.of:
-                get_logger(__name__).info(
-                    "[UCM.Hasher] the weights were identified after %.2f s: %s", found.seconds, found
-                )
-            self._namespace = where
-
-    def _refuse(self, error: Exception) -> None:
-        get_logger(__name__).warning(
-            "[UCM.Hasher] this engine loads and saves nothing, because its weights cannot be identified: %s", error
-        )
+#: The log line for each KV-cache group: its number of layers, and a block's tokens and bytes on this rank.
+LAYERS = "{} layers in blocks of {} tokens, {} bytes each"
 
 
 class SchedulerSide:
@@ -420,46 +322,233 @@ class SchedulerSide:
                 store.close()
 
 
-#: The module that defines vLLM's requests; every process with a scheduler has imported it.
-REQUESTS = "vllm.v1.request"
+class WorkerSide:
+    """The connector in a worker process.
 
-
-def method_identity(vllm_config: Any) -> dict[str, Any]:
-    """Return the identity of the configured method; empty without one, or if prompts are computed as without it.
-
-    KV that was computed under a method belongs to the method: its class, its options and the block size are part of
-    the engine's identity. But where a method leaves prompts dense, as `BlockTopK` does, the blocks of prompts are those
-    that an engine without a method computes, and are shared with it. Then KV that was computed under the method must
-    not have such a name, neither in the store nor in vLLM's own prefix cache, because the next prompt would be computed
-    on top of it. So blocks of generated tokens have no name in the store, and in vLLM's cache a name of their request's
-    own (`ucm.sparse.blocks`).
-
-    Raises:
-        ConfigError: If there is no such method, or an option is wrong.
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it.
+        settings: The connector's settings.
+        connector_base: vLLM's connector class.
     """
-    found = sparse_method_config(vllm_config)
-    if found is None:
-        return {}
-    name, options = found
-    method = method_class(name)
-    identity = method.identity(options)
-    if method.prompts_are_dense(options) and _generated_blocks_are_kept_apart(vllm_config):
-        return {}
-    return {KEY: {**identity, "block_size": vllm_config.cache_config.block_size}}
 
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._connector_base = connector_base
+        self.counters = create_counters(vllm_config, settings)
+        self.counters.watch_method(self._method_figures)
+        self._memories: list[HostMemory | DeviceMemory] = []
+        self._worker: TransferWorker | None = None
+        self._slab = SlabReader()
+        self._offered: SlabAddress | None = None
+        self._weights: LiveWeights | None = None
+        self._adapters: LiveAdapters | None = None
+        # Releases whose workers send nothing to the scheduler read their reports from the slab.
+        self._reports_by_slab = not hasattr(connector_base, "build_connector_worker_meta")
+        self._authentication = key_fingerprint(settings.store.as_store_config())
+        self._refusal_said = False
+        self._step = 0
+        self.report, self._reported = WeightsReport(), WeightsReport()
 
-def lasting_tokens(vllm_config: Any) -> Callable[[int], int]:
-    """Return a function from a prompt's length to how many of the tokens have KV that depends on tokens only."""
-    found = sparse_method_config(vllm_config)
-    if found is None:
-        return all_tokens
-    name, options = found
-    return partial(method_class(name).lasting_tokens, options)
+    @property
+    def has_begun(self) -> bool:
+        """Whether blocks are transferred: a step has begun and the namespace is known.
 
+        Graph capture and memory profiling happen before any step.
+        """
+        return self._worker is not None
 
-def _generated_blocks_are_kept_apart(vllm_config: Any) -> bool:
-    """Return whether no other request finds generated blocks; up to 0.10.0 requests have no hasher of their own."""
-    if not vllm_config.cache_config.enable_prefix_caching:
-        return True
-    requests = sys.modules.get(REQUESTS)
-    return requests is None or "block_hasher" in inspect.signature(requests.Request.__init__).parameters
+    @property
+    def worker(self) -> TransferWorker:
+        """The transfer worker, once ``has_begun``."""
+        if self._worker is None:
+            raise RuntimeError("vLLM asked for a transfer before it began a step that may have one")
+        return self._worker
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Locate the blocks in the KV caches.
+
+        Args:
+            kv_caches: vLLM's KV-cache tensors by layer name.
+
+        Raises:
+            UnknownLayoutError: If a layer's blocks cannot be located.
+        """
+        # Without the configuration, a worker learns the number of blocks too late.
+        num_blocks = None if self._kv_cache_config is None else self._kv_cache_config.num_blocks
+        about = {"layout": str(getattr(self._kv_cache_config, "kv_cache_layout", None))}
+        self._on_host = all(
+            tensor.device.type == "cpu" for kv_cache in kv_caches.values() for tensor in tensors_of(kv_cache)
+        )
+        memory = HostMemory if self._on_host else DeviceMemory
+        groups = cache_groups(self._vllm_config, self._kv_cache_config).groups
+        self._memories = [memory(group, kv_caches, num_blocks, about) for group in groups]
+        said = "; ".join(
+            LAYERS.format(len(one.layouts), one.group.block_size, one.geometry.nbytes) for one in self._memories
+        )
+        get_logger(__name__).info("[UCM.Connector] %s: %s", self._settings.connector, said)
+        self._adapters = LiveAdapters.of(running_model())
+        self._watch_weights()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step; transfers start with the first step whose plan has the namespace."""
+        if plan.step != self._step:
+            self._step = plan.step
+            self._look_at_weights(plan)
+            if self._adapters is not None:
+                self.report.adapters = self._adapters.replaced()
+        if plan.slab is not None and plan.slab != self._offered:
+            self._offered = plan.slab
+            self._answer(plan.slab)
+        if self._reports_by_slab and self._slab.attached:
+            report = self.take_report()
+            if report is not None and not self._slab.report(report.to_record()):
+                self._reports_by_slab = False
+                get_logger(__name__).warning(
+                    "[UCM.Save] more LoRA adapters were replaced in place than this worker can report; from here on, "
+                    "nothing that this engine computes is saved. Restart it to save again"
+                )
+        if self._worker is None:
+            if not plan.namespace:
+                return
+            self._worker = self._create_worker(plan.namespace)
+        if plan.epoch <= self.report.changed or not self.has_key_of(plan):
+            self._worker.refuse(plan)
+        elif self.report.adapters:
+            self._worker.refuse(plan, self.report.adapters)
+        self._worker.begin(plan)
+
+    def has_key_of(self, plan: StepPlan) -> bool:
+        """Return whether the scheduler that made a plan has the same authentication key; log once if it has not.
+
+        The key's file may differ on this host, or have changed between the starts of the processes. The namespace is
+        that of the scheduler's key, so that all others would refuse this worker's blocks.
+        """
+        if plan.authentication == self._authentication:
+            return True
+        if not self._refusal_said:
+            self._refusal_said = True
+            get_logger(__name__).error(
+                "[UCM.Connector] this worker neither loads nor saves: the fingerprint of its authentication key is %s, "
+                "and the scheduler's is %s; give all hosts the same authentication_key_file and restart the engine",
+                self._authentication or "none",
+                plan.authentication or "none",
+            )
+        return False
+
+    def _answer(self, address: SlabAddress) -> None:
+        """Open the slab and write this rank's block geometries into it."""
+        groups = {
+            memory.group.index: geometry_record(self._place(memory.group), memory.geometry) for memory in self._memories
+        }
+        rank = self._vllm_config.parallel_config.rank % ranks(self._vllm_config)
+        if not self._slab.attach(address, rank, {"groups": groups, "authentication": self._authentication}):
+            get_logger(__name__).info("[UCM.Load] rank %d cannot open the memory in which blocks are staged", rank)
+
+    def end(self) -> None:
+        """End a step."""
+        if self._weights is not None:
+            self._weights.stepped()
+
+    def take_report(self) -> WeightsReport | None:
+        """Return the report about the weights if it has changed since the last call."""
+        if self.report == self._reported:
+            return None
+        self._reported = replace(self.report)
+        return self._reported
+
+    def _watch_weights(self) -> None:
+        """Begin to watch the weights; must be called by the runner, which has the model."""
+        begun = time.monotonic()
+        model = None if weights_move(self._vllm_config) else running_model()
+        transferred = getattr(self._vllm_config, "weight_transfer_config", None) is not None
+        reason = "vLLM moves them, or the connector cannot reach the model"
+        try:
+            self._weights = None if model is None else LiveWeights(model, thorough=transferred)
+        except (RuntimeError, NotImplementedError) as error:  # tensor subclasses may have no storage of their own
+            reason = str(error)
+        if self._weights is None:
+            get_logger(__name__).info(
+                "[UCM.Connector] in-place changes of the weights are noticed only after reset_connector=True (%s)",
+                reason,
+            )
+            return
+        get_logger(__name__).info(
+            "[UCM.Connector] weights are watched for in-place changes (%.2f s)", time.monotonic() - begun
+        )
+
+    def _look_at_weights(self, plan: StepPlan) -> None:
+        looks = plan.verify or plan.looks or bool(plan.loads or plan.saves or plan.late_saves)
+        if looks and (plan.verify or plan.confirmed is not None):
+            self.report.looked = plan.step
+        if self._weights is None:
+            return
+        self._weights.step()
+        if not looks:
+            return
+        if self._weights.changed(wholly=plan.verify):
+            self.report.changed = plan.epoch
+            get_logger(__name__).warning(
+                "[UCM.Connector] the weights were changed in place: nothing is loaded or saved under their old identity"
+            )
+
+    def _create_worker(self, namespace: str) -> TransferWorker:
+        config = self._vllm_config
+        groups = [memory.group for memory in self._memories]
+        policy = load_policy(self._connector_base, len(groups), self._settings.connector)
+        # A layer of a micro-batch is computed before the same layer of the whole batch.
+        layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config)
+        kind = LayerWiseWorker if layer_by_layer else TransferWorker
+        worker = kind(
+            {memory.group.index: self._transfer(memory, namespace) for memory in self._memories},
+            self.counters,
+            places={group.index: self._place(group) for group in groups},
+            saves={group.index for group in groups if must_save(config, spec=group.spec)},
+            between_steps=policy.between_steps,
+            background=policy.background,
+        )
+        reported = hasattr(self._connector_base, "build_connector_worker_meta")
+        worker.reports_stored = self._settings.kv_events and reported
+        worker.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
+        if isinstance(worker, LayerWiseWorker):
+            # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
+            worker.overlaps = self._on_host or hasattr(self._connector_base, "requires_piecewise_for_cudagraph")
+        return worker
+
+    def _place(self, group: CacheGroup) -> int:
+        """Return this rank's index among the ranks with different KV of a group."""
+        tags = rank_tags(self._vllm_config, group.index, spec=group.spec)
+        return tags.index(rank_tag(self._vllm_config, group.index, spec=group.spec))
+
+    def _transfer(self, memory: HostMemory | DeviceMemory, namespace: str) -> GroupTransfer:
+        """Create a group's transfer: in place for a KV cache in host memory, else through staging memory."""
+        tag = rank_tag(self._vllm_config, memory.group.index, spec=memory.group.spec)
+        config = self._settings.store.as_store_config()
+        make = partial(open_store, config, f"{namespace}/{tag}", memory.geometry)
+        store = OpeningStore(make, config.stuck_seconds)
+        self.counters.watch(store)
+        # Every rank copies queued blocks of each group out of the KV cache, so they share the memory.
+        room = min(config.save_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))
+        if isinstance(memory, HostMemory):
+            return HostTransfer(memory, store, self._slab, room)
+        return StagedTransfer(memory, store, self._slab, save_queue_bytes=room)
+
+    def _method_figures(self) -> Mapping[str, float]:
+        """Return the figures of a sparse method in this worker."""
+        method = hooks.worker_method(self._vllm_config)
+        if method is None or self._vllm_config.parallel_config.rank != 0:  # all ranks do the same with a request
+            return {}
+        return method.figures()
+
+    def take_stats(self) -> Any:
+        """Return the counts since the last call; None if there are none."""
+        return self.counters.take()
+
+    def close(self) -> None:
+        """Finish transfers and close everything."""
+        if self._worker is not None:
+            self._worker.close()
+        self._slab.close()
+        self.counters.close()

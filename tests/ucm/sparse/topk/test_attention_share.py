@@ -16,7 +16,7 @@ from tests.ucm.sparse.fake_view import FakeView, metadata
 from tests.ucm.sparse.steps import step
 from ucm.errors import ConfigError
 from ucm.sparse.base import Role
-from ucm.sparse.topk.probe import COMPARED, TARGETS, MassProbe
+from ucm.sparse.topk.attention_share import COMPARED, TARGETS, MassProbe
 
 if TYPE_CHECKING:
     from ucm.sparse.attention import StepBatch

@@ -1,25 +1,194 @@
-"""Detect that a worker's weights changed since they were loaded, by a fingerprint of the tensors.
-
-vLLM does not tell a connector that weights were changed in place, by ``reload_weights``, by weight transfer or directly
-by a trainer. So the worker checks them, as closely as is nearly free:
-
-- before every step that moves blocks: each tensor's address, torch's count of its changes, and some of its values; on
-  an accelerator, where reading values means waiting for it, these values only after a pause long enough for a change;
-- after vLLM's prefix cache was emptied, as is done when weights are changed: every byte.
-"""
+"""Identify what an engine's blocks depend on: its model, its weights and its sparse method; notice changed weights."""
 
 from __future__ import annotations
 
 import ctypes
 import inspect
+import sys
+import threading
 import time
 import traceback
 import weakref
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
+from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
+from ucm.hashing.model_identity import model_identity
+from ucm.integration.vllm.connector.prefix_cache import all_tokens
+from ucm.integration.vllm.sparse.config import KEY, sparse_method_config
+from ucm.logger import get_logger
+from ucm.sparse.factory import method_class
+from ucm.store.factory import key_fingerprint
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ucm.config.settings import ConnectorConfig
+    from ucm.hashing.file_contents import Digests
+    from ucm.hashing.model_identity import ModelIdentity
+
+#: Weights up to this many bytes are read before the engine continues, in less than a tenth of a second. At most
+#: ``START_SECONDS`` are spent waiting for a medium that does not answer.
+AT_ONCE, START_SECONDS = 64 << 20, 10.0
+
+
+def engine_identity(
+    vllm_config: Any, settings: ConnectorConfig, geometry: Mapping[str, Any] | None = None
+) -> ModelIdentity:
+    """Return the facts that the engine's blocks depend on, as far as known without reading the weights.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        settings: The connector's settings.
+        geometry: The KV-cache groups and the layout of their KV.
+
+    Raises:
+        ConfigError: As for ``model_identity``, and if there is no such sparse method, or the key that authenticates
+            blocks cannot be used.
+    """
+    # A sparse method changes which tokens later ones attend to, and so their KV.
+    more = {**method_identity(vllm_config), "geometry": dict(geometry or {})}
+    fingerprint = key_fingerprint(settings.store.as_store_config())
+    if fingerprint:  # engines with other keys, or none, refuse each other's blocks
+        more["authentication"] = fingerprint
+    return model_identity(vllm_config, weights_id=settings.weights_id, more=more)
+
+
+#: How many seconds ``close`` waits for a medium that does not answer.
+CLOSE_SECONDS = 5.0
+
+
+class WeightReader:
+    """Identifies the weights that the engine serves, and with them the namespace of its blocks.
+
+    A thread reads the files in the background, while they are in the page cache. Facts that need no reading, or a short
+    one, are waited for.
+
+    Args:
+        identity: The engine's identity, with the files still to be read.
+        settle: Prepares the namespace of a complete identity, and returns its name.
+        since: When the engine may have begun to read the files, in seconds since the epoch.
+    """
+
+    def __init__(
+        self, identity: ModelIdentity, settle: Callable[[ModelIdentity], str], since: float | None = None
+    ) -> None:
+        self._identity = identity
+        self._settle = settle
+        self._contents = FileContents(process_started() if since is None else since, DigestCache())
+        self._namespace = ""
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._is_alone = False  # whether no caller waits for the thread any more
+        try:
+            found = self._contents.look_up(identity.unread.values())
+        except (OSError, FileChangedError) as error:
+            self._refuse(error)
+            return
+        nbytes = sum(path.stat().st_size for path in found.unread)
+        self._is_alone = nbytes > AT_ONCE
+        if self._is_alone:
+            get_logger(__name__).info(
+                "[UCM.Hasher] %.1f GB of weights are read in the background to identify them; nothing is loaded or "
+                "saved until then",
+                nbytes / 1e9,
+            )
+        self._thread = threading.Thread(target=self._read, args=(found,), name="ucm-identity", daemon=True)
+        self._thread.start()
+        if not self._is_alone:
+            self._wait(self._thread)
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of the engine's blocks; empty until it is known."""
+        return self._namespace
+
+    def close(self) -> None:
+        """Stop reading; a thread that is stuck in a medium is abandoned."""
+        self._contents.close()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _wait(self, thread: threading.Thread) -> None:
+        thread.join(START_SECONDS)
+        self._is_alone = True
+        if self._failure is not None:
+            raise self._failure
+        if thread.is_alive():
+            get_logger(__name__).warning(
+                "[UCM.Hasher] the store's directories or the files of the weights have not answered for %.0f s: "
+                "nothing is loaded or saved until they do",
+                START_SECONDS,
+            )
+
+    def _read(self, found: Digests) -> None:
+        try:
+            found = self._contents.read(found)
+            where = self._settle(self._identity.with_contents(found.of))
+        except (OSError, FileChangedError) as error:
+            self._refuse(error)
+        except Exception as error:  # noqa: BLE001 - raised to the waiting caller, or logged
+            self._failure = error
+            if self._is_alone:
+                get_logger(__name__).exception("[UCM.Hasher] this engine runs without the store")
+        else:
+            if found.of:
+                get_logger(__name__).info(
+                    "[UCM.Hasher] the weights were identified after %.2f s: %s", found.seconds, found
+                )
+            self._namespace = where
+
+    def _refuse(self, error: Exception) -> None:
+        get_logger(__name__).warning(
+            "[UCM.Hasher] this engine loads and saves nothing, because its weights cannot be identified: %s", error
+        )
+
+
+#: The module that defines vLLM's requests; every process with a scheduler has imported it.
+REQUESTS = "vllm.v1.request"
+
+
+def method_identity(vllm_config: Any) -> dict[str, Any]:
+    """Return the identity of the configured method; empty without one, or if prompts are computed as without it.
+
+    KV that was computed under a method belongs to the method: its class, its options and the block size are part of
+    the engine's identity. But where a method leaves prompts dense, as `BlockTopK` does, the blocks of prompts are those
+    that an engine without a method computes, and are shared with it. Then KV that was computed under the method must
+    not have such a name, neither in the store nor in vLLM's own prefix cache, because the next prompt would be computed
+    on top of it. So blocks of generated tokens have no name in the store, and in vLLM's cache a name of their request's
+    own (`ucm.sparse.blocks`).
+
+    Raises:
+        ConfigError: If there is no such method, or an option is wrong.
+    """
+    found = sparse_method_config(vllm_config)
+    if found is None:
+        return {}
+    name, options = found
+    method = method_class(name)
+    identity = method.identity(options)
+    if method.prompts_are_dense(options) and _generated_blocks_are_kept_apart(vllm_config):
+        return {}
+    return {KEY: {**identity, "block_size": vllm_config.cache_config.block_size}}
+
+
+def lasting_tokens(vllm_config: Any) -> Callable[[int], int]:
+    """Return a function from a prompt's length to how many of the tokens have KV that depends on tokens only."""
+    found = sparse_method_config(vllm_config)
+    if found is None:
+        return all_tokens
+    name, options = found
+    return partial(method_class(name).lasting_tokens, options)
+
+
+def _generated_blocks_are_kept_apart(vllm_config: Any) -> bool:
+    """Return whether no other request finds generated blocks; up to 0.10.0 requests have no hasher of their own."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return True
+    requests = sys.modules.get(REQUESTS)
+    return requests is None or "block_hasher" in inspect.signature(requests.Request.__init__).parameters
+
 
 #: Seconds without a step after which values on an accelerator are checked. A change takes longer than this, including
 #: its way to the worker.
@@ -46,7 +215,15 @@ def running_model() -> Any:
 
 
 class LiveWeights:
-    """Watches the tensors of a model.
+    """Detects changes of a worker's weights since they were loaded, by a fingerprint of the model's tensors.
+
+    vLLM does not tell a connector that weights were changed in place, by ``reload_weights``, by weight transfer or
+    directly by a trainer. So the worker checks them, as closely as is nearly free:
+
+    - before every step that moves blocks: each tensor's address, torch's count of its changes, and some of its values;
+      on an accelerator, where reading values means waiting for it, these values only after a pause long enough for a
+      change;
+    - after vLLM's prefix cache was emptied, as is done when weights are changed: every byte.
 
     Args:
         model: A torch module, whose parameters are watched. Buffers are not, because a forward may write to them.

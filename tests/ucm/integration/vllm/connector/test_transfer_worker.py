@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.integration.vllm.connector import worker
+from ucm.integration.vllm.connector import transfer_worker
 from ucm.integration.vllm.connector.failures import PromisedBlockLostError
-from ucm.integration.vllm.connector.layerwise import LayerWiseWorker
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.transfer import GroupTransfer, Staged
-from ucm.integration.vllm.connector.worker import TransferWorker
+from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.store.base import (
     BlockCorruptError,
     BlockKey,
@@ -224,7 +223,7 @@ def test_a_rank_that_does_not_save_saves_nothing() -> None:
 
 def test_what_nobody_asks_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """As within a connector around this one that does not ask it for its reports."""
-    monkeypatch.setattr(worker, "MOST_STORED", 3)
+    monkeypatch.setattr(transfer_worker, "MOST_STORED", 3)
     setup = Setup()
     setup.worker.reports_stored = True
     for step, blocks in enumerate(([1, 2], [3, 4, 5], []), 1):
@@ -259,7 +258,7 @@ def test_closing_waits_for_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None
     calls = list(setup.transfer.calls)
 
     def one_more(left: Callable[[], int], seconds: float) -> int:
-        assert seconds == worker.STILL_SECONDS
+        assert seconds == transfer_worker.STILL_SECONDS
         seen = [left()]
         while calls:
             calls.pop(0).finished = True
@@ -267,7 +266,7 @@ def test_closing_waits_for_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None
         assert seen == [33, 22, 11, 0], "it gets on with each"
         return seen[-1]
 
-    monkeypatch.setattr(worker, "wait_while_it_shrinks", one_more)
+    monkeypatch.setattr(transfer_worker, "wait_while_it_shrinks", one_more)
     setup.worker.close()
     assert setup.transfer.said() == ["wait save 1", "wait commit 1", "close"]
 
@@ -275,8 +274,8 @@ def test_closing_waits_for_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None
 def test_closing_leaves_a_medium_that_does_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "STILL_SECONDS", 0.05)
-    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(transfer_worker, "STILL_SECONDS", 0.05)
+    monkeypatch.setattr(transfer_worker, "CLOSE_SECONDS", 0.05)
     setup = Setup()
     over = threading.Event()
     monkeypatch.setattr(setup.transfer, "close", lambda: over.wait(60))

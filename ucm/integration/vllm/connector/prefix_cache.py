@@ -7,15 +7,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from ucm.integration.vllm.compat import admitted_requests, block_ids_by_group, grown_requests
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.scheduled import OtherLoads, admitted_requests, block_ids_by_group, grown_requests
 from ucm.integration.vllm.connector.staging import Lookup, Query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from ucm.integration.vllm.connector.events import StoreEvents
-    from ucm.integration.vllm.connector.groups import CacheGroup, CacheGroups
+    from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
     from ucm.integration.vllm.connector.metadata import WeightsReport
     from ucm.integration.vllm.connector.staging import Stager
     from ucm.store.base import BlockKey
@@ -635,3 +635,46 @@ class PrefixCacheScheduler:
                 if found.keys:
                     moves.append(found)
         return moves
+
+
+#: The most loads that are remembered; beyond that, any block of vLLM's own prefix cache may be one of theirs.
+MOST = 100_000
+
+
+class OtherLoads:
+    """Tracks blocks that another connector loaded, where vLLM's ``MultiConnector`` has several.
+
+    The content of such blocks is unknown: it may come from other weights, or be approximate. vLLM keeps them in its own
+    prefix cache like blocks that it computed, so other requests find them there. Where a load began is remembered by
+    the block's key, which identifies its whole prefix.
+    """
+
+    def __init__(self) -> None:
+        self._first: set[bytes] = set()
+        self._any = False
+
+    def add(self, keys: Sequence[bytes], block: int) -> None:
+        """Note that another connector loaded blocks of a request.
+
+        Args:
+            keys: The keys of the request's full blocks.
+            block: The index of the first block that is not entirely ours. A block that is not full yet has no key, so
+                the block before is recorded instead.
+        """
+        begins = keys[block : block + 1] or keys[max(block - 1, 0) : block]
+        self._first.update(begins)
+        self._any |= not begins or len(self._first) > MOST
+
+    def may_be_in(self, keys: Sequence[bytes]) -> bool:
+        """Return whether another connector may have loaded some of these blocks, found in vLLM's prefix cache."""
+        return bool(keys) and (self._any or not self._first.isdisjoint(keys))
+
+    def rename(self) -> None:
+        """Note that blocks get other keys from now on."""
+        self._any |= bool(self._first)
+        self._first.clear()
+
+    def forget(self) -> None:
+        """Note that vLLM's own prefix cache is empty."""
+        self._first.clear()
+        self._any = False
