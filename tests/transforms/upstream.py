@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from transforms.engine.transform import Transform
     from transforms.pipeline.sources.tree import SourceTree
 
+#: The files of vLLM that tests read.
+READ = re.compile(
+    r"vllm/(?:config\.py|config/\w+\.py|envs\.py|_custom_ops\.py|engine/arg_utils\.py|platforms/interface\.py"
+    r"|attention/(?:layer|backends/registry|utils/kv_transfer_utils)\.py|model_executor/layers/attention/\w+\.py"
+    r"|distributed/kv_transfer/(?:kv_transfer_state|kv_connector/factory|kv_connector/v1/base)\.py"
+    r"|v1/(?:request|kv_cache_interface|engine/core|core/\w+|core/sched/\w+|worker/\w+|worker/gpu/\w+)\.py"
+    r"|v1/attention/backends/(?:flash_attn|triton_attn|cpu_attn|registry)\.py)"
+)
+
 
 def package_of(transform: Transform) -> Package:
     """Return the package that a transform changes."""
@@ -25,7 +35,15 @@ def package_of(transform: Transform) -> Package:
 
 @functools.cache
 def sources(release: str, package: Package = VLLM) -> SourceTree:
-    return open_sources(release, package=package)
+    """Return the sources of a release, with what the tests read of vLLM in the cache.
+
+    A remote wheel is opened for each read of a file that is not cached, which takes half a second; together, all files
+    take as long as a few.
+    """
+    tree = open_sources(release, package=package)
+    if package is VLLM:
+        tree.read_many([path for path in tree.python_files() if READ.fullmatch(path)])
+    return tree
 
 
 def source(transform: Transform, release: str) -> tuple[str, bytes] | None:
