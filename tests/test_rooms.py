@@ -24,7 +24,17 @@ ROOMS = {
     "ucm/store": (("ucm.integration", "ucm.overlay", "ucm.sparse", "ucm.hashing", "vllm"), ()),
     "ucm/blend.py": (("ucm.integration", "ucm.overlay", "ucm.sparse", "vllm"), ()),
     "ucm/hashing": (("ucm.integration", "ucm.overlay", "ucm.sparse", "ucm.store"), ()),
+    "ucm/integration/vllm/compat.py": (
+        (
+            "torch",
+            "numpy",
+            *(f"ucm.{name}" for name in ("config", "errors", "hashing", "integration", "sparse", "store")),
+        ),
+        (),
+    ),
 }
+#: The one module of `ucm.integration` that other rooms import: it imports nothing itself.
+OPEN = frozenset({"ucm.integration.vllm.compat"})
 #: Third-party packages that parts of the runtime may import, all declared in pyproject.toml. The modules that every
 #: Python start and every vLLM process imports (the finder's library, the hooks) need none.
 RUNTIME_MAY_IMPORT = frozenset({"numpy", "pydantic", "tqdm", "xxhash", "yaml"})
@@ -43,6 +53,25 @@ LEAN = (
     *("ucm/overlay", "ucm/doctor"),
     *(f"ucm/sparse/{name}.py" for name in ("__init__", "base", "factory", "probe")),
 )
+
+
+#: Who may ask objects for attributes by name, and how many times: only `ucm.integration.vllm.compat` asks vLLM's.
+PROBES = {
+    "ucm/integration/vllm/compat.py": 68,
+    # Arbitrary values of settings, multimodal data and tensors.
+    "ucm/hashing/model_identity.py": 5,
+    "ucm/hashing/request_content.py": 3,
+    # Python's modules, import finders and functions.
+    "ucm/overlay": 17,
+    "ucm/commands": 1,
+    "ucm/doctor": 1,
+    "ucm/logger.py": 2,
+    "ucm/sparse": 3,
+    "ucm/store": 6,
+    "ucm/config": 2,
+    # Names that are chosen at run time: fields of metadata, hooks of a method, torch's module of a device.
+    "ucm/integration/vllm": 18,
+}
 
 
 def files(room: str, apart: tuple[str, ...]) -> list[Path]:
@@ -80,7 +109,7 @@ def test_a_room_imports_nothing_that_it_may_not(room: str) -> None:
     for path in found:
         lazily_allowed = room == "ucm"  # the runtime may import vLLM inside a function
         for name in imports(path, at_import_time=lazily_allowed):
-            if str(path.relative_to(ROOT)) in LOADED_BY_VLLM and name.startswith("vllm."):
+            if name in OPEN or (str(path.relative_to(ROOT)) in LOADED_BY_VLLM and name.startswith("vllm.")):
                 continue
             strangers = [f for f in forbidden if name == f or name.startswith(f"{f}.")]
             assert not strangers, f"{path.relative_to(ROOT)} imports {name}"
@@ -104,3 +133,24 @@ def test_transforms_know_no_engine_internals_of_each_other() -> None:
             continue
         strangers = {n for n in imports(path, at_import_time=False) if n.startswith("transforms.pipeline")}
         assert not strangers, f"{path.name} imports {strangers}"
+
+
+def _probes(path: Path) -> int:
+    """Return how many calls of ``getattr`` and ``hasattr`` a file has."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    return sum(isinstance(call.func, ast.Name) and call.func.id in {"getattr", "hasattr"} for call in calls)
+
+
+def test_only_compat_asks_what_a_vllm_release_has() -> None:
+    found: dict[str, int] = {}
+    for path in files("ucm", ()):
+        file = path.relative_to(ROOT).as_posix()
+        room = max((name for name in PROBES if file == name or file.startswith(f"{name}/")), key=len, default=file)
+        found[room] = found.get(room, 0) + _probes(path)
+    for room, count in found.items():
+        most = PROBES.get(room, 0)
+        assert count <= most, (
+            f"{room} has {count} calls of getattr and hasattr, and may have {most}. For what only some releases of "
+            "vLLM have, write a function with a typed result in ucm/integration/vllm/compat.py; read fields of "
+            "configurations by its `optional`. For an object that is not vLLM's, raise the number in PROBES."
+        )

@@ -1,7 +1,7 @@
 """Protocols of the vLLM objects that UCM reads: vLLM is not installed where types are checked.
 
-They declare only attributes that all supported releases have. `ucm.integration.vllm` reads those that differ between
-releases.
+They declare only attributes that all supported releases have. `ucm.integration.vllm.compat` reads those that differ
+between releases.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ class Request(Protocol):
     @property
     def all_token_ids(self) -> Sequence[int]:
         """The ids of the prompt and generated tokens."""
+
+
+class LoRARequest(Protocol):
+    """``vllm.lora.request.LoRARequest``: the LoRA adapter of a request."""
+
+    @property
+    def lora_name(self) -> str:
+        """The adapter's name."""
+
+    @property
+    def lora_int_id(self) -> int:
+        """The engine's number of the adapter, from 1 on."""
 
 
 class SchedulerOutput(Protocol):

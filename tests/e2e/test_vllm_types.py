@@ -20,6 +20,7 @@ pytestmark = pytest.mark.e2e
 #: The real class of each protocol in `ucm.vllm_types`.
 REAL = {
     "KVCacheConfig": "vllm.v1.kv_cache_interface",
+    "LoRARequest": "vllm.lora.request",
     "Request": "vllm.v1.request",
     "SchedulerOutput": "vllm.v1.core.sched.output",
     "VllmConfig": "vllm.config.vllm",

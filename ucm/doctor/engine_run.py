@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ucm.integration.vllm.compat import optional
+
 #: Ten usable blocks: one request of full length fits even if a backend insists on blocks of 16 tokens, and the requests
 #: of the last round do not all fit even with blocks of 32.
 SETTINGS: dict[str, Any] = {
@@ -69,7 +71,7 @@ class WorkerFacts:
 
         worker: Any = self
         method: Any = worker_method(worker.vllm_config)
-        summary = getattr(method, "summary", None)
+        summary = optional(method, "summary")
         return {"figures": dict(method.figures()) if method else {}, "summary": summary() if summary else ""}
 
 
@@ -80,15 +82,15 @@ def _modules_of(things: Any) -> list[str]:
 def _attention(layer: Any) -> dict[str, Any]:
     backend = _backend(layer)
     return {
-        "mla": type(layer).__name__ == "MLAAttention" or bool(getattr(layer, "use_mla", False)),
+        "mla": type(layer).__name__ == "MLAAttention" or bool(optional(layer, "use_mla", False)),
         "backend": backend.__name__ if isinstance(backend, type) else str(backend),
-        "separate_kv_write": not getattr(backend, "forward_includes_kv_cache_update", True),
+        "separate_kv_write": not optional(backend, "forward_includes_kv_cache_update", True),
     }
 
 
 def _backend(layer: Any) -> Any:
     """Return the backend's class; up to 0.9.x a layer only has its name."""
-    return getattr(layer, "attn_backend", None) or getattr(layer, "backend", None)
+    return optional(layer, "attn_backend") or optional(layer, "backend")
 
 
 def _distinct(kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,8 +184,8 @@ def prompt(place: int, length: int) -> list[int]:
 
 def counters_of(engine: Any) -> dict[str, int]:
     """Return the engine's own counters by name; empty in releases that do not expose them."""
-    metrics = engine.get_metrics() if hasattr(engine, "get_metrics") else []
-    return {metric.name: metric.value for metric in metrics if isinstance(getattr(metric, "value", None), int)}
+    metrics = optional(engine, "get_metrics", list)()
+    return {metric.name: metric.value for metric in metrics if isinstance(optional(metric, "value"), int)}
 
 
 if __name__ == "__main__":

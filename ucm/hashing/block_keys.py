@@ -20,6 +20,7 @@ from ucm.hashing.request_hasher import (
     plan_hashes,
     verified_block_size,
 )
+from ucm.integration.vllm.compat import adapter_of, is_streaming, token_ids
 from ucm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -87,7 +88,7 @@ class BlockKeys:
         A caller that does not wait gets the same keys from `of`, which waits itself.
         """
         known = self._known.get(request.request_id)
-        if (known is not None and known.request() is request) or getattr(request, "resumable", False):
+        if (known is not None and known.request() is request) or is_streaming(request):
             return True  # a streaming session is not cached, and its inputs are replaced as it goes
         hashing = self._hashing.get(request.request_id)
         if hashing is None or hashing.request() is not request:
@@ -128,7 +129,7 @@ class BlockKeys:
 
     def may_change(self, request: Any) -> bool:
         """Return whether the engine may read files that shape the KV later than we do: those of a LoRA adapter."""
-        return getattr(request, "lora_request", None) is not None
+        return adapter_of(request) is not None
 
     def is_same(self, request: Any) -> bool:
         """Return whether the files that the engine has read are still those that the keys were computed from."""
@@ -142,7 +143,7 @@ class BlockKeys:
 
     def is_invalidated(self, request: Any) -> bool:
         """Return whether the engine has replaced the request's LoRA adapter in place since."""
-        lora_request = getattr(request, "lora_request", None)
+        lora_request = adapter_of(request)
         return lora_request is not None and self._reader.adapters.is_invalidated(lora_request)
 
     def adapter_replaced(self, number: int) -> None:
@@ -185,7 +186,7 @@ class BlockKeys:
         except NotCacheableError as error:
             self._refuse(str(error))
             known = _Known(weakref.ref(request), None)
-        if not getattr(request, "resumable", False):  # the tokens and inputs of a streaming session are replaced
+        if not is_streaming(request):  # the tokens and inputs of a streaming session are replaced
             self._known[request.request_id] = known
         return known
 
@@ -205,7 +206,7 @@ class BlockKeys:
         return self._strides[case] if has_hashes(request) else 0
 
     def _hashed(self, request: Any, known: _Known, block_size: int, first: int) -> list[bytes] | None:
-        tokens = getattr(request, "_all_token_ids", None) or request.all_token_ids  # the list is faster than its view
+        tokens = token_ids(request)
         hashes = known.hashes.get(block_size)
         if hashes is None or len(hashes.keys) * block_size > len(tokens):
             hashes = known.hashes[block_size] = self._hasher.start(block_size, known.content)

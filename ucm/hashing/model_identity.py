@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.errors import ConfigError, UcmError
 from ucm.hashing.file_contents import changed_since, configuration_since
 from ucm.hashing.request_hasher import frame, plan_hashes
+from ucm.integration.vllm.compat import device_type, optional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -114,9 +115,9 @@ def find_weights(model_config: Any, load_config: Any, stated: str | None = None)
     Raises:
         WeightsUnknownError: Neither the files nor a commit can be found.
     """
-    model = str(getattr(model_config, "model", ""))
-    load_format = getattr(load_config, "load_format", "auto")
-    load_format = str(getattr(load_format, "value", load_format))
+    model = str(optional(model_config, "model", ""))
+    load_format = optional(load_config, "load_format", "auto")
+    load_format = str(optional(load_format, "value", load_format))
     facts: dict[str, Any] = {"load_format": load_format}
     commit = None if Path(model).exists() or _uses_modelscope() else _hub_commit(model, model_config)
     place = _snapshot(model, commit, load_config) or Path(model)
@@ -124,13 +125,13 @@ def find_weights(model_config: Any, load_config: Any, stated: str | None = None)
         facts |= {"repository": model, "commit": commit}
     files = {file.name: file for file in _descriptions(place)} | _code_elsewhere(model_config, model)
     if load_format == "dummy":
-        facts |= {"random": int(getattr(model_config, "seed", 0) or 0), "torch": _version("torch")}
+        facts |= {"random": int(optional(model_config, "seed", 0) or 0), "torch": _version("torch")}
         return Weights(facts, files)
     if stated is not None:
         return Weights(facts | {"stated": stated}, files)
     if load_format not in _FILE_FORMATS:
         raise _unknown(f"UCM cannot find the files of weights in the format {load_format!r}", model)
-    if getattr(model_config, "model_weights", ""):
+    if optional(model_config, "model_weights", ""):
         raise _unknown("the weights are in object storage, which UCM cannot read", str(model_config.model_weights))
     files |= _weights_elsewhere(model_config, load_config)
     if place.exists():
@@ -141,7 +142,7 @@ def find_weights(model_config: Any, load_config: Any, stated: str | None = None)
         return Weights(facts, files | {file.relative_to(root).as_posix(): file for file in found})
     if commit is None:
         raise _unknown("the model is neither a directory nor a hub repository whose commit is known", model)
-    if commit != getattr(model_config, "revision", None):
+    if commit != optional(model_config, "revision"):
         raise _unknown("the weights are not in the hub's cache beside the configuration, so they may be newer", model)
     return Weights(facts, files)
 
@@ -169,8 +170,8 @@ def _weights_elsewhere(model_config: Any, load_config: Any) -> dict[str, Path]:
         WeightsUnknownError: They are neither in a directory nor in the hub's cache.
     """
     files: dict[str, Path] = {}
-    config = getattr(model_config, "hf_config", None)
-    for name in (str(getattr(config, setting, None) or "") for setting in _OTHER_MODELS):
+    config = optional(model_config, "hf_config")
+    for name in (str(optional(config, setting) or "") for setting in _OTHER_MODELS):
         if not name:
             continue
         place = Path(name)
@@ -194,8 +195,8 @@ def _code_elsewhere(model_config: Any, model: str) -> dict[str, Path]:
     Raises:
         WeightsUnknownError: The files are not in the hub's cache.
     """
-    auto_map = getattr(getattr(model_config, "hf_config", None), "auto_map", None)
-    if not getattr(model_config, "trust_remote_code", False) or not isinstance(auto_map, dict):
+    auto_map = optional(model_config, "hf_config.auto_map")
+    if not optional(model_config, "trust_remote_code", False) or not isinstance(auto_map, dict):
         return {}
     files: dict[str, Path] = {}
     for name in sorted({str(of) for part, of in auto_map.items() if part.startswith(("AutoConfig", "AutoModel"))}):
@@ -205,7 +206,7 @@ def _code_elsewhere(model_config: Any, model: str) -> dict[str, Path]:
         try:
             hub = importlib.import_module("huggingface_hub")  # installed with vLLM
             file = f"{module.split('.')[0]}.py"
-            revision = getattr(model_config, "code_revision", None)
+            revision = optional(model_config, "code_revision")
             found = hub.try_to_load_from_cache(repository, file, revision=revision)
         except Exception:  # noqa: BLE001 - the hub raises errors of many classes; all mean that the file is unknown
             found = None
@@ -221,7 +222,7 @@ def _snapshot(repository: str, commit: str | None, load_config: Any) -> Path | N
         return None
     try:
         hub = importlib.import_module("huggingface_hub")  # installed with vLLM
-        folder = getattr(load_config, "download_dir", None)
+        folder = optional(load_config, "download_dir")
         found = hub.try_to_load_from_cache(repository, "config.json", revision=commit, cache_dir=folder)
         # A directory of the operator's has the weights, but not the configuration.
         place = Path(found).parent if isinstance(found, str) else _in_folder(folder, repository, commit)
@@ -242,11 +243,11 @@ def _uses_modelscope() -> bool:
 
 def _hub_commit(repository: str, model_config: Any) -> str | None:
     """Return the commit of a hub repository that the engine serves, from vLLM or from the hub's cache."""
-    revision = getattr(model_config, "revision", None)
+    revision = optional(model_config, "revision")
     if _COMMIT.fullmatch(revision or ""):
         return str(revision)
-    known = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
-    if known and not getattr(model_config, "hf_config_path", None):  # otherwise it is another repository's commit
+    known = optional(model_config, "hf_config._commit_hash")
+    if known and not optional(model_config, "hf_config_path"):  # otherwise it is another repository's commit
         return str(known)
     return _cached_commit(repository, revision)
 
@@ -345,8 +346,8 @@ def model_identity(
         "hashes": plan_hashes(vllm_config).kind,
         "model": _model("model", model, vllm_config.load_config, weights_id, unread),
         "cache": {"cache_dtype": _cache_dtype(cache, model), **_settings(cache, _CACHE_SETTINGS)},
-        "attention": _settings(getattr(vllm_config, "attention_config", None), _ATTENTION_SETTINGS),
-        "kernels": _settings(getattr(vllm_config, "kernel_config", None), _KERNEL_SETTINGS),
+        "attention": _settings(optional(vllm_config, "attention_config"), _ATTENTION_SETTINGS),
+        "kernels": _settings(optional(vllm_config, "kernel_config"), _KERNEL_SETTINGS),
         "draft": _draft(vllm_config, weights_id, unread),
         "platform": platform_facts(vllm_config),
         "additional_config": plain(_additional(vllm_config)),
@@ -374,8 +375,8 @@ def _model(
     """Return the facts of a target or draft model: weights, configuration and loading; add its files to ``unread``."""
     weights = find_weights(model_config, load_config, weights_id)
     unread.update({f"{role}/{name}": path for name, path in weights.files.items()})
-    media = getattr(model_config, "multimodal_config", None)
-    scales = getattr(media, _MEDIA_SCALES, None)
+    media = optional(model_config, "multimodal_config")
+    scales = optional(media, _MEDIA_SCALES)
     if scales:
         unread[f"{role}/{_MEDIA_SCALES}"] = Path(scales)
     facts: dict[str, Any] = {
@@ -384,13 +385,13 @@ def _model(
         "media": _settings(media, _MEDIA_SETTINGS),
         "loader": _settings(load_config, _LOADER_SETTINGS),
     }
-    overrides = getattr(model_config, "hf_overrides", None)
-    if callable(overrides) and not str(getattr(overrides, "__module__", "")).startswith("vllm."):
+    overrides = optional(model_config, "hf_overrides")
+    if callable(overrides) and not str(optional(overrides, "__module__", "")).startswith("vllm."):
         facts["hf_config"] = _hf_config(model_config)  # the effect of an operator's function is visible only here
-    rope = _settings(getattr(model_config, "hf_text_config", None), ("rope_parameters", "rope_scaling"))
+    rope = _settings(optional(model_config, "hf_text_config"), ("rope_parameters", "rope_scaling"))
     if not _LENGTH_DEPENDENT_ROPE.isdisjoint(re.findall(r"\w+", json.dumps(rope))):
-        facts["max_model_len"] = getattr(model_config, "max_model_len", None)
-    if getattr(model_config, "hf_config_path", None) or _may_be_newer(weights.files.values()):
+        facts["max_model_len"] = optional(model_config, "max_model_len")
+    if optional(model_config, "hf_config_path") or _may_be_newer(weights.files.values()):
         facts["hf_config"] = _hf_config(model_config)
     return facts
 
@@ -406,45 +407,45 @@ def _may_be_newer(files: Iterable[Path]) -> bool:
 
 def _additional(vllm_config: Any) -> Any:
     """Return ``additional_config`` without our sparse method, which ``more`` describes wherever it is configured."""
-    found = getattr(vllm_config, "additional_config", None) or None
+    found = optional(vllm_config, "additional_config") or None
     if isinstance(found, dict):
         return {key: value for key, value in found.items() if key != _SPARSE} or None
     return found
 
 
 def _hf_config(model_config: Any) -> Any:
-    found = plain(getattr(model_config, "hf_config", None))
+    found = plain(optional(model_config, "hf_config"))
     return {key: value for key, value in found.items() if key != "_name_or_path"} if isinstance(found, dict) else found
 
 
 def _draft(vllm_config: Any, weights_id: str | None, unread: dict[str, Path]) -> dict[str, Any] | None:
     """Return the facts of the model that drafts tokens, if it has layers: their KV is in the same blocks."""
-    config = getattr(vllm_config, "speculative_config", None)
-    if config is None or getattr(config, "method", None) in _LAYERLESS_DRAFTS:
+    config = optional(vllm_config, "speculative_config")
+    if config is None or optional(config, "method") in _LAYERLESS_DRAFTS:
         return None
     facts = _settings(config, ("method", "num_speculative_tokens", "draft_tensor_parallel_size", "quantization"))
-    model = getattr(config, "draft_model_config", None)
-    load = getattr(config, "draft_load_config", None) or vllm_config.load_config
+    model = optional(config, "draft_model_config")
+    load = optional(config, "draft_load_config") or vllm_config.load_config
     return {**facts, "model": None if model is None else _model("draft", model, load, weights_id, unread)}
 
 
 def _cache_dtype(cache_config: Any, model_config: Any) -> str:
     """Return one name for the KV cache's dtype: workers rename ``fp8`` to the attention backend's variant."""
-    dtype = str(getattr(cache_config, "cache_dtype", "auto"))
+    dtype = str(optional(cache_config, "cache_dtype", "auto"))
     if dtype == "auto":
-        return f"auto:{plain(getattr(model_config, 'dtype', None))}"
+        return f"auto:{plain(optional(model_config, 'dtype'))}"
     return "fp8_e4m3" if dtype in {"fp8", "fp8_ds_mla"} else dtype
 
 
 def _refuse_private_kv(vllm_config: Any) -> None:
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+    if optional(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "the KV cache is scaled by what the engine's first request happened to contain, so no other engine can "
             "read its blocks",
             where="calculate_kv_scales",
             fix="turn it off, and use the scales of the checkpoint",
         )
-    if getattr(vllm_config.model_config, "is_diffusion", False):
+    if optional(vllm_config.model_config, "is_diffusion", False):
         raise ConfigError(
             "the model computes later tokens together with earlier ones, so a prefix does not determine its KV",
             where=f"model {vllm_config.model_config.model}",
@@ -454,7 +455,7 @@ def _refuse_private_kv(vllm_config: Any) -> None:
 
 def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the settings that exist in this release and are not empty."""
-    found = {name: plain(getattr(config, name, None)) for name in names}
+    found = {name: plain(optional(config, name)) for name in names}
     return {name: value for name, value in found.items() if value is not None and value not in ({}, [], "")}
 
 
@@ -535,7 +536,7 @@ _PLUGINS = "VLLM_PLUGINS"
 
 def vllm_release() -> str:
     """Return the version of the vLLM in this process, or of the installed one; empty if there is none."""
-    loaded = getattr(sys.modules.get("vllm"), "__version__", None)
+    loaded = optional(sys.modules.get("vllm"), "__version__")
     if loaded:
         return str(loaded)
     try:
@@ -568,9 +569,11 @@ def packages(model_config: Any) -> dict[str, str]:
 
 def _runs_transformers(model_config: Any) -> bool:
     """Return whether the model's code is transformers', by the operator's choice or because vLLM has none."""
-    architecture = str(getattr(model_config, "architecture", ""))  # what vLLM resolved ``model_impl`` to
-    implementation = getattr(model_config, "model_impl", "")
-    return architecture.startswith("Transformers") or getattr(implementation, "value", implementation) == "transformers"
+    architecture = str(optional(model_config, "architecture", ""))  # what vLLM resolved ``model_impl`` to
+    implementation = optional(model_config, "model_impl", "")
+    return (
+        architecture.startswith("Transformers") or optional(implementation, "value", implementation) == "transformers"
+    )
 
 
 def platform_facts(vllm_config: Any) -> dict[str, Any]:
@@ -579,8 +582,7 @@ def platform_facts(vllm_config: Any) -> dict[str, Any]:
     Args:
         vllm_config: vLLM's ``VllmConfig``.
     """
-    device = getattr(vllm_config, "device_config", None)
-    kind = str(getattr(device, "device_type", None) or getattr(device, "device", None) or "")
+    kind = device_type(vllm_config)
     facts: dict[str, Any] = {
         "device": kind,
         "environment": {
@@ -591,8 +593,8 @@ def platform_facts(vllm_config: Any) -> dict[str, Any]:
     }
     if kind == "cpu":
         return facts | {"machine": platform.machine(), "instructions": _instructions()}
-    current = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
-    capability = getattr(current, "get_device_capability", lambda: None)()
+    current = optional(sys.modules.get("vllm.platforms"), "current_platform")
+    capability = optional(current, "get_device_capability", lambda: None)()
     # ROCm's devices are "cuda" as well, and have the same numbers.
     return facts | {"capability": None if capability is None else str(capability), "platform": type(current).__name__}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ucm.integration.vllm.compat import layer_specs, optional, rank_of
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -45,7 +47,7 @@ class Parallelism:
         config = vllm_config.parallel_config
 
         def size(*names: str) -> int:
-            return max(int(getattr(config, name, None) or 1) for name in names)
+            return max(int(optional(config, name) or 1) for name in names)
 
         return cls(
             tp=size("tensor_parallel_size"),
@@ -67,11 +69,12 @@ def is_replicated(vllm_config: Any, spec: Any = None) -> bool:
         vllm_config: vLLM's ``VllmConfig``.
         spec: The ``KVCacheSpec`` of the KV-cache group; without one, the model's kind of attention decides.
     """
-    layers = list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())
     if spec is None:
         model_config = vllm_config.model_config
-        return bool(getattr(model_config, "use_mla", False)) and not getattr(model_config, "is_hybrid", False)
-    return all("MLA" in type(layer).__name__ or getattr(layer, "use_mla", False) for layer in layers)
+        return bool(optional(model_config, "use_mla", False)) and not optional(model_config, "is_hybrid", False)
+    return all(
+        "MLA" in type(layer).__name__ or optional(layer, "use_mla", False) for layer in layer_specs(spec).values()
+    )
 
 
 def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks | None = None) -> str:
@@ -87,14 +90,14 @@ def rank_tag(vllm_config: Any, group_id: int, *, spec: Any = None, ranks: Ranks 
         For instance ``tp1of4-pp0of1-g0-b16``; ranks whose KV is the same have the same tag.
     """
     sizes = Parallelism.of(vllm_config)
-    ranks = ranks or sizes.ranks(int(getattr(vllm_config.parallel_config, "rank", 0)))
+    ranks = ranks or sizes.ranks(rank_of(vllm_config))
     tensor = f"tpall{sizes.tp}" if is_replicated(vllm_config, spec) else f"tp{ranks.tp}of{sizes.tp}"
     parts = [tensor, f"pp{ranks.pp}of{sizes.pp}"]
     if sizes.dcp > 1:
         parts.append(f"dcp{ranks.tp % sizes.dcp}of{sizes.dcp}x{sizes.interleave}")
     if sizes.pcp > 1:
         parts.append(f"pcp{ranks.pcp}of{sizes.pcp}x{sizes.interleave}")
-    block_size = getattr(spec, "block_size", None) or vllm_config.cache_config.block_size
+    block_size = optional(spec, "block_size") or vllm_config.cache_config.block_size
     return "-".join([*parts, f"g{group_id}", f"b{block_size}"])
 
 
@@ -115,5 +118,5 @@ def must_save(vllm_config: Any, *, spec: Any = None, ranks: Ranks | None = None)
         ranks: The worker's place; by default this process's.
     """
     sizes = Parallelism.of(vllm_config)
-    ranks = ranks or sizes.ranks(int(getattr(vllm_config.parallel_config, "rank", 0)))
+    ranks = ranks or sizes.ranks(rank_of(vllm_config))
     return ranks.tp < sizes.dcp or not is_replicated(vllm_config, spec)

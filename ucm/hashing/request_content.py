@@ -27,6 +27,16 @@ import numpy as np
 from ucm.errors import UcmError
 from ucm.hashing.file_contents import DigestCache, FileContents, process_started
 from ucm.hashing.request_hasher import finds_adapters_by_name, frame
+from ucm.integration.vllm.compat import (
+    adapter_of,
+    adapter_path,
+    cache_salt,
+    device_type,
+    media_inputs,
+    optional,
+    pooling_inputs,
+    prompt_embeds,
+)
 
 if TYPE_CHECKING:
     from ucm.hashing.file_contents import Digests
@@ -132,15 +142,15 @@ class Adapters:
         Raises:
             AdapterError: The files cannot be read, or may differ from those that the engine has loaded.
         """
-        if getattr(lora_request, "tensorizer_config_dict", None):
+        if optional(lora_request, "tensorizer_config_dict"):
             raise AdapterError(
                 "a LoRA adapter is loaded by tensorizer, so its weights are not in files that we can read"
             )
         number = int(lora_request.lora_int_id)
-        if getattr(lora_request, "load_inplace", False):
+        if optional(lora_request, "load_inplace", False):
             self.replaced(number)
             raise AdapterError("a LoRA adapter is loaded in place, so vLLM may read its files again at any step")
-        path = getattr(lora_request, "lora_path", "") or getattr(lora_request, "lora_local_path", None) or ""
+        path = adapter_path(lora_request)
         key = (number, path)
         try:
             if key not in self._seen:
@@ -156,7 +166,7 @@ class Adapters:
         self._stands_for(number, content, f"lora_int_id {number}")
         if self._by_name:
             self._stands_for(str(lora_request.lora_name), content, f"lora_name {lora_request.lora_name!r}")
-        how = frame([getattr(lora_request, name, None) for name in ("long_lora_max_len", "is_3d_lora_weight")])
+        how = frame([optional(lora_request, name) for name in ("long_lora_max_len", "is_3d_lora_weight")])
         return hashlib.sha256(frame([self._shared, content, how])).digest()
 
     def replaced(self, number: int) -> None:
@@ -276,13 +286,13 @@ class ContentReader:
     """
 
     def __init__(self, vllm_config: Any, *, trust_media_names: bool = False) -> None:
-        lora = getattr(vllm_config, "lora_config", None)
-        self._mixes_adapters = lora is not None and _device_type(vllm_config) == "cpu"
+        lora = optional(vllm_config, "lora_config")
+        self._mixes_adapters = lora is not None and device_type(vllm_config) == "cpu"
         names = (
             *("lora_dtype", "long_lora_scaling_factors", "lora_extra_vocab_size", "bias_enabled", "target_modules"),
             *("enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
         )
-        shared = {name: str(getattr(lora, name, None)) for name in names}
+        shared = {name: str(optional(lora, name)) for name in names}
         self.adapters = Adapters(shared, DigestCache(), by_name=lora is not None and finds_adapters_by_name())
         self._trust_names = trust_media_names
         self._names_are_hashes = _names_are_hashes(vllm_config)
@@ -301,7 +311,7 @@ class ContentReader:
 
     def data_of(self, request: Any) -> list[Any]:
         """Return the data that `read` hashes: that of each multimodal input, unless names count."""
-        return [] if self._trust_names else [data for _, _, data, _ in _inputs(request)]
+        return [] if self._trust_names else [data for _, _, data, _ in media_inputs(request)]
 
     def read(self, request: Any, digests: Sequence[Digest] | None = None) -> RequestContent:
         """Return the content of a request.
@@ -322,10 +332,9 @@ class ContentReader:
         for name in self._unknown_fields[kind]:
             if getattr(request, name, None):
                 raise NotCacheableError(f"this vLLM release gives requests {name!r}, which UCM does not know")
-        embeds = getattr(request, "prompt_embeds", None)
-        mask = getattr(request, "prompt_is_token_ids", None)
+        embeds, mask = prompt_embeds(request)
         return RequestContent(
-            salt=getattr(request, "cache_salt", None) or None,
+            salt=cache_salt(request) or None,
             adapter=self._adapter(request),
             token_types=_token_types(request),
             media=self._media(request, digests),
@@ -335,7 +344,7 @@ class ContentReader:
         )
 
     def _adapter(self, request: Any) -> bytes | None:
-        lora_request = getattr(request, "lora_request", None)
+        lora_request = adapter_of(request)
         if lora_request is None:
             if self._mixes_adapters:
                 raise NotCacheableError(
@@ -350,12 +359,12 @@ class ContentReader:
 
     def _media(self, request: Any, digests: Sequence[Digest] | None) -> tuple[Media, ...]:
         media = []
-        for number, (modality, name, data, at) in enumerate(_inputs(request)):
+        for number, (modality, name, data, at) in enumerate(media_inputs(request)):
             if self._trust_names:
                 content: str | bytes = self._by_name(name)
             else:
                 content = self._by_data(name, digest_of(data) if digests is None else digests[number])
-            is_embed = getattr(at, "is_embed", None)
+            is_embed = optional(at, "is_embed")
             mask = None if is_embed is None else _rows(is_embed).tobytes()
             media.append(Media(int(at.offset), frame([modality, content, int(at.length), mask])))
         return tuple(sorted(media, key=lambda item: item.start))
@@ -406,32 +415,12 @@ def digest_of(data: Any) -> Digest:
     )
 
 
-def _inputs(request: Any) -> list[tuple[str, str | None, Any, Any]]:
-    """Return the modality, name, data and position of each multimodal input of a request."""
-    features = getattr(request, "mm_features", None)
-    if features is not None:
-        return [
-            (item.modality, getattr(item, "mm_hash", None) or item.identifier, item.data, item.mm_position)
-            for item in features
-        ]
-    positions = getattr(request, "mm_positions", None) or []  # up to 0.10.1.1
-    names = getattr(request, "mm_hashes", None) or [None] * len(positions)
-    data = getattr(request, "mm_kwargs", None) or getattr(request, "mm_inputs", None) or [None] * len(positions)
-    return [("", *item) for item in zip(names, data, positions, strict=True)]
-
-
-def _device_type(vllm_config: Any) -> str:
-    device = getattr(vllm_config, "device_config", None)
-    return str(getattr(device, "device_type", None) or getattr(device, "device", None) or "")
-
-
 def _names_are_hashes(vllm_config: Any) -> bool:
     """Return whether vLLM names multimodal inputs by their content; with all its caches off, it numbers them."""
-    if getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", False):
+    if optional(vllm_config, "cache_config.enable_prefix_caching", False):
         return True
-    model_config = getattr(vllm_config, "model_config", None)
-    for holder in (getattr(model_config, "multimodal_config", None), model_config):
-        size = getattr(holder, "mm_processor_cache_gb", None)
+    for holder in ("model_config.multimodal_config", "model_config"):
+        size = optional(vllm_config, f"{holder}.mm_processor_cache_gb")
         if size is not None:
             return bool(size > 0)
     return True  # up to 0.10.0 an input is hashed or has no identifier at all
@@ -439,7 +428,7 @@ def _names_are_hashes(vllm_config: Any) -> bool:
 
 def _token_types(request: Any) -> bytes | None:
     """Return the additional inputs of a pooling request, for instance BERT's token types, encoded."""
-    told = getattr(getattr(request, "pooling_params", None), "extra_kwargs", None)
+    told = pooling_inputs(request)
     if not told:
         return None
     try:
@@ -472,7 +461,7 @@ def _digest_data(digest: Any, data: Any) -> bool:
         digest.update(frame(data))
         return False
     if isinstance(data, np.ndarray | np.generic) or type(data).__module__ == "torch":
-        if getattr(getattr(data, "device", None), "type", "cpu") != "cpu":
+        if optional(data, "device.type", "cpu") != "cpu":
             raise NotCacheableError("a multimodal input's data lies on an accelerator, where UCM does not read it")
         digest.update(b"t" + frame([str(data.dtype), list(data.shape)]))
         digest.update(_rows(data.reshape(-1)))

@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from ucm.integration.vllm.compat import block_hashes, cache_salt, optional
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
@@ -122,7 +124,7 @@ def plan_hashes(vllm_config: Any) -> HashPlan:
     Args:
         vllm_config: vLLM's ``VllmConfig``.
     """
-    algorithm = getattr(getattr(vllm_config, "cache_config", None), "prefix_caching_hash_algo", None)
+    algorithm = optional(vllm_config, "cache_config.prefix_caching_hash_algo")
     if algorithm not in _SOUND:
         return _ours(f"vLLM hashes blocks with {algorithm!r}, which is not a cryptographic hash")
     utils, function = _utils(), _hash_function(algorithm)
@@ -149,7 +151,7 @@ def verified_block_size(request: Any, plan: HashPlan, largest: int) -> int | Non
     function = _hash_function(plan.algorithm)
     if function is None:
         return None
-    salt = getattr(request, "cache_salt", None)
+    salt = cache_salt(request)
     keys = (None,) if not salt else ((salt,), (("cache_salt", salt),))  # tagged from 0.31.0
     wanted = request.block_hashes[0]
     tokens = tuple(request.all_token_ids[:largest])
@@ -161,7 +163,7 @@ def verified_block_size(request: Any, plan: HashPlan, largest: int) -> int | Non
 
 def has_hashes(request: Any) -> bool:
     """Return whether vLLM hashes the blocks of this request to bytes, and the request has at least one hash."""
-    hashes = getattr(request, "block_hashes", None)
+    hashes = block_hashes(request)
     return isinstance(hashes, list) and bool(hashes) and isinstance(hashes[0], bytes)
 
 
@@ -187,12 +189,12 @@ def _ours(reason: str) -> HashPlan:
 
 def _utils() -> ModuleType | None:
     utils = _module("vllm.v1.core.kv_cache_utils")
-    return utils if hasattr(utils, "get_request_block_hasher") else None
+    return None if optional(utils, "get_request_block_hasher") is None else utils
 
 
 def _hash_function(algorithm: str) -> Callable[[Any], Any] | None:
     for name in ("vllm.utils.hashing", "vllm.utils"):
-        find = getattr(_module(name), "get_hash_fn_by_name", None)
+        find = optional(_module(name), "get_hash_fn_by_name")
         if find is not None:
             try:
                 function: Callable[[Any], Any] = find(algorithm)
@@ -204,7 +206,7 @@ def _hash_function(algorithm: str) -> Callable[[Any], Any] | None:
 
 def _seed(utils: ModuleType, function: Callable[[Any], Any]) -> str | None:
     """Return the seed of ``NONE_HASH``, or None if it is random."""
-    resolve = getattr(utils, "resolve_none_hash_seed", None)
+    resolve = optional(utils, "resolve_none_hash_seed")
     if resolve is None:
         return os.environ.get(_SEED_VARIABLE)
     seed = resolve(function)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ucm.integration.vllm.compat import optional
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -73,7 +75,7 @@ def asked_of(sampling_params: Any) -> object:
     Args:
         sampling_params: vLLM's ``SamplingParams``; None for a request that is pooled.
     """
-    extra = getattr(sampling_params, "extra_args", None)
+    extra = optional(sampling_params, "extra_args")
     return extra.get(KEY) if isinstance(extra, Mapping) else None
 
 

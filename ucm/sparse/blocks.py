@@ -46,6 +46,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.compat import (
+    batches_in_flight,
+    block_hasher,
+    cache_managers,
+    cap_admission,
+    is_streaming,
+    optional,
+    schedules_by_priority,
+    tokens_per_hash,
+)
 from ucm.logger import get_logger
 from ucm.sparse.attention import QuerySplit
 from ucm.sparse.base import SparseMethod
@@ -228,23 +238,18 @@ def keep_apart(request: Any, first_token: int, cache_config: Any) -> None:
         first_token: The position.
         cache_config: vLLM's ``CacheConfig``, with the number of tokens that a hash covers.
     """
-    name = next((name for name in HASHERS if getattr(request, name, None) is not None), None)
-    if name is None:
-        return
-    hasher = getattr(request, name)
-    if not isinstance(hasher, _OwnNames):
-        sizes = (getattr(cache_config, field, None) for field in SIZES)
-        own = _OwnNames(hasher, request.block_hashes, first_token // next(size for size in sizes if size))
+    name, hasher = block_hasher(request)
+    if hasher is not None and not isinstance(hasher, _OwnNames):
+        own = _OwnNames(hasher, request.block_hashes, first_token // tokens_per_hash(cache_config))
         setattr(request, name, own)
         request.block_hashes[:] = own.of(request.block_hashes, 0)
 
 
 def rename_own(request: Any) -> None:
     """Change the request's unique hashes, so that the computed blocks are not found again."""
-    for name in HASHERS:
-        hasher = getattr(request, name, None)
-        if isinstance(hasher, _OwnNames):
-            hasher.rename()
+    _, hasher = block_hasher(request)
+    if isinstance(hasher, _OwnNames):
+        hasher.rename()
 
 
 class _OwnNames:
@@ -339,7 +344,7 @@ class ReleasedBlocks:
         prompt = request.num_prompt_tokens
         if self._sinks + self._window.skipped_by(request.num_computed_tokens, prompt, self.block_size) < end:
             return False
-        if self._window.dense_prefill and getattr(request, "resumable", False):
+        if self._window.dense_prefill and is_streaming(request):
             return True  # its output becomes part of a longer prompt, which reads everything
         wanted = self._sinks + self._window.skipped_by(known, prompt, self.block_size)
         if wanted > end:
@@ -354,7 +359,7 @@ class ReleasedBlocks:
         running = self._scheduler.running
         if request.status.name != "RUNNING" or request not in running:
             return
-        if getattr(getattr(self._scheduler, "policy", None), "value", "fcfs") == "priority":
+        if schedules_by_priority(self._scheduler):
             if not any(request is one for one, _ in self._giving_way):  # otherwise its current priority is not its own
                 self._giving_way.append((request, request.priority))
                 request.priority = sys.maxsize
@@ -399,19 +404,16 @@ class ReleasedBlocks:
         Not used with a KV connector, because requests that wait for loads hold all of their blocks.
         """
         most = self._window.most_blocks(self._batches * tokens_per_step, self.block_size)
-        for name in CAPS:
-            if hasattr(self._manager, name):
-                setattr(self._manager, name, most)
+        cap_admission(self._manager, most)
 
 
 def _manager(scheduler: Any) -> Any:
     """Return the manager of the engine's only kind of KV cache."""
-    coordinator = getattr(scheduler.kv_cache_manager, "coordinator", None)
-    if coordinator is None:
+    managers = cache_managers(scheduler)
+    if managers is None:
         raise SparseMethodError(
             "this vLLM release manages its blocks in another way", where="KVCacheManager", fix="use vLLM 0.9.1 or later"
         )
-    managers = coordinator.single_type_managers
     if len(managers) != 1:
         raise SparseMethodError(
             f"blocks are released only in models with one kind of KV cache, and this model has {len(managers)}",
@@ -421,7 +423,7 @@ def _manager(scheduler: Any) -> Any:
     manager, spec = managers[0], managers[0].kv_cache_spec
     windows = ("sliding_window", "attention_chunk_size", "use_mla")
     plain = type(manager).__name__ == MANAGER and type(spec).__name__ == SPECIFICATION
-    if not plain or any(getattr(spec, name, None) for name in windows):
+    if not plain or any(optional(spec, name) for name in windows):
         raise SparseMethodError(
             "blocks are released only with plain full attention",
             where=f"{type(manager).__name__} for {spec}",
@@ -507,11 +509,3 @@ def require_own_connector(connector: Any, name: str) -> None:
             where=f"kv_transfer_config: {type(connector).__name__}",
             fix=fix,
         )
-
-
-def batches_in_flight(vllm_config: Any) -> int:
-    """Return how many steps may be scheduled before the outcome of the first of them is known."""
-    known = getattr(vllm_config, "max_concurrent_batches", None)
-    pipeline = int(vllm_config.parallel_config.pipeline_parallel_size)
-    asynchronous = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
-    return max(int(known or 1), pipeline + int(asynchronous))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError, UcmError
+from ucm.integration.vllm.compat import optional
 from ucm.sparse.base import Role, SparseMethod
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class Probe(SparseMethod):
         """Count the step, and its metadata."""
         del runner
         self._count("update_states")
-        if getattr(scheduler_output, "ucm_sparse_meta", None) is not None:
+        if optional(scheduler_output, "ucm_sparse_meta") is not None:
             self._count(METADATA_RECEIVED)
 
     def _count(self, name: str) -> None:

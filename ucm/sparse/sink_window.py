@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from ucm.errors import ConfigError, SparseMethodError
+from ucm.integration.vllm.compat import optional
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY, asked_of
 from ucm.sparse.base import require_hooks
@@ -121,7 +122,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         """Keep generated blocks from being hit by dense prompts, and free blocks."""
         if self.window.dense_prefill:
             keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
-            asked = asked_of(getattr(request, "sampling_params", None))
+            asked = asked_of(optional(request, "sampling_params"))
             if asked is not None and _asks_dense(asked)[0]:
                 return True
         return super().before_allocation(request)

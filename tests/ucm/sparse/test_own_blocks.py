@@ -10,7 +10,8 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.sparse.blocks import HASHERS, keep_apart
+from ucm.integration.vllm.compat import HASHERS
+from ucm.sparse.blocks import keep_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable

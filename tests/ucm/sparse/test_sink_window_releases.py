@@ -8,7 +8,8 @@ import pytest
 
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
-from ucm.sparse.blocks import CAPS, MANAGER, SPECIFICATION
+from ucm.integration.vllm.compat import ADMISSION_CAPS
+from ucm.sparse.blocks import MANAGER, SPECIFICATION
 
 MANAGERS = "vllm/v1/core/single_type_kv_cache_manager.py"
 COORDINATOR = "vllm/v1/core/kv_cache_coordinator.py"
@@ -132,8 +133,8 @@ def test_how_many_blocks_admission_asks_for(release: str) -> None:
         "full_sequence_must_fit"
         in vllm.signature(vllm.function(release, BLOCKS, "KVCacheManager.allocate_slots")).parameters
     )
-    assert len(attributes.intersection(CAPS)) == (release in SERVED[SERVED.index("0.20.2") :])
-    assert not whole or attributes.intersection(CAPS)
+    assert len(attributes.intersection(ADMISSION_CAPS)) == (release in SERVED[SERVED.index("0.20.2") :])
+    assert not whole or attributes.intersection(ADMISSION_CAPS)
 
 
 @pytest.mark.parametrize("release", SERVED)

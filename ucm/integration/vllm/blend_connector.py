@@ -24,6 +24,7 @@ from ucm.integration.vllm.ucm_connector import StepMetadata, UCMDirectConnector
 if TYPE_CHECKING:
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 
 class BlendMetadata(StepMetadata):
@@ -48,7 +49,7 @@ class BlendConnector(UCMDirectConnector):
 
     blends = True
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._blend_scheduler: BlendSchedulerSide | None = None
         self._blend_worker: BlendWorkerSide | None = None
@@ -76,7 +77,7 @@ class BlendConnector(UCMDirectConnector):
 
     # Scheduler side
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The tokens of an exact hit, or of a blended one where that reaches farther."""
         exact, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if exact is None:
@@ -86,7 +87,7 @@ class BlendConnector(UCMDirectConnector):
         # vLLM runs a step's loads ahead of its forward only where they belong to that step.
         return (blended, False) if blended != 0 else (exact, between_steps)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to fill them with."""
         if self._planning.scheduler.allocated(request, blocks, num_external_tokens):
             super().update_state_after_alloc(request, blocks, 0)
@@ -95,12 +96,12 @@ class BlendConnector(UCMDirectConnector):
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> BlendMetadata:
         """The step's plan for the workers."""
         plan = super().build_connector_meta(scheduler_output).plan
         return BlendMetadata(plan, self._planning.plan(scheduler_output, plan))
 
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Drop the request's state."""
         self._planning.scheduler.finished(request)
         return super().request_finished(request, block_ids)

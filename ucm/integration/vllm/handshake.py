@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import ucm
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import v1_runner
+from ucm.integration.vllm.compat import optional, v1_runner
 from ucm.integration.vllm.connector.failures import refusals_logged
-from ucm.integration.vllm.hooks import METHOD
+from ucm.integration.vllm.hooks import method_of
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 from ucm.overlay.activation import check_feature
@@ -56,7 +56,7 @@ def _require_same_in_workers(engine_core: Any) -> None:
         return
     name, options = configured
     wanted = method_class(name)
-    scheduler_method = getattr(scheduler, METHOD, None)
+    scheduler_method = method_of(scheduler)
     if "SCHEDULER" in wanted.needed_hooks and scheduler_method is None:
         raise SparseMethodError(
             f"the scheduler side of {name} does not run",
@@ -106,10 +106,10 @@ def answer(wrapper: Any, question: Any = None) -> dict[str, Any]:
         ``place`` and ``runner`` for messages; ``refuses``, the answer to the question; ``layer``, the refusal of the
         first unsupported layer; and what must be the same everywhere, see `_half`.
     """
-    worker = getattr(wrapper, "worker", wrapper)
-    runner = getattr(worker, "model_runner", None)
-    method = getattr(runner, METHOD, None)
-    place = f"rank {getattr(worker, 'rank', '?')} on {socket.gethostname()}, process {os.getpid()}"
+    worker = optional(wrapper, "worker", wrapper)
+    runner = optional(worker, "model_runner")
+    method = method_of(runner)
+    place = f"rank {optional(worker, 'rank', '?')} on {socket.gethostname()}, process {os.getpid()}"
     told = {
         "place": place,
         "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
@@ -122,7 +122,7 @@ def answer(wrapper: Any, question: Any = None) -> dict[str, Any]:
 def _refused_layer(runner: Any, method: SparseMethod) -> tuple[str, str, str] | None:
     """Return the refusal of the first unsupported layer with a KV cache, or of all; memory profiling runs not all."""
     layers = method.vllm_config.compilation_config.static_forward_context
-    groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", ())
+    groups = optional(runner, "kv_cache_config.kv_cache_groups", ())
     try:
         for name in (name for group in groups for name in group.layer_names if name in layers):
             method.layer_seen(name)
@@ -142,8 +142,8 @@ def model_runner(wrapper: Any, method: SparseMethod) -> Any:
     Raises:
         SparseMethodError: If there is none, or it calls no hooks although the method needs them.
     """
-    runner = getattr(wrapper.worker, "model_runner", None)
-    hooked = "_ucm_hooks" in getattr(inspect.unwrap(getattr(runner, "execute_model", _nothing)), "__globals__", {})
+    runner = optional(wrapper.worker, "model_runner")
+    hooked = "_ucm_hooks" in optional(inspect.unwrap(optional(runner, "execute_model", _nothing)), "__globals__", {})
     if runner is None or (MODEL_RUNNER in method.needed_hooks and not hooked):
         raise SparseMethodError(
             f"{type(method).__name__} needs hooks in the model runner, and this one calls none",
@@ -275,7 +275,7 @@ def _expected_answers(parallel: Any) -> int:
 
 
 def _external(parallel: Any) -> bool:
-    return getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
+    return bool(optional(parallel, "distributed_executor_backend") == "external_launcher")
 
 
 def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from ucm.integration.vllm.compat import clear_row
+from ucm.integration.vllm.compat import clear_row, optional
 from ucm.sparse.base import Role, SparseMethod
 
 if TYPE_CHECKING:
@@ -66,6 +66,11 @@ _works_sparsely = False
 _by_layers: dict[int, ref[SparseMethod]] = {}
 
 
+def method_of(holder: Any) -> SparseMethod | None:
+    """Return the method of a scheduler, a KV-cache manager, a model runner or V2's block tables; None without one."""
+    return getattr(holder, METHOD, None)
+
+
 def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMethod], None]) -> SparseMethod | None:
     """Create and start the configured method's instance for one side; import method modules only if one is configured.
 
@@ -86,7 +91,7 @@ def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMe
         method = create_method(name, vllm_config, role, options)
         require_built_hooks(type(method))
         require_hooked(name, method.needed_hooks, owner)
-        if isinstance(getattr(vllm_config, "additional_config", None), dict):
+        if isinstance(optional(vllm_config, "additional_config"), dict):
             # vLLM's compile cache keys on this dictionary and not on the connector's settings: without the
             # method in it, a graph compiled without the method's layer calls would be loaded for a run with them.
             vllm_config.additional_config.setdefault(KEY, {name: options})
@@ -129,14 +134,14 @@ def engine_core_started(engine_core: Any) -> None:
 
 def request_added(scheduler: Any, request: Any) -> None:
     """A new request has entered the queue."""
-    method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
+    method = method_of(scheduler) if _schedules_sparsely else None
     if method is not None:
         method.request_added(request)
 
 
 def limit_new_tokens(scheduler: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
     """The scheduler is about to compute tokens of a request: limit them; see `SparseMethod.limit_new_tokens`."""
-    method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
+    method = method_of(scheduler) if _schedules_sparsely else None
     if method is not None:
         num_new_tokens = method.limit_new_tokens(request, num_computed_tokens, num_new_tokens)
     return num_new_tokens
@@ -144,7 +149,7 @@ def limit_new_tokens(scheduler: Any, request: Any, num_computed_tokens: int, num
 
 def before_allocation(kv_cache_manager: Any, request: Any) -> bool:
     """Blocks are about to be allocated for a request: return whether to; see `SparseMethod.before_allocation`."""
-    method: SparseMethod | None = getattr(kv_cache_manager, METHOD, None) if _schedules_sparsely else None
+    method = method_of(kv_cache_manager) if _schedules_sparsely else None
     if method is None:
         return True
     name, computed = method.allocating or ("", 0)
@@ -157,7 +162,7 @@ def before_allocation(kv_cache_manager: Any, request: Any) -> bool:
 
 def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
     """A step is decided: the method's metadata travels to the workers as ``ucm_sparse_meta``."""
-    method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
+    method = method_of(scheduler) if _schedules_sparsely else None
     if method is not None:
         if method.allocating is None:
             _check_allocated(method, scheduler_output)
@@ -168,14 +173,14 @@ def scheduler_output_built(scheduler: Any, scheduler_output: Any) -> None:
 
 def request_preempted(scheduler: Any, request: Any) -> None:
     """A running request has lost its blocks, and with them its place in this step."""
-    method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
+    method = method_of(scheduler) if _schedules_sparsely else None
     if method is not None:
         method.request_preempted(request)
 
 
 def request_freed(scheduler: Any, request: Any) -> None:
     """A request has ended."""
-    method = getattr(scheduler, METHOD, None) if _schedules_sparsely else None
+    method = method_of(scheduler) if _schedules_sparsely else None
     if method is not None:
         if method.allocating is not None and method.allocating[0] == request.request_id:
             method.allocating = ("", 0)  # the next request that asks takes its place
@@ -227,7 +232,7 @@ def worker_init(wrapper: Any) -> None:
         _by_layers[layers] = ref(method, lambda _: _by_layers.pop(layers, None))
         _works_sparsely = True
 
-    _started(wrapper.vllm_config, Role.WORKER, getattr(wrapper.worker, "model_runner", None), start)
+    _started(wrapper.vllm_config, Role.WORKER, optional(wrapper.worker, "model_runner"), start)
 
 
 def worker_method(vllm_config: Any) -> SparseMethod | None:
@@ -240,7 +245,7 @@ def worker_method(vllm_config: Any) -> SparseMethod | None:
 
 def update_states(runner: Any, scheduler_output: Any) -> None:
     """V1: a step has arrived."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None:
         _step_arrived(method, scheduler_output)
         method.update_states(runner, scheduler_output)
@@ -248,21 +253,21 @@ def update_states(runner: Any, scheduler_output: Any) -> None:
 
 def worker_requests_finished(runner: Any, request_ids: Iterable[str]) -> None:
     """V1: the requests that ended since the last step; called in every step, mostly with none."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None and request_ids:
         method.requests_finished(runner, request_ids)
 
 
 def blocks_updated(runner: Any, request_id: str, request_index: int, scheduler_output: Any) -> None:
     """V1: the new blocks of a request that was also in the previous step are in its row."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None:
         method.blocks_updated(runner, request_id, request_index, scheduler_output)
 
 
 def execute_begin(runner: Any, scheduler_output: Any) -> None:
     """V1: the model is about to run."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None:
         _check_arrived(method, scheduler_output)
         method.execute_begin(runner, scheduler_output, runner.input_batch)
@@ -270,7 +275,7 @@ def execute_begin(runner: Any, scheduler_output: Any) -> None:
 
 def execute_finished(runner: Any, scheduler_output: Any, model_output: Any) -> None:
     """V1: the model has run."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None:
         _check_asked(method, runner)
         method.execute_finished(runner, scheduler_output, model_output)
@@ -278,10 +283,10 @@ def execute_finished(runner: Any, scheduler_output: Any, model_output: Any) -> N
 
 def v2_requests_finished(runner: Any, scheduler_output: Any) -> None:
     """V2: a step has arrived; report its finished requests, without the preempted ones that V2 includes."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None:
         # The only object of a runner that a hook gets without the runner; recreated with each KV cache.
-        tables = getattr(runner, "block_tables", None)
+        tables = optional(runner, "block_tables")
         if tables is not None:
             setattr(tables, METHOD, method)
         _step_arrived(method, scheduler_output)
@@ -292,14 +297,14 @@ def v2_requests_finished(runner: Any, scheduler_output: Any) -> None:
 
 def v2_requests_added(runner: Any, scheduler_output: Any) -> None:
     """V2: the step's new and resumed requests are about to be added."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None:
         method.requests_added(runner, scheduler_output)
 
 
 def v2_requests_updated(runner: Any, scheduler_output: Any) -> None:
     """V2: the running requests' new blocks are in the block tables."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None:
         method.requests_updated(runner, scheduler_output)
 
@@ -308,7 +313,7 @@ def v2_append_block_ids(
     block_tables: Any, request_index: int, block_ids: tuple[list[int], ...], overwrite: bool
 ) -> tuple[tuple[list[int], ...], bool]:
     """V2: blocks are about to be written to a row."""
-    method: SparseMethod | None = getattr(block_tables, METHOD, None) if _works_sparsely else None
+    method = method_of(block_tables) if _works_sparsely else None
     if method is None:
         return block_ids, overwrite
     return method.append_block_ids(block_tables, request_index, block_ids, overwrite)
@@ -316,7 +321,7 @@ def v2_append_block_ids(
 
 def v2_execute_begin(runner: Any, scheduler_output: Any, input_batch: Any, dummy_run: bool) -> None:
     """V2: the model is about to run, or its graph to be replayed; ignored in warm-up steps."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None and not dummy_run:
         _check_arrived(method, scheduler_output)
         method.execute_begin(runner, scheduler_output, input_batch)
@@ -324,7 +329,7 @@ def v2_execute_begin(runner: Any, scheduler_output: Any, input_batch: Any, dummy
 
 def v2_execute_finished(runner: Any, scheduler_output: Any, dummy_run: bool) -> None:
     """V2: the model has run."""
-    method = getattr(runner, METHOD, None) if _works_sparsely else None
+    method = method_of(runner) if _works_sparsely else None
     if method is not None and not dummy_run:
         _check_asked(method, runner)
         method.execute_finished(runner, scheduler_output, None)
@@ -332,7 +337,7 @@ def v2_execute_finished(runner: Any, scheduler_output: Any, dummy_run: bool) -> 
 
 def _step_arrived(method: SparseMethod, scheduler_output: Any) -> None:
     """Check that the scheduler side's hooks ran for an arriving step, except for warm-up steps before the first one."""
-    told = getattr(scheduler_output, TOLD, False)
+    told = optional(scheduler_output, TOLD, False)
     runs = scheduler_output.num_scheduled_tokens
     if not told and method.decided and runs and "SCHEDULER" in method.needed_hooks:
         from ucm.integration.vllm.sparse.requirements import hook_lost  # noqa: PLC0415 - as in `worker_init`

@@ -15,6 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.integration.vllm import metric_names as names
+from ucm.integration.vllm.compat import connector_abilities, optional
 from ucm.integration.vllm.metric_names import has_failures, merge, sentence
 from ucm.integration.vllm.prometheus import SeriesSet, client_classes
 from ucm.logger import get_logger
@@ -371,7 +372,7 @@ def create_publisher(vllm_config: Any) -> Callable[[StatsData], None] | None:
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: PLC0415 - lazily
 
-    if hasattr(KVConnectorBase_V1, "build_prom_metrics"):
+    if connector_abilities(KVConnectorBase_V1).exports_stats:
         return None
     if VARIABLE not in os.environ:
         get_logger(__name__).info(
@@ -380,7 +381,7 @@ def create_publisher(vllm_config: Any) -> Callable[[StatsData], None] | None:
             VARIABLE,
         )
         return None
-    engine = int(getattr(vllm_config.parallel_config, "data_parallel_rank", 0))
+    engine = int(optional(vllm_config, "parallel_config.data_parallel_rank", 0))
     labels = {engine: [vllm_config.model_config.served_model_name, str(engine)]}
     series = SeriesSet(client_classes(), ["model_name", "engine"], labels)
     return lambda data: series.observe(data, engine)

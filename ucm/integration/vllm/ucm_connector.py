@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
-from ucm.integration.vllm.compat import outer_transfer
+from ucm.integration.vllm.compat import connector_abilities, optional, outer_transfer, reported_by_workers
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.connector.metadata import WeightsReport
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
+    from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
@@ -48,15 +49,15 @@ except ImportError:  # until 0.11.0: a connector means one KV-cache group
 logger = get_logger(__name__)
 
 #: From 0.11.0 on vLLM collects the counts; before, each side publishes them itself, once per step.
-VLLM_TAKES_STATS = hasattr(KVConnectorBase_V1, "get_kv_connector_stats")
+VLLM_TAKES_STATS = connector_abilities(KVConnectorBase_V1).takes_stats
 
 
-def _takes_stats(vllm_config: Any) -> bool:
+def _takes_stats(vllm_config: VllmConfig) -> bool:
     """Whether vLLM brings what was counted to the process that logs; the MultiConnector of 0.11.0 breaks that one."""
     if not VLLM_TAKES_STATS or outer_transfer(vllm_config) is None:
         return VLLM_TAKES_STATS
     multi = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
-    return hasattr(multi, "MultiKVConnectorPromMetrics")
+    return optional(multi, "MultiKVConnectorPromMetrics") is not None
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc] # vLLM is untyped here
@@ -117,7 +118,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     #: Whether chunks are blended.
     blends: ClassVar[bool] = False
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig | None = None) -> None:
         if kv_cache_config is None:
             super().__init__(vllm_config, role)
         else:
@@ -158,7 +159,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
 
     # Scheduler side
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The tokens that the store can give beyond the computed ones, and whether they come between two steps.
 
         None tells vLLM to ask again with the next step.
@@ -175,12 +176,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         )
         return tokens, bool(tokens) and side.policy.between_steps
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Remember the request's blocks, and what to load into them."""
         self._scheduler.scheduler.allocated(request, blocks, num_external_tokens)
         logger.debug("[UCM.Load] request %s: %d tokens to load", request.request_id, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """The step's plan for the workers."""
         if not self._takes_stats:
             self._scheduler.counters.take_data()
@@ -190,19 +191,19 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             logger.debug("[UCM.Connector] step %d: %d blocks to load, %d to save", plan.step, _count(plan.loads), saves)
         return StepMetadata(plan)
 
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Never delays the free: what is still being read is waited for before it is written again."""
         self._scheduler.scheduler.finished(request)
         logger.debug("[UCM.Save] request %s: ended after %d tokens", request.request_id, request.num_computed_tokens)
         return False, None
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """The same, where the model has several KV-cache groups."""
         return self.request_finished(request, block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process changes of weights that any rank reported."""
-        told = getattr(connector_output, "kv_connector_worker_meta", None)
+        told = reported_by_workers(connector_output)
         if isinstance(told, WorkerMetadata):
             if told.report is not None:
                 self._scheduler.reported(told.report)
@@ -322,7 +323,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     @classmethod
     def build_prom_metrics(
         cls,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
         metric_types: Any,
         labelnames: Iterable[str],
         per_engine_labelvalues: Any,

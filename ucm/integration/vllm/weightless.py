@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.errors import UcmError
 from ucm.hashing.rank_geometry import rank_tag
 from ucm.hashing.request_hasher import RequestHasher
+from ucm.integration.vllm.compat import optional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -276,7 +277,7 @@ def _facts(core: Any, config: Any, device: str) -> EngineFacts:
         for memory in memories
     )
     keys = scheduler_side._keys  # noqa: SLF001
-    new_request = _request_factory(getattr(core, "request_block_hasher", None))
+    new_request = _request_factory(optional(core, "request_block_hasher"))
     return EngineFacts(namespace, device, stored, EngineHasher(keys, new_request))
 
 
@@ -323,6 +324,6 @@ def _forget_worker_connector() -> None:
     """Reset the worker's connector, if the worker has not, so that the next engine in this process creates its own."""
     from vllm.distributed import kv_transfer  # noqa: PLC0415 - ucm imports without vLLM
 
-    shut_down = getattr(kv_transfer, "ensure_kv_transfer_shutdown", None)
+    shut_down = optional(kv_transfer, "ensure_kv_transfer_shutdown")
     if shut_down is not None:
         shut_down()

@@ -29,6 +29,7 @@ from pydantic import Field, field_validator
 
 from ucm.config.settings import StoreSettings, replace_former_names
 from ucm.errors import ConfigError
+from ucm.integration.vllm.compat import optional
 from ucm.logger import get_logger
 from ucm.sparse.base import require_hooks
 from ucm.sparse.blocks import TILE, ReleasingMethod, SinksAndWindow, keep_apart, rename_own, require_own_connector
@@ -184,7 +185,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         """Refuse an unsupported engine, and a store that fails to open; a store that does not answer is accepted."""
         require_hooks(NAME, self.needed_hooks)
         self.attention.require_engine()
-        block_size = getattr(self.vllm_config.cache_config, "block_size", None)
+        block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:
             self._budget(int(block_size))
         config = self._options.store.as_store_config()
@@ -216,7 +217,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     def update_states(self, runner: Any, scheduler_output: Any) -> None:
         """Copy out the blocks that this step frees, before the rest of the step."""
         del runner
-        self.reader.step_arrived(getattr(scheduler_output, "ucm_sparse_meta", None))
+        self.reader.step_arrived(optional(scheduler_output, "ucm_sparse_meta"))
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""

@@ -17,8 +17,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.integration.vllm.compat import cap_admission
 from ucm.logger import get_logger
-from ucm.sparse.blocks import CAPS, ReleasedBlocks
+from ucm.sparse.blocks import ReleasedBlocks
 from ucm.store.base import BlockKey
 from ucm.store.posix.layout import owner_name
 
@@ -189,9 +190,7 @@ class OffloadedReleases(ReleasedBlocks):
 
     def _cap_admission(self, tokens_per_step: int) -> None:
         most = self._window.most_blocks(self._batches * tokens_per_step, self.block_size) + self._limit
-        for name in CAPS:
-            if hasattr(self._manager, name):
-                setattr(self._manager, name, most)
+        cap_admission(self._manager, most)
 
 
 class Losses:

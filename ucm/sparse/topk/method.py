@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import Field
 
 from ucm.errors import ConfigError, SparseMethodError
+from ucm.integration.vllm.compat import optional
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
 from ucm.sparse.base import Role, SparseMethod, require_hooks
@@ -167,7 +168,7 @@ class BlockTopK(SparseMethod):
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
         self.attention.require_engine()
         self._require_restricted_layers()
-        block_size = getattr(self.vllm_config.cache_config, "block_size", None)
+        block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:
             self._budget(int(block_size))
 
@@ -199,7 +200,7 @@ class BlockTopK(SparseMethod):
 
     def layers_seen(self) -> None:
         """Refuse a model of which nothing is restricted; a stage of a pipeline may have no restricted layer."""
-        stages = getattr(getattr(self.vllm_config, "parallel_config", None), "pipeline_parallel_size", 1)
+        stages = optional(self.vllm_config, "parallel_config.pipeline_parallel_size", 1)
         if self._windowed and not self._restricts and stages == 1:
             raise SparseMethodError(
                 "all layers that the options do not leave dense have a sliding window, so nothing would be restricted",
@@ -474,8 +475,7 @@ class BlockTopK(SparseMethod):
 
 def num_layers(vllm_config: Any) -> int | None:
     """Return the number of layers of the served (text) model; None if its configuration does not say."""
-    model = getattr(vllm_config, "model_config", None)
-    found: int | None = getattr(getattr(model, "hf_text_config", None), "num_hidden_layers", None)
+    found: int | None = optional(vllm_config, "model_config.hf_text_config.num_hidden_layers")
     return found
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.releases import REVIEWED
 from tests.ucm.integration.vllm import published as vllm
 from ucm.integration.vllm import compat
-from ucm.integration.vllm.compat import asks_again
+from ucm.integration.vllm.compat import connector_abilities
 
 ROOM = Path(__file__).parents[4] / "ucm/integration/vllm"
 #: Modules that call a connector, at their paths in all releases.
@@ -59,7 +59,9 @@ def test_vllm_knows_each_of_our_methods() -> None:
 def test_which_releases_ask_again(release: str) -> None:
     base = type("Base", (), dict.fromkeys(api(release)))
     schedule = ast.unparse(vllm.methods(release, vllm.SCHEDULER, "Scheduler")["schedule"])
-    assert asks_again(base) == ("external_computed_tokens is None" in schedule or "ext_tokens is None" in schedule)
+    assert connector_abilities(base).asks_again == (
+        "external_computed_tokens is None" in schedule or "ext_tokens is None" in schedule
+    )
 
 
 @pytest.mark.parametrize("release", REVIEWED)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.blend import FORMAT, PIECE
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.compat import optional, rotary_table, rotates_in_float
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.sparse.layers import AttentionLayers
 from ucm.rotary import Rotation
@@ -201,15 +202,15 @@ class LayerCaches:
             by_layer[name] = made[id(given)]
         more = {"slot_mapping": dict.fromkeys(self.names, rows.slots)}
         # vLLM Ascend's operators read more of a context than vLLM puts in it.
-        begin = getattr(sys.modules.get(ASCEND), "set_ascend_forward_context", set_forward_context)
+        begin = optional(sys.modules.get(ASCEND), "set_ascend_forward_context", set_forward_context)
         known = inspect.signature(begin).parameters
         more = {name: value for name, value in more.items() if name in known}
         with begin(by_layer, self._config, num_tokens=len(rows.positions), **more):
             yield
 
     def _rotation(self, name: str, owner: Any) -> Rotation:
-        module = getattr(owner, "rotary_emb", None)
-        table = getattr(module, "cos_sin_cache", None)
+        module = optional(owner, "rotary_emb")
+        table = rotary_table(module)
         if module is None or table is None or table.dim() != 2:  # noqa: PLR2004 - positions, numbers
             raise UnsupportedModelError(
                 "the layer has no rotary embedding with one table for all positions",
@@ -222,7 +223,7 @@ class LayerCaches:
                 where=f"layer {name}, max_model_len {self._config.model_config.max_model_len}",
                 fix="start vLLM with a smaller --max-model-len",
             )
-        if not getattr(module, "use_flashinfer", False):  # vLLM multiplies in the model's dtype
+        if not rotates_in_float(module):  # vLLM multiplies in the model's dtype
             table = table.to(self._config.model_config.dtype)
         return Rotation(table.to(self.device), bool(module.is_neox_style))
 

@@ -20,7 +20,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.blend import Chunk, ChunkMarksError, ChunkNames, blended_end, marked_chunks, separated_chunks
-from ucm.integration.vllm.compat import admitted_requests, block_ids_by_group, grown_requests
+from ucm.integration.vllm.compat import (
+    adapter_of,
+    admitted_requests,
+    block_hashes,
+    block_ids_by_group,
+    cache_salt,
+    grown_requests,
+    has_media,
+    is_pooled,
+    is_streaming,
+    prompt_embeds,
+    skips_prefix_cache,
+    transfer_params,
+    wants_prompt_logprobs,
+)
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry
 
@@ -125,7 +139,7 @@ class OwnNames:
         Args:
             tokens: The number of tokens with exact KV.
         """
-        hashes = getattr(self._request, "block_hashes", None)
+        hashes = block_hashes(self._request)
         if not hashes:
             return
         first = tokens // self._named_tokens(len(hashes))
@@ -150,15 +164,6 @@ class OwnNames:
         number = self._request.num_tokens
         parts = (self._block_size // count for count in range(1, self._block_size + 1) if self._block_size % count == 0)
         return next((size for size in parts if number // size == names), max(1, number // names))
-
-
-def names_are_kept_apart() -> bool:
-    """Return whether this release has a request's hashes as replaceable bytes; it does from 0.11.0 on."""
-    try:
-        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 - ucm imports without vLLM
-    except ImportError:
-        return True
-    return getattr(getattr(kv_cache_utils, "BlockHash", None), "__supertype__", None) is bytes
 
 
 class BlendCounters(Protocol):
@@ -404,7 +409,7 @@ class BlendScheduler:
     def _find_chunks(self, state: BlendRequest) -> None:
         request = state.request
         try:
-            chunks = marked_chunks(getattr(request, "kv_transfer_params", None), request.num_prompt_tokens)
+            chunks = marked_chunks(transfer_params(request), request.num_prompt_tokens)
             prompt = list(request.all_token_ids[: request.num_prompt_tokens]) if chunks or self._ends else []
             if chunks is None and self._ends:
                 chunks = separated_chunks(prompt, self._ends)
@@ -413,7 +418,7 @@ class BlendScheduler:
                 self._count(state, reason)
             elif chunks:
                 chunks = [chunk for chunk in chunks if chunk.tokens >= self._settings.min_tokens]
-                salt = getattr(request, "cache_salt", None)
+                salt = cache_salt(request)
                 state.keys = [self._names.pieces(prompt[chunk.start : chunk.end], salt) for chunk in chunks]
                 state.chunks = chunks
         except ChunkMarksError as error:
@@ -516,24 +521,24 @@ class BlendScheduler:
 
 def _has_no_chunks(request: Any) -> str:
     """Return why a request's chunks cannot be used: its KV depends on more than its tokens; empty if they can."""
-    if getattr(request, "lora_request", None) is not None:
+    if adapter_of(request) is not None:
         return "lora"
-    if getattr(request, "prompt_embeds", None) is not None:
+    if prompt_embeds(request)[0] is not None:
         return "prompt_embeds"
-    if getattr(request, "mm_features", None) or getattr(request, "mm_positions", None):
+    if has_media(request):
         return "multimodal"
-    if getattr(request, "pooling_params", None) is not None:
+    if is_pooled(request):
         return "pooling"
-    if getattr(request, "resumable", False):
+    if is_streaming(request):
         return "streaming"
     return ""
 
 
 def _cannot_load(request: Any) -> str:
     """Return why all of a request's tokens must be computed; empty if they need not be."""
-    if getattr(request, "skip_reading_prefix_cache", False):
+    if skips_prefix_cache(request):
         return "skip_reading_prefix_cache"
-    if getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None:
+    if wants_prompt_logprobs(request):
         return "prompt_logprobs"
     return ""
 

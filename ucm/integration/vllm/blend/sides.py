@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING, Any
 from ucm.background import call_within
 from ucm.hashing.rank_geometry import Parallelism, rank_tag, rank_tags
 from ucm.integration.vllm.blend.caches import LayerCaches
-from ucm.integration.vllm.blend.scheduler import BlendScheduler, names_are_kept_apart
+from ucm.integration.vllm.blend.scheduler import BlendScheduler
 from ucm.integration.vllm.blend.staging import ChunkStager
 from ucm.integration.vllm.blend.worker import BlendWorker
-from ucm.integration.vllm.compat import leave_out, runs_micro_batches
+from ucm.integration.vllm.compat import (
+    batches_in_flight,
+    hashes_are_bytes,
+    leave_out,
+    optional,
+    rank_of,
+    runs_micro_batches,
+)
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.identity import running_model
 from ucm.integration.vllm.connector.kv_cache import cache_groups
 from ucm.integration.vllm.connector.prefix_cache import left_alone
 from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
 from ucm.integration.vllm.sparse.config import sparse_method_config
-from ucm.sparse.blocks import batches_in_flight
 from ucm.store.factory import OpeningStore, open_store
 from ucm.store.memory.slab import Slab, default_bytes
 
@@ -63,13 +69,13 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
             where="ucm_sparse_config",
             fix="leave one of the two out",
         )
-    if getattr(vllm_config, "speculative_config", None) is not None:
+    if optional(vllm_config, "speculative_config") is not None:
         raise UnsupportedModelError(
             "blending fills only the model's KV cache, not that of a draft model",
             where="speculative_config",
             fix="start vLLM without --speculative-config, or use UCMConnector",
         )
-    if getattr(vllm_config, "lora_config", None) is not None:
+    if optional(vllm_config, "lora_config") is not None:
         raise UnsupportedModelError(
             "vLLM maps adapters to the rows of a step, which the forward passes of blending do not have",
             where="lora_config",
@@ -82,7 +88,7 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
             where="cache_config.cache_dtype",
             fix="start vLLM with --kv-cache-dtype auto, or use UCMConnector",
         )
-    if cache.enable_prefix_caching and not names_are_kept_apart():
+    if cache.enable_prefix_caching and not hashes_are_bytes():
         raise UnsupportedModelError(
             "before vLLM 0.11.0, UCM cannot change the hashes of a request's blocks in vLLM's prefix cache: others "
             "would find blended KV as exact",
@@ -113,8 +119,7 @@ def require_alone(vllm_config: Any) -> None:
         from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - ucm imports without vLLM
     except ImportError:
         return
-    transfer = getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None)
-    outer = getattr(transfer, "kv_connector", None)
+    outer = optional(get_current_vllm_config_or_none(), "kv_transfer_config.kv_connector")
     if outer is not None and outer != vllm_config.kv_transfer_config.kv_connector:
         raise UnsupportedModelError(
             "the other connectors would save blended KV as exact",
@@ -125,19 +130,19 @@ def require_alone(vllm_config: Any) -> None:
 
 def _refuse_model(model: Any, groups: Sequence[Any]) -> None:
     where = f"model {model.model!r}"
-    text = getattr(model, "hf_text_config", None)
+    text = optional(model, "hf_text_config")
     obstacles = {
-        "blending does not serve models that generate no text": getattr(model, "runner_type", "generate")
+        "blending does not serve models that generate no text": optional(model, "runner_type", "generate")
         not in {"generate", "auto"},
         "blending does not serve latent attention (MLA)": model.use_mla,
-        "blending does not serve multimodal models": getattr(model, "is_multimodal_model", False),
+        "blending does not serve multimodal models": optional(model, "is_multimodal_model", False),
         "blending does not serve encoder-decoder models": model.is_encoder_decoder,
-        "blending does not serve positions of several dimensions (mrope)": getattr(model, "uses_mrope", False)
-        or getattr(model, "uses_xdrope_dim", 0),
-        "blending does not serve models that mix attention with other layers": getattr(model, "is_hybrid", False),
-        "blending does not serve models that attend within chunks": getattr(model, "attention_chunk_size", None),
+        "blending does not serve positions of several dimensions (mrope)": optional(model, "uses_mrope", False)
+        or optional(model, "uses_xdrope_dim", 0),
+        "blending does not serve models that mix attention with other layers": optional(model, "is_hybrid", False),
+        "blending does not serve models that attend within chunks": optional(model, "attention_chunk_size"),
         "blending does not serve models in which some layers do not rotate their keys": any(
-            getattr(text, name, None) for name in UNROTATED
+            optional(text, name) for name in UNROTATED
         ),
         "blending does not serve models with sliding windows, or several kinds of attention": len(groups) != 1
         or groups[0].window is not None,
@@ -155,10 +160,10 @@ def _refuse_parallel(vllm_config: Any) -> None:
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
-        if int(getattr(parallel, name, 1) or 1) > 1:
+        if int(optional(parallel, name, 1) or 1) > 1:
             raise UnsupportedModelError(
                 "the forward passes of blending run only on the ranks of one tensor-parallel group",
-                where=f"parallel_config.{name} = {getattr(parallel, name)}",
+                where=f"parallel_config.{name} = {optional(parallel, name)}",
                 fix=f"start vLLM with --{name.replace('_', '-')} 1, or use UCMConnector",
             )
     if runs_micro_batches(vllm_config):
@@ -312,7 +317,7 @@ class BlendWorkerSide:
             self._blend,
             self._exact.counters,
             most_tokens=int(config.scheduler_config.max_num_batched_tokens),
-            rank=Parallelism.of(config).ranks(int(getattr(config.parallel_config, "rank", 0))).tp,
+            rank=Parallelism.of(config).ranks(rank_of(config)).tp,
             name=str(config.model_config.model),
         )
 

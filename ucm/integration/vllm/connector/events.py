@@ -15,6 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ucm.hashing.request_hasher import has_hashes
+from ucm.integration.vllm.compat import (
+    adapter_of,
+    block_hashes,
+    cache_salt,
+    has_media,
+    optional,
+    prompt_embeds,
+    publishes_kv_events,
+)
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
 
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import BlockKey
+    from ucm.vllm_types import Request, VllmConfig
 
 #: Memory for blocks that are being saved and not reported yet; the oldest are forgotten beyond it.
 MOST_PENDING_BYTES = 32 << 20
@@ -71,7 +81,7 @@ class StoreEvents:
 
     def __init__(
         self,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
         ranks: Mapping[int, int],
         module: Any,
         convert: Callable[[bytes], Any] | None = None,
@@ -80,7 +90,7 @@ class StoreEvents:
         self._ranks = ranks
         self._module = module
         cache = vllm_config.cache_config
-        self._hash_size = getattr(cache, "hash_block_size", None) or cache.block_size
+        self._hash_size = optional(cache, "hash_block_size") or cache.block_size
         self._convert, self._kind_of = convert, kind_of
         self._number = 0
         self._pending: OrderedDict[tuple[int, BlockKey], _Block] = OrderedDict()
@@ -90,7 +100,7 @@ class StoreEvents:
         self._events: list[Any] = []
 
     def saving(
-        self, request: Any, group: CacheGroup, first: int, keys: Sequence[BlockKey], parent: BlockKey | None
+        self, request: Request, group: CacheGroup, first: int, keys: Sequence[BlockKey], parent: BlockKey | None
     ) -> None:
         """Note blocks that are going to be saved.
 
@@ -115,7 +125,7 @@ class StoreEvents:
 
     def loading(
         self,
-        request: Any,
+        request: Request,
         group: CacheGroup,
         first: int,
         keys: Sequence[BlockKey],
@@ -169,7 +179,7 @@ class StoreEvents:
 
     def _describe(
         self,
-        request: Any,
+        request: Request,
         group: CacheGroup,
         first: int,
         keys: Sequence[BlockKey],
@@ -180,13 +190,13 @@ class StoreEvents:
 
         As with vLLM's own offloading, blocks within sliding windows are not announced: alone they help no request.
         """
-        inputs = ("mm_features", "mm_hashes", "cache_salt", "prompt_embeds")
-        if group.window is not None or any(getattr(request, name, None) for name in inputs):
+        more = has_media(request) or cache_salt(request) or prompt_embeds(request)[0] is not None
+        if group.window is not None or more:
             return
-        size, adapter = group.block_size, getattr(request, "lora_request", None)
+        size, adapter = group.block_size, adapter_of(request)
         names: list[Any] = [parent, *keys]
         if has_hashes(request) and size == self._hash_size:
-            hashes = request.block_hashes[max(first - 1, 0) : first + len(keys)]
+            hashes = block_hashes(request)[max(first - 1, 0) : first + len(keys)]
             names = hashes if self._convert is None else [self._convert(one) for one in hashes]
             names = names if first else [None, *names]
         facts = {
@@ -230,7 +240,7 @@ def _event(kind: Any, tier: str, said: Mapping[str, Any]) -> Any:
 
 
 def store_events(
-    vllm_config: Any, ranks: Mapping[int, int], *, wanted: bool, takes_events: bool, hears_workers: bool
+    vllm_config: VllmConfig, ranks: Mapping[int, int], *, wanted: bool, takes_events: bool, hears_workers: bool
 ) -> StoreEvents | None:
     """Return the collector of events; None unless they are wanted and this vLLM can have them, which is logged.
 
@@ -243,14 +253,14 @@ def store_events(
     """
     if not wanted:
         return None
-    published = getattr(getattr(vllm_config, "kv_events_config", None), "enable_kv_cache_events", False)
+    published = publishes_kv_events(vllm_config)
     if takes_events and hears_workers and published:
         return StoreEvents(
             vllm_config,
             ranks,
             import_module("vllm.distributed.kv_events"),
-            getattr(import_module("vllm.v1.core.kv_cache_utils"), "maybe_convert_block_hash", None),
-            getattr(import_module("vllm.v1.kv_cache_interface"), "get_kv_cache_spec_kind", None),
+            optional(import_module("vllm.v1.core.kv_cache_utils"), "maybe_convert_block_hash"),
+            optional(import_module("vllm.v1.kv_cache_interface"), "get_kv_cache_spec_kind"),
         )
     reason = "vLLM publishes none: set kv_events_config" if takes_events and hears_workers else "this vLLM cannot"
     get_logger(__name__).warning("[UCM.Connector] kv_events is set, but no events are published: %s", reason)

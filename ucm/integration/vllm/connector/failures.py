@@ -6,10 +6,17 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ucm.errors import ConfigError, SparseMethodError, UcmError
-from ucm.integration.vllm.compat import device_type, saves_after_drafts
+from ucm.integration.vllm.compat import (
+    can_sleep,
+    device_type,
+    divided_context,
+    optional,
+    saves_after_drafts,
+    zeroes_blocks,
+)
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ucm.store.base import BlockKey, StoreError
+    from ucm.vllm_types import KVCacheConfig, VllmConfig
 
 #: The name under which rewritten modules import UCM's hooks.
 HOOKS = "_ucm_hooks"
@@ -90,36 +98,33 @@ def refusals_logged(tag: str) -> Iterator[None]:
         raise
 
 
-def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
+def refuse_what_cannot_work(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:
     """Refuse settings under which blocks cannot be found again, or must not be.
 
     Raises:
         UnsupportedModelError: Names the setting.
     """
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if int(getattr(parallel, name, 1) or 1) > 1:
-            raise UnsupportedModelError(
-                "context parallelism spreads the tokens of a block over ranks, but UCM's connectors store whole blocks",
-                where=f"parallel_config.{name} = {getattr(parallel, name)}",
-                fix="run without context parallelism, or without a UCM connector",
-            )
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+    divided = divided_context(vllm_config.parallel_config)
+    if divided:
+        raise UnsupportedModelError(
+            "context parallelism spreads the tokens of a block over ranks, but UCM's connectors store whole blocks",
+            where=f"parallel_config.{divided} = {optional(vllm_config.parallel_config, divided)}",
+            fix="run without context parallelism, or without a UCM connector",
+        )
+    if zeroes_blocks(kv_cache_config):
         raise UnsupportedModelError(
             "vLLM zeroes blocks of this model's KV cache, also those still being saved, before it tells the connector",
             where="kv_cache_config.needs_kv_cache_zeroing",
             fix="run this model without a UCM connector",
         )
-    sleeps = getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
-    if sleeps and device_type(vllm_config) != "cpu":
+    if can_sleep(vllm_config) and device_type(vllm_config) != "cpu":
         raise UnsupportedModelError(
             "vLLM's sleep mode frees the KV cache's memory without telling the workers' connectors, which may "
             "still be saving from it",
             where="model_config.enable_sleep_mode",
             fix="leave out --enable-sleep-mode, or run without a UCM connector",
         )
-    draft = getattr(vllm_config, "speculative_config", None)
-    if draft is not None and getattr(draft, "draft_model_config", None) is not None and not saves_after_drafts():
+    if optional(vllm_config, "speculative_config.draft_model_config") is not None and not saves_after_drafts():
         raise UnsupportedModelError(
             "in this vLLM release connectors save before the draft model has run: its KV would be stored unfinished",
             where="speculative_config",
@@ -127,7 +132,7 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
-def refuse_wrong_rotation(vllm_config: Any) -> None:
+def refuse_wrong_rotation(vllm_config: VllmConfig) -> None:
     """Refuse latent attention on a CPU whose kernel rotates queries and keys by the positions of other tokens.
 
     Latent attention passes queries and keys as ``(tokens, heads, size)``. The kernel of vLLM 0.32.0 for the CPU
@@ -137,7 +142,7 @@ def refuse_wrong_rotation(vllm_config: Any) -> None:
     Raises:
         UnsupportedModelError: The engine would rotate with such a kernel.
     """
-    if device_type(vllm_config) != "cpu" or not getattr(vllm_config.model_config, "use_mla", False):
+    if device_type(vllm_config) != "cpu" or not optional(vllm_config, "model_config.use_mla", False):
         return
     operators = vllm_config.compilation_config.custom_ops
     disabled = f"-{_ROTATION}" in operators or ("none" in operators and f"+{_ROTATION}" not in operators)
@@ -169,7 +174,7 @@ def takes_heads_for_tokens() -> bool:
     return not torch.equal(query.view(tokens, -1), expected)
 
 
-def refuse_method_without_hooks(vllm_config: Any) -> None:
+def refuse_method_without_hooks(vllm_config: VllmConfig) -> None:
     """Refuse a sparse method in a process of upstream vLLM, where nothing would call it.
 
     Without the overlay, vLLM calls only UCM's connector: the engine would be dense without any notice.
@@ -181,7 +186,7 @@ def refuse_method_without_hooks(vllm_config: Any) -> None:
     found = sparse_method_config(vllm_config)
     if found is None:
         return
-    # Not `hasattr`: some vLLM modules import others when asked for an attribute that they do not have.
+    # In `vars`: some vLLM modules import others when asked for an attribute that they do not have.
     modules = [module for name, module in sys.modules.copy().items() if name.startswith("vllm.")]
     if any(HOOKS in getattr(module, "__dict__", ()) for module in modules):
         return

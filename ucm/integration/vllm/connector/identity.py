@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import sys
 import threading
 import time
 import traceback
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
 from ucm.hashing.model_identity import model_identity
+from ucm.integration.vllm.compat import optional, requests_have_hashers
 from ucm.integration.vllm.connector.prefix_cache import all_tokens
 from ucm.integration.vllm.sparse.config import KEY, sparse_method_config
 from ucm.logger import get_logger
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.file_contents import Digests
     from ucm.hashing.model_identity import ModelIdentity
+    from ucm.vllm_types import VllmConfig
 
 #: Weights up to this many bytes are read before the engine continues, in less than a tenth of a second. At most
 #: ``START_SECONDS`` are spent waiting for a medium that does not answer.
@@ -34,7 +35,7 @@ AT_ONCE, START_SECONDS = 64 << 20, 10.0
 
 
 def engine_identity(
-    vllm_config: Any, settings: ConnectorConfig, geometry: Mapping[str, Any] | None = None
+    vllm_config: VllmConfig, settings: ConnectorConfig, geometry: Mapping[str, Any] | None = None
 ) -> ModelIdentity:
     """Return the facts that the engine's blocks depend on, as far as known without reading the weights.
 
@@ -145,11 +146,7 @@ class WeightReader:
         )
 
 
-#: The module that defines vLLM's requests; every process with a scheduler has imported it.
-REQUESTS = "vllm.v1.request"
-
-
-def method_identity(vllm_config: Any) -> dict[str, Any]:
+def method_identity(vllm_config: VllmConfig) -> dict[str, Any]:
     """Return the identity of the configured method; empty without one, or if prompts are computed as without it.
 
     KV that was computed under a method belongs to the method: its class, its options and the block size are part of
@@ -168,26 +165,20 @@ def method_identity(vllm_config: Any) -> dict[str, Any]:
     name, options = found
     method = method_class(name)
     identity = method.identity(options)
-    if method.prompts_are_dense(options) and _generated_blocks_are_kept_apart(vllm_config):
+    if method.prompts_are_dense(options) and (
+        not vllm_config.cache_config.enable_prefix_caching or requests_have_hashers()
+    ):
         return {}
     return {KEY: {**identity, "block_size": vllm_config.cache_config.block_size}}
 
 
-def lasting_tokens(vllm_config: Any) -> Callable[[int], int]:
+def lasting_tokens(vllm_config: VllmConfig) -> Callable[[int], int]:
     """Return a function from a prompt's length to how many of the tokens have KV that depends on tokens only."""
     found = sparse_method_config(vllm_config)
     if found is None:
         return all_tokens
     name, options = found
     return partial(method_class(name).lasting_tokens, options)
-
-
-def _generated_blocks_are_kept_apart(vllm_config: Any) -> bool:
-    """Return whether no other request finds generated blocks; up to 0.10.0 requests have no hasher of their own."""
-    if not vllm_config.cache_config.enable_prefix_caching:
-        return True
-    requests = sys.modules.get(REQUESTS)
-    return requests is None or "block_hasher" in inspect.signature(requests.Request.__init__).parameters
 
 
 #: Seconds without a step after which values on an accelerator are checked. A change takes longer than this, including
@@ -393,7 +384,7 @@ class LiveAdapters:
     @classmethod
     def of(cls, model: Any) -> LiveAdapters | None:
         """Return a watcher for a model's adapters; None if the model has no LoRA manager."""
-        return cls(model) if getattr(model, "lora_manager", None) is not None else None
+        return cls(model) if optional(model, "lora_manager") is not None else None
 
     def replaced(self) -> frozenset[int]:
         """Return the numbers (``lora_int_id``) of all replaced adapters, as far as calls of this method noticed.

@@ -11,11 +11,23 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
+from ucm.integration.vllm.compat import (
+    is_transferred,
+    kv_cache_layout,
+    layer_specs,
+    optional,
+    page_bytes,
+    retained_tokens,
+)
 from ucm.integration.vllm.connector.failures import UnknownLayoutError, UnsupportedModelError
 from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from ucm.vllm_types import KVCacheConfig
 
 #: Specifications whose blocks hold everything that their layers need of a prefix. Compared by exact class name, because
 #: a subclass may keep state elsewhere.
@@ -50,7 +62,7 @@ class CacheGroup:
     @property
     def facts(self) -> dict[str, Any]:
         """The facts that two engines must have in common to read each other's blocks of this group."""
-        specs = {} if self.spec is None else _layer_specs(self.spec, self.layer_names)
+        specs = {} if self.spec is None else layer_specs(self.spec, self.layer_names)
         layers = {name: [*_shape(spec), str(self.page_sizes[name])] for name, spec in specs.items()}
         return {"block_size": self.block_size, "window": self.window, "layers": layers}
 
@@ -84,7 +96,7 @@ class CacheGroups:
         return lcm(*(group.block_size for group in self.groups))
 
 
-def cache_groups(vllm_config: Any, kv_cache_config: Any) -> CacheGroups:
+def cache_groups(vllm_config: Any, kv_cache_config: KVCacheConfig | None) -> CacheGroups:
     """Read the groups from vLLM's configuration.
 
     Args:
@@ -103,14 +115,14 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> CacheGroups:
         raise UnsupportedModelError(
             "the model has no KV cache", where="kv_transfer_config", fix="run it without a connector"
         )
-    return CacheGroups(tuple(found), str(getattr(kv_cache_config, "kv_cache_layout", None) or ""))
+    return CacheGroups(tuple(found), kv_cache_layout(kv_cache_config) or "")
 
 
 def _group(index: int, group: Any) -> CacheGroup:
-    specs = _layer_specs(group.kv_cache_spec, group.layer_names)
+    specs = layer_specs(group.kv_cache_spec, group.layer_names)
     for name, spec in specs.items():
         kind = type(spec).__name__
-        if kind not in FULL_ATTENTION | SLIDING_WINDOW or not getattr(group, "enable_kv_transfer", True):
+        if kind not in FULL_ATTENTION | SLIDING_WINDOW or not is_transferred(group):
             raise UnsupportedModelError(
                 f"KV-cache group {index} is of kind {kind}, which cannot be restored from stored blocks",
                 where=f"layer {name}",
@@ -130,29 +142,22 @@ def _group(index: int, group: Any) -> CacheGroup:
 
 def _shape(spec: Any) -> list[str]:
     """Return the properties of a block in a specification, except its size in bytes."""
-    return [type(spec).__name__, *(str(getattr(spec, name, "")) for name in _SHAPE)]
-
-
-def _layer_specs(spec: Any, layer_names: Sequence[str]) -> dict[str, Any]:
-    if type(spec).__name__ == UNIFORM:
-        return dict(spec.kv_cache_specs)
-    return dict.fromkeys(layer_names, spec)
+    return [type(spec).__name__, *(str(optional(spec, name, "")) for name in _SHAPE)]
 
 
 def _window(spec: Any) -> int | None:
     if type(spec).__name__ not in SLIDING_WINDOW:
         return None
-    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    return int(spec.sliding_window) + retained_tokens(spec)
 
 
 def _unpadded(spec: Any) -> int:
-    for attribute in ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes"):
-        value = getattr(spec, attribute, None)
-        if value is not None:
-            return int(value)
-    raise UnsupportedModelError(
-        f"{type(spec).__name__} does not say how large its blocks are", fix="run this model without a UCM connector"
-    )
+    found = page_bytes(spec)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{type(spec).__name__} does not say how large its blocks are", fix="run this model without a UCM connector"
+        )
+    return found
 
 
 def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]], num_tokens: int, step: int) -> int:
@@ -245,7 +250,7 @@ class LayerLayout:
         return " + ".join(part.description for part in self.parts)
 
 
-def tensors_of(kv_cache: Any) -> tuple[Any, ...]:
+def tensors_of(kv_cache: Any) -> tuple[Tensor, ...]:
     """Return the tensors of a layer's KV cache: vLLM registers one, vLLM Ascend one for K and one for V."""
     return tuple(kv_cache) if isinstance(kv_cache, (tuple, list)) else (kv_cache,)
 
@@ -275,11 +280,11 @@ def layer_layout(name: str, kv_cache: Any, num_blocks: int | None, page_size_byt
     return layout
 
 
-def _shown(name: str, tensor: Any, num_blocks: int | None) -> str:
+def _shown(name: str, tensor: Tensor, num_blocks: int | None) -> str:
     return f"{name}: shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())}, {num_blocks} blocks"
 
 
-def _tensor_layout(name: str, tensor: Any, num_blocks: int | None) -> TensorLayout:
+def _tensor_layout(name: str, tensor: Tensor, num_blocks: int | None) -> TensorLayout:
     shape, strides, itemsize = list(tensor.shape), list(tensor.stride()), tensor.element_size()
     where = _shown(name, tensor, num_blocks)
     if num_blocks is None:
@@ -418,7 +423,7 @@ def _ranges(layout: LayerLayout, kv_cache: Any) -> Iterator[tuple[memoryview, in
             yield storage, part.start + offset, part.block_stride, part.nbytes
 
 
-def _storage(tensor: Any) -> memoryview:
+def _storage(tensor: Tensor) -> memoryview:
     """Return all bytes of the storage behind a tensor."""
     import torch  # noqa: PLC0415 - this package is also imported without torch
 
@@ -460,7 +465,7 @@ class DeviceMemory:
             tuple(layout.block_bytes for layout in self.layouts), fingerprint(self.layouts, {**about, "staged": True})
         )
 
-    def staging(self, blocks: int) -> list[Any]:
+    def staging(self, blocks: int) -> list[Tensor]:
         """Return page-locked host memory for a chunk: per layer, uint8 of shape ``(blocks, block_bytes)``."""
         import torch  # noqa: PLC0415 - this package is also imported without torch
 
@@ -469,14 +474,14 @@ class DeviceMemory:
             torch.empty((blocks, layout.block_bytes), dtype=torch.uint8, pin_memory=pinned) for layout in self.layouts
         ]
 
-    def gather(self, block_ids: Sequence[int], layers: range, staging: list[Any]) -> None:
+    def gather(self, block_ids: Sequence[int], layers: range, staging: list[Tensor]) -> None:
         """Copy blocks to the first rows of the staging memory, asynchronously on the current stream."""
         index = self._index(block_ids)
         for layer in layers:
             target = staging[layer][: len(block_ids)]
             target.copy_(_gathered(self._blocks[layer], index), non_blocking=True)
 
-    def scatter(self, rows: Sequence[int], block_ids: Sequence[int], layers: range, staging: list[Any]) -> None:
+    def scatter(self, rows: Sequence[int], block_ids: Sequence[int], layers: range, staging: list[Tensor]) -> None:
         """Copy staged rows into blocks, asynchronously on the current stream."""
         index = self._index(block_ids)
         for layer in layers:
@@ -486,13 +491,13 @@ class DeviceMemory:
             for blocks, own in zip(self._blocks[layer], _parts(moved, self.layouts[layer]), strict=True):
                 blocks.index_copy_(0, index, own.view(blocks.dtype).view(len(rows), *blocks.shape[1:]))
 
-    def _index(self, block_ids: Sequence[int]) -> Any:
+    def _index(self, block_ids: Sequence[int]) -> Tensor:
         import torch  # noqa: PLC0415 - this package is also imported without torch
 
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
 
 
-def _rows(tensor: Any, layout: TensorLayout) -> Any:
+def _rows(tensor: Tensor, layout: TensorLayout) -> Tensor:
     """Return a view of a tensor with one row per block, in the order of the block's bytes."""
     import torch  # noqa: PLC0415 - this package is also imported without torch
 
@@ -506,7 +511,7 @@ def _rows(tensor: Any, layout: TensorLayout) -> Any:
     return flat.as_strided(shape, strides, layout.start // size)
 
 
-def _gathered(blocks: list[Any], index: Any) -> Any:
+def _gathered(blocks: list[Tensor], index: Tensor) -> Tensor:
     """Return the bytes of some blocks of a layer, uint8 of shape ``(blocks, block_bytes)``, on the device."""
     import torch  # noqa: PLC0415 - this package is also imported without torch
 
@@ -514,7 +519,7 @@ def _gathered(blocks: list[Any], index: Any) -> Any:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _parts(rows: Any, layout: LayerLayout) -> list[Any]:
+def _parts(rows: Tensor, layout: LayerLayout) -> list[Tensor]:
     """Split bytes of blocks into those of each tensor of the layer, each flat and aligned."""
     if len(layout.parts) == 1:
         return [rows.flatten()]

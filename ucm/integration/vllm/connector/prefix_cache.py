@@ -7,7 +7,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ucm.integration.vllm.compat import admitted_requests, block_ids_by_group, grown_requests
+from ucm.integration.vllm.compat import (
+    adapter_number,
+    admitted_requests,
+    block_ids_by_group,
+    grown_requests,
+    is_streaming,
+    needs_all_outputs,
+    optional,
+    preemptions,
+)
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staging import Lookup, Query
 
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.staging import Stager
     from ucm.store.base import BlockKey
     from ucm.store.memory.slab import Row
+    from ucm.vllm_types import Request, SchedulerOutput
 
 #: If vLLM cannot ask again, the scheduler's thread waits this many seconds for a lookup.
 PATIENCE_SECONDS = 0.05
@@ -33,30 +43,25 @@ def all_tokens(num_prompt_tokens: int) -> int:
     return sys.maxsize
 
 
-def adapter_number(request: Any) -> int:
-    """Return vLLM's number of the request's LoRA adapter; 0 for none."""
-    return int(getattr(getattr(request, "lora_request", None), "lora_int_id", 0))
-
-
 class KeySource(Protocol):
     """Computes the keys of requests' blocks."""
 
-    def is_ready(self, request: Any) -> bool:
+    def is_ready(self, request: Request) -> bool:
         """Return whether `of` answers without waiting; if not, prepare the answer in the background."""
 
     def wait(self, seconds: float) -> None:
         """Wait until an answer has been prepared, or return at once if none is being prepared."""
 
-    def of(self, request: Any, block_size: int, first: int = 0) -> list[bytes] | None:
+    def of(self, request: Request, block_size: int, first: int = 0) -> list[bytes] | None:
         """Return the keys of a request's full blocks from ``first`` on; None if it must not be cached."""
 
-    def may_change(self, request: Any) -> bool:
+    def may_change(self, request: Request) -> bool:
         """Return whether the engine reads inputs that shape the request's KV after its keys are made, at its start."""
 
-    def is_same(self, request: Any) -> bool:
+    def is_same(self, request: Request) -> bool:
         """Return whether the inputs that the engine has read are those that the keys were made of."""
 
-    def is_invalidated(self, request: Any) -> bool:
+    def is_invalidated(self, request: Request) -> bool:
         """Return whether inputs that shape the request's KV were replaced since, such as a LoRA adapter in place."""
 
     def forget(self, request_id: str) -> None:
@@ -149,7 +154,7 @@ class RequestState:
         excluded: Whether nothing is loaded or saved for it.
     """
 
-    request: Any
+    request: Request
     block_ids: list[list[int]]
     saved: list[int]
     computed: int = 0
@@ -215,7 +220,7 @@ class PrefixCacheScheduler:
         self.namespace = ""  #: the namespace of the engine's blocks, for the workers; empty until it is known
         self.prepares = False  #: whether lookups will become possible within the next steps
 
-    def matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond the computed ones the store can provide.
 
         Args:
@@ -264,7 +269,7 @@ class PrefixCacheScheduler:
             state.asked = None
         return found
 
-    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks that a request got at its admission.
 
         Args:
@@ -285,7 +290,7 @@ class PrefixCacheScheduler:
         else:
             self._let_go(state)
 
-    def plan(self, scheduler_output: Any) -> StepPlan:
+    def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step.
 
         Args:
@@ -325,10 +330,10 @@ class PrefixCacheScheduler:
                 self.stager.wait(pending, IDLE_SECONDS)
         return plan
 
-    def _take_blocks(self, scheduler_output: Any) -> set[int]:
+    def _take_blocks(self, scheduler_output: SchedulerOutput) -> set[int]:
         """Note the blocks of the scheduled requests; return the blocks that the step may write."""
         # A sparse method may use additional blocks that no request lists.
-        fresh = set[int](getattr(getattr(scheduler_output, "ucm_sparse_meta", None), "taken_blocks", ()))
+        fresh = set[int](optional(scheduler_output, "ucm_sparse_meta.taken_blocks", ()))
         admitted = list(admitted_requests(scheduler_output))
         if self._options.others:
             self._exclude_others(admitted)
@@ -367,7 +372,7 @@ class PrefixCacheScheduler:
         """Note that vLLM's own prefix cache was emptied, and with it the blocks of other connectors."""
         self._others.forget()
 
-    def finished(self, request: Any) -> None:
+    def finished(self, request: Request) -> None:
         """End a request; its full blocks that were not saved yet are saved with the next step."""
         state = self._requests.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
@@ -418,7 +423,7 @@ class PrefixCacheScheduler:
         """How often ``start_anew`` was called."""
         return self._epoch
 
-    def exclude(self, request: Any) -> None:
+    def exclude(self, request: Request) -> None:
         """Stop loading and saving for a request, because its KV no longer follows from its tokens."""
         state = self._state(request)
         self._let_go(state)
@@ -444,16 +449,16 @@ class PrefixCacheScheduler:
             state.excluded = True
         return state.excluded
 
-    def _state(self, request: Any) -> RequestState:
+    def _state(self, request: Request) -> RequestState:
         request_id = request.request_id
         if request_id not in self._requests:
             self._requests[request_id] = self._new_state(request)
         return self._requests[request_id]
 
-    def _new_state(self, request: Any) -> RequestState:
+    def _new_state(self, request: Request) -> RequestState:
         count = len(self._groups.groups)
         state = RequestState(request, [[] for _ in range(count)], [0] * count)
-        if getattr(request, "resumable", False):
+        if is_streaming(request):
             # A streaming session replaces computed tokens, so its blocks have no lasting keys.
             state.excluded = True
             return state
@@ -465,16 +470,11 @@ class PrefixCacheScheduler:
             self._counters.hashed(len(keys), time.monotonic() - begun)
         return state
 
-    def _must_compute(self, request: Any) -> bool:
+    def _must_compute(self, request: Request) -> bool:
         """Return whether every token must be computed: outputs are requested, or a failed load would be fatal."""
-        if int(getattr(request, "num_preemptions", 0)) and not self._options.reloads_preempted:
+        if preemptions(request) and not self._options.reloads_preempted:
             return True
-        if getattr(request, "skip_reading_prefix_cache", False):
-            return True
-        if getattr(request, "pooling_params", None) is not None:
-            # Poolers other than that of the last token need all outputs; vLLM tells which from 0.11.1 on.
-            return not (self._options.prefix_caching and hasattr(request, "skip_reading_prefix_cache"))
-        return getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None
+        return needs_all_outputs(request, prefix_caching=self._options.prefix_caching)
 
     def _limit(self, state: RequestState) -> int:
         """Return the most tokens that may come from caches."""
@@ -517,12 +517,12 @@ class PrefixCacheScheduler:
         options = self._options
         return Query(tuple(keys), computed, limit, options.min_hit_tokens, options.drops_last_block)
 
-    def _keys(self, request: Any, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
+    def _keys(self, request: Request, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
         """Return the known keys of a group's blocks from ``first`` up to, but not including, ``last``."""
         keys = self._key_source.of(request, group.block_size, first) or []
         return cast("list[BlockKey]", keys[: last - first])
 
-    def _parent(self, request: Any, group: CacheGroup, first: int) -> BlockKey | None:
+    def _parent(self, request: Request, group: CacheGroup, first: int) -> BlockKey | None:
         """Return the key of the block before ``first``; None if there is none."""
         return next(iter(self._keys(request, group, first - 1, first)), None) if first else None
 

@@ -15,11 +15,16 @@ from ucm.hashing.model_identity import namespace
 from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
 from ucm.integration.vllm import hooks
 from ucm.integration.vllm.compat import (
-    asks_again,
+    batches_in_flight,
+    connector_abilities,
     drafts_look_ahead,
+    kv_cache_layout,
     load_policy,
+    optional,
     outer_transfer,
+    prefix_cache_table,
     ranks,
+    recompute_failed_loads,
     runs_micro_batches,
     weights_move,
 )
@@ -46,7 +51,6 @@ from ucm.integration.vllm.connector.transfer import GroupTransfer, HostTransfer,
 from ucm.integration.vllm.connector.transfer_worker import LayerWiseWorker, TransferWorker
 from ucm.integration.vllm.metrics import create_counters
 from ucm.logger import get_logger
-from ucm.sparse.blocks import batches_in_flight
 from ucm.store.factory import OpeningStore, key_fingerprint, open_store
 from ucm.store.memory.slab import Slab, SlabReader, default_bytes
 from ucm.store.posix.layout import write_identity
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.store.base import KVStore
     from ucm.store.memory.slab import SlabAddress
+    from ucm.vllm_types import KVCacheConfig, SchedulerOutput, VllmConfig
 
 #: The log line for each KV-cache group: its number of layers, and a block's tokens and bytes on this rank.
 LAYERS = "{} layers in blocks of {} tokens, {} bytes each"
@@ -75,15 +80,19 @@ class SchedulerSide:
         connector_base: vLLM's connector class.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig | None,
+        settings: ConnectorConfig,
+        connector_base: type,
+    ) -> None:
         refuse_what_cannot_work(vllm_config, kv_cache_config)
         refuse_wrong_rotation(vllm_config)
         refuse_method_without_hooks(vllm_config)
         transfer, outer = vllm_config.kv_transfer_config, outer_transfer(vllm_config)
         engines = outer or transfer
-        if hasattr(engines, "kv_load_failure_policy"):
-            # vLLM's default ends a request whose blocks cannot be loaded; ours recomputes them.
-            engines.kv_load_failure_policy = settings.load_failure
+        recompute_failed_loads(engines, settings.load_failure)
         groups = cache_groups(vllm_config, kv_cache_config)
         identity = engine_identity(vllm_config, settings, groups.facts)
         self._config = settings.store.as_store_config()
@@ -93,13 +102,14 @@ class SchedulerSide:
         self.block_pool: Any = None
         self._table: Any = None
         self._outlived = False  # whether vLLM's prefix cache may hold blocks from before the current keys
-        self.hears_workers = hasattr(connector_base, "build_connector_worker_meta")
+        can = connector_abilities(connector_base)
+        self.hears_workers = can.hears_workers
         self.counters = create_counters(vllm_config, settings)
         self.events = store_events(
             vllm_config,
             {group: len(tags) for group, tags in self._tags.items()},
             wanted=settings.kv_events,
-            takes_events=hasattr(connector_base, "take_events"),
+            takes_events=can.takes_events,
             hears_workers=self.hears_workers,
         )
         self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names)
@@ -132,10 +142,10 @@ class SchedulerSide:
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 reloads_preempted=self.policy.reloads_preempted,
                 drops_last_block=drafts_look_ahead(vllm_config),
-                asks_again=asks_again(connector_base),
+                asks_again=can.asks_again,
                 others=outer is not None,
                 confirms=self._ranks > 1,
-                room=kv_cache_config.num_blocks - 1 if self.policy.between_steps else None,
+                room=kv_cache_config.num_blocks - 1 if kv_cache_config and self.policy.between_steps else None,
             ),
         )
         self.scheduler.events = self.events
@@ -158,7 +168,7 @@ class SchedulerSide:
         A change of weights empties vLLM's prefix cache, which then has another table. If that happens late, requests
         may have found blocks of the old weights there and saved them, and blocks computed from them, under new keys.
         """
-        table = getattr(self.block_pool, "cached_block_hash_to_block", None)
+        table = prefix_cache_table(self.block_pool)
         if table is not self._table:
             if self._outlived:
                 self.start_anew()
@@ -177,7 +187,7 @@ class SchedulerSide:
         if self.scheduler.prepares or self._opened is not None:
             self._prepare()
 
-    def plan(self, scheduler_output: Any) -> StepPlan:
+    def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step."""
         self.poll()
         if not self.hears_workers and self._slab is not None:
@@ -293,7 +303,7 @@ class SchedulerSide:
 
     def start_anew(self) -> None:
         """Use keys from now on that were never used before."""
-        self._outlived = getattr(self.block_pool, "cached_block_hash_to_block", None) is self._table
+        self._outlived = prefix_cache_table(self.block_pool) is self._table
         self._keys.start_anew()
         self.scheduler.start_anew()
         if self.events is not None:
@@ -332,11 +342,17 @@ class WorkerSide:
         connector_base: vLLM's connector class.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorConfig, connector_base: type) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig | None,
+        settings: ConnectorConfig,
+        connector_base: type,
+    ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._connector_base = connector_base
+        self._connector_base, self._can = connector_base, connector_abilities(connector_base)
         self.counters = create_counters(vllm_config, settings)
         self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
@@ -346,7 +362,7 @@ class WorkerSide:
         self._weights: LiveWeights | None = None
         self._adapters: LiveAdapters | None = None
         # Releases whose workers send nothing to the scheduler read their reports from the slab.
-        self._reports_by_slab = not hasattr(connector_base, "build_connector_worker_meta")
+        self._reports_by_slab = not self._can.hears_workers
         self._authentication = key_fingerprint(settings.store.as_store_config())
         self._refusal_said = False
         self._step = 0
@@ -378,7 +394,7 @@ class WorkerSide:
         """
         # Without the configuration, a worker learns the number of blocks too late.
         num_blocks = None if self._kv_cache_config is None else self._kv_cache_config.num_blocks
-        about = {"layout": str(getattr(self._kv_cache_config, "kv_cache_layout", None))}
+        about = {"layout": str(kv_cache_layout(self._kv_cache_config))}
         self._on_host = all(
             tensor.device.type == "cpu" for kv_cache in kv_caches.values() for tensor in tensors_of(kv_cache)
         )
@@ -463,7 +479,7 @@ class WorkerSide:
         """Begin to watch the weights; must be called by the runner, which has the model."""
         begun = time.monotonic()
         model = None if weights_move(self._vllm_config) else running_model()
-        transferred = getattr(self._vllm_config, "weight_transfer_config", None) is not None
+        transferred = optional(self._vllm_config, "weight_transfer_config") is not None
         reason = "vLLM moves them, or the connector cannot reach the model"
         try:
             self._weights = None if model is None else LiveWeights(model, thorough=transferred)
@@ -509,12 +525,11 @@ class WorkerSide:
             between_steps=policy.between_steps,
             background=policy.background,
         )
-        reported = hasattr(self._connector_base, "build_connector_worker_meta")
-        worker.reports_stored = self._settings.kv_events and reported
+        worker.reports_stored = self._settings.kv_events and self._can.hears_workers
         worker.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
         if isinstance(worker, LayerWiseWorker):
             # Steps that load must not replay their layers as one graph; vLLM supports this request from 0.17.1 on.
-            worker.overlaps = self._on_host or hasattr(self._connector_base, "requires_piecewise_for_cudagraph")
+            worker.overlaps = self._on_host or self._can.runs_piecewise
         return worker
 
     def _place(self, group: CacheGroup) -> int:

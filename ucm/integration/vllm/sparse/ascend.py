@@ -14,6 +14,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.compat import optional
 from ucm.integration.vllm.sparse.paged import PagedBackend, metadata_class, rows_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class AscendBackend(PagedBackend):
         """The metadata with other blocks to read."""
         del max_seq_len  # the kernels find it in the list
         require_restrictable(attn_metadata)
-        if getattr(layer.impl, "enable_hamming_sparse", False):
+        if optional(layer.impl, "enable_hamming_sparse", False):
             raise SparseMethodError(
                 "vLLM Ascend chooses the blocks of this layer itself",
                 where=f"{IMPLEMENTATION}.enable_hamming_sparse",
@@ -81,7 +82,7 @@ class AscendBackend(PagedBackend):
             changes["attn_state"] = type(state)[WITH_TABLE]
         copies = {"seq_lens_cpu": lens, "seq_lens_gpu": lens, "query_start_loc_gpu": queries.get("query_start_loc")}
         for name, value in copies.items():
-            held = getattr(attn_metadata, name, None)
+            held = optional(attn_metadata, name)
             if held is not None and value is not None:
                 changes[name] = value.to(held.device, non_blocking=True)
         return dataclasses.replace(attn_metadata, **changes)
@@ -131,7 +132,7 @@ def require_restrictable(attn_metadata: Any) -> None:
         if not hasattr(attn_metadata, field):
             raise SparseMethodError(f"the attention backend's metadata has no {field}", where=name, fix=OTHER)
     for field in OTHER_READERS:
-        if getattr(attn_metadata, field, None) is not None:
+        if optional(attn_metadata, field) is not None:
             raise SparseMethodError(
                 "this step's attention reads more than one block table", where=f"{name}.{field}", fix=OTHER
             )

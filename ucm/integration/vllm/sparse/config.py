@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import ConfigError
+from ucm.integration.vllm.compat import optional
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,9 +36,9 @@ def sparse_method_config(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
         ConfigError: If the setting is not one method with its options, differs between places, or is misspelt; or
             the settings file cannot be read.
     """
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    found = list(_of_connectors("kv_connector_extra_config", getattr(transfer, "kv_connector_extra_config", None)))
-    additional = getattr(vllm_config, "additional_config", None)
+    extra = optional(vllm_config, "kv_transfer_config.kv_connector_extra_config")
+    found = list(_of_connectors("kv_connector_extra_config", extra))
+    additional = optional(vllm_config, "additional_config")
     if isinstance(additional, dict) and additional:
         if additional.get(KEY):
             found.append((f"additional_config.{KEY}", additional[KEY]))

@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucm.errors import SparseMethodError
+from ucm.integration.vllm.compat import optional
 from ucm.integration.vllm.sparse import paged
 from ucm.sparse.attention import attend
 from ucm.sparse.window_kernel import HeadLayout
@@ -70,7 +71,7 @@ class CpuBackend:
     ) -> Any:
         """Return the metadata with other blocks to read."""
         paged.require_restrictable(attn_metadata)
-        if getattr(attn_metadata, "use_sdpa_prefill", False):  # up to 0.23.0, on processors other than x86 and ARM
+        if optional(attn_metadata, "use_sdpa_prefill", False):  # up to 0.23.0, on processors other than x86 and ARM
             raise SparseMethodError(
                 "the block table of this step has no rows for its prompts",
                 where=f"{type(attn_metadata).__name__}.use_sdpa_prefill",
@@ -217,8 +218,8 @@ class CpuBackend:
             "query_start_loc": attn_metadata.query_start_loc,
             "causal": attn_metadata.causal,
             "sliding_window_size": -1,
-            "isa": getattr(attn_metadata, "isa", None) or self._isa(layer, self._config.cache_config.block_size),
-            "enable_kv_split": getattr(envs, "VLLM_CPU_ATTN_SPLIT_KV", True),
+            "isa": optional(attn_metadata, "isa") or self._isa(layer, self._config.cache_config.block_size),
+            "enable_kv_split": optional(envs, "VLLM_CPU_ATTN_SPLIT_KV", True),
             "dynamic_causal": None,
             "kv_cache_dtype": self._config.cache_config.cache_dtype,
         }
@@ -227,7 +228,7 @@ class CpuBackend:
 
     def _isa(self, layer: Any, block_size: int) -> str:
         """Return the instruction set that the layer's keys are packed for."""
-        found = getattr(layer, "isa", None) or getattr(layer.impl, "isa", None)
+        found = optional(layer, "isa") or optional(layer, "impl.isa")
         if found is None:  # up to 0.23.0 only the metadata has it, from this function
             choose = sys.modules[type(layer.impl).__module__]._get_attn_isa  # noqa: SLF001
             known = {

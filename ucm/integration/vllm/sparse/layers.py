@@ -15,7 +15,18 @@ from weakref import ref
 import numpy as np
 
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import admitted_requests, choose_backend
+from ucm.integration.vllm.compat import (
+    admitted_requests,
+    batch_rows,
+    bound_kv_cache,
+    choose_backend,
+    computed_tokens,
+    model_of,
+    optional,
+    prompt_lengths,
+    rotary_table,
+    rotates_in_float,
+)
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory, HostMemory
 from ucm.integration.vllm.sparse import ascend, paged, requirements
 from ucm.integration.vllm.sparse.ascend import AscendBackend
@@ -28,7 +39,6 @@ from ucm.sparse.attention import StepBatch, asked_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from ucm.sparse.attention import BlockCopies, QuerySplit, Span
@@ -73,7 +83,7 @@ class Rotaries:
         found = self._by_layer.get(layer_name)
         if found is None:
             owner = _owner(self._runner(), layer)
-            module: Any = getattr(owner, ATTRIBUTE, None)
+            module: Any = optional(owner, ATTRIBUTE)
             _require_plain(layer_name, owner, module, self._config)
             if id(module) not in self._by_module:
                 table = module.cos_sin_cache
@@ -89,7 +99,7 @@ def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) 
     if module is None:
         raise SparseMethodError("no rotary embedding was found for the layer", where=where, fix=ELSEWHERE)
     kind = type(module).__name__
-    table = getattr(module, "cos_sin_cache", None)
+    table = rotary_table(module)
     if kind != PLAIN or table is None:
         raise SparseMethodError(
             f"the layer's rotary embedding is a {kind}; only a plain one, whose angles are multiples of the position, "
@@ -115,10 +125,7 @@ def _require_plain(layer_name: str, owner: Any, module: Any, model_config: Any) 
 
 def _owner(runner: Any, layer: Any) -> Any:
     """Return the module that has the attention layer as a child; names of layers and of modules may differ."""
-    model = getattr(runner, "model", None)
-    get_model = getattr(runner, "get_model", None)
-    if get_model is not None:  # returns the model without the wrapper for graph capture
-        model = get_model()
+    model = model_of(runner)
     if model is None:
         return None
     return next((module for module in model.modules() if any(child is layer for child in module.children())), None)
@@ -133,7 +140,7 @@ def _source(owner: Any) -> str:
 
 def _as_applied(module: Any, table: Tensor, model_config: Any) -> Tensor:
     """Return the table in the dtype of the multiplication: that of queries and keys, except in FlashInfer's kernel."""
-    return table if getattr(module, "use_flashinfer", False) else table.to(model_config.dtype)
+    return table if rotates_in_float(module) else table.to(model_config.dtype)
 
 
 def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
@@ -161,8 +168,8 @@ def _frequencies(module: Any, table: Tensor, where: str) -> Tensor:
 def _overrides(model_config: Any, longest: int) -> str:
     """Return the value of ``--hf-overrides`` that lengthens the table."""
     own: dict[str, Any] = {"max_position_embeddings": longest}
-    whole = getattr(model_config, "hf_config", None)
-    text = getattr(model_config, "hf_text_config", whole)
+    whole = optional(model_config, "hf_config")
+    text = optional(model_config, "hf_text_config", whole)
     return json.dumps(own if text is whole else {"text_config": own})
 
 
@@ -278,7 +285,7 @@ class AttentionLayers:
     def has_window(self, layer_name: str) -> bool:
         """See `AttentionView.has_window`."""
         layer = self._config.compilation_config.static_forward_context[layer_name]
-        return getattr(layer, "sliding_window", None) is not None
+        return optional(layer, "sliding_window") is not None
 
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         """See `AttentionView.require`."""
@@ -338,10 +345,8 @@ class AttentionLayers:
 
     def bound_cache(self, layer_name: str) -> Tensor | None:
         """See `PartsView.bound_cache`."""
-        bound: Any = getattr(self._layer(layer_name)[0], "kv_cache", None)
-        if isinstance(bound, list | tuple):  # in older releases, one for each virtual engine
-            bound = bound[0] if bound else None
-        return bound if getattr(bound, "ndim", 0) > 1 else None
+        bound: Tensor | None = bound_kv_cache(self._layer(layer_name)[0])
+        return bound
 
     def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
         """See `PartsView.head_layout`."""
@@ -479,14 +484,14 @@ def step_batch(runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatc
         input_batch: The runner's persistent batch (V1), or the step's batch (V2).
     """
     request_ids = list(input_batch.req_ids)
-    rows = hasattr(input_batch, "idx_mapping_np")  # V2: the batch's rows point to rows of the runner's states
-    states = np.asarray(input_batch.idx_mapping_np[: len(request_ids)]) if rows else None
-    if states is None:
+    rows = batch_rows(input_batch)
+    if rows is None:
         computed = input_batch.num_computed_tokens_cpu[: len(request_ids)]
         prompt = input_batch.num_prompt_tokens[: len(request_ids)]
     else:
-        computed = _scheduled_computed(scheduler_output, request_ids)
-        prompt = _prompt_lengths(runner)[states]
+        known = computed_tokens(scheduler_output)
+        computed = [known[i] for i in request_ids]
+        prompt = prompt_lengths(runner)[np.asarray(rows[: len(request_ids)])]
     admitted = {request_id for request_id, _, _ in admitted_requests(scheduler_output)}
     return StepBatch(
         request_ids,
@@ -500,18 +505,3 @@ def step_batch(runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatc
             if (asked := asked_of(data.sampling_params)) is not None
         },
     )
-
-
-def _scheduled_computed(scheduler_output: Any, request_ids: Sequence[str]) -> list[int]:
-    """Return the tokens that each request had before the step, as the scheduler counts them."""
-    known = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
-    cached = scheduler_output.scheduled_cached_reqs
-    known.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return [known[i] for i in request_ids]
-
-
-def _prompt_lengths(runner: Any) -> NDArray[Any]:
-    """Return V2's prompt lengths by row of its states; from 0.17.1 on, the array is mirrored on the device."""
-    lengths = runner.req_states.prompt_len
-    found: NDArray[Any] = getattr(lengths, "np", lengths)
-    return found

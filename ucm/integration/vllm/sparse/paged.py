@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import choose_backend
+from ucm.integration.vllm.compat import choose_backend, optional
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,7 +173,7 @@ class PagedBackend:
 def _flash_attention(layer: Any) -> Any:
     """Return FlashAttention's function from the implementation's own module; None for other implementations."""
     impl = type(layer.impl)
-    return getattr(sys.modules[impl.__module__], FLASH, None) if impl.__name__ == IMPLEMENTATIONS[0] else None
+    return optional(sys.modules[impl.__module__], FLASH) if impl.__name__ == IMPLEMENTATIONS[0] else None
 
 
 def _flash(
@@ -235,13 +235,13 @@ def require_restrictable(attn_metadata: Any) -> None:
             fix=choose_backend(),
         )
     for field in POSITIONAL:
-        if getattr(attn_metadata, field, None) is not None:
+        if optional(attn_metadata, field) is not None:
             raise SparseMethodError(
                 "the attention of this step has a mask that depends on the positions of its keys",
                 where=f"{name}.{field}",
                 fix="serve this model without ucm_sparse_config",
             )
-    if getattr(attn_metadata, "causal", True) is not True:
+    if optional(attn_metadata, "causal", True) is not True:
         raise SparseMethodError(
             "the attention of this step is not causal", where=name, fix="serve this model without ucm_sparse_config"
         )

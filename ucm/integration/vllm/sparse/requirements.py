@@ -9,7 +9,18 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import leave_out, no_whole_graphs, runs_micro_batches
+from ucm.integration.vllm.compat import (
+    divided_context,
+    graph_mode,
+    has_whole_graphs,
+    is_ascend_310p,
+    is_split,
+    leave_out,
+    no_whole_graphs,
+    optional,
+    rank_of,
+    runs_micro_batches,
+)
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
@@ -22,8 +33,6 @@ PLAIN_KEYS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 GRAPHS_OF_ASCEND = ("torchair_graph_config", "xlite_graph_config")
 #: The maximum number of layers that a message names.
 SHOWN = 3
-#: The value of ``CompilationConfig.mode``, up to 0.11.0 ``level``, with which vLLM splits a model at its attention.
-SPLITS = 3
 #: vLLM's variable for graphs that are interrupted at each attention, without compilation.
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 #: The V2 runner's attribute with its captured graphs, which knows the mode once it exists.
@@ -129,7 +138,7 @@ def require_plain_keys(layer_name: str, layer: Any) -> None:
     Raises:
         SparseMethodError: If it does.
     """
-    stored = getattr(layer, "kv_cache_dtype", "auto")
+    stored = optional(layer, "kv_cache_dtype", "auto")
     if stored not in PLAIN_KEYS:
         raise SparseMethodError(
             f"keys stored as {stored!r} cannot be read back",
@@ -145,29 +154,29 @@ def require_plain_scores(layer_name: str, layer: Any) -> None:
         SparseMethodError: If it is.
     """
     other = "serve this model without this method"
-    if getattr(layer.impl, "logits_soft_cap", None):
+    if optional(layer.impl, "logits_soft_cap"):
         raise SparseMethodError(
             f"the layer caps its scores, at {layer.impl.logits_soft_cap}", where=f"layer {layer_name}", fix=other
         )
-    if getattr(layer.impl, "sinks", None) is not None:
+    if optional(layer.impl, "sinks") is not None:
         raise SparseMethodError("the layer has learned sinks among its scores", where=f"layer {layer_name}", fix=other)
 
 
 def _of_model(vllm_config: Any) -> Refusal | None:
     model = vllm_config.model_config
     other = "serve this model without ucm_sparse_config"
-    if getattr(model, "runner_type", "generate") not in {"generate", "auto", "draft"}:
+    if optional(model, "runner_type", "generate") not in {"generate", "auto", "draft"}:
         return Refusal("sparse methods serve text generation only", f"runner_type {model.runner_type!r}", other)
     obstacles = {
         "sparse methods do not serve latent attention (MLA)": model.use_mla,
         "sparse methods do not serve encoder-decoder models": model.is_encoder_decoder,
         "the model has a sliding window of its own": vllm_config.cache_config.sliding_window is not None,
-        "the model attends within chunks": getattr(model, "attention_chunk_size", None),
-        "the model attends to images in both directions, by the positions of their tokens": getattr(
+        "the model attends within chunks": optional(model, "attention_chunk_size"),
+        "the model attends to images in both directions, by the positions of their tokens": optional(
             model, "is_mm_prefix_lm", False
         ),
-        "the model attends in windows that depend on the positions of tokens": getattr(model, "rswa_window", None),
-        "sparse methods do not serve models that mix attention with other layers": getattr(model, "is_hybrid", False),
+        "the model attends in windows that depend on the positions of tokens": optional(model, "rswa_window"),
+        "sparse methods do not serve models that mix attention with other layers": optional(model, "is_hybrid", False),
     }
     for what, there in obstacles.items():
         if there:
@@ -183,13 +192,13 @@ def _of_decoding(vllm_config: Any) -> Refusal | None:
             "start vLLM without --speculative-config, or without ucm_sparse_config",
         )
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return Refusal(
-                "sparse methods do not serve context parallelism: a rank holds only some tokens of each block",
-                f"parallel_config.{name} = {getattr(parallel, name)}",
-                f"start vLLM with --{name.replace('_', '-')} 1",
-            )
+    divided = divided_context(parallel)
+    if divided:
+        return Refusal(
+            "sparse methods do not serve context parallelism: a rank holds only some tokens of each block",
+            f"parallel_config.{divided} = {optional(parallel, divided)}",
+            f"start vLLM with --{divided.replace('_', '-')} 1",
+        )
     if runs_micro_batches(vllm_config):
         fields, named = leave_out(parallel, "enable_dbo", "ubatch_size")
         return Refusal(
@@ -203,8 +212,8 @@ def _of_decoding(vllm_config: Any) -> Refusal | None:
 def _of_graphs(vllm_config: Any) -> Refusal | None:
     """Refuse full CUDA graphs that `lower_graphs` leaves; a replay runs no Python and calls no hook."""
     compilation = vllm_config.compilation_config
-    mode = getattr(compilation, "cudagraph_mode", None)
-    whole = getattr(compilation, "full_cuda_graph", False) if mode is None else mode.has_full_cudagraphs()
+    mode = graph_mode(compilation)
+    whole = has_whole_graphs(compilation)
     if vllm_config.model_config.enforce_eager or not whole:
         return None
     return Refusal(
@@ -216,7 +225,7 @@ def _of_graphs(vllm_config: Any) -> Refusal | None:
 
 def _of_platform(vllm_config: Any) -> Refusal | None:
     """Refuse replacements by vLLM Ascend, found in its loaded modules, without accessing an NPU."""
-    settings = getattr(vllm_config, "additional_config", None)
+    settings = optional(vllm_config, "additional_config")
     for name in GRAPHS_OF_ASCEND:
         chosen = settings.get(name) if isinstance(settings, dict) else None
         if isinstance(chosen, dict) and chosen.get("enabled"):
@@ -225,10 +234,7 @@ def _of_platform(vllm_config: Any) -> Refusal | None:
                 f"additional_config: {name}",
                 f"start vLLM without {name}, or without ucm_sparse_config",
             )
-    utils = sys.modules.get("vllm_ascend.utils")
-    device = getattr(utils, "get_ascend_device_type", None)
-    is_310p = getattr(utils, "is_310p", None)
-    if (device is not None and device().name == "_310P") or (device is None and is_310p is not None and is_310p()):
+    if is_ascend_310p():
         return Refusal(
             "sparse methods do not serve the Ascend 310P, whose KV cache and attention differ",
             "vllm_ascend.utils",
@@ -239,20 +245,20 @@ def _of_platform(vllm_config: Any) -> Refusal | None:
 
 def _of_layer(where: str, layer: Any) -> Refusal | None:
     other = "serve this model without ucm_sparse_config"
-    impl = getattr(layer, "impl", None)
-    if getattr(layer, "use_mla", False) or hasattr(layer, "kv_lora_rank"):
+    impl = optional(layer, "impl")
+    if optional(layer, "use_mla", False) or optional(layer, "kv_lora_rank") is not None:
         return Refusal("sparse methods do not serve latent attention (MLA)", where, other)
-    if impl is None or not hasattr(layer, "num_kv_heads"):
+    if impl is None or optional(layer, "num_kv_heads") is None:
         return Refusal(f"a {type(layer).__name__} is not attention over a KV cache", where, other)
-    if getattr(layer, "attn_type", "decoder") != "decoder":
+    if optional(layer, "attn_type", "decoder") != "decoder":
         return Refusal(f"sparse methods do not serve attention of the kind {layer.attn_type!r}", where, other)
-    if getattr(layer, "sliding_window", None) is not None:
+    if optional(layer, "sliding_window") is not None:
         return Refusal(f"the layer has a sliding window of its own, of {layer.sliding_window} tokens", where, other)
-    if getattr(layer, "sink_len", 0):
+    if optional(layer, "sink_len", 0):
         return Refusal("learned sinks lie in blocks of their own, ahead of a request's", where, other)
-    if getattr(impl, "alibi_slopes", None) is not None:
+    if optional(impl, "alibi_slopes") is not None:
         return Refusal("position biases (ALiBi) need every token at its own distance", where, other)
-    if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+    if optional(layer, "kv_sharing_target_layer_name") is not None:
         return Refusal("the layer reads the KV cache of another", where, other)
     return None
 
@@ -277,21 +283,21 @@ def lower_graphs(vllm_config: Any, runner: Any) -> None:
         runner: Its model runner, which has no model yet.
     """
     compilation = vllm_config.compilation_config
-    mode = getattr(compilation, "cudagraph_mode", None)
+    mode = graph_mode(compilation)
     if vllm_config.model_config.enforce_eager or mode is None or mode == type(mode).NONE:
         return
-    if "vllm_ascend" in sys.modules or getattr(runner, MANAGER, None) is not None:
+    if "vllm_ascend" in sys.modules or optional(runner, MANAGER) is not None:
         return
-    splits = getattr(compilation, "mode", getattr(compilation, "level", None)) == SPLITS
+    splits = is_split(compilation)
     if splits:
         outside = compilation.splitting_ops_contain_attention()
     else:
-        outside = getattr(sys.modules.get("vllm.envs"), BREAKABLE, False)
+        outside = optional(sys.modules.get("vllm.envs"), BREAKABLE, False)
     if not mode.has_full_cudagraphs() and (outside or not splits):
         return
     lowered = type(mode).PIECEWISE if outside else type(mode).NONE
     compilation.cudagraph_mode = lowered
-    if getattr(vllm_config.parallel_config, "rank", 0) == 0:
+    if rank_of(vllm_config) == 0:
         get_logger(__name__).warning(
             "[UCM.Sparse] cudagraph_mode is %s instead of %s, because the replay of a graph with attention in it calls "
             "no hook of a sparse method. The cost: %s. Set it yourself to avoid this warning: "

@@ -95,7 +95,7 @@ def test_deviation_wants_an_eager_model() -> None:
 
 def test_names_that_are_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 0.10.2, vLLM's own cache would give blended blocks to other requests."""
-    monkeypatch.setattr(sides, "names_are_kept_apart", lambda: False)
+    monkeypatch.setattr(sides, "hashes_are_bytes", lambda: False)
     with pytest.raises(ConfigError, match="cannot change the hashes"):
         require_engine(config(), BlendSettings(), [GROUP])
     require_engine(config(cache_config__enable_prefix_caching=False), BlendSettings(), [GROUP])

@@ -11,6 +11,7 @@ import pytest
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.compat import (
     LoadPolicy,
+    batches_in_flight,
     drafts_look_ahead,
     load_policy,
     outer_transfer,
@@ -24,7 +25,6 @@ from ucm.integration.vllm.connector.failures import (
     refuse_what_cannot_work,
     refuse_wrong_rotation,
 )
-from ucm.sparse.blocks import batches_in_flight
 
 
 def config(

@@ -16,6 +16,7 @@ from tests.ucm.store.keys import key_file, secret
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
 from ucm.hashing.model_identity import namespace
+from ucm.integration.vllm import compat
 from ucm.integration.vllm.connector import identity
 from ucm.integration.vllm.connector.identity import engine_identity
 from ucm.integration.vllm.connector.kv_cache import CacheGroups, cache_groups
@@ -143,7 +144,7 @@ def test_they_are_not_where_vllm_finds_generated_blocks_as_anybodys(
     class Request:
         def __init__(self, request_id: str, prompt_token_ids: list[int]) -> None: ...
 
-    monkeypatch.setitem(sys.modules, identity.REQUESTS, cast("ModuleType", SimpleNamespace(Request=Request)))
+    monkeypatch.setitem(sys.modules, compat.REQUESTS, cast("ModuleType", SimpleNamespace(Request=Request)))
     model = write_model(tmp_path / "llama")
     method: dict[str, Any] = {"BlockTopK": {}}
     assert named(model, tmp_path, ucm_sparse_config=method) != named(model, tmp_path)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.ucm.integration.vllm.connector.planner import SIZE, Planner, request
@@ -117,7 +118,7 @@ def test_vllms_hashes_name_the_blocks_where_there_are_any() -> None:
     assert found.take()[0].block_hashes == [named("4")], "vLLM's hashes are of other blocks"
 
 
-@pytest.mark.parametrize("of", [{"cache_salt": "x"}, {"mm_features": [1]}, {"prompt_embeds": [1.0]}])
+@pytest.mark.parametrize("of", [{"cache_salt": "x"}, {"mm_features": [1]}, {"prompt_embeds": np.ones((4, 2))}])
 def test_what_tokens_do_not_identify_is_not_announced(of: dict[str, Any]) -> None:
     found = StoreEvents(CONFIG, {0: 1}, MODULE)
     about = SimpleNamespace(all_token_ids=TOKENS, block_hashes=[], **of)

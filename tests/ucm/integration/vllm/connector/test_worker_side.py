@@ -154,8 +154,9 @@ def test_weights_are_watched_where_they_can_be(
     made: Side, monkeypatch: pytest.MonkeyPatch, *, eplb: bool, group: int, model: str | None, watches: bool
 ) -> None:
     """Experts that move between ranks constantly change their weights, and so do layers that share a buffer."""
-    made.side._vllm_config.parallel_config = SimpleNamespace(enable_eplb=eplb)
-    made.side._vllm_config.offload_config = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=group))
+    config: Any = made.side._vllm_config
+    config.parallel_config = SimpleNamespace(enable_eplb=eplb)
+    config.offload_config = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=group))
     made.side._weights = None
     monkeypatch.setattr(sides, "running_model", lambda: model)
     monkeypatch.setattr(sides, "LiveWeights", create_autospec(LiveWeights))
@@ -165,7 +166,8 @@ def test_weights_are_watched_where_they_can_be(
 
 def test_weights_without_memory_of_their_own_are_not_watched(made: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """For instance torchao's, whose memory torch does not expose."""
-    made.side._vllm_config.parallel_config = SimpleNamespace()
+    config: Any = made.side._vllm_config
+    config.parallel_config = SimpleNamespace()
     made.side._weights = None
     monkeypatch.setattr(sides, "running_model", lambda: "model")
     refuses = create_autospec(LiveWeights, side_effect=RuntimeError("invalid python storage"))
