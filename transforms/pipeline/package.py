@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from hatchling.builders.wheel import WheelBuilder
 from packaging.version import Version
 
 from transforms.engine.errors import OverlayError
@@ -38,6 +37,8 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
 TEMPLATES = Path(__file__).parent / "templates"
 RUNTIME = "ucm-runtime"
+#: The variable in which hatchling looks for the time.
+EPOCH = "SOURCE_DATE_EPOCH"
 #: The modification time of every file in a wheel, in seconds since 1970; zip cannot represent times before 1980.
 DATE = "1580601600"
 #: The rendered files and their templates. The start-up files are .pth for every Python and .start (PEP
@@ -159,18 +160,20 @@ def build_wheel(source: Path, out: Path) -> Path:
         PackageError: If hatchling fails; the message has its output.
     """
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out.resolve())]
-    environ = {**os.environ, "SOURCE_DATE_EPOCH": DATE}
-    done = subprocess.run(  # noqa: S603 - fixed words
-        command, cwd=source, capture_output=True, text=True, check=False, env=environ
-    )
-    if done.returncode:
+    before = os.environ.get(EPOCH)
+    os.environ[EPOCH] = DATE
+    try:
+        return Path(next(WheelBuilder(str(source)).build(directory=str(out.resolve()), versions=["standard"])))
+    except Exception as error:
         raise PackageError(
             "hatchling could not build the wheel",
-            where=f"{source}: {done.stderr.strip()[-800:]}",
-            fix="install the build requirements: `pip install hatchling`; `nox -s build-overlay` does that itself",
-        )
-    return out / Path(done.stderr.strip().splitlines()[-1]).name
+            where=f"{source}: {error}",
+            fix="correct the project's pyproject.toml and what it names",
+        ) from error
+    finally:
+        del os.environ[EPOCH]
+        if before is not None:
+            os.environ[EPOCH] = before
 
 
 def runtime_version() -> str:
