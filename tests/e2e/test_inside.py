@@ -36,6 +36,7 @@ FILES = (
     f"{SPARSE}/accounting/test_on_a_layer.py",
     f"{SPARSE}/accounting/test_release.py",
     f"{SPARSE}/test_example_method.py",
+    f"{SPARSE}/test_method_conformance.py",
 )
 #: Files that need a part of the newest release only, or nothing of vLLM but its torch, which both releases share.
 NEWEST_ONLY = (
@@ -61,7 +62,7 @@ NEWEST_ONLY = (
     f"{SPARSE}/topk/test_block_topk.py",
     f"{SPARSE}/topk/test_codes.py",
     f"{SPARSE}/topk/test_mass.py",
-    f"{SPARSE}/topk/test_probe.py",
+    f"{SPARSE}/topk/test_attention_share.py",
     f"{SPARSE}/topk/test_representatives.py",
     f"{SPARSE}/topk/test_selection.py",
 )

@@ -1,4 +1,4 @@
-"""The conformance suite for store back ends; it needs pytest.
+"""Conformance suites for stores, tiers and sparse methods of your own; they need pytest.
 
 Derive one class in the tests of your back end::
 
@@ -10,8 +10,23 @@ Derive one class in the tests of your back end::
         def config(self, tmp_path):
             name = "my_package.tiers:MyTier"
             return StoreConfig(pipeline=name, tiers={name: {"path": str(tmp_path)}})
+
+or of your method. `SparseMethodConformance` checks what the class declares, `SparseAttentionConformance` also its
+attention on a layer of the installed vLLM::
+
+    from ucm.testing import SparseAttentionConformance
+
+    class TestMyMethod(SparseAttentionConformance):
+        @pytest.fixture
+        def method(self):
+            return MyMethod
+
+        @pytest.fixture
+        def options(self):
+            return {"budget": 64}
 """
 
 from ucm.testing.conformance import StoreConformance
+from ucm.testing.sparse import SparseAttentionConformance, SparseMethodConformance
 
-__all__ = ["StoreConformance"]
+__all__ = ["SparseAttentionConformance", "SparseMethodConformance", "StoreConformance"]

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from tests.ucm.sparse.steps import step
 from ucm.rotary import Rotary
 from ucm.sparse.base import Role
 from ucm.sparse.rerope import ReRoPE
+from ucm.testing.attention_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -11,9 +11,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside
 
 import torch
 
-from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from tests.ucm.sparse.steps import step
 from ucm.api import Role
+from ucm.testing.attention_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 
 FILE = Path(__file__).parents[3] / "examples" / "sparse_method" / "ucm_first_and_recent.py"
 SIZE, HEAD, RECENT = 32, 64, 2

@@ -8,11 +8,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside
 
 import torch
 
-from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from tests.ucm.sparse.steps import step
 from ucm.sparse.base import Role
 from ucm.sparse.blocks import TILE
 from ucm.sparse.sink_window import SinkWindow
+from ucm.testing.attention_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 
 SIZE, HEAD = 32, 64
 #: Two blocks of sinks; a window that begins within a block.

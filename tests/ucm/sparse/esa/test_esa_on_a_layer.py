@@ -12,7 +12,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed; tests/e2e/test_inside
 
 import torch
 
-from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from tests.ucm.integration.vllm.sparse.test_real_layers import assert_close, reference
 from tests.ucm.sparse.esa.memory import shared_memory
 from tests.ucm.sparse.steps import step
@@ -20,6 +19,7 @@ from ucm.sparse.base import Role
 from ucm.sparse.esa.method import ESA
 from ucm.sparse.esa.offloaded import OffloadedNews, Released
 from ucm.store.posix.layout import owner_name
+from ucm.testing.attention_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 
 if TYPE_CHECKING:
     from pathlib import Path

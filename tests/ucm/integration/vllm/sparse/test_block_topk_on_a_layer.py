@@ -11,11 +11,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end sessio
 
 import torch
 
-from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from tests.ucm.integration.vllm.sparse.test_real_layers import assert_close, reference
 from tests.ucm.sparse.steps import step
 from ucm.sparse.base import Role
 from ucm.sparse.topk.method import BlockTopK
+from ucm.testing.attention_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

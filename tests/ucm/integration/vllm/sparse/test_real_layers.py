@@ -13,9 +13,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end sessio
 import torch
 from vllm import _custom_ops
 
-from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from ucm.errors import SparseMethodError
 from ucm.integration.vllm.sparse.layers import AttentionLayers
+from ucm.testing.attention_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 
 #: dtype, block size, head size: AMX tiles, AVX-512 columns, heads that only the 16-column packing takes.
 KINDS = [

@@ -15,13 +15,13 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from tests.ucm.integration.vllm.sparse.real_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 from tests.ucm.integration.vllm.sparse.rerope_truth import BASE, HEAD, STYLES, Style, Way
 from tests.ucm.sparse.steps import step
 from ucm.integration.vllm.sparse.layers import AttentionLayers
 from ucm.sparse import rerope
 from ucm.sparse.base import Role
 from ucm.sparse.rerope import LeakyReRoPE, ReRoPE
+from ucm.testing.attention_layer import HEADS, KV_HEADS, NAME, RealLayer, real_layer
 
 SIZE, LONGEST = 32, 512
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
