@@ -80,7 +80,9 @@ class SparseMethodConformance:
         assert method.options_type is not None
         defaults = method.options_type.model_validate(options).model_dump()
         assert method.identity(defaults) == identity, "written defaults count like omitted ones"
-        raised: Any = type(method.__name__, (method,), {"revision": method.revision + 1, "__module__": method.__module__})
+        raised: Any = type(
+            method.__name__, (method,), {"revision": method.revision + 1, "__module__": method.__module__}
+        )
         raised.__qualname__ = method.__qualname__
         assert raised.identity(options) != identity
 
