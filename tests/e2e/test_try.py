@@ -103,5 +103,5 @@ def test_an_engine_prints_the_lines_of_the_page(prefix_runs: PrefixRuns, tmp_pat
 
 def shape(line: str) -> str:
     """Return a line with its numbers and names replaced by placeholders."""
-    words = re.split(r"(\d+|/\S+|llama-\w+)", line)
+    words = re.split(r"([0-9a-f]{16}|\d+|/\S+|llama-\w+)", line)
     return "".join(re.escape(word) if place % 2 == 0 else r".+?" for place, word in enumerate(words))

@@ -167,13 +167,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         side = self._scheduler
         side.poll()
         tokens = side.scheduler.matched_tokens(request, num_computed_tokens)
-        logger.debug(
-            "[UCM.Load] request %s: %s of %d tokens found behind the first %d",
-            request.request_id,
-            "not yet known how many" if tokens is None else tokens,
-            request.num_tokens,
-            num_computed_tokens,
-        )
         return tokens, bool(tokens) and side.policy.between_steps
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
@@ -194,7 +187,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Never delays the free: what is still being read is waited for before it is written again."""
         self._scheduler.scheduler.finished(request)
-        logger.debug("[UCM.Save] request %s: ended after %d tokens", request.request_id, request.num_computed_tokens)
         return False, None
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -279,8 +271,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             self._worker.counters.take_data()
         self._worker.end()
         loaded = self._worker.worker.take_loaded() if self._worker.has_begun else set()
-        for request_id in loaded:
-            logger.debug("[UCM.Load] request %s: its blocks are loaded", request_id)
         return None, loaded or None
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:

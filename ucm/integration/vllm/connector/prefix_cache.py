@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ucm.integration.vllm.compat import (
 )
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
 from ucm.integration.vllm.connector.staging import Lookup, Query
+from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from ucm.store.base import BlockKey
     from ucm.store.memory.slab import Row
     from ucm.vllm_types import Request, SchedulerOutput
+
+logger = get_logger(__name__)
 
 #: If vLLM cannot ask again, the scheduler's thread waits this many seconds for a lookup.
 PATIENCE_SECONDS = 0.05
@@ -148,6 +152,8 @@ class RequestState:
         known: Those tokens, and the tokens that we loaded after them.
         lookup: The lookup in the store, with its staged blocks; until the load, or a start without one.
         asked: When the lookup began, as ``time.monotonic()``; None once it is counted.
+        loaded: Tokens that were loaded for it, for the log.
+        to_save: Blocks of it that the workers were told to save, for the log.
         confirmed: Whether the inputs that shape its KV are known to be those that its keys were made of.
         begun: The step that started or resumed it last.
         ran: The last step that computed tokens of it.
@@ -161,6 +167,8 @@ class RequestState:
     known: int = 0
     lookup: Lookup | None = None
     asked: float | None = None
+    loaded: int = 0
+    to_save: int = 0
     confirmed: bool = True
     begun: int = 0
     ran: int = 0
@@ -265,9 +273,27 @@ class PrefixCacheScheduler:
             return None
         found = lookup.end - num_computed_tokens
         if state.asked is not None:
-            self._counters.looked_up(request.num_tokens - num_computed_tokens, found, time.monotonic() - state.asked)
-            state.asked = None
+            seconds, state.asked = time.monotonic() - state.asked, None
+            self._counters.looked_up(request.num_tokens - num_computed_tokens, found, seconds)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug(
+                    "[UCM.Load] request %s: %d of %d tokens found behind the first %d in %.1f ms, %s",
+                    request.request_id,
+                    found,
+                    request.num_tokens,
+                    num_computed_tokens,
+                    seconds * 1000,
+                    self._first_missing(lookup),
+                )
         return found
+
+    def _first_missing(self, lookup: Lookup) -> str:
+        """Return the key with which a hit ends, for the log."""
+        for group, keys in zip(self._groups.groups, lookup.query.keys, strict=False):
+            missing = keys[(lookup.end - lookup.query.computed) // group.block_size :]
+            if missing:
+                return f"then block {missing[0].hex()[:16]} of KV-cache group {group.index} is missing"
+        return "no block is missing" if lookup.query.keys else "nothing was looked up"
 
     def allocated(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks that a request got at its admission.
@@ -286,6 +312,7 @@ class PrefixCacheScheduler:
             load = PendingLoad(start, start + num_external_tokens, block_ids_by_group(blocks))
             self._to_load[request.request_id] = load
             state.known = load.end
+            state.loaded += num_external_tokens
             self._loading[request.request_id] = self._whole(state)
         else:
             self._let_go(state)
@@ -383,6 +410,13 @@ class PrefixCacheScheduler:
             self._to_load.pop(request.request_id, None)
             if self._may_save(state, ended=True):
                 self._late += self._saves(state, request.num_computed_tokens, set())
+            logger.debug(
+                "[UCM.Save] request %s: ended after %d tokens, %d of them loaded; %d blocks to save",
+                request.request_id,
+                request.num_computed_tokens,
+                state.loaded,
+                state.to_save,
+            )
         self._key_source.forget(request.request_id)
 
     def doubt(self, *, waits: bool) -> None:
@@ -634,6 +668,7 @@ class PrefixCacheScheduler:
                         found.block_ids.append(block_id)
                 if found.keys:
                     moves.append(found)
+                    state.to_save += len(found.keys)
         return moves
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
-    from ucm.store.base import BlockKey, StoreError, Task
+    from ucm.store.base import BlockKey, StoreError, Task, TaskResult
+
+logger = get_logger(__name__)
 
 
 class TransferCounters(Protocol):
@@ -56,6 +58,7 @@ class SaveUnderWay:
     task: Task
     block_ids: frozenset[int]
     whole: bool
+    request_id: str
 
 
 @dataclass(slots=True)
@@ -217,6 +220,7 @@ class TransferWorker:
         tokens = transfer.tokens_per_block if moves.group == self.counted_group else 0
         blocks = len(result.done) if whole else 0
         self.counters.loaded(blocks, result.nbytes, result.seconds, result.done.values(), tokens)
+        _log_done("[UCM.Load] request %s: %d blocks of KV-cache group %d loaded in %.1f ms", moves, result)
         if not result.failed:
             return
         self._count_failures("load", moves.group, result.failed, self.load_failures)
@@ -275,11 +279,11 @@ class TransferWorker:
         self._throttle(active=False)
         left = wait_while_it_shrinks(self._left, STILL_SECONDS)
         if not call_within(self._close_transfers, "ucm-close", CLOSE_SECONDS) or left:
-            get_logger(__name__).warning(
+            logger.warning(
                 "[UCM.Save] the store does not answer: it is abandoned with %d transfers in progress",
                 len(self._under_way) + len(self._loading),
             )
-        get_logger(__name__).info("[UCM.Save] closed after %.1f s", time.monotonic() - started)
+        logger.info("[UCM.Save] closed after %.1f s", time.monotonic() - started)
 
     def _left(self) -> int:
         """Return the sum of the transfers in progress and the bytes not written yet."""
@@ -296,7 +300,9 @@ class TransferWorker:
         """Start to save some layers of blocks; ``whole`` with the last ones."""
         transfer = self.groups[moves.group]
         task = transfer.save(moves.keys, moves.block_ids, layers)
-        self._under_way.append(SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole))
+        self._under_way.append(
+            SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole, moves.request_id)
+        )
 
     def commit(self, moves: BlockMoves) -> None:
         """Make blocks visible once they are written and it is confirmed that no rank's weights had changed."""
@@ -305,7 +311,7 @@ class TransferWorker:
     def _commit(self, moves: BlockMoves) -> None:
         transfer = self.groups[moves.group]
         task = transfer.commit(moves.keys)
-        self._under_way.append(SaveUnderWay(moves.group, transfer, task, frozenset(), whole=False))
+        self._under_way.append(SaveUnderWay(moves.group, transfer, task, frozenset(), False, moves.request_id))
 
     def _discard(self, moves: BlockMoves) -> None:
         self.groups[moves.group].discard(moves.keys)
@@ -338,10 +344,16 @@ class TransferWorker:
                     self._stored.popitem(last=False)
             if save.block_ids and result.done:
                 self.counters.saved(len(result.done) if save.whole else 0, result.nbytes, result.seconds)
+                _log_done("[UCM.Save] request %s: %d blocks of KV-cache group %d saved in %.1f ms", save, result)
             # A commit after a failed save fails as well; the failure was counted with the save.
             failed = {key: e for key, e in result.failed.items() if not isinstance(e, IncompleteBlockError)}
             self._count_failures("save", save.group, failed, self.save_failures)
         self._under_way = still
+
+
+def _log_done(text: str, what: BlockMoves | SaveUnderWay, result: TaskResult) -> None:
+    """Log how long a transfer of a request's blocks took, from its start to the last byte."""
+    logger.debug(text, what.request_id, len(result.done), what.group, result.seconds * 1000)
 
 
 T = TypeVar("T")
