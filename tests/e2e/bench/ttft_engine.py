@@ -113,6 +113,18 @@ class TimedEngine(ProcessGroup):
         """The first tokens of some prompts, requested one right after the other."""
         return [FirstToken(**one) for one in self._call("generate", *prompts)]
 
+    def crowd(self, clients: int, answer: int, prompts: Sequence[list[int]], patience: float) -> dict[str, Any]:
+        """What clients get who send prompts at the same time; see `inside/ttft.py`.
+
+        Args:
+            clients: How many.
+            answer: Tokens of each answer.
+            prompts: The prompts, in order.
+            patience: Seconds after which the engine counts as hung.
+        """
+        found: dict[str, Any] = self._call("crowd", clients, answer, list(prompts), patience=patience)
+        return found
+
     def reset(self) -> None:
         """Empty the engine's own prefix cache."""
         if not self._call("reset"):
@@ -125,7 +137,7 @@ class TimedEngine(ProcessGroup):
                 self.process.stdin.close()
         self.end(patience)
 
-    def _call(self, *command: Any) -> Any:
+    def _call(self, *command: Any, patience: float = PATIENCE) -> Any:
         if self.process.stdin is None:
             raise EngineFailedError("the engine was started without pipes")
         try:
@@ -133,12 +145,12 @@ class TimedEngine(ProcessGroup):
             self.process.stdin.flush()
         except BrokenPipeError:
             raise EngineFailedError(self.log_end()) from None
-        return self._answer()
+        return self._answer(patience)
 
-    def _answer(self) -> Any:
+    def _answer(self, patience: float = PATIENCE) -> Any:
         stdout = self.process.stdout
-        if stdout is None or not select.select([stdout], [], [], PATIENCE)[0]:
-            raise EngineFailedError(f"no answer for {PATIENCE} s\n{self.log_end()}")
+        if stdout is None or not select.select([stdout], [], [], patience)[0]:
+            raise EngineFailedError(f"no answer for {patience} s\n{self.log_end()}")
         line = stdout.readline()
         if not line:
             raise EngineFailedError(self.log_end())

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.e2e.bench.ttft_engine import EngineFailedError, ProcessGroup, TimedEngine
 from tests.e2e.bench.ttft_model import ENGINE
@@ -65,8 +65,8 @@ class Side:
             raise EngineFailedError(f"{self.setup.name} is not running")
         return self._engine
 
-    def start(self) -> None:
-        """Start the server, unless it runs, and the engine."""
+    def start(self, **engine: Any) -> None:
+        """Start the server, unless it runs, and the engine, with some arguments of its own."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         self._place.disk.mkdir(parents=True, exist_ok=True)
         processors = os.cpu_count() or 1
@@ -82,7 +82,7 @@ class Side:
             directory.mkdir(exist_ok=True)
             self._server = ProcessGroup(self.setup.server, environment, directory)
             self._await_port()
-        arguments = dict(ENGINE)
+        arguments = {**ENGINE, **engine}
         if self.setup.transfer is not None:
             arguments["kv_transfer_config"] = dict(self.setup.transfer)
         self._engine = TimedEngine(self.setup.python, arguments, environment, self._scratch / "engine")

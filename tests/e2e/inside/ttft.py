@@ -40,6 +40,43 @@ class Engine:
             answers.append({"token": output.outputs[0].token_ids[0], "cached": cached, "seconds": seconds})
         return answers
 
+    def crowd(self, clients: int, answer: int, prompts: list[list[int]]) -> dict[str, Any]:
+        """Let clients send prompts, each its next one when its last answer is complete.
+
+        Args:
+            clients: How many send at the same time.
+            answer: Tokens to generate for each.
+            prompts: The prompts, in the order in which they are sent.
+
+        Returns:
+            The seconds of all together; and for each prompt the seconds to its first token, how many of its tokens
+            were cached, and its tokens.
+        """
+        engine = self._llm.llm_engine
+        params = self._params.clone()
+        params.max_tokens, params.ignore_eos = answer, True
+        begin = time.perf_counter()
+        sent: dict[str, float] = {}
+        first: dict[str, float] = {}
+        answers: dict[str, dict[str, Any]] = {}
+        while len(answers) < len(prompts):
+            while len(sent) < len(prompts) and len(sent) - len(answers) < clients:
+                name = str(len(sent))
+                sent[name] = time.perf_counter()
+                engine.add_request(name, {"prompt_token_ids": prompts[len(sent) - 1]}, params)
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter())
+                if output.finished:
+                    seconds = first[output.request_id] - sent[output.request_id]
+                    tokens = list(output.outputs[0].token_ids)
+                    answers[output.request_id] = {
+                        "seconds": seconds,
+                        "cached": output.num_cached_tokens,
+                        "tokens": tokens,
+                    }
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "answers": [answers[str(number)] for number in range(len(prompts))]}
+
     def reset(self) -> bool:
         """Empty the engine's own prefix cache, as soon as no connector holds its blocks any more."""
         for _ in range(RESETS):
