@@ -128,7 +128,7 @@ def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
         return None
     check_tier_options(store, out, top)
     key_file = expanded_key_file(store, out, top)
-    found = store.model_copy(update={**_look_at_media(store, written, out, top, make=make), **key_file})
+    found: StoreSettings = store.model_copy(update={**_look_at_media(store, written, out, top, make=make), **key_file})
     if key_file:
         _check_key(found, store.authentication_key_file, out, top, make=make)
     return found
@@ -224,9 +224,11 @@ def _no_store(top: Place) -> ConfigError:
 def _as_far_as_right(written: object) -> StoreSettings | None:
     """Return settings without the invalid ones, so that the directories are checked regardless."""
     try:
-        return StoreSettings.model_validate(written)
+        found: StoreSettings = StoreSettings.model_validate(written)
     except ValidationError as error:
         wrong = {str(details["loc"][0]) for details in error.errors() if details["loc"]}
+    else:
+        return found
     if not isinstance(written, dict) or "pipeline" in wrong:
         return None
     right = {name: value for name, value in written.items() if str(name) not in wrong}
@@ -259,7 +261,7 @@ def _look_at_media(
     if dram:
         [changed["dram_directory"]] = (look.end(out) for look in dram)
     if store.parts & DRAM and all(look.is_usable for look in dram):
-        directory = changed.get("dram_directory", store.dram_directory)
+        directory: str = changed.get("dram_directory") or store.dram_directory
         _check_capacity(out, top, "dram_capacity", (directory,), store)
         if posix and all(look.is_usable for look in posix):
             _check_apart(out, top, directory, changed["directories"], store)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from decimal import Decimal
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
 
 from ucm.config.problems import RefusedValueError
-from ucm.store.config import ENTRY_POINT_GROUP, OURS, StoreConfig, default_dram_directory, pipeline_parts
+from ucm.store.config import BOUNDS, ENTRY_POINT_GROUP, OURS, StoreConfig, Within, option_types, pipeline_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,36 +88,41 @@ Size = Annotated[int, BeforeValidator(_size)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
 
 
-class StoreSettings(BaseModel):
-    """The settings of a store; docs/configuration.md explains each of them."""
+#: Options of a store that are written in another form than `StoreConfig` has them.
+_WRITTEN_AS: dict[str, Any] = {"directories": Paths, "tiers": dict[str, dict[str, Any]]}
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    pipeline: str = StoreConfig.pipeline
-    tiers: dict[str, dict[str, Any]] = {}
-    directories: Paths = StoreConfig.directories
-    posix_capacity: Size | None = StoreConfig.posix_capacity_bytes
-    dram_directory: str = Field(default_factory=default_dram_directory)
-    dram_capacity: Size | None = StoreConfig.dram_capacity_bytes
-    dram_capacity_fraction: float = Field(default=StoreConfig.dram_capacity_fraction, gt=0, le=1)
-    trusted_group: str | int | None = StoreConfig.trusted_group
-    authentication_key_file: str | None = StoreConfig.authentication_key_file
-    fsync: bool = StoreConfig.fsync
-    direct_io: bool = StoreConfig.direct_io
-    load_threads: int = Field(default=StoreConfig.load_threads, ge=1, le=256)
-    save_threads: int = Field(default=StoreConfig.save_threads, ge=1, le=256)
-    save_nice: int = Field(default=StoreConfig.save_nice, ge=0, le=19)
-    save_queue: Size = StoreConfig.save_queue_bytes
-    write_behind: Size = StoreConfig.write_behind_bytes
-    stuck_seconds: float = Field(default=StoreConfig.stuck_seconds, gt=0)
-    lookup_cache_keys: int = Field(default=StoreConfig.lookup_cache_keys, ge=0)
-    lookup_cache_seconds: float = Field(default=StoreConfig.lookup_cache_seconds, ge=0)
-    failures_until_rest: int = Field(default=StoreConfig.failures_until_rest, ge=1)
-    rest_seconds: float = Field(default=StoreConfig.rest_seconds, ge=0)
-    quarantine_keep: int = Field(default=StoreConfig.quarantine_keep, ge=0)
-    touch_seconds: float = Field(default=StoreConfig.touch_seconds, ge=0)
-    stale_seconds: float = Field(default=StoreConfig.stale_seconds, ge=0)
-    options: dict[str, Any] = {}
+def setting_name(option: str) -> str:
+    """Return the name of the setting for an option of `StoreConfig`: sizes may be written with any unit."""
+    return option.removesuffix("_bytes")
+
+
+def _setting(option: dataclasses.Field[Any], kind: Any) -> tuple[Any, Any]:
+    """Return the type and the default of the setting for an option of `StoreConfig`, with the option's bounds."""
+    if option.name != setting_name(option.name):
+        written: Any = Size | None if isinstance(None, kind) else Size
+    else:
+        written = _WRITTEN_AS.get(option.name, kind)
+    default: dict[str, Any] = {"default": option.default}
+    if option.default is dataclasses.MISSING:
+        default = {"default_factory": option.default_factory}
+    least, above, most = BOUNDS.get(option.name, Within()) if written is kind else Within()
+    return written, Field(**default, ge=least, gt=above, le=most)
+
+
+_SETTINGS: dict[str, Any] = {
+    setting_name(option.name): _setting(option, option_types()[option.name])
+    for option in dataclasses.fields(StoreConfig)
+}
+_Settings: Any = create_model(
+    "_Settings",
+    __config__=ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False),
+    **_SETTINGS,
+)
+
+
+class StoreSettings(_Settings):  # type: ignore[misc] # its fields are those of StoreConfig
+    """The settings of a store, one for each option of `StoreConfig`; docs/configuration.md explains each of them."""
 
     @field_validator("pipeline")
     @classmethod
@@ -161,7 +167,7 @@ class StoreSettings(BaseModel):
 
     def as_store_config(self) -> StoreConfig:
         """Return the settings in the form that ``ucm.store.factory.open_store`` takes."""
-        return StoreConfig(**{_STORE_NAMES.get(name, name): getattr(self, name) for name in type(self).model_fields})
+        return StoreConfig(**{name: getattr(self, setting_name(name)) for name in StoreConfig.field_names()})
 
 
 def replace_former_names(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -184,12 +190,6 @@ FORMER_NAMES = {
     "dump_nice": "save_nice",
     "dump_queue": "save_queue",
     "aside_keep": "quarantine_keep",
-}
-_STORE_NAMES = {
-    "posix_capacity": "posix_capacity_bytes",
-    "dram_capacity": "dram_capacity_bytes",
-    "save_queue": "save_queue_bytes",
-    "write_behind": "write_behind_bytes",
 }
 
 

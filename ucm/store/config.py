@@ -1,26 +1,52 @@
-"""Define the options of a store and their defaults, and read the secrets that options name.
+"""Define the options of a store with their defaults and bounds, and read the secrets that options name.
 
-Readers of configuration files map their settings to ``StoreConfig``.
+The settings of configuration files (`ucm.config.settings`) are derived from `StoreConfig`.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping  # noqa: TC003 - read at run time, with the types of the options
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from ucm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 GIB = 1 << 30
 #: The built-in back ends, by their names in a pipeline.
 OURS = ("Posix", "Dram", "Cache", "Redis", "S3", "Empty")
 #: The entry-point group of third-party back ends.
 ENTRY_POINT_GROUP = "ucm.stores"
+
+
+class Within(NamedTuple):
+    """The bounds of an option; None is not a bound.
+
+    Args:
+        least: The smallest value.
+        above: Values must be larger than this.
+        most: The largest value.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+
+    def problem(self, value: float) -> str:
+        """Return what a value must be and is not; empty if it is within the bounds."""
+        if self.least is not None and value < self.least:
+            return f"at least {self.least}"
+        if self.above is not None and value <= self.above:
+            return f"above {self.above}"
+        if self.most is not None and value > self.most:
+            return f"at most {self.most}"
+        return ""
+
+
+Positive, NotNegative = Within(above=0), Within(least=0)
+AtLeastOne, Threads = Within(least=1), Within(least=1, most=256)
 
 
 def pipeline_parts(pipeline: str) -> list[str]:
@@ -78,41 +104,35 @@ class StoreConfig:
     pipeline: str = "Posix"
     tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     directories: tuple[str, ...] = ()
-    posix_capacity_bytes: int | None = None
+    posix_capacity_bytes: Annotated[int | None, AtLeastOne] = None
     dram_directory: str = field(default_factory=default_dram_directory)
-    dram_capacity_bytes: int | None = None
-    dram_capacity_fraction: float = 0.25
+    dram_capacity_bytes: Annotated[int | None, AtLeastOne] = None
+    dram_capacity_fraction: Annotated[float, Within(above=0, most=1)] = 0.25
     trusted_group: str | int | None = None
     authentication_key_file: str | None = None
     fsync: bool = False
     direct_io: bool = False
-    load_threads: int = 4
-    save_threads: int = 2
-    save_nice: int = 19
-    save_queue_bytes: int = 2 * GIB
-    write_behind_bytes: int = 2 * GIB
-    stuck_seconds: float = 10.0
-    lookup_cache_keys: int = 65536
-    lookup_cache_seconds: float = 3.0
-    failures_until_rest: int = 3
-    rest_seconds: float = 30.0
-    quarantine_keep: int = 16
-    touch_seconds: float = 60.0
-    stale_seconds: float = 3600.0
+    load_threads: Annotated[int, Threads] = 4
+    save_threads: Annotated[int, Threads] = 2
+    save_nice: Annotated[int, Within(least=0, most=19)] = 19
+    save_queue_bytes: Annotated[int, AtLeastOne] = 2 * GIB
+    write_behind_bytes: Annotated[int, AtLeastOne] = 2 * GIB
+    stuck_seconds: Annotated[float, Positive] = 10.0
+    lookup_cache_keys: Annotated[int, NotNegative] = 65536
+    lookup_cache_seconds: Annotated[float, NotNegative] = 3.0
+    failures_until_rest: Annotated[int, AtLeastOne] = 3
+    rest_seconds: Annotated[float, NotNegative] = 30.0
+    quarantine_keep: Annotated[int, NotNegative] = 16
+    touch_seconds: Annotated[float, NotNegative] = 60.0
+    stale_seconds: Annotated[float, NotNegative] = 3600.0
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, within in BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}", where=f"store: {name}")
-        if not 0 <= self.save_nice <= _NICEST:
-            raise ConfigError(f"save_nice is {self.save_nice}; it goes from 0 to {_NICEST}", where="store: save_nice")
-        if not 0 < self.dram_capacity_fraction <= 1:
-            raise ConfigError(
-                f"dram_capacity_fraction is {self.dram_capacity_fraction}; it must be above 0 and at most 1",
-                where="store: dram_capacity_fraction",
-            )
+            problem = "" if value is None else within.problem(value)
+            if problem:
+                raise ConfigError(f"{name} is {value}; it must be {problem}", where=f"store: {name}")
 
     @property
     def parts(self) -> list[str]:
@@ -125,22 +145,16 @@ class StoreConfig:
         return tuple(f.name for f in fields(cls))
 
 
-_NICEST = 19
-_LEAST = {
-    "posix_capacity_bytes": 1,
-    "dram_capacity_bytes": 1,
-    "load_threads": 1,
-    "save_threads": 1,
-    "save_queue_bytes": 1,
-    "write_behind_bytes": 1,
-    "stuck_seconds": 0,
-    "lookup_cache_keys": 0,
-    "lookup_cache_seconds": 0,
-    "failures_until_rest": 1,
-    "rest_seconds": 0,
-    "quarantine_keep": 0,
-    "touch_seconds": 0,
-    "stale_seconds": 0,
+def option_types() -> dict[str, Any]:
+    """Return the type of each option by name, without its bounds."""
+    return get_type_hints(StoreConfig)
+
+
+#: The bounds of the options that have some, by name.
+BOUNDS = {
+    name: next(one for one in hint.__metadata__ if isinstance(one, Within))
+    for name, hint in get_type_hints(StoreConfig, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
 }
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ucm.config import StoreSettings
 from ucm.config.load import load_connector_config
-from ucm.config.settings import FORMER_NAMES, ONLY_WITH, format_size, parse_size
+from ucm.config.settings import FORMER_NAMES, ONLY_WITH, format_size, parse_size, setting_name
 from ucm.errors import ConfigError
-from ucm.store.config import StoreConfig
+from ucm.store.config import BOUNDS, StoreConfig, Within
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -138,6 +138,22 @@ def test_what_the_store_refuses_is_refused_here(name: str, value: float) -> None
     except ValueError:
         return
     assert ours.as_store_config().pipeline == "acme.tape:Store"
+
+
+@pytest.mark.parametrize(("name", "within"), BOUNDS.items())
+def test_an_option_and_its_setting_have_the_same_bounds(name: str, within: Within) -> None:
+    setting, inside, outside = setting_name(name), [within.least, within.most], [within.above]
+    outside += [one + step for one, step in ((within.least, -1), (within.most, 1)) if one is not None]
+    assert any(value is not None for value in outside)
+    for value in (one for one in outside if one is not None):
+        refused: dict[str, Any] = {name: value}
+        with pytest.raises(ConfigError, match=f"{name} is {value}; it must be"):
+            StoreConfig(**refused)
+        with pytest.raises(ValueError, match=setting):
+            StoreSettings.model_validate({"pipeline": "acme.tape:Store", setting: value})
+    for value in (one for one in inside if one is not None):
+        accepted: dict[str, Any] = {name: value}
+        assert getattr(StoreConfig(**accepted), name) == value
 
 
 @pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())

@@ -239,7 +239,8 @@ def read_store_settings(file: Path) -> StoreSettings:
         for name, written in (("directories", store.directories), ("dram_directory", (store.dram_directory,)))
     }
     changed = {"directories": tuple(paths["directories"]), "dram_directory": paths["dram_directory"][0], **key_file}
-    return store.model_copy(update=changed)
+    found: StoreSettings = store.model_copy(update=changed)
+    return found
 
 
 def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: bool) -> Places:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ucm.integration.vllm.connector.planner import SIZE, Planner, request
+from tests.ucm.integration.vllm.connector.scene import SIZE, Scene, request
 from ucm.integration.vllm.connector import events
 from ucm.integration.vllm.connector.events import StoreEvents, store_events
 from ucm.integration.vllm.connector.kv_cache import CacheGroup
@@ -53,24 +53,24 @@ def named(text: str) -> BlockKey:
     return BlockKey(text.encode())
 
 
-def heard(planner: Planner, ranks: int = 1) -> StoreEvents:
+def heard(scene: Scene, ranks: int = 1) -> StoreEvents:
     found = StoreEvents(CONFIG, {0: ranks}, MODULE)
-    planner.side.events = found
+    scene.side.events = found
     return found
 
 
-def saved(planner: Planner, request_id: str = "r") -> list[Any]:
+def saved(scene: Scene, request_id: str = "r") -> list[Any]:
     """The keys of a request whose four blocks were computed in one step."""
     new = request(TOKENS, request_id)
-    planner.admit(new)
-    (moves,) = planner.run(new, len(TOKENS), planner.rows).saves
+    scene.admit(new)
+    (moves,) = scene.run(new, len(TOKENS), scene.rows).saves
     return moves.keys
 
 
 def test_a_block_is_announced_once_all_ranks_have_stored_it() -> None:
-    planner = Planner()
-    found = heard(planner, ranks=2)
-    keys = saved(planner)
+    scene = Scene()
+    found = heard(scene, ranks=2)
+    keys = saved(scene)
     assert len(keys) == 4
     found.stored({(0, key): {1: "posix"} for key in keys})
     assert found.take() == []
@@ -86,21 +86,21 @@ def test_a_block_is_announced_once_all_ranks_have_stored_it() -> None:
 
 def test_two_reports_of_one_rank_are_not_those_of_two() -> None:
     """As when two requests save the same block in different steps."""
-    planner = Planner()
-    found = heard(planner, ranks=2)
-    (key, *_) = saved(planner)
+    scene = Scene()
+    found = heard(scene, ranks=2)
+    (key, *_) = saved(scene)
     found.stored({(0, key): {0: "posix"}})
     found.stored({(0, key): {0: "posix"}})
     assert found.take() == []
-    saved(planner, "another")
+    saved(scene, "another")
     found.stored({(0, key): {1: "posix"}})
     assert len(found.take()) == 1
 
 
 def test_two_ranks_in_one_report() -> None:
-    planner = Planner()
-    found = heard(planner, ranks=2)
-    (key, *_) = saved(planner)
+    scene = Scene()
+    found = heard(scene, ranks=2)
+    (key, *_) = saved(scene)
     found.stored({(0, key): {0: "dram", 1: "dram"}})
     assert [event.medium for event in found.take()] == ["CPU"]
 
@@ -164,9 +164,9 @@ def test_of_what_was_announced_nothing_is_read_again() -> None:
 
 
 def test_new_keys_take_back_what_was_announced_and_nothing_of_vllms() -> None:
-    planner = Planner()
-    found = heard(planner)
-    keys = saved(planner)
+    scene = Scene()
+    found = heard(scene)
+    keys = saved(scene)
     found.stored({(0, keys[0]): {0: "dram"}, (0, keys[1]): {0: "posix"}, (0, keys[2]): {0: "posix"}})
     found.take()
     found.start_anew()
@@ -177,11 +177,11 @@ def test_new_keys_take_back_what_was_announced_and_nothing_of_vllms() -> None:
 
 
 def test_what_is_never_reported_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = Planner()
-    found = heard(planner)
-    saved(planner)
+    scene = Scene()
+    found = heard(scene)
+    saved(scene)
     monkeypatch.setattr(events, "MOST_PENDING_BYTES", found._pending_bytes * 3 // 4)
-    keys = saved(planner, "another")
+    keys = saved(scene, "another")
     found.stored({(0, key): {0: "posix"} for key in keys})
     assert told(found) == keys[1:]
     assert found._pending_bytes == 0

@@ -67,8 +67,8 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tm
         before.drain()
     before.close()
     engine = VllmEngine(setting, tmp_path, chance, truth)
-    planner = engine.connector._scheduler.scheduler
-    matched, loading = planner.matched_tokens, set[str]()
+    scene = engine.connector._scheduler.scheduler
+    matched, loading = scene.matched_tokens, set[str]()
 
     def matched_late(request: Any, num_computed_tokens: int) -> int | None:
         """Delay the lookup of the large request."""
@@ -78,7 +78,7 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tm
         loading.update([request.request_id] if found else [])
         return found
 
-    with patch.object(planner, "matched_tokens", matched_late):
+    with patch.object(scene, "matched_tokens", matched_late):
         for prompt in (large, *small):
             engine.submit(prompt, 4)
         engine.drain()

@@ -47,7 +47,7 @@ class Side:
         extra = {"store": {"directories": str(directory / "store")}, "metrics": False}
         engine = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
         self.side = WorkerSide(engine, None, load_connector_config(extra), object)
-        self.mover: Any = create_autospec(TransferWorker, instance=True)
+        self.worker: Any = create_autospec(TransferWorker, instance=True)
         self.weights: Any = create_autospec(LiveWeights, instance=True)
         self.weights.changed.return_value = False
         monkeypatch.setattr(self.side, "_create_worker", self._made)
@@ -56,7 +56,7 @@ class Side:
 
     def _made(self, namespace: str) -> Any:
         self.namespaces.append(namespace)
-        return self.mover
+        return self.worker
 
 
 @pytest.fixture
@@ -66,12 +66,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Side:
 
 def test_nothing_is_moved_until_it_is_known_whose_blocks_these_are(made: Side) -> None:
     made.side.begin(StepPlan(1))
-    made.mover.begin.assert_not_called()
+    made.worker.begin.assert_not_called()
     made.side.begin(StepPlan(2, "model-1"))
     made.side.begin(StepPlan(3, "model-1"))
     assert made.side.has_begun
     assert made.namespaces == ["model-1"]
-    assert made.mover.begin.call_count == 2
+    assert made.worker.begin.call_count == 2
 
 
 def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
@@ -83,7 +83,7 @@ def test_weights_are_looked_at_only_where_blocks_are_moved(made: Side) -> None:
         made.side.begin(plan)  # vLLM calls in two places
         assert made.weights.changed.call_count == step - 1
     made.weights.changed.assert_called_with(wholly=False)
-    made.mover.refuse.assert_not_called()
+    made.worker.refuse.assert_not_called()
     assert made.side.take_report() is None
 
 
@@ -92,7 +92,7 @@ def test_a_plan_of_changed_weights_is_refused_until_the_scheduler_starts_anew(ma
     plans = [StepPlan(step, "m", loads=MOVES, epoch=epoch) for step, epoch in enumerate((0, 0, 1), 1)]
     for plan in plans:
         made.side.begin(plan)
-    assert [call.args[0] for call in made.mover.refuse.call_args_list] == plans[:2]
+    assert [call.args[0] for call in made.worker.refuse.call_args_list] == plans[:2]
     assert made.side.take_report() == WeightsReport(changed=0)
     assert made.side.take_report() is None
 
@@ -105,7 +105,7 @@ def test_moves_of_a_replaced_adapter_are_refused_for_good_and_reported_once(made
     for plan in plans:
         made.side.begin(plan)
         told.append(made.side.take_report())
-    assert [call.args for call in made.mover.refuse.call_args_list] == [(plan, {7}) for plan in plans[1:]]
+    assert [call.args for call in made.worker.refuse.call_args_list] == [(plan, {7}) for plan in plans[1:]]
     assert told == [None, WeightsReport(adapters=frozenset({7})), None]
 
 

@@ -82,7 +82,7 @@ class Engine:
             for group, of_group in geometries.items()
         }
         stager = Stager(groups, slab, 60.0, 0.0)
-        self.planner = planner = PrefixCacheScheduler(
+        self.prefix_cache = prefix_cache = PrefixCacheScheduler(
             groups,
             keys,
             stager,
@@ -93,12 +93,12 @@ class Engine:
                 room=setting.blocks - 1 if setting.between_steps else None,
             ),
         )
-        planner.namespace = "model"
+        prefix_cache.namespace = "model"
         stager.begin(self._looking, None if slab is None else geometries)
         if slab is not None:
             assert all(rank.slab.attach(slab.address, rank.number, {}) for rank in self.ranks)
         pool = Pool(setting.blocks, groups, keys, caching=setting.caching)
-        self.scheduler = Scheduler(pool, planner, setting)
+        self.scheduler = Scheduler(pool, prefix_cache, setting)
         self._planned: deque[Step] = deque()
         self._executed: deque[tuple[Step, dict[str, list[int]], set[int], set[str]]] = deque()
         self._tokens: dict[str, list[int]] = {}
@@ -152,7 +152,7 @@ class Engine:
         for rank in self.ranks:
             rank.worker.close()
         assert not any(store.overwritten for store in self.stores)
-        self.planner.stager.close()
+        self.prefix_cache.stager.close()
         for of_group in self._looking.values():
             for store in of_group:
                 store.close()

@@ -20,13 +20,13 @@ class Scheduler:
 
     Args:
         pool: The KV-cache manager.
-        planner: The connector's scheduler side.
+        prefix_cache: The connector's scheduler side.
         setting: The engine's settings.
     """
 
-    def __init__(self, pool: Pool, planner: PrefixCacheScheduler, setting: Setting) -> None:
+    def __init__(self, pool: Pool, prefix_cache: PrefixCacheScheduler, setting: Setting) -> None:
         self.pool = pool
-        self.planner = planner
+        self.prefix_cache = prefix_cache
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
@@ -55,7 +55,7 @@ class Scheduler:
         if not step.preempts:
             self._schedule_waiting(step)
         output = output_of(step)
-        scheduled = Step(self.planner.plan(output), step.work, dict(output.num_scheduled_tokens))
+        scheduled = Step(self.prefix_cache.plan(output), step.work, dict(output.num_scheduled_tokens))
         for found in step.work:
             self._advance(self.requests[found.request_id], found)
         return scheduled
@@ -98,7 +98,7 @@ class Scheduler:
             self.waiting.remove(request)
         loading = request.status == "loading"
         request.status = "finished"
-        self.planner.finished(request)
+        self.prefix_cache.finished(request)
         del self.requests[request.request_id]
         if loading and self._setting.background:
             self._dying[request.request_id] = request
@@ -177,7 +177,7 @@ class Scheduler:
         external, had, computed = 0, self.pool.of.get(request.request_id), request.num_computed_tokens
         if had is None:
             local, had = self.pool.cached_prefix(request)
-            found = self.planner.matched_tokens(request, local)
+            found = self.prefix_cache.matched_tokens(request, local)
             if found is None:
                 return "later"
             external, computed = found, local + found
@@ -192,7 +192,7 @@ class Scheduler:
         if not there_is_room:
             return "no room"
         blocks = Blocks(tuple(list(row) for row in self.pool.of[request.request_id]))
-        self.planner.allocated(request, blocks, external)
+        self.prefix_cache.allocated(request, blocks, external)
         request.num_computed_tokens = computed
         if waits:
             request.status = "loading"

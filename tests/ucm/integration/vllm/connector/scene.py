@@ -105,7 +105,7 @@ class Counted:
         self.failures += [f"{operation}.{cause}"] * blocks
 
 
-class Planner:
+class Scene:
     """The scheduler side of an engine; the test acts as the scheduler.
 
     Args:
