@@ -184,6 +184,9 @@ def lasting_tokens(vllm_config: VllmConfig) -> Callable[[int], int]:
 #: Seconds without a step after which values on an accelerator are checked. A change takes longer than this, including
 #: its way to the worker.
 PAUSE = 0.005
+#: Every byte is read after a pause if this took at most ``DIGEST_SECONDS`` before, and ``DIGEST_SHARE`` of the pause.
+#: An accelerator reads 16 GB in some 10 ms; host memory is read so only if the model is small.
+DIGEST_SECONDS, DIGEST_SHARE = 0.05, 0.02
 #: Eight-byte words sampled from each tensor.
 SAMPLE = 64
 #: In host memory the sample consists of this many ranges, copied together: about 30 µs for 300 tensors.
@@ -214,10 +217,12 @@ class LiveWeights:
     - before every step that moves blocks: each tensor's address, torch's count of its changes, and some of its values;
       on an accelerator, where reading values means waiting for it, these values only after a pause long enough for a
       change;
-    - after vLLM's prefix cache was emptied, as is done when weights are changed: every byte.
+    - after vLLM's prefix cache was emptied, as is done when weights are changed, and after a pause beside which reading
+      everything takes no time: every byte.
 
     Args:
-        model: A torch module, whose parameters are watched. Buffers are not, because a forward may write to them.
+        model: A torch module. Its parameters are watched and its persistent buffers, which checkpoints hold as well.
+            Other buffers are not, because a forward may write to them.
         thorough: Check every byte after each pause, because changes are to be expected.
     """
 
@@ -226,9 +231,12 @@ class LiveWeights:
         self._model = weakref.ref(model)
         self._positions: dict[int, Any] = {}
         self._looked = time.monotonic()
-        self._doubted = False
+        self._pause = 0.0  # the longest since values were last read, in seconds
+        self._digest_takes = float("inf")
         self._on_host = all(tensor.device.type == "cpu" for tensor in self._all())
         self._note()
+        if not self._on_host:
+            self._digest()  # to know how long it takes: the first one may have compiled kernels
 
     def changed(self, *, wholly: bool = False) -> bool:
         """Return whether the weights changed since this last returned True, or since the start.
@@ -236,12 +244,14 @@ class LiveWeights:
         Args:
             wholly: Check every byte, however recent the last check is.
         """
-        doubted, self._doubted = self._doubted, False
+        pause, self._pause = self._pause, 0.0
+        doubted = pause > PAUSE
+        wholly = wholly or (doubted and self._thorough) or self._is_cheap_after(pause)
         values = wholly or doubted or self._on_host
         same = self._places() == self._seen_places
         if same and values:
             same = self._packed() == self._seen_packed
-        if same and (wholly or (doubted and self._thorough)):
+        if same and wholly:
             same = self._digest() == self._seen_digest
         elif same and values:
             same = self._sample() == self._seen_sample
@@ -252,12 +262,16 @@ class LiveWeights:
     def step(self) -> None:
         """Begin a step; after a pause, the next check also reads values."""
         now = time.monotonic()
-        self._doubted |= now - self._looked > PAUSE
+        self._pause = max(self._pause, now - self._looked)
         self._looked = now
 
     def stepped(self) -> None:
         """End a step."""
         self._looked = time.monotonic()
+
+    def _is_cheap_after(self, pause: float) -> bool:
+        """Return whether reading every byte takes little time, and almost none compared with a pause in seconds."""
+        return self._digest_takes <= min(DIGEST_SECONDS, DIGEST_SHARE * pause)
 
     def _note(self) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in self._all()]
@@ -267,8 +281,13 @@ class LiveWeights:
 
     def _all(self) -> Iterator[Any]:
         model = self._model()
-        if model is not None:
-            yield from model.parameters()
+        if model is None:
+            return
+        yield from model.parameters()
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public name for it
+                    yield buffer
 
     def _packed(self) -> list[weakref.ref[Any]]:
         """Return references to functions with weights that were packed for the processor and are no parameters.
@@ -333,6 +352,7 @@ class LiveWeights:
         """Return checksums of all words of each tensor, which detect any single change and any exchange of rows."""
         import torch  # noqa: PLC0415
 
+        begun = time.monotonic()
         with torch.inference_mode():
             sums = []
             for words in self._words():
@@ -340,7 +360,9 @@ class LiveWeights:
                 each = words[: rows * _ROW].view(rows, _ROW).sum(1)
                 odd = torch.arange(rows, device=words.device) * 2 + 1
                 sums += [(each * odd).sum(0, keepdim=True), words[rows * _ROW :].sum(0, keepdim=True)]
-            return _values(sums)
+            found = _values(sums)
+        self._digest_takes = min(self._digest_takes, time.monotonic() - begun)
+        return found
 
 
 def _spots(memory: Any) -> list[Any]:

@@ -30,7 +30,8 @@ def model() -> Any:
     made.register_parameter("turned", torch.nn.Parameter(torch.rand(40, 30, generator=source).t(), requires_grad=False))
     made.register_parameter("tied", made.w0)
     made.register_parameter("none", torch.nn.Parameter(torch.empty(0), requires_grad=False))
-    made.register_buffer("seen", torch.zeros(3))
+    made.register_buffer("scale", torch.ones(1))
+    made.register_buffer("seen", torch.zeros(3), persistent=False)
     return made
 
 
@@ -69,7 +70,11 @@ def write_one_value(made: Any) -> None:
     made.w1.data[77, 50] += 1
 
 
-@pytest.mark.parametrize("change", [copy, copy_in_inference_mode, replace_data, replace_parameter])
+def scale(made: Any) -> None:
+    made.scale *= 2
+
+
+@pytest.mark.parametrize("change", [copy, copy_in_inference_mode, replace_data, replace_parameter, scale])
 def test_what_torch_counts_is_seen_at_every_step(change: Callable[[Any], None]) -> None:
     made = model()
     weights = LiveWeights(made)
@@ -102,6 +107,7 @@ def test_weights_that_are_watched_are_not_kept_alive() -> None:
 
 def test_on_an_accelerator_what_torch_does_not_count_is_seen_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "PAUSE", 3600.0)
+    monkeypatch.setattr(identity, "DIGEST_SHARE", 0.0)
     made = model()
     weights = elsewhere(made)
     write_data(made)
@@ -143,7 +149,10 @@ def test_every_single_value_is_seen_when_all_are_looked_at() -> None:
     assert seen == 60
 
 
-def test_where_changes_are_to_be_expected_every_value_is_looked_at_after_a_pause() -> None:
+def test_where_changes_are_to_be_expected_every_value_is_looked_at_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(identity, "DIGEST_SHARE", 0.0)
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = [LiveWeights(made, thorough=thorough) for thorough in (True, False)]
     made.weight.data[5, 7] += 1
@@ -151,6 +160,34 @@ def test_where_changes_are_to_be_expected_every_value_is_looked_at_after_a_pause
     for each in weights:
         each.step()
     assert [each.changed() for each in weights] == [True, False]
+
+
+@pytest.mark.parametrize("place", [LiveWeights, elsewhere])
+def test_every_value_is_looked_at_after_a_pause_that_is_long_compared_with_that(
+    monkeypatch: pytest.MonkeyPatch, place: Callable[[Any], LiveWeights]
+) -> None:
+    made = torch.nn.Linear(4096, 64, bias=False)
+    weights = place(made)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    takes = weights._digest_takes
+    seen = []
+    for pause in (10 * takes, 1000 * takes):
+        made.weight.data[5, 7] += 1
+        weights.stepped()
+        now += pause
+        weights.step()
+        seen.append(weights.changed())
+    assert seen == [False, True]
+
+
+def test_what_takes_long_to_read_is_not_read_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.nn.Linear(4096, 64, bias=False)
+    weights = LiveWeights(made)
+    monkeypatch.setattr(weights, "_digest_takes", 2 * identity.DIGEST_SECONDS)
+    made.weight.data[5, 7] += 1
+    weights._pause = 3600.0
+    assert not weights.changed()
 
 
 def test_rows_that_change_places_are_seen() -> None:
