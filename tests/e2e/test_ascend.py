@@ -18,6 +18,7 @@ from tests.e2e.engine import Run, run_engine, variables
 from tests.e2e.model import VOCABULARY
 from tests.e2e.prefix_engine import connector, posix
 from tests.e2e.processes import IN_PROCESS
+from tests.e2e.tests_inside import run_inside
 from ucm.sparse.probe import read_reports
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ SETTINGS: dict[str, dict[str, Any]] = {"BalanceScheduler": {"enable_balance_sche
 #: It keeps two of the four or five blocks of a request.
 ESA: dict[str, Any] = {"ESA": {"token_budget": 32, "sink_tokens": 4, "window_tokens": 32}}
 PREEMPTIONS = "vllm:num_preemptions"
+ACCOUNTING = "tests/ucm/sparse/accounting/test_accounting.py"
+#: The variable that names the scheduler of these tests; `tests/ucm/stepping/vllm_objects.py` needs vLLM.
+ANOTHER = "UCM_TEST_SCHEDULER"
 BLOCK_TABLE = "vllm_ascend.worker.block_table"
 SCHEDULERS = (
     "vllm_ascend.core.recompute_scheduler",
@@ -135,9 +139,22 @@ def test_the_hooks_of_a_step_and_of_a_preemption(engines: Engines, tmp_path: Pat
     assert len(steps) == 1
 
 
-def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Path) -> None:
+def test_no_block_is_lost_under_a_scheduler(engines: Engines, tmp_path: Path) -> None:
+    """Thousands of random steps with `SinkWindow`, in one interpreter, with the tests' own device."""
+    (tmp_path / "patched.py").write_text(PATCHED[engines.scheduler], encoding="utf-8")
+    about = {ANOTHER: f"patched:{engines.scheduler}", "PYTHONPATH": str(tmp_path)}
+    only = "random_steps and not asynchronous"
+    if engines.scheduler == "SchedulerDynamicBatch":
+        # By priority, it preempts a request that it has just scheduled, and leaves its tokens in the step.
+        only += " and not priority"
+    wrong = run_inside(engines.ascend.python, [ACCOUNTING], only=only, **about)
+    assert not wrong, wrong[ACCOUNTING]
+
+
+@pytest.mark.parametrize("scheduler", ["RecomputeScheduler", "BalanceScheduler"])
+def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Path, scheduler: str) -> None:
     """A request that was preempted while it generated recomputes its answer token by token."""
-    engines = Engines(ascend, "RecomputeScheduler")
+    engines = Engines(ascend, scheduler)
     batches = requests()
     one_by_one = {"alone": [[request] for request in batches["crowd"][0]]}
     roomy = engines.run(tmp_path / "roomy", ESA, one_by_one, {**SCARCE, "num_gpu_blocks_override": 60})

@@ -1,8 +1,8 @@
 """A request gets the same answer whatever other requests run: with every method, in real engines, in float32.
 
 Alone, in a random crowd, after hits in vLLM's own cache and in the connector's store, in other chunks, preempted, as
-the second turn of a conversation, and with two ranks. Each method has two engines in one process; methods whose ranks
-select blocks also have one with two ranks.
+the second turn of a conversation, and with two ranks. Each method has two engines in one process, and one with two
+ranks. Variants of a method differ in our code and not in what they need of vLLM: they run on the newest release only.
 """
 
 from __future__ import annotations
@@ -44,18 +44,29 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
             "dense_last_layers": 1,
         }
     },
+    "BlockTopK, bounds": {
+        "BlockTopK": {
+            "selector": "bounds",
+            "token_budget": 192,
+            "min_context": 0,
+            "sink_tokens": 4,
+            "recent_tokens": 32,
+            "dense_layers": 1,
+        }
+    },
     "ESA": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60}},
     "ESA, ahead": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60, "retrieval": "ahead"}},
     "SinkWindow": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100}},
     "LeakyReRoPE": {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}},
     "SinkWindow, dense prompts": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100, "prefill": "dense"}},
 }
+#: The variants that run on all releases, one of each method.
+EVERYWHERE = ("GSAOnDevice, adaptive", "ESA", "SinkWindow", "LeakyReRoPE")
+TOP_K = ("GSAOnDevice", "GSAOnDevice, adaptive", "BlockTopK, bounds")
 #: Methods that support per-request settings; the others ignore them.
-STEERED = ("GSAOnDevice", "GSAOnDevice, adaptive", "SinkWindow, dense prompts")
+STEERED = (*TOP_K, "SinkWindow, dense prompts")
 #: The targets' own settings: dense, a budget, none, and an invalid one.
 ASKED = (False, '{"token_budget": 160}', None, "nonsense")
-#: Methods whose ranks select what they read, or assemble it.
-ON_TWO_RANKS = ("GSAOnDevice", "GSAOnDevice, adaptive", "ESA", "ESA, ahead", "LeakyReRoPE")
 REROPE_TOKENS = "ucm:sparse_rerope_tokens_total"
 #: The arguments of `inside/rerope_reference.py` for a method.
 REFERENCES = {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}}
@@ -164,7 +175,12 @@ class Company:
         return [self.roomy[f"alone {number}"][0]["tokens"] for number in range(len(TARGETS))]
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in EVERYWHERE else pytest.mark.newest_only, id=name) for name in METHODS
+    ],
+)
 def company(
     environments: Environments, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Company:
@@ -224,7 +240,7 @@ def test_what_is_left_out_and_who_is_dense_is_exported(company: Company) -> None
     assert found["ucm:sparse_rows_total"] > 0
     assert 0 < found["ucm:sparse_read_tokens_total"] < found["ucm:sparse_held_tokens_total"]
     # Alone and in the crowd; for a window method, a budget is as invalid as the nonsense, even if everything is read.
-    top_k = company.method.startswith("GSAOnDevice")
+    top_k = company.method in TOP_K
     opted_out, refused = (2, 2) if top_k else {"SinkWindow, dense prompts": (2, 5)}.get(company.method, (0, 0))
     assert found["ucm:sparse_requests_total.opted_out"] == opted_out
     assert found["ucm:sparse_requests_total.refused"] == refused
@@ -263,7 +279,5 @@ def test_a_second_turn_does_not_depend_on_what_is_found_of_the_first(company: Co
     assert tokens(found) == tokens(fresh)
 
 
-def test_with_two_ranks(company: Company, request: pytest.FixtureRequest) -> None:
-    if company.method not in ON_TWO_RANKS:
-        pytest.skip("its ranks choose nothing: what they read is counted from positions")
-    assert request.getfixturevalue("two_ranks") == company.answers
+def test_with_two_ranks(company: Company, two_ranks: list[list[int]]) -> None:
+    assert two_ranks == company.answers

@@ -20,12 +20,13 @@ WRONG = {"failure", "error", "skipped"}
 USUAL = ("-o", "addopts=--import-mode=importlib", "-o", "junit_family=xunit1")
 
 
-def run_inside(python: Path, files: Sequence[str], **variables: str) -> dict[str, str]:
+def run_inside(python: Path, files: Sequence[str], only: str = "", **variables: str) -> dict[str, str]:
     """Run the tests of some files in one interpreter.
 
     Args:
         python: The interpreter.
         files: The files, relative to the project's root.
+        only: Which of their tests, as pytest's ``-k`` has it; default: all.
         **variables: Variables of its environment.
 
     Returns:
@@ -34,7 +35,7 @@ def run_inside(python: Path, files: Sequence[str], **variables: str) -> dict[str
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
         done = subprocess.run(
-            [python, "-P", "-m", "pytest", *OPTIONS, *USUAL, f"--junitxml={report}", *files],
+            [python, "-P", "-m", "pytest", *OPTIONS, *USUAL, f"--junitxml={report}", "-k", only, *files],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **variables},  # tensors are small, and waiting threads spin
             capture_output=True,

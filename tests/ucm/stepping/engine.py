@@ -89,12 +89,12 @@ class CheckedEngine:
 
     def schedule(self) -> None:
         """Schedule a step."""
-        before = {request.request_id: request.num_preemptions for request in self.requests.values()}
+        before = {request.request_id for request in self.scheduler.running}
         output = self.scheduler.schedule()
-        for request_id, count in before.items():
-            if self.requests[request_id].num_preemptions > count:
-                self._lose(request_id)
-                self.happened["preemptions"] += 1
+        # Not all schedulers count a request's preemptions.
+        for request_id in before - {request.request_id for request in self.scheduler.running}:
+            self._lose(request_id)
+            self.happened["preemptions"] += 1
         self._check_blocks()
         self._scheduled(output)
         resumed = {i: list(self.requests[i].all_token_ids) for i in output.scheduled_cached_reqs.resumed_req_ids}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
@@ -47,10 +49,17 @@ def engine_config(
     return config
 
 
+#: A variable that names another scheduler's class, ``module:Class``, which derives from vLLM's.
+ANOTHER = "UCM_TEST_SCHEDULER"
+
+
 def make_scheduler(config: Any, kv_cache_config: Any) -> Any:
-    """Return the scheduler that vLLM chooses for a configuration."""
+    """Return the scheduler that vLLM chooses for a configuration, or the one that `ANOTHER` names."""
     size = config.cache_config.block_size
-    return (AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler)(
+    kind = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+    if named := os.environ.get(ANOTHER):
+        kind = pkgutil.resolve_name(named)
+    return kind(
         vllm_config=config,
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(config),

@@ -1,7 +1,7 @@
 """A stand-in for torch-npu, which cannot be imported without an NPU's libraries: it has every name, all inert.
 
-It makes the modules of vLLM Ascend importable on a CPU, so that its schedulers run in a real engine. No computation
-uses it.
+It makes the modules of vLLM Ascend importable on a CPU, so that its schedulers run in a real engine. It computes
+nothing; `ascend_on_cpu.py` puts torch in the place of the two kernels that its attention needs.
 """
 
 from __future__ import annotations
