@@ -67,6 +67,7 @@ PROBES = {
     "ucm/doctor": 1,
     "ucm/logger.py": 2,
     "ucm/sparse": 3,
+    "ucm/testing": 2,
     "ucm/store": 7,
     "ucm/config": 2,
     # Names that are chosen at run time: fields of metadata, hooks of a method, torch's module of a device.

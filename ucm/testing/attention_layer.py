@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ucm.integration.vllm.compat import optional
 from ucm.integration.vllm.sparse.layers import AttentionLayers
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def real_layer(directory: Path, dtype: str, block_size: int, head_size: int, blo
             )
     finally:
         torch.set_default_dtype(before)
-    shape_of = getattr(layer.attn_backend, "get_kv_cache_shape", None)
+    shape_of = optional(layer.attn_backend, "get_kv_cache_shape")
     shape = (
         (blocks, KV_HEADS, block_size, 2 * head_size)
         if shape_of is None
