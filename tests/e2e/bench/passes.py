@@ -23,9 +23,9 @@ def figures(release: str) -> Iterator[Figure]:
     """Count for one saved and one loaded prompt, by `sys.setprofile` in all threads of the engine's one process."""
     write_model(MODEL)
     with tempfile.TemporaryDirectory() as directory:
-        store = Path(directory) / "kv"
+        store, result = Path(directory) / "kv", Path(directory) / "result.json"
         store.mkdir()
-        command = [with_runtime(release).python, INSIDE / "passes.py", MODEL, store, json.dumps(ENGINE)]
+        command = [with_runtime(release).python, INSIDE / "passes.py", MODEL, store, json.dumps(ENGINE), result]
         done = subprocess.run(
             [str(word) for word in command],
             env={**variables(Path(directory)), **IN_PROCESS, "PYTHONPATH": ""},
@@ -33,9 +33,9 @@ def figures(release: str) -> Iterator[Figure]:
             text=True,
             check=False,
         )
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    found = json.loads(done.stdout.splitlines()[-1])
+        if done.returncode or not result.exists():
+            raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+        found = json.loads(result.read_text(encoding="utf-8"))
     for name, passed in found.items():
         for kind in ("files", "functions"):
             yield Figure(f"{kind} of UCM that a {name} prompt passes through", len(passed[kind]), kind, None, passed)

@@ -1,7 +1,8 @@
-"""Count the files and functions of UCM that a prompt passes through: `passes.py MODEL STORE ARGUMENTS`, in one process.
+"""Count the files and functions of UCM that a prompt passes through: `passes.py MODEL STORE ARGUMENTS RESULT`.
 
-One prompt is saved, pushed out of the KV cache by others, and loaded. `sys.setprofile` and `threading.setprofile` see
-each call in each thread of the engine. Lambdas and comprehensions count with the function around them.
+The engine runs in one process. One prompt is saved, pushed out of the KV cache by others, and loaded. `sys.setprofile`
+and `threading.setprofile` see each call in each of its threads. Lambdas and comprehensions count with the function
+around them.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def _of(root: Path, seen: set[CodeType]) -> Iterator[tuple[str, str, int]]:
             yield file.relative_to(root).as_posix(), code.co_name, code.co_firstlineno
 
 
-def main(model: str, store: str, arguments: dict[str, Any]) -> None:
-    """Run the engine, and print the counts as one line of JSON."""
+def main(model: str, store: str, arguments: dict[str, Any], result: Path) -> None:
+    """Run the engine, and write what was called as JSON."""
     passes = Passes()
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - its threads are to be seen as well
 
@@ -93,8 +94,8 @@ def main(model: str, store: str, arguments: dict[str, Any]) -> None:
     loaded = passes.end()
     if cached or loaded_tokens < BLOCKS * block:
         raise SystemExit(f"{cached} tokens were cached at first and {loaded_tokens} the second time")
-    print(json.dumps({"saved": saved, "loaded": loaded}))
+    result.write_text(json.dumps({"saved": saved, "loaded": loaded}), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))
