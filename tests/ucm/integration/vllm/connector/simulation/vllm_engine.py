@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -33,7 +34,7 @@ from tests.ucm.integration.vllm.connector.torch_tensors import all_as_torch
 from tests.ucm.stepping.vllm_objects import Requests, engine_config, make_scheduler, runner_output
 from ucm.integration.vllm.connector import identity, sides
 from ucm.integration.vllm.ucm_connector import UCMConnector
-from ucm.store.factory import open_store
+from ucm.store.factory import OpeningStore, open_store
 from ucm.store.memory.slab import SlabReader
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ class VllmEngine:
         caches = KVCacheConfig(setting.blocks, [], specs)
         self._looking: list[FaultyStore] = []
         self._patched = ExitStack()
-        self._patched.enter_context(patch.object(sides, "open_store", self._open))
         self._patched.enter_context(patch.object(sides, "open_store", self._open_to_look))
+        self._patched.enter_context(patch.object(sides, "OpeningStore", self._open_in_worker))
         if setting.loads == "direct":  # as if the workers were on other hosts
             self._patched.enter_context(patch.object(SlabReader, "attach", lambda *_: False))
         # The process is older than the model, so a real engine would not trust the model's files.
@@ -174,6 +175,9 @@ class VllmEngine:
         worker = UCMConnector(mine, KVConnectorRole.WORKER, caches)
         worker.register_kv_caches(all_as_torch(memory.caches))
         return worker
+
+    def _open_in_worker(self, make: partial[KVStore], seconds: float) -> OpeningStore:
+        return OpeningStore(partial(self._open, *make.args), seconds)
 
     def _open(self, config: Any, namespace: str, geometry: Any) -> FaultyStore:
         inner = open_store(config, namespace, geometry)
