@@ -41,6 +41,7 @@ FILES = (
 #: Files that need a part of the newest release only, or nothing of vLLM but its torch, which both releases share.
 NEWEST_ONLY = (
     "tests/ucm/blend/test_position_free.py",
+    "tests/ucm/integration/vllm/blend/test_caches.py",
     "tests/ucm/integration/vllm/blend/test_worker.py",
     f"{CONNECTOR}/test_device_memory.py",
     f"{CONNECTOR}/test_live_adapters.py",
