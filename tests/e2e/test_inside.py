@@ -30,6 +30,7 @@ FILES = (
     f"{LAYERS}/test_graphs.py",
     f"{LAYERS}/test_real_layers.py",
     f"{LAYERS}/test_rerope_on_a_layer.py",
+    f"{LAYERS}/test_rerope_schedules.py",
     f"{LAYERS}/test_rotary.py",
     f"{SPARSE}/accounting/test_accounting.py",
     f"{SPARSE}/accounting/test_connector.py",
