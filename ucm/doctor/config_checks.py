@@ -17,7 +17,7 @@ from ucm.doctor.findings import Finding, Status
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.integration.vllm.sparse.config import FILE_KEY, sparse_method_config
 from ucm.sparse.base import require_hooks
-from ucm.sparse.factory import method_class
+from ucm.sparse.factory import OFFLOADING, method_class
 
 if TYPE_CHECKING:
     from ucm.config.settings import ConnectorConfig
@@ -27,7 +27,7 @@ CHECK, SPARSE, BLENDING = "configuration", "sparse settings", "blending"
 #: The prefix of the name of a tier's check.
 TIER = "tier"
 _WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
-MEMORY, _IN_MEMORY = "memory tier", frozenset({"Dram", "Cache"})
+MEMORY, OFFLOADED, _IN_MEMORY = "memory tier", "offloaded blocks", frozenset({"Dram", "Cache"})
 NEEDS_AN_ENGINE = "not checked, because that needs an engine: the model, its weights, vLLM's own settings"
 
 
@@ -122,6 +122,28 @@ def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
     return [Finding(MEMORY, Status.WARNING, what, details, todo)]
 
 
+def _check_offloaded(file: Path) -> list[Finding]:
+    """Say what dead engines with ``ESA`` have left behind; nothing if there is nothing."""
+    from ucm.commands.store.places import offload_directories  # noqa: PLC0415 - it needs pydantic
+    from ucm.config.settings import format_size  # noqa: PLC0415 - likewise
+    from ucm.store.inspection import left_behind  # noqa: PLC0415 - likewise
+    from ucm.store.posix.layout import namespaces  # noqa: PLC0415 - likewise
+
+    found = []
+    for _, root in offload_directories(file):
+        try:
+            files = [it for layout in namespaces(root) if layout.is_abandoned for it in left_behind(layout, 0.0)]
+        except OSError as error:
+            found.append(Finding(OFFLOADED, Status.WARNING, f"{error.filename} cannot be read: {error.strerror}"))
+            continue
+        if files:
+            taken = format_size(sum(it.nbytes for it in files))
+            what = f"{root} holds {taken} of dead engines with the sparse method ESA"
+            todo = (f"{sys.executable} -m ucm.cli store gc --config {file}",)
+            found.append(Finding(OFFLOADED, Status.WARNING, what, todo=todo))
+    return found
+
+
 def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
@@ -179,7 +201,8 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
     except ConfigError as error:
         return [_refused(SPARSE, error, file)]
     what = f"the method {name} is installed, and its options are valid"
-    return [Finding(SPARSE, Status.OK, what, tuple(method.advice(options)))]
+    valid = Finding(SPARSE, Status.OK, what, tuple(method.advice(options)))
+    return [valid, *(_check_offloaded(file) if name in OFFLOADING else [])]
 
 
 def _refused(check: str, error: ConfigError, file: Path) -> Finding:

@@ -27,6 +27,9 @@ METHODS = {
     "StreamingLLM": "ucm.sparse.sink_window:SinkWindow",
 }
 
+#: The names of the method that offloads blocks to a store of its own.
+OFFLOADING = frozenset({"BlockRetrieval", "ESA"})
+
 
 def create_method(name: str, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> SparseMethod:
     """Create a configured method.

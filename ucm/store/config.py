@@ -59,6 +59,11 @@ def default_dram_directory() -> str:
     return f"/dev/shm/ucm-{os.getuid()}"  # noqa: S108 - a shared-memory tier, made with mode 0700 and checked
 
 
+def default_offload_directory() -> str:
+    """Return the default directory of the blocks that ``ESA`` offloads, which are not to evict those of the tier."""
+    return f"{default_dram_directory()}-middle"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
     """The options of a store.

@@ -20,6 +20,7 @@ from ucm.store.memory.segment import check_slot, delete_slot, directory_of, segm
 from ucm.store.posix.files import check_file, quarantine
 from ucm.store.posix.layout import (
     IDENTITY,
+    MARKER,
     MAX_IDENTITY_BYTES,
     TEMPORARY,
     Layout,
@@ -179,7 +180,7 @@ def former_blocks(layout: Layout) -> list[SideFile]:
 
 
 def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False) -> list[SideFile]:
-    """Return unfinished files whose owners are gone.
+    """Return unfinished files whose owners are gone, and all files of a namespace whose only process is dead.
 
     Args:
         layout: The namespace.
@@ -190,6 +191,8 @@ def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False
     Raises:
         OSError: The namespace cannot be listed.
     """
+    if layout.is_abandoned:
+        return _all_files(layout)
     now = time.time()
     return [
         file
@@ -197,6 +200,17 @@ def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False
         for file in side_files(directory)
         if is_stale(file.path.rpartition("/")[2], now - file.written, stale_seconds)
     ] + [file for file in (former_blocks(layout) if in_memory else []) if now - file.written > stale_seconds]
+
+
+def _all_files(layout: Layout) -> list[SideFile]:
+    """Return all files of a namespace; the marker comes last, so that a deletion that is interrupted can go on."""
+    found = []
+    for directory, _, names in os.walk(layout.base):
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = os.lstat(f"{directory}/{name}")
+                found.append(SideFile(f"{directory}/{name}", status.st_size, status.st_mtime))
+    return sorted(found, key=lambda file: file.path == f"{layout.base}/{MARKER}")
 
 
 def identity(layout: Layout) -> dict[str, Any] | None:

@@ -103,7 +103,7 @@ def plan(places: Places, options: argparse.Namespace, step: Callable[[], object]
             for path, nbytes in files:
                 del path
                 found.tally(directory, layout, kind).add(nbytes)
-        if until > 0:
+        if until > 0 and not layout.is_abandoned:
             for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
                 step()
                 if block.used < until:
@@ -126,11 +126,11 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
             for path, nbytes in files:
                 if _delete(path, outcome):
                     done.tally(directory, layout, kind).add(nbytes)
-        if found.until > 0:
+        if found.until > 0 and not layout.is_abandoned:
             for block in _deleted(directory, layout, found.until, outcome, step):
                 done.tally(directory, layout, BLOCK).add(block.nbytes)
         remove_empty(layout)
-        if found.drop:
+        if found.drop or layout.is_abandoned:
             _remove_directories(layout)
     return outcome
 
@@ -142,6 +142,8 @@ def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None,
         return until
     uses, sizes = array("d"), array("q")
     for directory, layout in chosen:
+        if directory.offloaded or layout.is_abandoned:
+            continue
         for block in stored_blocks(layout.root, layout.namespace, in_memory=directory.in_memory):
             uses.append(block.used)
             sizes.append(block.nbytes)
@@ -160,12 +162,12 @@ def _beside(
 ) -> dict[str, list[tuple[str, int]]]:
     """Return the deletions in a namespace other than blocks, as paths and bytes, by kind."""
     abandoned = left_behind(layout, stale_seconds, in_memory=directory.in_memory)
-    if drop:
+    if drop and not layout.is_abandoned:
         former = former_blocks(layout) if directory.in_memory else []
         abandoned = [*side_files(layout.temporary), *former]
     return {
         LEFT_BEHIND: [(file.path, file.nbytes) for file in abandoned],
-        DAMAGED: [(file.path, file.nbytes) for file in damaged_files(layout)],
+        DAMAGED: [(file.path, file.nbytes) for file in ([] if layout.is_abandoned else damaged_files(layout))],
     }
 
 
@@ -267,7 +269,7 @@ def _check(options: argparse.Namespace, places: Places) -> None:
         raise UcmError("--all deletes the namespaces that --namespace names", fix="name them; '*' stands for every one")
     if options.all and (options.older_than is not None or options.to is not None):
         raise UcmError("--all cannot be combined with --older-than or --to", fix="give it alone")
-    tiers = {directory.tier for directory in places.directories}
+    tiers = {directory.tier for directory in places.directories if not directory.offloaded}
     if options.to is not None and len(tiers) > 1:
         raise UcmError("--to is the size of one tier, and this store has two", fix="add --tier posix, or --tier dram")
 

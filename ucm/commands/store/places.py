@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from ucm.config.problems import problems_of, raise_for
 from ucm.config.settings import DRAM, POSIX, ConnectorConfig, StoreSettings
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError, UcmError
+from ucm.sparse.factory import OFFLOADING
 from ucm.store.config import StoreConfig, pipeline_parts
 from ucm.store.factory import is_on_servers, open_tier
 from ucm.store.format import namespace_digest
@@ -45,12 +46,14 @@ class Directory:
         path: The path as given.
         problem: Why it cannot be read; empty if it can.
         missing: Whether it does not exist yet, because engines create it when they start.
+        offloaded: Whether it is not the configured store's, but holds what ``ESA`` offloads.
     """
 
     tier: str
     path: str
     problem: str = ""
     missing: bool = False
+    offloaded: bool = False
 
     @property
     def optional(self) -> bool:
@@ -113,7 +116,7 @@ class Places:
         return [
             directory
             for directory in self.readable
-            if not any(namespaces(directory.path)) and not unmarked(directory.path)
+            if not directory.offloaded and not any(namespaces(directory.path)) and not unmarked(directory.path)
         ]
 
     def names(self) -> dict[str, str]:
@@ -173,7 +176,15 @@ def find_places(options: argparse.Namespace, *, servers: bool = False) -> Places
     """
     patterns = tuple(options.namespace or ())
     if options.config is not None:
-        found = _of_config(read_store_settings(options.config), patterns, servers=servers)
+        settings, offloaded = read_store_settings(options.config), offload_directories(options.config)
+        found = _of_config(settings, patterns, servers=servers, others=bool(offloaded))
+        known = {os.path.realpath(directory.path) for directory in found.directories}
+        further = [
+            Directory(tier, path, _problem(path), offloaded=True)
+            for tier, path in offloaded
+            if os.path.realpath(path) not in known
+        ]
+        found = replace(found, directories=(*found.directories, *further))
     else:
         if options.tier is not None:
             raise UcmError("--tier chooses among the tiers of a configuration", fix="leave it out, or give --config")
@@ -243,9 +254,30 @@ def read_store_settings(file: Path) -> StoreSettings:
     return found
 
 
-def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: bool) -> Places:
-    others = tuple(name for name in pipeline_parts(settings.pipeline) if servers and is_on_servers(name))
-    if not settings.parts & (POSIX | DRAM) and not others:
+def offload_directories(file: Path) -> list[tuple[str, str]]:
+    """Return the existing directories, with their tiers, to which ``ESA`` offloads blocks if a file configures it.
+
+    Raises:
+        ConfigError: The file cannot be read, or the method's store is invalid.
+    """
+    found: dict[tuple[str, str], None] = {}
+    section = translate(read_document({FILE_KEY: str(file)}), ConnectorConfig.model_fields).settings
+    for name, given in dict(section.get("ucm_sparse_config") or {}).items():
+        if name in OFFLOADING:
+            from ucm.sparse.esa.method import ESAOptions  # noqa: PLC0415 - few configurations need it
+            from ucm.sparse.options import parse_options  # noqa: PLC0415 - likewise
+
+            store = parse_options(ESAOptions, name, given or {}).store
+            if store.parts & DRAM:
+                found["dram", store.dram_directory] = None
+            found.update(dict.fromkeys(("posix", path) for path in store.directories if store.parts & POSIX))
+    return [(tier, path) for tier, path in found if Path(path).is_dir()]
+
+
+def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: bool, others: bool) -> Places:
+    """Return the places of a store; ``others`` says whether the file names further directories."""
+    on_servers = tuple(name for name in pipeline_parts(settings.pipeline) if servers and is_on_servers(name))
+    if not settings.parts & (POSIX | DRAM) and not on_servers and not others:
         raise ConfigError(
             f"the store {settings.pipeline!r} has no directories that this command can read",
             where="store: pipeline",
@@ -268,7 +300,7 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: b
         directories += [_engines_directory("posix", path) for path in config.directories]
         if config.posix_capacity_bytes is not None:
             capacities["posix"] = config.posix_capacity_bytes
-    return Places(tuple(directories), patterns, capacities, config, others)
+    return Places(tuple(directories), patterns, capacities, config, on_servers)
 
 
 def _engines_directory(tier: str, path: str) -> Directory:

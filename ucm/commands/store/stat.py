@@ -230,6 +230,7 @@ def _directory_data(stock: DirectoryStock) -> dict[str, Any]:
 
 
 def _tier_data(places: Places, stocks: Sequence[DirectoryStock]) -> list[dict[str, Any]]:
+    stocks = [stock for stock in stocks if not stock.directory.offloaded]
     tiers = dict.fromkeys(stock.directory.tier for stock in stocks)
     return [
         {

@@ -37,7 +37,7 @@ from ucm.sparse.esa.offload_store import store_roots
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
 from ucm.sparse.esa.worker import OffloadedReader
 from ucm.sparse.options import MethodOptions, parse_options, refuse_asked, tokens
-from ucm.store.config import default_dram_directory
+from ucm.store.config import default_offload_directory
 from ucm.store.factory import open_store, opens_within
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ NAME = "ESA"
 
 def default_store() -> StoreSettings:
     """Return shared memory in its own directory, so that it and the prefix cache do not evict each other's blocks."""
-    return StoreSettings(pipeline="Dram", dram_directory=f"{default_dram_directory()}-middle")
+    return StoreSettings(pipeline="Dram", dram_directory=default_offload_directory())
 
 
 class ESAOptions(MethodOptions):

@@ -27,7 +27,7 @@ from ucm.store.base import BlockTransfer, StoreFullError, StoreTimeoutError
 from ucm.store.factory import OpeningStore, open_store
 from ucm.store.health import Pool
 from ucm.store.memory.segment import delete_blocks, remove_empty
-from ucm.store.posix.layout import PRIVATE, Layout, is_stale, namespaces
+from ucm.store.posix.layout import PRIVATE, Layout, namespaces
 from ucm.store.posix.paths import names_in, unlink
 
 if TYPE_CHECKING:
@@ -343,7 +343,5 @@ def remove_leftovers(root: str) -> None:
     """Delete the offloaded contexts of dead engines, which are unreadable."""
     with suppress(OSError):
         for layout in namespaces(root):
-            first, _, rest = layout.namespace.partition("/")
-            owner = rest.rpartition("/")[0]
-            if first == PREFIX and owner and is_stale(owner, 0.0, float("inf")):
+            if layout.is_abandoned:
                 shutil.rmtree(layout.base, ignore_errors=True)

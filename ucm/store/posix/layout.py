@@ -118,9 +118,18 @@ class Layout:
     @property
     def is_private(self) -> bool:
         """Whether the blocks belong to one process that is, or may be, alive, so that no other process deletes them."""
+        return bool(self._owner) and not self.is_abandoned
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the blocks belong to one process of this host that is dead, so that no process reads them again."""
+        return is_stale(self._owner, 0.0, float("inf"))
+
+    @property
+    def _owner(self) -> str:
+        """The name of the process to which the namespace belongs; empty if processes share it."""
         first, _, rest = self.namespace.partition("/")
-        owner = rest.rpartition("/")[0]
-        return first == PRIVATE and bool(owner) and not is_stale(owner, 0.0, float("inf"))
+        return rest.rpartition("/")[0] if first == PRIVATE else ""
 
     @property
     def file_mode(self) -> int:
