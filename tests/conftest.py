@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import pkgutil
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.stand_in import disagreement
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # Syntax trees are millions of objects without garbage; scanning them again and again takes minutes.
 gc.set_threshold(100_000, 20, 20)
@@ -20,7 +24,7 @@ settings.register_profile("fuzz", max_examples=500, deadline=None)
 settings.load_profile("fixed")
 
 _NOTHING = object()
-_set = pytest.MonkeyPatch.setattr
+_set, _set_item = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.setitem
 
 
 def _set_checked(
@@ -36,4 +40,17 @@ def _set_checked(
     _set(patch, owner, attribute, stand_in, raising=raising)
 
 
+def _set_item_checked(patch: pytest.MonkeyPatch, mapping: Mapping[Any, Any], name: Any, value: Any) -> None:
+    """``monkeypatch.setitem`` with the same check, also of each function of a module in ``sys.modules``."""
+    was = mapping.get(name)
+    pairs = [(was, value)]
+    if mapping is sys.modules and was is not None and value is not None:
+        pairs += [(getattr(was, attribute, None), stand_in) for attribute, stand_in in vars(value).items()]
+    for real, stand_in in pairs:
+        if problem := disagreement(real, stand_in):
+            raise TypeError(problem)
+    _set_item(patch, mapping, name, value)
+
+
 pytest.MonkeyPatch.setattr = _set_checked  # type: ignore[method-assign,assignment]
+pytest.MonkeyPatch.setitem = _set_item_checked  # type: ignore[method-assign,assignment]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +49,39 @@ def test_what_lacks_a_parameter_may_not(
 def test_a_name_s_stand_in_is_checked_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="make"):
         monkeypatch.setattr("tests.test_stand_in.real", lambda *_: None)
+
+
+def test_what_is_put_into_a_mapping_is_checked_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="make"):
+        monkeypatch.setitem({"of": real}, "of", lambda *_: None)
+    with pytest.raises(TypeError, match="make"):
+        monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(real=lambda *_: None))
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(real=lambda *_, **__: None))
+
+
+#: Attributes that hold a function and replace none: a proxy, a layer, a configuration, and a module that is built here.
+HOLDERS = ("spoil", "cpu_linear", "hf_overrides", "get_current_vllm_config_or_none")
+
+
+def test_no_test_assigns_a_function_to_an_object() -> None:
+    """Such an assignment would escape the check; a script without pytest does not count, nor does ``self.…``."""
+    found = []
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            local = {node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assign) and (
+                    isinstance(node.value, ast.Lambda) or (isinstance(node.value, ast.Name) and node.value.id in local)
+                ):
+                    found += [
+                        f"{path.name}:{node.lineno}: {ast.unparse(target)}"
+                        for target in node.targets
+                        if isinstance(target, ast.Attribute)
+                        and target.attr not in HOLDERS
+                        and not ast.unparse(target).startswith("self.")
+                    ]
+    assert not sorted(set(found))
 
 
 def test_what_is_no_function_is_not_compared() -> None:

@@ -426,12 +426,14 @@ def test_a_published_sdist(cache: Cache, pip: Callable[..., None]) -> None:
     assert (offline.artefact, offline.read(SCHEDULER)) == (tree.artefact, source(SCHEDULER))
 
 
-def test_an_sdist_that_is_not_what_the_index_promises(cache: Cache, pip: Callable[..., None]) -> None:
+def test_an_sdist_that_is_not_what_the_index_promises(
+    monkeypatch: pytest.MonkeyPatch, cache: Cache, pip: Callable[..., None]
+) -> None:
     with PackageIndex({SDIST: make_sdist()}) as served:
         pip(index_url=served.url)
         page = served.page()
         served.archives[SDIST] = make_sdist("0.98.0")
-        served.page = lambda: page  # type: ignore[method-assign]
+        monkeypatch.setattr(served, "page", lambda: page)
         error = refusal(RELEASE, cache)
     assert error.what == f"{SDIST} is not the file that the index promises: its hash differs"
 

@@ -45,21 +45,22 @@ class FakeVllm:
         self.function = function
         self.utils: Any = ModuleType("vllm.v1.core.kv_cache_utils")
         hashing: Any = ModuleType(hashing_module)
-        hashing.get_hash_fn_by_name = lambda _name: function
+        hashing.get_hash_fn_by_name = lambda hash_fn_name: function
+        self.hashing = hashing
         for name in ("vllm", "vllm.utils", "vllm.utils.hashing", "vllm.v1", "vllm.v1.core"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        for module in (hashing, self.utils):
+        for module in (self.hashing, self.utils):
             monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def release(self, kind: str) -> FakeVllm:
         """Be as one of ``0.10.0`` (no hashes of requests), ``0.28.0`` (random start), ``0.29.0`` (fixed start)."""
         if kind == "0.10.0":
             return self
-        self.utils.get_request_block_hasher = lambda: None
+        self.utils.get_request_block_hasher = lambda hash_block_size, caching_hash_fn: None
         if kind == "0.29.0":
-            self.utils.resolve_none_hash_seed = lambda _function: os.getenv("PYTHONHASHSEED") or "vllm-none-hash"
+            self.utils.resolve_none_hash_seed = lambda hash_fn: os.getenv("PYTHONHASHSEED") or "vllm-none-hash"
         elif kind == "0.29.0 xxhash":
-            self.utils.resolve_none_hash_seed = lambda _function: os.urandom(32).hex()
+            self.utils.resolve_none_hash_seed = lambda hash_fn: os.urandom(32).hex()
         seed = os.getenv("PYTHONHASHSEED") or ("vllm-none-hash" if kind == "0.29.0" else os.urandom(8).hex())
         self.utils.NONE_HASH = self.function(seed)
         return self

@@ -23,11 +23,14 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from tests.stand_in import disagreement
+from tests.ucm.hashing.fake_vllm import FakeVllm
 from tests.ucm.hashing.stand_ins import whole_identity, write_adapter
 from ucm import vllm_types
 from ucm.hashing import model_identity, request_content
@@ -242,3 +245,16 @@ def test_all_processes_of_an_engine_agree(path: str, monkeypatch: pytest.MonkeyP
     assert [tag for _, tag, _ in workers] == rank_tags(config, 0)
     assert [tag[:7] for _, tag, _ in workers] == ["tp0of2-", "tp1of2-"]
     assert [saves for _, _, saves in workers] == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["0.29.0", "0.29.0 xxhash"])
+def test_what_stands_for_vllm_s_hashing_elsewhere_takes_its_calls(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    fake = FakeVllm(monkeypatch).release(kind)
+    pairs = [
+        (vars(real)[name], of)
+        for real, stand_in in ((hashing, fake.hashing), (kv_cache_utils, fake.utils))
+        for name, of in vars(stand_in).items()
+        if inspect.isfunction(of) and name in vars(real)
+    ]
+    assert len(pairs) >= 2
+    assert [disagreement(real, of) for real, of in pairs] == [None] * len(pairs)

@@ -88,11 +88,11 @@ def test_random_steps(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_copying_out_too_late_shows(tmp_path: Path, late: bool) -> None:
+def test_copying_out_too_late_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, late: bool) -> None:
     """Once the step has begun, its new blocks may contain anything."""
     engine = Engine(Setting(SOME, caching=False, blocks=40, running=8), tmp_path, random.Random(3))  # noqa: S311
     if late:
-        _copy_out_late(engine.worker)
+        _copy_out_late(monkeypatch, engine.worker)
     for _ in range(12):
         engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(90)], 30)
     if late:
@@ -102,23 +102,23 @@ def test_copying_out_too_late_shows(tmp_path: Path, late: bool) -> None:
         engine.drain()
 
 
-def _copy_out_late(worker: Any) -> None:
+def _copy_out_late(monkeypatch: pytest.MonkeyPatch, worker: Any) -> None:
     begin, arrived = worker.execute_begin, worker.update_states
     outputs: list[Any] = []
-    worker.update_states = lambda _, output: outputs.append(output)
+    monkeypatch.setattr(worker, "update_states", lambda runner, scheduler_output: outputs.append(scheduler_output))
 
-    def begin_late(*arguments: Any) -> None:
+    def begin_late(runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         for output in outputs:
             arrived(None, output)
         outputs.clear()
-        begin(*arguments)
+        begin(runner, scheduler_output, input_batch)
 
-    worker.execute_begin = begin_late
+    monkeypatch.setattr(worker, "execute_begin", begin_late)
 
 
-def test_resident_blocks_that_are_given_back_too_early_show(tmp_path: Path) -> None:
+def test_resident_blocks_that_are_given_back_too_early_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = Engine(Setting(SOME, caching=False, blocks=60), tmp_path, random.Random(1))  # noqa: S311
-    engine._check_blocks = lambda: None  # type: ignore[method-assign] # it would see it first
+    monkeypatch.setattr(engine, "_check_blocks", lambda: None)  # it would see it first
     news = engine.method._blocks.news
 
     def give_back() -> Any:
@@ -128,7 +128,7 @@ def test_resident_blocks_that_are_given_back_too_early_show(tmp_path: Path) -> N
                 engine.pool.free_blocks([offloaded.resident.pop()])
         return found
 
-    engine.method._blocks.news = give_back
+    monkeypatch.setattr(engine.method._blocks, "news", give_back)
     with pytest.raises(AssertionError, match=r"reads what is not its own|tokens are read once"):
         run(engine)
 
@@ -143,7 +143,9 @@ def test_what_a_request_holds_is_flat(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_request_that_has_lost_blocks_goes_alone(tmp_path: Path, policy: str) -> None:
+def test_a_request_that_has_lost_blocks_goes_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str
+) -> None:
     engine = Engine(Setting(SOME, blocks=300, policy=policy), tmp_path, random.Random(2))  # noqa: S311
     requests = [engine.submit([engine.chance.randrange(VOCABULARY) for _ in range(60)], 60) for _ in range(5)]
     while len(engine.method._blocks._offloaded) < len(requests):
@@ -151,7 +153,8 @@ def test_a_request_that_has_lost_blocks_goes_alone(tmp_path: Path, policy: str) 
     first = requests[0]
     priority, blocks = first.priority, engine.method._blocks
     give_way = blocks.give_way
-    blocks.give_way = lambda request: [give_way(request) for _ in range(2)]  # as often as anybody likes
+    # As often as anybody likes.
+    monkeypatch.setattr(blocks, "give_way", lambda request: [give_way(request) for _ in range(2)])
     tell_loss(engine.method._blocks._losses.path, engine.method._blocks._offloaded[first.request_id].admission)
     engine.drain()
     assert [request.num_preemptions for request in requests] == [1, 0, 0, 0, 0]
@@ -175,7 +178,7 @@ def test_a_streaming_session_that_has_lost_blocks_begins_its_turn(tmp_path: Path
     engine.drain()
 
 
-def test_what_was_found_in_the_cache_is_copied_out_in_portions(tmp_path: Path) -> None:
+def test_what_was_found_in_the_cache_is_copied_out_in_portions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = Engine(Setting(SOME, blocks=140), tmp_path, random.Random(1))  # noqa: S311
     prompt = [engine.chance.randrange(VOCABULARY) for _ in range(300)]
     engine.submit(prompt, 1)
@@ -188,7 +191,7 @@ def test_what_was_found_in_the_cache_is_copied_out_in_portions(tmp_path: Path) -
         portions.extend(len(released.block_ids) for released in (found.released if found else ()))
         return found
 
-    engine.method._blocks.news = noted
+    monkeypatch.setattr(engine.method._blocks, "news", noted)
     engine.submit(prompt, 30)
     engine.drain()
     assert engine.happened["hits"] == 1

@@ -240,31 +240,29 @@ def test_a_question_that_a_frozen_medium_keeps_counts_as_stuck() -> None:
     assert looked_up(scene) == 32
 
 
-def test_a_store_that_raises_costs_its_lookup() -> None:
+def test_a_store_that_raises_costs_its_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene()
     scene.keep(TOKENS)
 
     def broken(keys: Sequence[BlockKey]) -> int:
         raise RuntimeError(len(keys))
 
-    good = scene.store.lookup_on_prefix
-    scene.store.lookup_on_prefix = broken  # type: ignore[method-assign]
+    monkeypatch.setattr(scene.store, "lookup_on_prefix", broken)
     assert looked_up(scene) == 0
-    scene.store.lookup_on_prefix = good  # type: ignore[method-assign]
+    monkeypatch.undo()
     assert looked_up(scene) == 32
 
 
-def test_a_store_that_raises_while_it_reads() -> None:
+def test_a_store_that_raises_while_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene()
     scene.keep(TOKENS)
-    good = scene.store.load
 
     def broken(blocks: Sequence[BlockTransfer]) -> Task:
         raise RuntimeError(len(blocks))
 
-    scene.store.load = broken  # type: ignore[method-assign]
+    monkeypatch.setattr(scene.store, "load", broken)
     assert looked_up(scene) == 0
-    scene.store.load = good  # type: ignore[method-assign]
+    monkeypatch.undo()
     assert scene.used == 0
     assert looked_up(scene) == 32
 

@@ -149,7 +149,11 @@ STEPS = [
     ("way", "style"), zip((Way(100), Way(33, 4.0), Way(64, 2.0, 128), Way(1)), STYLES, strict=True)
 )
 def test_attention_is_the_reference_s(
-    layout: Callable[[torch.Tensor], torch.Tensor], rows: list[tuple[int, int]], way: Way, style: Style
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Callable[[torch.Tensor], torch.Tensor],
+    rows: list[tuple[int, int]],
+    way: Way,
+    style: Style,
 ) -> None:
     source = torch.Generator().manual_seed(2)
     cache = torch.full((2, BLOCKS, SIZE, KV_HEADS, HEAD), 1000.0)
@@ -167,10 +171,11 @@ def test_attention_is_the_reference_s(
         queries.append(turned(query, places, style)[computed:].float())
     kind: type[ReRoPE] = ReRoPE if way.leak == math.inf else LeakyReRoPE
     method = kind(None, Role.WORKER, way.options)
-    view: Any = layers(FlashAttentionImpl())
-    view.batch = lambda *_: step(*[(f"{n}", *row, sum(row)) for n, row in enumerate(rows)])
+    view = layers(FlashAttentionImpl())
+    batch = step(*[(f"{n}", *row, sum(row)) for n, row in enumerate(rows)])
+    monkeypatch.setattr(view, "batch", lambda runner, scheduler_output, input_batch: batch)
     of_style = rotary(style)
-    view.rotary = lambda _: of_style
+    monkeypatch.setattr(view, "rotary", lambda layer_name: of_style)
     method.attention = view
     counts = [new for _, new in rows]
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
@@ -195,11 +200,12 @@ def test_attention_is_the_reference_s(
         torch.testing.assert_close(found[within:].double(), wanted[within:], rtol=3e-5, atol=3e-5)
 
 
-def test_what_vllm_computes_for_these_tokens_is_little() -> None:
+def test_what_vllm_computes_for_these_tokens_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
     method = ReRoPE(None, Role.WORKER, {"window": 100})
-    view: Any = layers(FlashAttentionImpl())
-    view.batch = lambda *_: step(("a", 50, 350, 400), ("b", 20, 1, 5))
-    view.rotary = lambda _: None
+    view = layers(FlashAttentionImpl())
+    batch = step(("a", 50, 350, 400), ("b", 20, 1, 5))
+    monkeypatch.setattr(view, "batch", lambda runner, scheduler_output, input_batch: batch)
+    monkeypatch.setattr(view, "rotary", lambda layer_name: None)
     method.attention = view
     table = torch.arange(80, dtype=torch.int32).view(2, 40)
     lens, starts = torch.tensor([400, 21], dtype=torch.int32), torch.tensor([0, 350, 351], dtype=torch.int32)
