@@ -86,13 +86,16 @@ def figures(release: str) -> Iterator[Figure]:
         }
         name = f"weights: engine start with UCMConnector, {gigabytes:.2f} GB, to one without"
         yield Figure(name, medians[1] / medians[0], "", MOST_LONGER, detail)
-        answers = []
-        for number in range(HANDSHAKES):
-            method = {"additional_config": {"ucm_sparse_config": _METHOD}, "enable_prefix_caching": False}
-            with PrefixEngine(environment, directory / f"handshake-{number}", method, forked=False) as engine:
-                engine.wait_until_started()
-                answers.append(_handshake(engine.log))
-        yield Figure("handshake with a worker in another process", statistics.median(answers), "ms", None)
+        for workers, where in ((1, "a worker in another process"), (2, "two workers in processes of their own")):
+            answers = []
+            for number in range(HANDSHAKES):
+                place = directory / f"handshake-{workers}-{number}"
+                method = {"additional_config": {"ucm_sparse_config": _METHOD}, "enable_prefix_caching": False}
+                ranks = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"} if workers > 1 else {}
+                with PrefixEngine(environment, place, {**method, **ranks}, forked=False) as engine:
+                    engine.wait_until_started()
+                    answers.append(_handshake(engine.log))
+            yield Figure(f"handshake with {where}", statistics.median(answers), "ms", None, {"answers_ms": answers})
 
 
 def _read(file: Path) -> tuple[float, float]:
