@@ -123,11 +123,6 @@ class BlendConnector(UCMDirectConnector):
             attn_metadata = forward_context.attn_metadata if given is None else given
             self._filling.begin(metadata.plan, metadata.blend, attn_metadata)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for a layer before its attention runs, also in our own passes."""
-        super().wait_for_layer_load(layer_name)
-        self._filling.layer_begins(layer_name)
-
     def wait_for_save(self) -> None:
         """Start the step's saves."""
         super().wait_for_save()

@@ -97,7 +97,7 @@ def require_engine(vllm_config: Any, settings: BlendSettings, groups: Sequence[A
         )
     if settings.select == "deviation" and not vllm_config.model_config.enforce_eager:
         raise UnsupportedModelError(
-            "blend: select: deviation ends a forward pass after its check layer, which a compiled model cannot do",
+            "blend: select: deviation ends a forward pass at its check layer, which a compiled model cannot do",
             where="model_config.enforce_eager",
             fix="start vLLM with --enforce-eager, or set select: edges",
         )
@@ -332,11 +332,6 @@ class BlendWorkerSide:
             self._store = OpeningStore(make, self._config.stuck_seconds)
         self._worker.begin(step, plan, self._store)
         self._worker.blend(plan, attn_metadata, usable=self._unchanged(step))
-
-    def layer_begins(self, layer_name: str) -> None:
-        """See `BlendWorker.layer_begins`."""
-        if self._worker is not None:
-            self._worker.layer_begins(layer_name)
 
     def save(self, step: StepPlan, plan: BlendPlan) -> None:
         """Save chunks after a step's forward pass."""

@@ -7,6 +7,7 @@ attention, so the result is that of a chunked prefill over the same cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.background import wait_while_it_shrinks
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.config.settings import BlendSettings
-    from ucm.integration.vllm.blend.caches import LayerCaches
+    from ucm.integration.vllm.blend.caches import LayerCaches, Rows
     from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.store.base import BlockKey, KVStore, Task
@@ -49,8 +50,21 @@ class StretchCounters(Protocol):
         """Count a chunk that was handed to the store."""
 
 
-class _EndOfPassError(Exception):
-    """Ends a forward pass after the check layer."""
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """What a forward pass over tokens of a blend needs.
+
+    Attributes:
+        blend: The blend.
+        blocks: Its blocks in the caches; see `LayerCaches.blocks`.
+        tokens: ``[n]``, int32: its token ids, from ``blend.unwritten`` on.
+        attn_metadata: The step's metadata, by layer.
+    """
+
+    blend: Blend
+    blocks: Tensor
+    tokens: Tensor
+    attn_metadata: Mapping[str, Any]
 
 
 class BlendWorker:
@@ -90,7 +104,6 @@ class BlendWorker:
         self._saving: list[tuple[Task, Any]] = []
         self._unconfirmed = Unconfirmed(self._commit, self._discard)
         self._step = 0
-        self._ends_before = ""
         self._failures = 0
 
     @property
@@ -128,11 +141,6 @@ class BlendWorker:
                 raise TypeError(f"the attention metadata of the step is a {type(attn_metadata).__name__}")
             self._fill(blend, plan.shares, attn_metadata, usable=usable and not self.refused)
 
-    def layer_begins(self, layer_name: str) -> None:
-        """End a pass that only measures deviations, if this layer follows the check layer."""
-        if layer_name == self._ends_before:
-            raise _EndOfPassError
-
     def save(self, plan: BlendPlan) -> None:
         """Store the chunks that the step has computed, without their positions."""
         if self._store is not None and not self.refused:
@@ -154,21 +162,21 @@ class BlendWorker:
         blocks = self._caches.blocks(blend.block_ids)
         # The dtype that the runners use: a compiled model does not check it, and would read other tokens.
         tokens = torch.tensor(blend.token_ids, dtype=torch.int32).to(self._caches.device)
+        stretch = _Stretch(blend, blocks, tokens, attn_metadata)
         if blend.unwritten < blend.start:
-            self._compute([Run(blend.unwritten, blend.start)], blend, blocks, tokens, attn_metadata)
+            self._compute(stretch, [Run(blend.unwritten, blend.start)])
         chunks, loaded = self._load(blend, shares, blocks, usable=usable)
         chosen = gaps_and_edges(chunks, blend.start, blend.end, self._edge_tokens)
-        if self._settings.select == "deviation" and chunks:
-            self._compute([Run(blend.start, blend.end)], blend, blocks, tokens, attn_metadata, whole=False)
-            more = self._most_deviating(blend, chunks, blocks, loaded)
+        if self._settings.select == "deviation":
+            more = self._most_deviating(stretch, chunks, loaded)
             chosen = [one or other for one, other in zip(chosen, more, strict=True)]
-        self._compute(runs_of(chosen, blend.start), blend, blocks, tokens, attn_metadata)
+        self._compute(stretch, runs_of(chosen, blend.start))
         computed = sum(chosen)
         wrong = self._wrong(blend, chunks, chosen, blocks, loaded)
         if wrong:
             # Everything computed behind the first of them has read its KV.
             begin = max(blend.start, wrong[0].start)
-            self._compute([Run(begin, blend.end)], blend, blocks, tokens, attn_metadata)
+            self._compute(stretch, [Run(begin, blend.end)])
             computed = sum(chosen[: begin - blend.start]) + blend.end - begin
         if self._rank == 0:
             self._counters.blended(blend.end - blend.start - computed, computed)
@@ -231,29 +239,39 @@ class BlendWorker:
         task = self._slab.load(transfers, [place + share for place in places], [""] * len(places))
         return None if self._slab.wait(task).failed else room
 
-    def _compute(
-        self,
-        runs: Sequence[Run],
-        blend: Blend,
-        blocks: Tensor,
-        tokens: Tensor,
-        attn_metadata: Mapping[str, Any],
-        *,
-        whole: bool = True,
-    ) -> None:
-        """Run the model over some tokens of a blend; without ``whole``, only up to the check layer."""
-        names = self._caches.names
-        behind = self._check_layer + 1
+    def _compute(self, stretch: _Stretch, runs: Sequence[Run]) -> None:
+        """Run the model over some tokens of a blend."""
         for batch in passes(runs, self._most_tokens):
-            rows = self._caches.rows(batch, blocks)
-            self._ends_before = "" if whole or behind >= len(names) else names[behind]
-            try:
-                with self._caches.context(rows, attn_metadata):
-                    self._model(input_ids=tokens[rows.positions - blend.unwritten], positions=rows.positions)
-            except _EndOfPassError:
-                pass
-            finally:
-                self._ends_before = ""
+            rows = self._caches.rows(batch, stretch.blocks)
+            with self._caches.context(rows, stretch.attn_metadata):
+                self._run(stretch, rows)
+
+    def _run(self, stretch: _Stretch, rows: Rows) -> None:
+        of_rows = stretch.tokens[rows.positions - stretch.blend.unwritten]
+        self._model(input_ids=of_rows, positions=rows.positions)
+
+    def _compute_up_to(self, stretch: _Stretch, layer: int, runs: Sequence[Run]) -> tuple[Tensor, Tensor] | None:
+        """Run the model over some tokens of a blend up to a layer's attention, and write their KV of that layer, too.
+
+        Returns:
+            Their keys and values in that layer, each ``[tokens, heads, head_size]``; None if there are no tokens, or
+            the model does not call the layer as a module, and so was run as a whole.
+        """
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        caches, found = self._caches, []
+        for batch in passes(runs, self._most_tokens):
+            rows = caches.rows(batch, stretch.blocks)
+            with caches.context(rows, stretch.attn_metadata), caches.ending_at(layer) as reached:
+                self._run(stretch, rows)
+            if not reached:
+                return None
+            caches.put(layer, rows.slots, *reached)
+            found.append(reached)
+        if not found:
+            return None
+        keys, values = (torch.cat(of) for of in zip(*found, strict=True))
+        return keys, values
 
     # Checks
 
@@ -261,25 +279,43 @@ class BlendWorker:
     def _check_layer(self) -> int:
         return min(self._settings.check_layer, len(self._caches.names) - 1)
 
-    def _most_deviating(
-        self, blend: Blend, chunks: Sequence[Chunk], blocks: Tensor, loaded: Mapping[Chunk, Any]
-    ) -> list[bool]:
-        """Select the reused tokens whose stored KV deviates most from the computed KV in the check layer."""
+    def _most_deviating(self, stretch: _Stretch, chunks: Sequence[Chunk], loaded: Mapping[Chunk, Any]) -> list[bool]:
+        """Select the reused tokens whose stored KV deviates most from the computed KV in the check layer.
+
+        Only the layers before it are computed, and only for these tokens. The chunk that begins the prompt was stored
+        from the same position, so it does not deviate. The gaps are computed later; with the usual check layer, the
+        others need only their KV of the first layer here, which needs no attention.
+        """
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        deviation = torch.zeros(blend.end - blend.start, device=self._caches.device)
-        for chunk in chunks:
-            begin, end = max(chunk.start, blend.start), min(chunk.end, blend.end)
-            positions = torch.arange(begin, end, device=self._caches.device)
-            keys, values = self._caches.read(self._check_layer, blocks, positions)
-            was = loaded[chunk][self._check_layer]
-            for now, before in zip((keys, values), was, strict=True):
-                difference = (now.float() - before.float()).flatten(1).square().sum(dim=1)
-                deviation[begin - blend.start : end - blend.start] += difference / before.float().square().mean()
+        start, end, layer = stretch.blend.start, stretch.blend.end, self._check_layer
+        moved = [chunk for chunk in chunks if chunk.start]
+        spans = reused_spans(moved, start, end)
+        if not spans:
+            return [False] * (end - start)
+        compared = _flags(spans, start, end)
+        gaps = [not reused for reused in _flags(reused_spans(chunks, start, end), start, end)]
+        if layer == 1:
+            self._compute_up_to(stretch, 0, runs_of(gaps, start))
+        read = compared if layer <= 1 else [one or other for one, other in zip(compared, gaps, strict=True)]
+        computed = self._compute_up_to(stretch, layer, runs_of(read, start))
+        if computed is None:
+            get_logger(__name__).warning(
+                "[UCM.Blend] %s does not call its layer %d as a module: all tokens of a blended stretch are computed",
+                self._name or "the model",
+                layer,
+            )
+            return [True] * (end - start)
+        deviation = torch.zeros(end - start, device=self._caches.device)
+        places = torch.tensor(compared, device=self._caches.device)
+        of_read = places[torch.tensor(read, device=self._caches.device)]
+        for plane, now in enumerate(computed):
+            was = torch.cat([loaded[chunk][layer][plane] for chunk in moved]).float()
+            difference = (now[of_read].float() - was).flatten(1).square().sum(dim=1)
+            deviation[places] += difference / was.square().mean().clamp_min(1e-6)
         whole = (torch.nan_to_num(deviation, nan=_STEPS).clamp_max(_STEPS) * _STEPS).to(torch.int64)
         added = self._caches.sum_over_ranks(whole).tolist()
-        spans = reused_spans(chunks, blend.start, blend.end)
-        return most_deviating(added, blend.start, spans, self._settings.ratio)
+        return most_deviating(added, start, spans, self._settings.ratio)
 
     def _wrong(
         self,
@@ -396,6 +432,14 @@ class BlendWorker:
             writer = SlabReader()
             writer.attach(self._address, self._rank, {**self._record(), REFUSED: refused})
             writer.close()
+
+
+def _flags(runs: Sequence[Run], start: int, end: int) -> list[bool]:
+    """Return for each token of a stretch whether it is in one of some runs."""
+    found = [False] * (end - start)
+    for run in runs:
+        found[run.start - start : run.end - start] = [True] * run.tokens
+    return found
 
 
 def _name(number: int) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import random
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec
@@ -22,7 +24,7 @@ from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.store.base import BlockKey, KVStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -133,3 +135,172 @@ def test_a_chunk_is_visible_once_no_rank_has_seen_a_change_of_the_weights(epoch:
     told = {"commit": store.commit, "discard": store.discard}
     told.pop(outcome).assert_called_once_with(keys)
     told.popitem()[1].assert_not_called()
+
+
+# Choosing tokens by their deviation
+
+LAYERS = 4
+
+
+class _EndError(Exception):
+    """Ends a pass of `Deep`."""
+
+
+class Deep(Caches):
+    """Several layers of attention over all tokens before; chunks come out of ``stored``, by their tokens."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        names = tuple(f"layer.{number}" for number in range(LAYERS))
+        super().__init__(torch.full((LAYERS, len(prompt)), torch.nan), names=names)
+        self.prompt = list(prompt)
+        #: Of each pass: the positions whose attention each layer computed.
+        self.attended: list[list[list[int]]] = []
+        self._last = LAYERS
+        self._found: list[Tensor] = []
+
+    def rows(self, runs: Sequence[Run], blocks: Tensor) -> Any:
+        rows = super().rows(runs, blocks)
+        rows.slots = rows.positions
+        return rows
+
+    def slots(self, blocks: Tensor, positions: Tensor) -> Tensor:
+        del blocks
+        return positions
+
+    def write(self, layer: int, positions: Tensor, slots: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
+        self.put(layer, slots, free[0], free[1])
+        return free[0][: len(positions)], free[1]
+
+    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        assert torch.equal(keys, values)
+        self.kv[layer, slots] = keys.flatten()
+
+    def read(self, layer: int, blocks: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        del blocks
+        found = self.kv[layer, positions].view(-1, 1, 1)
+        return found, found
+
+    @contextmanager
+    def ending_at(self, layer: int) -> Iterator[list[Tensor]]:
+        self._last, self._found = layer, []
+        try:
+            yield self._found
+        except _EndError:
+            pass
+        finally:
+            self._last = LAYERS
+
+    def model(self, *, input_ids: Tensor, positions: Tensor) -> None:
+        assert input_ids.tolist() == [self.prompt[place] for place in positions.tolist()]
+        hidden = input_ids.float()
+        self.attended.append([])
+        for layer in range(LAYERS):
+            if layer == self._last:
+                self._found += [hidden.view(-1, 1, 1)] * 2
+                raise _EndError
+            self.kv[layer, positions] = hidden
+            self.attended[-1].append(positions.tolist())
+            hidden = hidden + torch.stack([self.kv[layer, : place + 1].mean() for place in positions.tolist()])
+
+    def computed(self, tokens: Sequence[int]) -> Tensor:
+        """``[LAYERS, tokens]``: the KV of tokens that nothing precedes."""
+        alone = Deep(tokens)
+        alone.model(input_ids=torch.tensor(tokens, dtype=torch.int32), positions=torch.arange(len(tokens)))
+        return alone.kv
+
+
+class Unreachable(Deep):
+    """A model that does not call its layers as modules."""
+
+    @contextmanager
+    def ending_at(self, layer: int) -> Iterator[list[Tensor]]:
+        del layer
+        yield []
+
+
+def chosen_of(
+    caches: Deep, chunks: Sequence[Chunk], monkeypatch: pytest.MonkeyPatch, most_tokens: int = 1000, **settings: Any
+) -> Counted:
+    """Fill all but the last token of a prompt by `deviation`; return the counters."""
+
+    def copied(_: Any, chunk: Chunk, *__: Any) -> Tensor:
+        kv = torch.zeros(2, LAYERS, chunk.pieces * 64)
+        kv[..., : chunk.tokens] = caches.computed(caches.prompt[chunk.start : chunk.end])
+        return kv.view(2, LAYERS, chunk.pieces, 64, 1, 1).permute(2, 1, 0, 3, 4, 5)
+
+    monkeypatch.setattr(BlendWorker, "_copy", copied)
+    counted, end = Counted(), len(caches.prompt) - 1
+    using = BlendSettings(select="deviation", **settings)
+    worker: Any = BlendWorker(caches, caches.model, using, counted, most_tokens=most_tokens)  # type: ignore[arg-type]
+    blend = Blend("r", 0, end, caches.prompt[:end], [0], list(chunks), [[0]] * len(chunks), 0)
+    worker.blend(BlendPlan([blend], shares=(0,)), {})
+    assert not caches.kv[:, :end].isnan().any()
+    return counted
+
+
+def a_prompt(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)  # noqa: S311 - prompts, no secrets
+    return [source.randrange(1, 50) for _ in range(length)]
+
+
+def test_choosing_computes_no_more_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran two layers over the whole stretch: also over gaps, and over the chunk that begins the prompt."""
+    first, second, third = Chunk(0, 40), Chunk(45, 100), Chunk(100, 150)
+    caches = Deep(a_prompt(151))
+    counted = chosen_of(caches, [first, second, third], monkeypatch, ratio=0.2)
+    of_gap, choosing, last = caches.attended
+    assert of_gap == []  # its KV of the first layer needs no attention
+    assert choosing == [list(range(45, 150))]
+    assert last == [last[0]] * LAYERS
+    ((reused, computed),) = counted.stretches
+    assert computed == len(last[0]) < 0.35 * 150
+    assert reused + computed == 150
+    assert {20, 39} == {place for place in last[0] if place < 40}  # the first chunk's two of the gate
+    assert set(range(40, 45)) <= set(last[0])
+    # What the choice has computed is not thrown away: layer 1 is exact for all tokens.
+    assert torch.allclose(caches.kv[1, :150], caches.computed(caches.prompt)[1, :150])
+
+
+def test_a_later_check_layer_reads_the_gaps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = Deep(a_prompt(151))
+    chosen_of(caches, [Chunk(0, 40), Chunk(45, 150)], monkeypatch, ratio=0.2, check_layer=2)
+    assert caches.attended[0] == [list(range(40, 150))] * 2
+    assert torch.allclose(caches.kv[2, :150], caches.computed(caches.prompt)[2, :150])
+
+
+def test_a_prompt_of_its_first_chunk_alone_needs_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = Deep(a_prompt(101))
+    assert chosen_of(caches, [Chunk(0, 100)], monkeypatch, ratio=0.5).stretches == [(98, 2)]
+    assert len(caches.attended) == 1
+    assert torch.allclose(caches.kv[:, :100], caches.computed(caches.prompt)[:, :100])
+
+
+def test_a_model_whose_layers_are_not_modules_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = Unreachable(a_prompt(151))
+    chunks = [Chunk(0, 40), Chunk(45, 150)]
+    assert chosen_of(caches, chunks, monkeypatch, ratio=0.2).stretches == [(0, 150)]
+    assert torch.allclose(caches.kv[:, :150], caches.computed(caches.prompt)[:, :150])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_all_tokens_chosen_the_result_is_exact_wherever_chunks_are(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one token, twice the same, at the prompt's end and beyond the stretch, without gaps, in small passes."""
+    source = random.Random(seed)  # noqa: S311 - layouts, no secrets
+    length = source.randrange(3, 90)
+    cuts = sorted(source.sample(range(length + 1), source.randrange(2, min(8, length))))
+    chunks = [Chunk(*pair) for pair in pairwise(cuts) if source.random() < 0.8 and pair[0] < length - 1]
+    prompt = a_prompt(length, seed)
+    if len(chunks) > 1:  # one chunk twice, as far as there is room for it
+        one, other = chunks[0], chunks[-1]
+        same = min(one.tokens, other.tokens)
+        prompt[other.start : other.start + same] = prompt[one.start : one.start + same]
+    for ratio, check_layer in ((1.0, 1), (1.0, 3), (0.0, 1), (0.3, 0), (0.3, 9)):
+        caches = Deep(prompt)
+        most = source.choice([1, 7, 64])
+        counted = chosen_of(caches, chunks, monkeypatch, most, ratio=ratio, check_layer=check_layer)
+        ((reused, computed),) = counted.stretches
+        assert reused + computed == length - 1
+        if ratio == 1.0:
+            torch.testing.assert_close(caches.kv[:, :-1], caches.computed(prompt)[:, :-1])
