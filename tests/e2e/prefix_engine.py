@@ -134,6 +134,10 @@ class PrefixEngine:
         """Multiply one parameter in place, in one worker or in all (see ``converse.py``)."""
         self._call("scale", name, factor, rank)
 
+    def blend(self, settings: Mapping[str, Any]) -> None:
+        """Change settings of blending, in an engine of one process."""
+        self._call("blend", dict(settings))
+
     def wait_until_started(self) -> float:
         """Wait for the start, as other calls do; return its duration in seconds."""
         self._started = True

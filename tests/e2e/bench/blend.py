@@ -7,7 +7,7 @@ import random
 import shutil
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,13 @@ from tests.e2e.blend.asking import FULL, NAIVE, WAYS, ask, connector
 from tests.e2e.blend.task import KINDS
 from tests.e2e.environment import with_runtime
 from tests.e2e.model import CONFIG
-from tests.e2e.prefix_engine import PrefixEngine
+from tests.e2e.prefix_engine import PrefixEngine, posix
+from tests.e2e.prefix_engine import connector as prefix_connector
 from tests.e2e.processes import IN_PROCESS
 from transforms.pipeline.package import BUILD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from tests.e2e.blend.asking import Result
     from tests.e2e.environment import Environment
@@ -36,7 +37,8 @@ CHUNKS, COUNT = (2, 4, 8, 16), 60
 LENGTHS = ((4096, 8), (8192, 16), (16384, 16))
 ROUNDS = 3
 QUESTION = 64
-EDGES = 16
+#: The settings that are timed; each is printed beside its accuracy.
+TIMED = (NAIVE, "edges 16", "deviation 5%", "deviation 15%")
 #: The goals: how much faster than full computation, and how much slower than an exact hit plus the computed share.
 FASTER, SLOWER = 3.0, 1.5
 #: The goal for the best setting: this share of full computation's answers.
@@ -56,11 +58,24 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 17_408,
     "torch_dtype": "bfloat16",
 }
+#: Choosing by deviation computes one layer for all tokens: a share that depends on the depth. So there is a model as
+#: deep as those of 7 to 8 billion parameters, with about as many weights in all as the other.
+MODELS = {
+    "8 layers of 512": LLAMA,
+    "32 layers of 256": {
+        **LLAMA,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
 BLOCK = 128
 ENGINE: dict[str, Any] = {
     "block_size": BLOCK,
     "num_gpu_blocks_override": 4 * 17_408 // BLOCK,
-    "kv_cache_memory_bytes": 1 << 30,
+    "kv_cache_memory_bytes": 2 << 30,
     "max_model_len": 17_408,
     "max_num_batched_tokens": 2_048,
     "max_num_seqs": 2,
@@ -74,94 +89,160 @@ ENGINE: dict[str, Any] = {
 
 @dataclass
 class Times:
-    """Seconds to the first token, one for each round."""
+    """Seconds to the first token of the same prompts, one for each round.
+
+    Attributes:
+        computed: Without any hit.
+        miss: With `UCMConnector`, a prefix cache, on the same store: it finds the prompt's first chunk only.
+        exact: With `UCMConnector`, when it has stored the whole prompt.
+        blended: By setting.
+        share: By setting, the share of the stretch's tokens that went through all layers, 0 to 1.
+    """
 
     computed: list[float] = field(default_factory=list)
+    miss: list[float] = field(default_factory=list)
     exact: list[float] = field(default_factory=list)
-    blended: list[float] = field(default_factory=list)
-    share: float = 0.0
+    blended: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in TIMED})
+    share: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def medians(self) -> tuple[float, float, float]:
-        """Return the medians of full computation, an exact hit and a blend."""
-        return statistics.median(self.computed), statistics.median(self.exact), statistics.median(self.blended)
+    def found(self, way: str, choosing: float) -> Found:
+        """Return the medians of a setting that computes a share of a whole forward pass to choose tokens."""
+        whole, exact, blended = (statistics.median(of) for of in (self.computed, self.exact, self.blended[way]))
+        allowed = exact + self.share[way] * whole
+        return Found(blended, allowed + choosing * whole, whole / blended, blended / allowed)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a setting.
+
+    Attributes:
+        seconds: To the first token.
+        predicted: The same, as the sum of an exact hit and the share of a full computation.
+        faster: Times as fast as a full computation.
+        slower: Times as slow as an exact hit plus the share that went through all layers.
+    """
+
+    seconds: float
+    predicted: float
+    faster: float
+    slower: float
 
 
 def figures(release: str) -> Iterator[Figure]:
     """Measure accuracy and times; print tables, and yield the figures with goals."""
     environment = with_runtime(release)
-    yield from _quality(environment)
-    yield from _times(environment)
+    kept = _quality(environment)
+    for way, share in kept.items():
+        goal = 1 - KEPT if way == "deviation 15%" else None
+        yield Figure(f"answers lost by {way}, worst of {CHUNKS} chunks", 1 - share, "", goal)
+    for name, config in MODELS.items():
+        yield from _times(environment, name, config, kept)
 
 
-def _quality(environment: Environment) -> Iterator[Figure]:
+def _quality(environment: Environment) -> dict[str, float]:
+    """Print the share of right answers; return the worst of all numbers of chunks, relative to full computation."""
     table = Table("chunks", "way", *KINDS, "computed", title="answers that are right")
-    kept: dict[int, dict[str, Result]] = {}
+    found: dict[int, dict[str, Result]] = {}
     for chunks in CHUNKS:
-        kept[chunks] = ask(environment, chunks, COUNT, WAYS)
-        for way, result in kept[chunks].items():
+        found[chunks] = ask(environment, chunks, COUNT, WAYS)
+        for way, result in found[chunks].items():
             shares = [f"{result.accuracy[kind]:.0%}" for kind in KINDS]
             table.add_row(str(chunks), way, *shares, "" if way == FULL else f"{result.share:.0%}")
     Console(width=120).print(table)
-    for way in WAYS:
-        if way not in {FULL, NAIVE}:
-            ratios = [_right(of[way]) / max(1e-9, _right(of[FULL])) for of in kept.values()]
-            goal = 1 - KEPT if way == "deviation 15%" else None
-            yield Figure(f"answers lost by {way}, worst of {CHUNKS} chunks", 1 - min(ratios), "", goal)
+    return {
+        way: min(_right(of[way]) / max(1e-9, _right(of[FULL])) for of in found.values()) for way in WAYS if way != FULL
+    }
 
 
 def _right(result: Result) -> float:
     return statistics.fmean(result.accuracy.values())
 
 
-def _times(environment: Environment) -> Iterator[Figure]:
-    root = BUILD / "bench" / "blend"
+def _times(
+    environment: Environment, name: str, config: Mapping[str, Any], kept: Mapping[str, float]
+) -> Iterator[Figure]:
+    root = BUILD / "bench" / "blend" / name.replace(" ", "-")
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    model = BUILD / "bench" / "blend-model"
-    write_llama(environment.python, model, LLAMA)
-    blend = connector(root / "store", select="edges", edge_tokens=EDGES, min_tokens=BLOCK)
-    table = Table(
-        "tokens", "chunks", "computing", "exact hit", "blended", "computed of it", title="time to first token"
-    )
-    kept = {}
-    with PrefixEngine(environment, root / "engine", {"model": str(model), **ENGINE, **blend}, IN_PROCESS) as engine:
-        engine.generate([_request(list(range(100)), None)])
+    model = BUILD / "bench" / f"blend-model-{config['num_hidden_layers']}"
+    write_llama(environment.python, model, config)
+    common = {"model": str(model), **ENGINE}
+    blending = {**common, **connector(root / "store", min_tokens=BLOCK)}
+    exact = {**common, **prefix_connector(posix(root / "store"), "UCMConnector")}
+    plain = Table("tokens", "chunks", "computing", "prefix cache", "exact hit", title=f"time to first token, {name}")
+    blended = Table("tokens", "setting", "measured", "predicted", "computed", "x faster", "x allowed", "right")
+    times = {}
+    with (
+        PrefixEngine(environment, root / "blending", blending, IN_PROCESS) as engine,
+        PrefixEngine(environment, root / "exact", exact, IN_PROCESS) as beside,
+    ):
+        for each in (engine, beside):
+            each.generate([_request(list(range(100)), None)])
         for length, chunks in LENGTHS:
-            times = kept[length] = _measure(engine, length, chunks)
-            computed, exact, blended = times.medians
-            row = (f"{computed:.2f} s", f"{exact:.2f} s", f"{blended:.2f} s", f"{times.share:.1%}")
-            table.add_row(str(length), str(chunks), *row)
-            allowed = exact + times.share * computed
-            yield Figure(f"blended / computed time, {length} tokens", blended / computed, "", 1 / FASTER)
-            yield Figure(f"blended / (exact hit + computed share), {length} tokens", blended / allowed, "", SLOWER)
-    Console(width=120).print(table)
-    found = {length: vars(times) for length, times in kept.items()}
-    (root / "times.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+            of = times[length] = _measure(engine, beside, length, chunks)
+            medians = (f"{statistics.median(seconds):.2f} s" for seconds in (of.computed, of.miss, of.exact))
+            plain.add_row(str(length), str(chunks), *medians)
+            for way in TIMED:
+                choosing = _choosing(config, length, chunks) if way.startswith("deviation") else 0.0
+                found = of.found(way, choosing)
+                both = f"{found.seconds:.2f} s", f"{found.predicted:.2f} s"
+                ratios = f"{found.faster:.1f}", f"{found.slower:.2f}"
+                blended.add_row(str(length), way, *both, f"{of.share[way]:.1%}", *ratios, f"{kept[way]:.0%}")
+                goals = (1 / FASTER, SLOWER) if way == "deviation 15%" else (None, None)
+                about = f"{name}, {length} tokens, {way}"
+                yield Figure(f"blended / computing, {about}", 1 / found.faster, "", goals[0])
+                yield Figure(f"blended / (exact hit + computed share), {about}", found.slower, "", goals[1])
+            # After each length, because the longest takes minutes.
+            (root / "times.json").write_text(json.dumps({n: asdict(t) for n, t in times.items()}), encoding="utf-8")
+    for table in (plain, blended):
+        Console(width=120).print(table)
 
 
-def _measure(engine: PrefixEngine, length: int, chunks: int) -> Times:
+def _choosing(config: Mapping[str, Any], length: int, chunks: int) -> float:
+    """Return the share of a full forward pass, in multiplications, that choosing tokens by their deviation takes.
+
+    All tokens behind the first chunk go through the first layer, and through the projections of the second one.
+    """
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = (config[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
+    projections = hidden * (queries + 2 * keys)
+    linear = projections + queries * hidden + 3 * hidden * config["intermediate_size"]
+    first = length // chunks
+
+    def layer(begin: int) -> float:  # scores and sums of values, each of half of the keys on average
+        return (length - begin) * linear + queries * (length**2 - begin**2)
+
+    return (layer(first) + (length - first) * projections) / (config["num_hidden_layers"] * layer(0))
+
+
+def _measure(engine: PrefixEngine, beside: PrefixEngine, length: int, chunks: int) -> Times:
     source = random.Random(length)  # noqa: S311 - prompts, no secrets
     size = (length - QUESTION) // chunks
     texts = [[source.randrange(3, LLAMA["vocab_size"]) for _ in range(size)] for _ in range(chunks)]
     marks = [[number * size, (number + 1) * size] for number in range(chunks)]
     _store(engine, texts)
     times = Times()
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         question = [source.randrange(3, LLAMA["vocab_size"]) for _ in range(QUESTION)]
         order = source.sample(texts, len(texts))
         prompt = [token for text in order for token in text] + question
-        engine.reset()
-        before = _counted(engine)
-        times.blended.append(_first(engine, prompt, marks))
-        reused, computed = (after - was for after, was in zip(_counted(engine), before, strict=True))
-        times.share = computed / max(1.0, reused + computed)
-        times.computed.append(_first(engine, prompt, None))
+        for way, seconds in times.blended.items():
+            engine.blend(WAYS[way] or {})
+            engine.reset()
+            before = _counted(engine)
+            seconds.append(_first(engine, _request(prompt, marks)))
+            reused, computed = (after - was for after, was in zip(_counted(engine), before, strict=True))
+            times.share[way] = computed / max(1.0, reused + computed)
+        beside.reset()
+        times.miss.append(_first(beside, _request(prompt, None)))
+        # With a salt that nothing was stored under.
+        times.computed.append(_first(beside, {**_request(prompt, None), "salt": f"computed {number}"}))
         # What was saved is found once it is visible.
         until = time.monotonic() + SAVED
         while True:
-            engine.reset()
-            (answer,) = engine.generate([_request(prompt, None)])
+            beside.reset()
+            (answer,) = beside.generate([_request(prompt, None)])
             if (answer.cached or 0) >= len(prompt) // BLOCK * BLOCK - BLOCK or time.monotonic() > until:
                 break
         times.exact.append(answer.first_s or float("nan"))
@@ -187,8 +268,8 @@ def _store(engine: PrefixEngine, texts: list[list[int]]) -> None:
             return
 
 
-def _first(engine: PrefixEngine, prompt: list[int], marks: list[list[int]] | None) -> float:
-    (answer,) = engine.generate([_request(prompt, marks)])
+def _first(engine: PrefixEngine, request: dict[str, Any]) -> float:
+    (answer,) = engine.generate([request])
     return answer.first_s or float("nan")
 
 

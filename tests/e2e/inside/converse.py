@@ -86,6 +86,11 @@ class Engine:
 
         self._llm.collective_rpc(scaled)
 
+    def blend(self, settings: dict[str, Any]) -> None:
+        """Change settings of blending, in an engine of one process."""
+        worker = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()._filling._worker
+        worker._settings = worker._settings.model_copy(update=settings)
+
     def _count_all_steps(self) -> None:
         """Up to 0.27.1 at least, this engine drops the counts of steps without outputs; vLLM's server does not."""
         core, log = self._engine.engine_core, self._engine.logger_manager
