@@ -68,7 +68,12 @@ class VllmEngine:
         directory: The directory of its model and blocks.
         chance: The source of random choices.
         truth: The expected results.
+
+    Attributes:
+        kind: The connector's class.
     """
+
+    kind: type = UCMConnector
 
     def __init__(self, setting: Setting, directory: Path, chance: random.Random, truth: Truth) -> None:
         self.setting = setting
@@ -106,8 +111,10 @@ class VllmEngine:
 
     # From outside
 
-    def submit(self, prompt: list[int], max_tokens: int) -> None:
+    def submit(self, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None = None) -> None:
+        """Add a request, with its ``kv_transfer_params``."""
         request = self._new.make(prompt, max_tokens)
+        request.kv_transfer_params = transfer
         self._requests.append(request)
         self.scheduler.add_request(request)
 
@@ -154,25 +161,27 @@ class VllmEngine:
 
     def _configuration(self, model: Path) -> Any:
         setting = self.setting
-        extra = {
-            "connector": "layerwise" if setting.layerwise else "direct",
+        transfer = KVTransferConfig(
+            kv_connector=self.kind.__name__,
+            kv_role="kv_both",
+            kv_connector_module_path=self.kind.__module__,
+            kv_connector_extra_config=self._settings(),
+        )
+        return engine_config(model, setting, self._size, LENGTH, setting.ranks, kv_transfer_config=transfer)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "connector": "layerwise" if self.setting.layerwise else "direct",
             "store": {"pipeline": "Posix", "directories": [str(self.store_directory)], "save_nice": 0},
             "staging_deadline": PATIENCE,
             "metrics_log_interval": 0,
         }
-        transfer = KVTransferConfig(
-            kv_connector="UCMConnector",
-            kv_role="kv_both",
-            kv_connector_module_path="ucm.integration.vllm.ucm_connector",
-            kv_connector_extra_config=extra,
-        )
-        return engine_config(model, setting, self._size, LENGTH, setting.ranks, kv_transfer_config=transfer)
 
     def _worker(self, config: Any, caches: Any, memory: KVMemory) -> Any:
         mine = copy.copy(config)
         mine.parallel_config = copy.copy(config.parallel_config)
         mine.parallel_config.rank = memory.rank
-        worker = UCMConnector(mine, KVConnectorRole.WORKER, caches)
+        worker = self.kind(mine, KVConnectorRole.WORKER, caches)
         worker.register_kv_caches(all_as_torch(memory.caches))
         return worker
 
@@ -244,7 +253,7 @@ class VllmEngine:
         assert not getattr(output, "kv_cache_block_copies", None)
         with patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker):
             manager = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
-            with set_forward_context(None, self._config):
+            with set_forward_context({}, self._config):
                 return manager, manager.__enter__()
 
     def _end(self, manager: Any, output: Any) -> Any:

@@ -1,0 +1,77 @@
+"""Blended requests under vLLM's own schedulers: with asynchronous scheduling, two steps are in flight."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests")
+pytest.importorskip("vllm", reason="vLLM is not installed; the end-to-end session runs these tests")
+
+from tests.ucm.integration.vllm.blend.vllm_engine import BlendEngine
+from tests.ucm.integration.vllm.connector.simulation.engine import IDLE, PATIENCE
+from tests.ucm.integration.vllm.connector.simulation.setting import Setting
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REQUESTS = 60
+
+
+def a_prompt(chance: random.Random, texts: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Return a prompt of some chunks, some of them twice, with or without gaps, and its marks."""
+    prompt, marks = [chance.randrange(1, 6) for _ in range(chance.choice((0, 0, 3)))], []
+    for _ in range(chance.randrange(1, 5)):
+        text = chance.choice(texts)
+        marks.append([len(prompt), len(prompt) + len(text)])
+        prompt += text + [chance.randrange(1, 6) for _ in range(chance.choice((0, 0, 0, 2, 9)))]
+    return prompt, marks
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "blend",
+    [{"select": "deviation", "ratio": 1.0}, {"select": "edges", "edge_tokens": 1000}],
+    ids=["deviation", "edges"],
+)
+def test_what_is_recomputed_as_a_whole_is_exact_in_any_schedule(
+    tmp_path: Path, blend: dict[str, Any], *, asynchronous: bool
+) -> None:
+    """Prompts in chunks of a few tokens, preempted and aborted, with plain requests between them."""
+    chance = random.Random(5)  # noqa: S311 - no secrets
+    setting = Setting(asynchronous=asynchronous, blocks=70, budget=24, aborts=0.04, loads="within", batches=2)
+    engine = BlendEngine(setting, tmp_path, chance, **blend)
+    texts = [[chance.randrange(1, 6) for _ in range(length)] for length in (12, 17, 20, 33)]
+    stored: set[int] = set()
+    until = time.monotonic() + PATIENCE
+    while len(stored) < len(texts):  # what is computed before the weights are identified is not stored
+        for number, text in enumerate(texts):
+            engine.store(text)
+            before = engine.happened["blends"]
+            own = [chance.randrange(1, 6) for _ in range(5)]  # or an exact prefix would be found instead
+            engine.submit([*own, *text, 1], 1, {"ucm_chunks": [[5, 5 + len(text)]]})
+            engine.drain()
+            stored |= {number} if engine.happened["blends"] > before else set()
+        time.sleep(IDLE)
+        assert time.monotonic() < until
+    left = REQUESTS
+    while left:
+        while left and chance.random() < 0.4:
+            prompt, marks = a_prompt(chance, texts)
+            engine.submit(prompt, chance.randrange(1, 12), None if chance.random() < 0.2 else {"ucm_chunks": marks})
+            left -= 1
+        engine.turn()
+    engine.drain()
+    happened = engine.happened
+    assert happened["blends"] > 20
+    assert happened["two in a step"]
+    assert happened["aborts"]
+    assert bool(happened["ahead"]) == asynchronous
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == setting.blocks - 1
+    planning = engine.connector._planning.scheduler
+    assert not planning._requests
+    assert not planning._to_blend
+    engine.close()
