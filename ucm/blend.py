@@ -34,7 +34,7 @@ PIECE = 64
 MARKS = "ucm_chunks"
 
 #: Consecutive tokens that are selected together: runs of single tokens cost more than they save.
-GRANULE = 8
+GRANULE = 4
 
 
 class ChunkMarksError(ValueError):

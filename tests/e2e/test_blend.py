@@ -227,7 +227,14 @@ def test_what_it_loses_is_what_the_table_says(environments: Environments) -> Non
 
     wrong_base = {"select": "edges", "edge_tokens": 8, "wrong_table": True}
     chosen = (NAIVE, "edges 8", "deviation 15%", "all recomputed", FULL)
-    ways = {**{name: WAYS[name] for name in chosen[:-1]}, "wrong": wrong_base, "refused": wrong_base, FULL: WAYS[FULL]}
+    early = {"select": "deviation", "ratio": 0.15, "check_layer": 1}
+    ways = {
+        **{name: WAYS[name] for name in chosen[:-1]},
+        "early": early,
+        "wrong": wrong_base,
+        "refused": wrong_base,
+        FULL: WAYS[FULL],
+    }
     results = ask(environments.runtime, 4, 24, ways)
     full = results[FULL]
     assert full.accuracy == {"inside": 1.0, "split": 1.0, "reference": 1.0}
@@ -240,6 +247,8 @@ def test_what_it_loses_is_what_the_table_says(environments: Environments) -> Non
     assert results["edges 8"].share < 0.15
     assert results["deviation 15%"].accuracy == full.accuracy
     assert results["deviation 15%"].share < 0.2
+    # What the second layer finds shows in the third one's KV at the earliest.
+    assert results["early"].accuracy["reference"] < 0.5
     # Wrongly rotated keys are detected and recomputed; then the model is refused.
     assert results["wrong"].answers == full.answers
     assert results["wrong"].gate_failures

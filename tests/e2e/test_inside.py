@@ -43,6 +43,7 @@ FILES = (
 NEWEST_ONLY = (
     "tests/ucm/blend/test_position_free.py",
     "tests/ucm/integration/vllm/blend/test_caches.py",
+    "tests/ucm/integration/vllm/blend/test_vllm_scheduler.py",
     "tests/ucm/integration/vllm/blend/test_worker.py",
     f"{CONNECTOR}/test_device_memory.py",
     f"{CONNECTOR}/test_live_adapters.py",

@@ -216,7 +216,7 @@ class BlendSettings(BaseModel):
     select: Literal["edges", "deviation", "none"] = "edges"
     edge_tokens: int = Field(default=16, ge=0)
     ratio: float = Field(default=0.15, ge=0, le=1)
-    check_layer: int = Field(default=1, ge=0)
+    check_layer: int = Field(default=2, ge=0)
     min_tokens: int = Field(default=256, ge=1)
     chunk_end_token_ids: Annotated[tuple[int, ...], BeforeValidator(_numbers)] = ()
 

@@ -58,7 +58,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 17_408,
     "torch_dtype": "bfloat16",
 }
-#: Choosing by deviation computes one layer for all tokens: a share that depends on the depth. So there is a model as
+#: Choosing by deviation computes two layers for all tokens: a share that depends on the depth. So there is a model as
 #: deep as those of 7 to 8 billion parameters, with about as many weights in all as the other.
 MODELS = {
     "8 layers of 512": LLAMA,
@@ -184,7 +184,7 @@ def _times(
             medians = (f"{statistics.median(seconds):.2f} s" for seconds in (of.computed, of.miss, of.exact))
             plain.add_row(str(length), str(chunks), *medians)
             for way in TIMED:
-                choosing = _choosing(config, length, chunks) if way.startswith("deviation") else 0.0
+                choosing = _choosing(config, length, chunks, (WAYS[way] or {}).get("check_layer"))
                 found = of.found(way, choosing)
                 both = f"{found.seconds:.2f} s", f"{found.predicted:.2f} s"
                 ratios = f"{found.faster:.1f}", f"{found.slower:.2f}"
@@ -199,11 +199,13 @@ def _times(
         Console(width=120).print(table)
 
 
-def _choosing(config: Mapping[str, Any], length: int, chunks: int) -> float:
+def _choosing(config: Mapping[str, Any], length: int, chunks: int, check_layer: int | None) -> float:
     """Return the share of a full forward pass, in multiplications, that choosing tokens by their deviation takes.
 
-    All tokens behind the first chunk go through the first layer, and through the projections of the second one.
+    All tokens behind the first chunk go through the layers before the check layer, and through its projections.
     """
+    if check_layer is None:
+        return 0.0
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = (config[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
     projections = hidden * (queries + 2 * keys)
@@ -211,9 +213,9 @@ def _choosing(config: Mapping[str, Any], length: int, chunks: int) -> float:
     first = length // chunks
 
     def layer(begin: int) -> float:  # scores and sums of values, each of half of the keys on average
-        return (length - begin) * linear + queries * (length**2 - begin**2)
+        return float((length - begin) * linear + queries * (length**2 - begin**2))
 
-    return (layer(first) + (length - first) * projections) / (config["num_hidden_layers"] * layer(0))
+    return float((check_layer * layer(first) + (length - first) * projections) / (config["num_hidden_layers"] * layer(0)))
 
 
 def _measure(engine: PrefixEngine, beside: PrefixEngine, length: int, chunks: int) -> Times:

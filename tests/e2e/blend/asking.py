@@ -27,7 +27,10 @@ FULL, NAIVE = "full", "naive reuse"
 WAYS: dict[str, dict[str, Any] | None] = {
     NAIVE: {"select": "none"},
     **{f"edges {tokens}": {"select": "edges", "edge_tokens": tokens} for tokens in (8, 16, 32)},
-    **{f"deviation {share:.0%}": {"select": "deviation", "ratio": share} for share in (0.05, 0.15, 0.3)},
+    **{
+        f"deviation {share:.0%}": {"select": "deviation", "ratio": share, "check_layer": 2}
+        for share in (0.05, 0.15, 0.3)
+    },
     "all recomputed": {"select": "edges", "edge_tokens": MAX_LENGTH},
     FULL: None,
 }

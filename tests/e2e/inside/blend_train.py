@@ -1,9 +1,11 @@
 """Train the model of `tests.e2e.blend`: `blend_train.py DIRECTORY`, with its ``config.json`` and ``training.json``.
 
-Like `needle_train`, with one layer more. Heads of the first layer copy the previous token beside each token. Heads of
+Like `needle_train`, with two layers more. Heads of the first layer copy the previous token beside each token. Heads of
 the second look for the place whose previous token is the current one, and note the token there: so a key that is
-mentioned again knows its value. Heads of the third do the same and note what the token there has noted: so a question
-for a reference gets the value that the reference found when it was computed, and nothing else does.
+mentioned again knows its value. Heads of the last do the same and note what the token there has noted: so a question
+for a reference gets the value that the reference found when it was computed, and nothing else does. The layers between
+read nothing from other tokens, or a question could be resolved there: what the second has noted shows in the KV of the
+third, and is read in the last.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Llama(needle.Llama):  # type: ignore[misc] # by name
             first["q"][head, :, shared] = phases
             first["o"][head, previous, :size] += identity / group
         slow = (self.turns < needle.SLOW).repeat(2)
-        for layer, read, strength in ((1, code, 1.0), (2, noted, 3.0)):
+        for layer in range(2, self.layers - 1):
+            self.weights[_reads(layer)].zero_()
+        for layer, read, strength in ((1, code, 1.0), (self.layers - 1, noted, 3.0)):
             step = {name: self._heads(layer, name) for name in "qkvo"}
             for head in range(self.heads):
                 kv_head = head // group
@@ -72,6 +76,11 @@ class Llama(needle.Llama):  # type: ignore[misc] # by name
                 step["q"][head] = 0
                 step["q"][head, slow, code] = compared
                 step["o"][head, noted, :size] += strength * identity / self.heads
+
+
+def _reads(layer: int) -> str:
+    """Return the name of the weight that adds what a layer has read to a token's state."""
+    return f"model.layers.{layer}.self_attn.o_proj.weight"
 
 
 def batch(
@@ -118,7 +127,9 @@ def batch(
 def train(model: Any, training: dict[str, Any], source: torch.Generator) -> None:
     """Train for all steps of all phases; one line per ten steps tells of the loss."""
     phases = [phase for phase in training["phases"] for _ in range(phase["steps"])]
-    optimiser = torch.optim.AdamW(model.weights.values(), betas=(0.9, 0.98), weight_decay=0.01)
+    left = {_reads(layer) for layer in range(2, model.layers - 1)}
+    trained = [weight for name, weight in model.weights.items() if name not in left]
+    optimiser = torch.optim.AdamW(trained, betas=(0.9, 0.98), weight_decay=0.01)
     for step, phase in enumerate(phases):
         rate = training["rate"] * min(1.0, (step + 1) / training["warm_up"]) * max(0.1, 1 - step / len(phases))
         for group in optimiser.param_groups:

@@ -283,8 +283,8 @@ class BlendWorker:
         """Select the reused tokens whose stored KV deviates most from the computed KV in the check layer.
 
         Only the layers before it are computed, and only for these tokens. The chunk that begins the prompt was stored
-        from the same position, so it does not deviate. The gaps are computed later; with the usual check layer, the
-        others need only their KV of the first layer here, which needs no attention.
+        from the same position, so it does not deviate. The gaps are computed later, and here only as far as the others
+        read them: for layer 1, that is their KV of the first layer, which needs no attention.
         """
         import torch  # noqa: PLC0415 - vLLM brings it
 

@@ -150,3 +150,19 @@ def test_a_kernel_s_blocks_may_be_smaller_than_the_manager_s() -> None:
 def test_an_implementation_that_writes_within_its_attention_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="writes KV within its attention in this release"):
         made(SHAPES[0], Older())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_pass_ends_where_it_reaches_a_layer(layer: int) -> None:
+    caches, model = made(SHAPES[0], FlashAttentionImpl())
+    hidden = torch.arange(5.0)[:, None].expand(5, HEADS * HEAD)
+    with caches.ending_at(layer) as found:
+        model(hidden)
+    keys, values = found
+    assert keys.shape == values.shape == (5, HEADS, HEAD)
+    assert torch.equal(keys[:, 0, 0], torch.arange(5.0) + 10 * layer + 1)
+    assert torch.equal(values, keys + 1)
+    assert [of.attn.ran for of in model.layers] == [1] * layer + [0] * (2 - layer)
+    model(hidden)  # the layer is as it was before
+    assert len(found) == 2
+    assert model.layers[1].attn.ran == 1

@@ -247,7 +247,7 @@ def test_choosing_computes_no_more_than_it_must(monkeypatch: pytest.MonkeyPatch)
     """It ran two layers over the whole stretch: also over gaps, and over the chunk that begins the prompt."""
     first, second, third = Chunk(0, 40), Chunk(45, 100), Chunk(100, 150)
     caches = Deep(a_prompt(151))
-    counted = chosen_of(caches, [first, second, third], monkeypatch, ratio=0.2)
+    counted = chosen_of(caches, [first, second, third], monkeypatch, ratio=0.2, check_layer=1)
     of_gap, choosing, last = caches.attended
     assert of_gap == []  # its KV of the first layer needs no attention
     assert choosing == [list(range(45, 150))]
