@@ -215,7 +215,9 @@ def _choosing(config: Mapping[str, Any], length: int, chunks: int, check_layer: 
     def layer(begin: int) -> float:  # scores and sums of values, each of half of the keys on average
         return float((length - begin) * linear + queries * (length**2 - begin**2))
 
-    return float((check_layer * layer(first) + (length - first) * projections) / (config["num_hidden_layers"] * layer(0)))
+    return float(
+        (check_layer * layer(first) + (length - first) * projections) / (config["num_hidden_layers"] * layer(0))
+    )
 
 
 def _measure(engine: PrefixEngine, beside: PrefixEngine, length: int, chunks: int) -> Times:

@@ -164,8 +164,8 @@ def test_the_granules_that_deviate_most_are_chosen() -> None:
     deviation = [0.0] * 64
     deviation[19], deviation[50], deviation[5] = 3.0, 2.0, 1.0
     spans = [Run(100, 132), Run(132, 164)]
-    chosen = most_deviating(deviation, 100, spans, 0.25)
-    assert runs_of(chosen, 100) == [Run(116, 124), Run(148, 156)]
+    chosen = most_deviating(deviation, 100, spans, 0.125)
+    assert runs_of(chosen, 100) == [Run(116, 120), Run(148, 152)]
     assert sum(most_deviating(deviation, 100, spans, 0.0)) == 0
     assert all(most_deviating(deviation, 100, spans, 1.0))
 
