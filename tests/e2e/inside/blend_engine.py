@@ -41,8 +41,12 @@ def main(specification: Path, results: Path) -> None:
         found: list[Any] = llm.generate(asked, params, use_tqdm=False)
         return found
 
-    ask(spec["chunks"], [[[0, len(chunk)]] for chunk in spec["chunks"]])
-    until = time.monotonic() + SAVED
+    counted = _Counts(worker)
+    chunks, until = {tuple(chunk) for chunk in spec["chunks"]}, time.monotonic() + SAVED
+    # What is computed before the weights are identified is not stored.
+    while counted.saved < len(chunks) and time.monotonic() < until:
+        llm.reset_prefix_cache()
+        ask(spec["chunks"], [[[0, len(chunk)]] for chunk in spec["chunks"]])
     while worker._left() and time.monotonic() < until:
         time.sleep(0.01)
     prompts = [one["prompt"] for one in spec["prompts"]]
@@ -78,9 +82,9 @@ class _Counts:
     """Sums a worker's counters from now on."""
 
     def __init__(self, worker: Any) -> None:
-        self.reused = self.computed = self.failures = 0
+        self.reused = self.computed = self.failures = self.saved = 0
         counters = worker._counters
-        counters.blended, counters.gate_failed = self._blended, self._failed
+        counters.blended, counters.gate_failed, counters.chunk_saved = self._blended, self._failed, self._saved
 
     def _blended(self, reused: int, computed: int) -> None:
         self.reused += reused
@@ -88,6 +92,9 @@ class _Counts:
 
     def _failed(self, chunks: int) -> None:
         self.failures += chunks
+
+    def _saved(self, _: int) -> None:
+        self.saved += 1
 
 
 if __name__ == "__main__":
