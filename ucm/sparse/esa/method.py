@@ -274,6 +274,6 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             raise ConfigError(
                 f"a budget of {self._options.token_budget} tokens leaves no block of {block_size} to bring back",
                 where=f"ucm_sparse_config.{NAME}.token_budget",
-                fix=f"let it be {block_size} or more, or start vLLM with a smaller --block-size",
+                fix=f"set it to {block_size} or more, or start vLLM with a smaller --block-size",
             )
         return blocks

@@ -1,4 +1,4 @@
-"""The worker's side of ESA: copying the offloaded context out, choosing of it, bringing it back."""
+"""The worker side of ESA: copy freed blocks to the store, choose among them, and load the chosen ones back."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class _Row:
     """A row of a step whose request has an offloaded context.
 
     Args:
-        row: Its place in the batch.
-        token: The place of its last token among the step's.
+        row: Its index in the batch.
+        token: The index of its last token among the step's tokens.
         computed: The position of its first token.
-        offloaded: Of its request.
-        listed: Of each piece that reads blocks by name, the blocks behind the sinks of which these are.
-        choosing: The blocks from which its last token chooses; 0 if it does not.
-        is_first: Whether that token is the first to choose: its prompt's last.
+        offloaded: Its request's offloaded context.
+        listed: For each piece that reads listed blocks, the number of blocks after the sinks that contain these.
+        choosing: The number of blocks from which its last token chooses; 0 if it does not choose.
+        is_first: Whether that token is the first one to choose: the last token of its prompt.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class _Row:
 
 
 class OffloadedReader:
-    """The offloaded contexts of the requests that one worker runs.
+    """The offloaded contexts of a worker's requests.
 
     Args:
         attention: The worker's layers.
         cache_config: vLLM's ``CacheConfig``, whose block size is final once there is a cache.
         config: The store's options.
-        rank: The worker's.
-        options: The method's.
-        tile: Tokens of a tile.
+        rank: The worker's rank.
+        options: The method's options.
+        tile: The number of tokens in a tile.
 
     Attributes:
         counts: ``steps`` and ``rows`` with an offloaded context, ``blocks_read`` and ``blocks_stored`` of these rows in
             all layers, ``fetched`` into resident blocks, ``copied_out``.
-        select_seconds: What the worker's thread has spent on choosing, and on waiting for what it brings back.
+        select_seconds: The seconds that the worker's thread has spent on choosing, and on waiting for loads.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class OffloadedReader:
         self._options = options
         self._window = options.window(tile)
         self._ahead = options.retrieval == "ahead"
-        #: Of each layer, as its attention has last seen it.
+        #: The KV cache of each layer, from its last step.
         self.caches: dict[str, Tensor] = {}
         self._copies: BlockCopies | None = None
         self._places: dict[str, int] = {}
@@ -101,11 +101,11 @@ class OffloadedReader:
         self._offloaded: dict[str, OffloadedContext] = {}
         self._reading: Reading | None = None
         self._rows: list[_Row] = []
-        #: The metadata that the step's tables were made from, with the counts of named blocks that they are for.
+        #: The step's tables, with the metadata and the listed pieces from which they were made.
         self._tables: tuple[Any, list[Listed], OffloadedTables] | None = None
 
     def step_arrived(self, news: OffloadedNews | None) -> None:
-        """Copy out what is released with a step, before anything of it is done."""
+        """Copy out the blocks that a step frees, before the step writes any block."""
         if self._store is not None:
             self._store.settle()
         if news is None:
@@ -117,7 +117,7 @@ class OffloadedReader:
             self._copy_out(news.engine, released)
 
     def begin(self, batch: StepBatch) -> None:
-        """Note what the step reads."""
+        """Determine what the step reads."""
         size, budget = self._size, self._options.token_budget // self._size
         self._tables = self._reading = None
         self._rows.clear()
@@ -132,7 +132,7 @@ class OffloadedReader:
             self.counts["rows"] += len(np.unique([*found.pieces.rows[found.skipped > 0], *(row.row for row in rows)]))
 
     def _rows_of(self, batch: StepBatch, found: Reading) -> list[_Row]:
-        """The rows that read blocks of an offloaded context by name."""
+        """Return the rows that read listed blocks of an offloaded context."""
         rows = []
         lasts, ends = found.pieces.lasts, batch.num_new_tokens.cumsum()
         for row, request_id in enumerate(batch.request_ids):
@@ -142,7 +142,7 @@ class OffloadedReader:
                 offloaded = self._offloaded[request_id] = OffloadedContext(None, self._window.sink_blocks(self._size))
             if offloaded is None:
                 continue
-            # What reads everything reads what is released by name, and the rest where it is.
+            # A piece that reads everything lists its freed blocks; it reads the others in place.
             pieces = np.flatnonzero(found.pieces.rows == row).tolist()
             listed = {piece: offloaded.stored for piece in pieces if offloaded.stored and not found.skipped[piece]}
             if choosing:
@@ -155,18 +155,18 @@ class OffloadedReader:
         return rows
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests have ended; of those of which something was released, the scheduler's side tells."""
+        """Drop ended requests without freed blocks; for the others, the scheduler side sends the admission."""
         for request_id in request_ids:
             if request_id in self._offloaded and self._offloaded[request_id].admission is None:
                 del self._offloaded[request_id]
 
     @property
     def restricts(self) -> bool:
-        """Whether any row of the step does not read everything where it is."""
+        """Whether any row of the step leaves blocks out, or reads freed ones."""
         return self._reading is not None
 
     def look_ahead(self, layer_name: str, query: Tensor) -> None:
-        """Begin to bring what a layer is expected to want in the next step."""
+        """Start to load the blocks that a layer is expected to need in the next step."""
         if not self._ahead:
             return
         rows = [row for row in self._rows if row.choosing]
@@ -181,7 +181,7 @@ class OffloadedReader:
             layer.ahead = chosen, fetch
 
     def finish(self) -> None:
-        """The step is over; one that no layer has asked about was not restricted, and that must not go unnoticed."""
+        """Raise if no layer called the method in this step, because the step was then not restricted."""
         if self._reading is not None and self._tables is None:
             raise SparseMethodError(
                 "ESA was not asked by any layer of this step: released blocks were read",
@@ -218,15 +218,15 @@ class OffloadedReader:
         )
 
     def restrict(self, layer_name: str, query: Tensor, key: Tensor, kv_cache: Tensor, attn_metadata: Any) -> Any:
-        """Bring what is wanted into the resident blocks, and have the layer read what the step says."""
+        """Load the needed blocks into resident ones, and return metadata that reads them."""
         self._key = key
         table = self.attention.block_table(attn_metadata)
         for row in self._rows:
             self._bound(row, layer_name, table, kv_cache)
-            if row.is_first:  # what the last turn of a session wanted
+            if row.is_first:  # an earlier prompt of the same request id, in a session, left a load behind
                 self._abandon(row.offloaded.layers[layer_name])
         fresh = [row for row in self._rows if row.choosing and row.offloaded.layers[layer_name].ahead is None]
-        # Asked for once: all ranks ask alike, whatever one of them has lost.
+        # Ranked once, because all ranks must call the sum equally often, whatever one of them has lost.
         ranks = {row.row: of for row, of in zip(fresh, self._ranked(layer_name, query, fresh), strict=True)}
         ahead = {row.row: of[0] for row in self._rows if (of := row.offloaded.layers[layer_name].ahead) is not None}
         while True:
@@ -261,7 +261,7 @@ class OffloadedReader:
     def _tables_for(
         self, layer_name: str, kv_cache: Tensor, attn_metadata: Any, listed: list[Listed]
     ) -> OffloadedTables:
-        """The step's tables: one set for all layers, unless a loss leaves a layer less to read."""
+        """Return the step's tables: the same for all layers, unless a loss leaves a layer fewer blocks to read."""
         if self._tables is None or self._tables[0] is not attn_metadata or self._tables[1] != listed:
             if self._reading is None:
                 raise RuntimeError(f"{layer_name} ran outside a step")
@@ -271,7 +271,7 @@ class OffloadedReader:
         return self._tables[2]
 
     def _bound(self, row: _Row, layer_name: str, table: Tensor, kv_cache: Tensor) -> None:
-        """Make the bounds that are missing of what the row chooses from: of blocks that are in their place."""
+        """Compute the missing bounds of the blocks from which a row chooses; none of these is freed yet."""
         offloaded, bounds = row.offloaded, row.offloaded.bounds[layer_name]
         if bounds.size >= row.choosing:
             return
@@ -292,7 +292,7 @@ class OffloadedReader:
         return int(pieces.ends[pieces.lasts[row.row]]) - row.computed
 
     def _ranked(self, layer_name: str, query: Tensor, rows: Sequence[_Row]) -> list[Tensor]:
-        """Of rows that choose, the order in which the heads of all ranks want the blocks; see `ranked`."""
+        """Return, for each row that chooses, the ranks of its blocks by the heads of all workers; see `ranked`."""
         if not rows:
             return []
         import torch  # noqa: PLC0415 - vLLM brings it
@@ -305,7 +305,7 @@ class OffloadedReader:
         return [ranked(of[None])[0] for of in summed.split([row.choosing for row in rows])]
 
     def _best(self, rows: Sequence[_Row], ranks: Sequence[Tensor]) -> list[list[int]]:
-        """Of each row, the places that come first, in the order of their positions; waits for the device once."""
+        """Return the best places of each row in ascending order; this waits for the device once."""
         if not rows:
             return []
         import torch  # noqa: PLC0415 - vLLM brings it
@@ -319,7 +319,7 @@ class OffloadedReader:
         return [sorted(itertools.islice(places, len(of_row))) for of_row in found]
 
     def _expected(self, row: _Row, ahead: Sequence[int] | None) -> list[int]:
-        """The places that the query of the step before wanted; in place of lost ones, the latest."""
+        """Return the places that the previous step's query needed; the latest places replace lost ones."""
         offloaded = row.offloaded
         if ahead is None:
             return []
@@ -332,7 +332,7 @@ class OffloadedReader:
         return sorted(known)
 
     def _released(self, row: _Row, chosen: Sequence[int] | None) -> list[int]:
-        """Those of a row's places that are released: all of these if it reads everything, or some piece of it does."""
+        """Return the freed places that a row reads: all of them if the row, or one of its pieces, reads everything."""
         offloaded = row.offloaded
         if chosen is None or len(row.listed) > 1 or not row.choosing:
             return [
@@ -343,7 +343,7 @@ class OffloadedReader:
         return [place for place in chosen if place < offloaded.first + offloaded.stored]
 
     def _bring(self, layer_name: str, wanted: Sequence[Sequence[int]]) -> bool:
-        """Have all released places that rows read in resident blocks; whether nothing was found to be lost."""
+        """Load all freed places that rows read into resident blocks; return False if a block turns out to be lost."""
         sound = True
         for row, chosen in zip(self._rows, wanted, strict=True):
             layer = row.offloaded.layers[layer_name]
@@ -365,7 +365,7 @@ class OffloadedReader:
     def _fetch(
         self, layer_name: str, offloaded: OffloadedContext, missing: Sequence[int], chosen: Sequence[int]
     ) -> Fetch:
-        """Start to load what is missing now: into resident blocks if their memory is the host's, else beside them."""
+        """Start to load missing places: into resident blocks if these are in host memory, else into a buffer."""
         index, places = self._places[layer_name], [(_admitted(offloaded), place) for place in missing]
         copies, resident = self._known_copies, offloaded.resident
         if not self._opened.loads_in_place or copies.memory(index, resident[0]) is None:
@@ -375,7 +375,7 @@ class OffloadedReader:
         return self._opened.fetch(index, places, [memory for memory in found if memory is not None])
 
     def _place(self, layer_name: str, offloaded: OffloadedContext, fetch: Fetch, chosen: Sequence[int]) -> bool:
-        """Wait for blocks, and write them into resident ones if they are not there; whether all came."""
+        """Wait for a load, and copy a buffer into resident blocks; return whether all blocks arrived."""
         lost = set(self._opened.wait(fetch))
         if lost:
             if not offloaded.lost:
@@ -428,7 +428,7 @@ class OffloadedReader:
             self._opened.drop(_admitted(offloaded))
 
     def _abandon(self, layer: ResidentLayer) -> None:
-        """Do without what was expected to be wanted."""
+        """Discard a load that was started ahead."""
         ahead, layer.ahead = layer.ahead, None
         if ahead is not None and ahead[1] is not None:
             self._opened.abandon(ahead[1])
@@ -458,12 +458,12 @@ class OffloadedReader:
     @property
     def _opened(self) -> OffloadStore:
         if self._store is None:
-            raise RuntimeError("the store was asked for before anything was released")
+            raise RuntimeError("the store was used before a block was freed")
         return self._store
 
 
 def _admitted(offloaded: OffloadedContext) -> int:
-    """The admission of an offloaded context of which something is released."""
+    """Return the admission of an offloaded context with freed blocks."""
     if offloaded.admission is None:
-        raise RuntimeError("nothing of this request's offloaded context is released")
+        raise RuntimeError("this request has no freed blocks")
     return offloaded.admission

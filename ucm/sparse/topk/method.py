@@ -37,6 +37,7 @@ from ucm.sparse.topk.selection import (
     CompletedBlocks,
     SelectionPlan,
     SelectionPlanner,
+    StepOnDevice,
     buffers_for,
     completed_ids,
     step_tables,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
     from ucm.sparse.attention import StepBatch
     from ucm.sparse.topk.representatives import Representatives
-    from ucm.sparse.topk.selection import DeviceBuffers, RestrictedTables, StepOnDevice
+    from ucm.sparse.topk.selection import DeviceBuffers, RestrictedTables
 
 #: The groups of rewritten modules that it needs; the scheduler's hooks keep generated blocks from prompt hits.
 NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
@@ -99,10 +100,11 @@ class BlockTopK(SparseMethod):
     lengths.
 
     Attributes:
-        counts: ``steps`` and ``rows`` that were restricted, ``blocks_read`` and ``blocks_held`` of these rows in each
-            restricted layer, ``representatives`` made, ``failures``, and the requests that are dense because they
-            failed (``requests_failed``), opted out (``requests_opted_out``) or had invalid settings
-            (``requests_refused``), and the requests that were restricted (``requests_restricted``).
+        counts: ``steps`` and ``rows`` that were restricted, ``kernel_steps`` in which Triton's kernels chose,
+            ``blocks_read`` and ``blocks_held`` of these rows in each restricted layer, ``representatives`` made,
+            ``failures``, and the requests that are dense because they failed (``requests_failed``), opted out
+            (``requests_opted_out``) or had invalid settings (``requests_refused``), and the requests that were
+            restricted (``requests_restricted``).
         select_seconds: The seconds that the worker's thread has spent on selection.
 
     Raises:
@@ -178,7 +180,7 @@ class BlockTopK(SparseMethod):
         if options.dense_last_layers:
             place = f"ucm_sparse_config.{self._name}.dense_last_layers"
             if layers is None:
-                raise ConfigError("the model does not say how many layers it has", where=place, fix="let it be 0")
+                raise ConfigError("the model does not say how many layers it has", where=place, fix="set it to 0")
             self._first_last = layers - options.dense_last_layers
         dense = options.dense_layers + options.dense_last_layers
         if layers is not None and dense >= layers:
@@ -186,7 +188,7 @@ class BlockTopK(SparseMethod):
             raise ConfigError(
                 f"{dense} dense layers leave none of the model's {layers} to restrict",
                 where=f"ucm_sparse_config.{self._name}.dense_layers{both}",
-                fix=f"let it be {layers - 1} or fewer" + (" together" if both else ""),
+                fix=f"set it to {layers - 1} or fewer" + (" together" if both else ""),
             )
 
     def layer_seen(self, layer_name: str) -> None:
@@ -205,7 +207,7 @@ class BlockTopK(SparseMethod):
             raise SparseMethodError(
                 "all layers that the options do not leave dense have a sliding window, so nothing would be restricted",
                 where=f"ucm_sparse_config.{self._name}.dense_layers and dense_last_layers",
-                fix="let them be smaller, or run this model without a sparse method",
+                fix="set them to smaller numbers, or run this model without a sparse method",
             )
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
@@ -277,6 +279,7 @@ class BlockTopK(SparseMethod):
             plan is None or self._tables is None
         ):  # nothing was sparse, or all of this worker's layers are among the dense ones: a first stage of a pipeline
             return
+        self.counts["kernel_steps"] += isinstance(self._tables[1], StepOnDevice)
         self._tables = None
         self.counts["steps"] += 1
         self.counts["rows"] += len(plan.rows)
@@ -307,7 +310,8 @@ class BlockTopK(SparseMethod):
             f"{counts['blocks_read']} of {counts['blocks_held']} blocks read ({share:.1%}), "
             f"{counts['representatives']} representatives made, {counts['requests_failed']} requests dense after "
             f"{counts['failures']} failures, {counts['requests_opted_out']} because they asked for it, "
-            f"{counts['requests_refused']} whose options could not be honoured"
+            f"{counts['requests_refused']} whose options could not be honoured; Triton's kernels chose in "
+            f"{counts['kernel_steps']} steps"
         )
 
     def _settle(self) -> int:
@@ -457,7 +461,7 @@ class BlockTopK(SparseMethod):
         always = options.sink_tokens, options.recent_tokens
         budget = BlockBudget.of_tokens(block_size, tokens, *always, share or 0.0, top_p)
         if budget.chosen < 1:
-            fix = f"let it be {budget.least_tokens} or more"
+            fix = f"set it to {budget.least_tokens} or more"
             raise ConfigError(
                 f"a budget of {tokens} tokens leaves no block of {block_size} to choose: it is "
                 f"{budget.total} blocks, and {budget.sinks + budget.recent} of sinks and recent tokens are always read",

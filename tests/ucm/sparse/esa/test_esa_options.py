@@ -73,7 +73,7 @@ def test_a_budget_below_a_block_is_refused() -> None:
     method = ESA(config(), Role.SCHEDULER, {"token_budget": 15})
     with pytest.raises(ConfigError, match="leaves no block of 16") as caught:
         method.scheduler_started(SimpleNamespace(connector=None))
-    assert "let it be 16 or more" in str(caught.value)
+    assert "set it to 16 or more" in str(caught.value)
 
 
 def test_a_worker_refuses_it_before_it_loads_a_model() -> None:
