@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class UcmError(Exception):
     """An error that the user can act on.
@@ -33,3 +39,9 @@ class ConfigError(UcmError):
 
 class SparseMethodError(UcmError):
     """A sparse method does not support the configuration or the request."""
+
+
+def meant(given: str, known: Iterable[str]) -> str:
+    """Return a question that names the known word most like a given one, with a space behind it; empty if none is."""
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""

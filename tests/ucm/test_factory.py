@@ -51,7 +51,13 @@ def test_the_names_of_one_method() -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match="there is no sparse method 'Prob'") as caught:
         create_method("Prob", None, Role.WORKER, {})
-    assert "Probe" in caught.value.fix
+    assert caught.value.fix.startswith("did you mean 'Probe'? Name one of BlockRetrieval, ")
+
+
+def test_a_name_that_is_like_no_other() -> None:
+    with pytest.raises(ConfigError, match="there is no sparse method 'xyz'") as caught:
+        create_method("xyz", None, Role.WORKER, {})
+    assert caught.value.fix.startswith("Name one of BlockRetrieval, ")
 
 
 @pytest.mark.parametrize("name", ["ucm.no_such_module:Method", "ucm.sparse.base:NoSuchClass"])

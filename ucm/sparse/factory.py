@@ -6,7 +6,7 @@ import importlib
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, meant
 from ucm.sparse.base import Role, SparseMethod
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _load(name: str) -> Any:
         raise ConfigError(
             f"there is no sparse method {name!r}",
             where="ucm_sparse_config",
-            fix=f"name one of {', '.join(known)}, or your own as `package.module:Class`",
+            fix=f"{meant(name, known)}Name one of {', '.join(known)}, or your own as `package.module:Class`",
         )
     if len(found) > 1:
         raise ConfigError(

@@ -7,7 +7,6 @@ therefore be JSON text, and 0 and 1 count as booleans.
 
 from __future__ import annotations
 
-import difflib
 import json
 import reprlib
 from collections.abc import Mapping
@@ -17,13 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ucm.config.problems import raise_for
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, meant
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ucm.sparse.base import SparseMethod
 
 #: The key of all methods' settings.
@@ -106,20 +103,15 @@ def _refused(model: type[MethodOptions], name: str, error: Mapping[str, Any], pl
         return ConfigError(f"{name} has no option {option!r}", where=place, fix=_instead(model, option))
     fix = _about(model, option)
     if error["type"] == "literal_error" and option in model.model_fields:
-        fix = _meant(str(error["input"]), map(str, get_args(model.model_fields[option].annotation))) + fix
+        fix = meant(str(error["input"]), map(str, get_args(model.model_fields[option].annotation))) + fix
     return ConfigError(_message(error["msg"]), where=f"{place}: {shown(error['input'])}", fix=fix)
-
-
-def _meant(given: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(known), n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _instead(model: type[MethodOptions], option: str) -> str:
     """Suggest the intended option; for nested options only the outer one is known."""
     if "." in option:
         return f"remove it, or correct it: {_about(model, option.partition('.')[0])}"
-    return f"{_meant(option, model.model_fields)}There are {', '.join(model.model_fields)}"
+    return f"{meant(option, model.model_fields)}There are {', '.join(model.model_fields)}"
 
 
 def _message(text: str) -> str:

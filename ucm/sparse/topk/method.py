@@ -40,6 +40,7 @@ from ucm.sparse.topk.selection import (
     StepOnDevice,
     buffers_for,
     completed_ids,
+    dense_tokens,
     step_tables,
     with_new_keys,
 )
@@ -172,7 +173,33 @@ class BlockTopK(SparseMethod):
         self._require_restricted_layers()
         block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:
-            self._budget(int(block_size))
+            self._log_shortest(self._budget(int(block_size)))
+
+    def _log_shortest(self, budget: BlockBudget) -> None:
+        """Log from which length on requests are restricted; warn if this engine serves none of this length."""
+        tokens = np.array([budget.total * budget.block_size], np.int64)
+        least = int(dense_tokens(tokens, self._options.min_context, WORTHWHILE)[0]) + 1
+        longest: int | None = optional(self.vllm_config, "model_config.max_model_len")
+        if longest is None or least <= longest:
+            self._logger.info("[UCM.Sparse] %s restricts requests from %d tokens on (min_context)", self._name, least)
+            return
+        self._logger.warning(
+            "[UCM.Sparse] %s restricts requests from %d tokens on, but max_model_len is %d: every request is dense. "
+            "To restrict shorter ones, lower ucm_sparse_config.%s.min_context or token_budget",
+            self._name,
+            least,
+            longest,
+            self._name,
+        )
+
+    @classmethod
+    def advice(cls, options: Mapping[str, Any]) -> list[str]:
+        """Return advice about the length from which on requests are restricted."""
+        found = parse_options(cls.options_type, cls.__name__, options)
+        if found.min_context is not None:
+            return []
+        least = f"{found.token_budget + WORTHWHILE:,} tokens (token_budget + {WORTHWHILE:,})"
+        return [f"min_context is not set: requests with fewer than about {least} stay dense"]
 
     def _require_restricted_layers(self) -> None:
         """Check the number of dense layers, and note where the last ones begin."""

@@ -210,6 +210,13 @@ class SelectionPlan:
         return len(self.rows) == len(self.seq_lens)
 
 
+def dense_tokens(tokens: NDArray[np.int64], min_context: int | None, worthwhile: int) -> NDArray[np.int64]:
+    """Return the largest number of tokens with which requests are dense, by their budgets in tokens."""
+    least = tokens + worthwhile if min_context is None else min_context
+    found: NDArray[np.int64] = np.maximum(tokens, least - 1)
+    return found
+
+
 class SelectionPlanner:
     """Plans steps, and tracks for each request up to which block its representatives are computed.
 
@@ -333,10 +340,7 @@ class SelectionPlanner:
 
     def _dense_tokens(self, totals: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the largest number of tokens with which each request is dense, ``[num_reqs]``."""
-        tokens = totals * self.budget.block_size
-        least = tokens + self._worthwhile if self._min_context is None else self._min_context
-        found: NDArray[np.int64] = np.maximum(tokens, least - 1)
-        return found
+        return dense_tokens(totals * self.budget.block_size, self._min_context, self._worthwhile)
 
     def _pieces(self, batch: StepBatch, dense_tokens: NDArray[np.int64]) -> QueryPieces:
         """Cut the step's rows so that each generated token that may be sparse is a piece of its own."""

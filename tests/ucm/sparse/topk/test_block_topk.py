@@ -476,8 +476,46 @@ def test_blocks_of_the_metadata_may_be_smaller_than_the_managers() -> None:
     assert found.seq_lens.tolist() == [39]
 
 
+@pytest.mark.parametrize(
+    ("options", "longest", "level", "what"),
+    [
+        ({"min_context": None}, 6_164, "INFO", "restricts requests from 6164 tokens on (min_context)"),
+        ({"min_context": None}, 6_163, "WARNING", "from 6164 tokens on, but max_model_len is 6163: every request is "),
+        ({"min_context": 0}, 21, "INFO", "restricts requests from 21 tokens on (min_context)"),
+        ({"min_context": 30}, None, "INFO", "restricts requests from 30 tokens on (min_context)"),
+    ],
+)
+def test_the_length_from_which_on_requests_are_restricted_is_told_at_the_start(
+    options: dict[str, Any], longest: int | None, level: str, what: str, told: list[logging.LogRecord]
+) -> None:
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=3), max_model_len=longest)
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(block_size=SIZE))
+    made = BlockTopK(config, Role.WORKER, {**OPTIONS, **options})
+    made.attention = FakeView()
+    made.worker_started()
+    (line,) = told
+    assert line.levelname == level
+    assert what in line.getMessage()
+
+
+def test_a_request_is_restricted_from_that_length_on() -> None:
+    """With the 21st token: the budget is 20 tokens."""
+    made, kv = method(), cache()
+    for computed, restricted in ((19, 0), (20, 1)):
+        batch = step(("a", computed, 1, 8))
+        run(made, batch, metadata(batch, [list(range(10, 22))]), kv)
+        assert made.counts.get("rows", 0) == restricted
+
+
+def test_doctor_says_that_short_requests_stay_dense() -> None:
+    (line,) = BlockTopK.advice({"token_budget": 512})
+    assert line.startswith("min_context is not set: requests with fewer than about 6,656 tokens")
+    assert BlockTopK.advice({"token_budget": 512, "min_context": 0}) == []
+
+
 def test_told_at_powers_of_two(told: list[logging.LogRecord]) -> None:
     made, kv = method(), cache()
+    told.clear()
     row = list(range(10, 22))
     for computed in range(30, 37):
         batch = step(("a", computed, 1, 8))
@@ -646,6 +684,7 @@ def test_who_asks_for_what_there_is_not_is_dense(asked: object, told: list[loggi
 
 def test_one_rank_tells_for_all(told: list[logging.LogRecord]) -> None:
     made, batch = method(), step(("a", 30, 1, 8), a="no")
+    told.clear()
     made.vllm_config.parallel_config.rank = 1
     run(made, batch, metadata(batch, [LONG]), cache())
     assert made.counts["requests_refused"] == 1
