@@ -185,7 +185,7 @@ class BlockTopK(SparseMethod):
             return
         self._logger.warning(
             "[UCM.Sparse] %s restricts requests from %d tokens on, but max_model_len is %d: every request is dense. "
-            "To restrict shorter ones, lower ucm_sparse_config.%s.min_context or token_budget",
+            "To restrict shorter ones, set ucm_sparse_config.%s.min_context lower (0: all beyond token_budget)",
             self._name,
             least,
             longest,

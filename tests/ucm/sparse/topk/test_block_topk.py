@@ -481,6 +481,7 @@ def test_blocks_of_the_metadata_may_be_smaller_than_the_managers() -> None:
     [
         ({"min_context": None}, 6_164, "INFO", "restricts requests from 6164 tokens on (min_context)"),
         ({"min_context": None}, 6_163, "WARNING", "from 6164 tokens on, but max_model_len is 6163: every request is "),
+        ({"min_context": 30}, 29, "WARNING", "set ucm_sparse_config.BlockTopK.min_context lower (0: all beyond token_"),
         ({"min_context": 0}, 21, "INFO", "restricts requests from 21 tokens on (min_context)"),
         ({"min_context": 30}, None, "INFO", "restricts requests from 30 tokens on (min_context)"),
     ],
