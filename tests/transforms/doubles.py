@@ -44,18 +44,18 @@ class Anything:
     def __call__(self, *given: object, **named: object) -> Any:
         if len(given) == 1 and not named and _is_definition(given[0]):
             return given[0]  # a decorator: what it decorates stays as it is
-        shown = [*map(_shown, given), *(f"{name}={_shown(value)}" for name, value in named.items())]
-        self._log.append(f"{self._path}({', '.join(shown)})")
+        arguments = [*map(shown, given), *(f"{name}={shown(value)}" for name, value in named.items())]
+        self._log.append(f"{self._path}({', '.join(arguments)})")
         return self._child(f"{self._path}()")
 
     def __getitem__(self, key: object) -> Any:
-        return self._child(f"{self._path}[{_shown(key)}]")
+        return self._child(f"{self._path}[{shown(key)}]")
 
     def __setitem__(self, key: object, value: object) -> None:
-        self._log.append(f"{self._path}[{_shown(key)}] = {_shown(value)}")
+        self._log.append(f"{self._path}[{shown(key)}] = {shown(value)}")
 
     def __delitem__(self, key: object) -> None:
-        self._log.append(f"del {self._path}[{_shown(key)}]")
+        self._log.append(f"del {self._path}[{shown(key)}]")
 
     def __enter__(self) -> Any:
         self._log.append(f"enter {self._path}")
@@ -100,7 +100,7 @@ class Anything:
 
 def _operator(sign: str) -> Callable[..., Any]:
     def operate(self: Anything, *other: object) -> Any:
-        return self._child(f"({self._path} {sign} {', '.join(map(_shown, other))})")
+        return self._child(f"({self._path} {sign} {', '.join(map(shown, other))})")
 
     return operate
 
@@ -114,9 +114,10 @@ for _name, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "neg",
     setattr(Anything, f"__{_name}__", _operator(_sign))
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return how a value appears in the log."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(shown, value))}]"
     if callable(value) and not isinstance(value, Anything):
         return str(getattr(value, "__name__", "callable"))
     return f"{value!r}"

@@ -10,16 +10,18 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.releases import ASCEND
-from tests.transforms.doubles import Anything, load
+from tests.transforms.doubles import Anything, load, shown
 from transforms.ascend.registry import REGISTRY
 from transforms.pipeline.build import make_overlay
 from transforms.pipeline.product import compose
+from ucm.integration.vllm import hooks as documented
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -48,6 +50,29 @@ RUNNING = {
 MIXED = {"(attn_metadata.num_decodes > 0)": True, "(attn_metadata.num_prefills > 0)": True}
 #: What a hook returns, by the number of the argument; it is marked if the run is about replacements.
 RETURNED: dict[str, int | tuple[int, ...]] = {"attention_begin": (1, 2, 3, 5), "mla_begin": 4}
+#: What a hook gets, by the name of its parameter: a pattern of the path by which the function reached it.
+GIVEN = {
+    **dict.fromkeys(("runner", "table"), "self"),
+    **{name: name for name in ("row_idx", "scheduler_output")},
+    "request_ids": r"scheduler_output\.finished_req_ids",
+    "request_id": "'r'",
+    "request_index": "0",
+    "model_output": r"self\.(model|_model_forward|_generate_process_reqs_hidden_states)\(\)",
+    "layer_name": r"layer_name|.*\.mla_attn\.layer_name",
+    "query": "query|hidden_states",
+    "key": "key|None",
+    "value": "value|None",
+    "kv_cache": r"(.*\.)?kv_cache(\[.*\])?",
+    "attn_metadata": r"(.*\.)?attn_metadata",
+    "output": "output",
+    # Halves of latent attention.
+    "layer": "layer|layer_name",
+    "phase": "'(decode|prefill)'",
+    "query decode": r"\[self\.(_mla_preprocess\(\)\[0\]\.ql_nope|_q_proj_and_k_up_proj\(\)\[0\]), self\..*\]",
+    "query prefill": r"\[self\._mla_preprocess\(\)\[1\]\.q_nope, self\..*\]|self\.q_proj\(\)\[0\]\.view\(\)",
+    "output decode": r"self\._forward_decode\(\)",
+    "output prefill": r"self\._forward_prefill\(\)",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +108,7 @@ DRIVEN = {
 
 
 class Hooks:
-    """UCM's hooks: they log their calls, and return what they were given, or marks in its place."""
+    """UCM's hooks: they log their calls with arguments not in `GIVEN`, and return what they get, or marks for it."""
 
     def __init__(self, log: list[str], answers: dict[str, Any], *, marks: bool) -> None:
         self._log, self._answers, self._marks = log, answers, marks
@@ -91,7 +116,15 @@ class Hooks:
     def __getattr__(self, name: str) -> Any:
         def hook(*given: Any) -> Any:
             phase = f" {given[1]}" if name.startswith("mla_") else ""
-            self._log.append(f"hook {name}{phase}")
+            told = inspect.signature(getattr(documented, name)).bind(*given).arguments
+            wrong = [
+                f"{of}={shown(value)}"
+                for of, value in told.items()
+                if not re.fullmatch(GIVEN.get(f"{of}{phase}") or GIVEN[of], shown(value))
+            ]
+            # Marks of an earlier hook are arguments of a later one.
+            got = f" got {', '.join(wrong)}" if wrong and not self._marks else ""
+            self._log.append(f"hook {name}{phase}{got}")
             which = RETURNED.get(name)
             if which is None:
                 return None
@@ -172,6 +205,7 @@ def test_what_is_changed_runs_and_calls_its_hooks(release: str) -> None:
     ("was", "now"),
     [
         ("_ucm_hooks.attention_finished(", "(lambda *_: None)("),  # a hook is not called
+        ("attention_finished(layer_name, query,", "attention_finished(query, layer_name,"),  # it gets something else
         ("query, key, value, attn_metadata = _ucm_hooks", "_ucm_hooks"),  # what it replaces is not used
         ("_ucm_hooks.attention_finished(", "get_forward_context(); _ucm_hooks.attention_finished("),  # something more
     ],
