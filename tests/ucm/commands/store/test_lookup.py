@@ -9,7 +9,6 @@ import pytest
 
 from tests.ucm.store.servers import free_port
 from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
-from ucm.logger import LEVEL_VARIABLE
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.testing.blocks import save
@@ -21,13 +20,6 @@ if TYPE_CHECKING:
     from tests.ucm.commands.store.conftest import Answer
 
 pytestmark = pytest.mark.usefixtures("described")
-
-
-@pytest.fixture(autouse=True)
-def _log_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the levels that the command sets only if unset, so that they do not leak into later tests."""
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    monkeypatch.setenv(LEVEL_VARIABLE, "WARNING")
 
 
 @pytest.fixture
