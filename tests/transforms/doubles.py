@@ -149,7 +149,7 @@ def load(source: bytes, path: str, log: list[str], answers: Answers) -> ModuleTy
             return __import__(name, None, None, of, level)
         return Anything(name if of else name.partition(".")[0], log, answers)
 
-    builtins = {**vars(__import__("builtins")), "__import__": imported, "isinstance": _isinstance, "print": print}
+    builtins = {**vars(__import__("builtins")), "__import__": imported, "isinstance": _isinstance}
     vars(module)["__builtins__"] = builtins
     exec(compile(source, path, "exec", dont_inherit=True), vars(module))  # noqa: S102 - a published module
     return module
