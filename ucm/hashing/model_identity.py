@@ -42,8 +42,8 @@ _FILE_FORMATS = frozenset(
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz"})
 #: Files that define how the weights become a model: configurations, and remote code.
 _DESCRIPTIONS = frozenset({".json", ".py"})
-#: Files that affect texts, but not the KV of given tokens.
-_TEXT_ONLY = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template")
+#: Files that affect texts, but not the KV of given tokens. Code counts whatever its name.
+_TEXT_ONLY = re.compile(r"(tokenizer|vocab|merges|special_tokens|added_tokens|chat_template).*\.json")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 #: One of several files of a GGUF model.
 _GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
@@ -186,7 +186,7 @@ def _weights_elsewhere(model_config: Any, load_config: Any) -> dict[str, Path]:
 def _descriptions(directory: Path) -> Iterator[Path]:
     there = directory.iterdir() if directory.is_dir() else ()
     files = (file for file in there if file.suffix in _DESCRIPTIONS and file.is_file())
-    return (file for file in sorted(files) if not _TEXT_ONLY.match(file.name))
+    return (file for file in sorted(files) if not _TEXT_ONLY.fullmatch(file.name))
 
 
 def _code_elsewhere(model_config: Any, model: str) -> dict[str, Path]:

@@ -43,6 +43,7 @@ def test_a_copy_elsewhere_is_the_same_model(tmp_path: Path) -> None:
     [
         ("hf_quant_config.json", True),
         ("modeling_mine.py", True),
+        ("vocab_parallel_embedding.py", True),
         ("preprocessor_config.json", True),
         ("model-00002-of-00002.safetensors", True),
         ("tokenizer.json", False),
