@@ -149,6 +149,8 @@ def _quality(environment: Environment) -> dict[str, float]:
         for way, result in found[chunks].items():
             shares = [f"{result.accuracy[kind]:.0%}" for kind in KINDS]
             table.add_row(str(chunks), way, *shares, "" if way == FULL else f"{result.share:.0%}")
+        guess = statistics.fmean(question.guess for question in found[chunks][FULL].questions)
+        table.add_row(str(chunks), "a guess", *[f"{guess:.1%}"] * len(KINDS), "")
     Console(width=120).print(table)
     return {
         way: min(_right(of[way]) / max(1e-9, _right(of[FULL])) for of in found.values()) for way in WAYS if way != FULL

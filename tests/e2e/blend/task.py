@@ -53,6 +53,11 @@ class Question:
         ends = [sum(map(len, self.chunks[: number + 1])) for number in range(len(self.chunks))]
         return [[start, end] for start, end in zip([0, *ends], ends, strict=False)]
 
+    @property
+    def guess(self) -> float:
+        """Return the probability that a guess among the prompt's other symbols is right."""
+        return 1 / len({token for token in self.prompt if token in SYMBOLS and token != self.asked})
+
 
 def questions(chunks: int, count: int, seed: int = 0) -> list[Question]:
     """Return questions of all kinds in turn, each with its own chunks in random order.
