@@ -58,6 +58,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "ESA, ahead": {"ESA": {"token_budget": 128, "sink_tokens": 4, "window_tokens": 60, "retrieval": "ahead"}},
     "SinkWindow": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100}},
     "LeakyReRoPE": {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}},
+    "ReRoPE": {"ReRoPE": {"window": 150}},
     "SinkWindow, dense prompts": {"SinkWindow": {"sink_tokens": 4, "window_tokens": 100, "prefill": "dense"}},
 }
 #: The variants that run on all releases, one of each method.
@@ -69,7 +70,7 @@ STEERED = (*TOP_K, "SinkWindow, dense prompts")
 ASKED = (False, '{"token_budget": 160}', None, "nonsense")
 REROPE_TOKENS = "ucm:sparse_rerope_tokens_total"
 #: The arguments of `inside/rerope_reference.py` for a method.
-REFERENCES = {"LeakyReRoPE": {"window": 150, "leak": 4.0, "training_length": 200}}
+REFERENCES = {name: METHODS[name][name] for name in ("LeakyReRoPE", "ReRoPE")}
 #: Chunks of eight tiles and blocks for all; chunks of less than a tile and so few blocks that requests are preempted.
 ROOMY = {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 600}
 TIGHT = {"max_num_batched_tokens": 100, "num_gpu_blocks_override": LONGEST // BLOCK + 6}
@@ -196,10 +197,11 @@ def two_ranks(company: Company) -> list[list[int]]:
 
 
 def test_as_the_reference(company: Company, environments: Environments, tmp_path: Path) -> None:
-    """Methods with a reference in plain torch, without cache and chunks, equal it; other settings differ from it."""
+    """Methods with a reference in plain torch, without cache and chunks, equal it; those of other methods differ."""
     if company.method not in REFERENCES:
         pytest.skip("it has no reference here")
-    ways: list[dict[str, Any]] = [REFERENCES[company.method], {}, {"window": 150}]
+    different = [way for name, way in REFERENCES.items() if name != company.method]
+    ways: list[dict[str, Any]] = [REFERENCES[company.method], {}, *different]
     spec = {"model": str(write_model(MODEL)), "ways": ways, "prompts": TARGETS, "count": ANSWER}
     found, *others = run_script(environments.plain, tmp_path / "reference", "rerope_reference.py", spec)
     assert company.answers == found
