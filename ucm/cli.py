@@ -44,7 +44,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ucm: {error}", file=sys.stderr)  # noqa: T201 - a command's error goes to its terminal
         return USAGE
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

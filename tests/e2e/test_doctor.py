@@ -54,7 +54,7 @@ def answer(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 def run(python: str, directory: Path) -> dict[str, Any]:
     config = directory / "ucm_config.yaml"
     config.write_text(f"store: {{directories: {directory}}}\n{METHOD}\n", encoding="utf-8")
-    command = [python, "-m", "ucm.cli", "doctor", "--run", "--json", "--timeout", "400", "--config", str(config)]
+    command = [python, "-m", "ucm", "doctor", "--run", "--json", "--timeout", "400", "--config", str(config)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -73,7 +73,7 @@ def test_nothing_is_saved_once_one_of_two_workers_has_changed_weights(
 def test_doctor_sees_the_hooks_fire(environments: Environments, tmp_path: Path) -> None:
     """In float16: where the processor has AMX, vLLM takes it for bfloat16, and 0.16.0 was built without its kernels."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "torch_dtype": "float16"}), encoding="utf-8")
-    doctor = [str(environments.overlay.python), "-m", "ucm.cli", "doctor"]
+    doctor = [str(environments.overlay.python), "-m", "ucm", "doctor"]
     command = [*doctor, "--run", "--json", "--timeout", "500", "--model", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=variables(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

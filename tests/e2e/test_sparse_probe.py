@@ -33,7 +33,7 @@ def probe(environment: Environment, directory: Path, *arguments: str) -> subproc
     (directory / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return subprocess.run(
         [
-            *(environment.python, "-m", "ucm.cli", "sparse", "probe", "--prompts", "prompts.jsonl"),
+            *(environment.python, "-m", "ucm", "sparse", "probe", "--prompts", "prompts.jsonl"),
             *(
                 "--model",
                 str(write_model(MODEL)),

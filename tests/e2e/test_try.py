@@ -26,7 +26,7 @@ def ucm(environment: Environment, directory: Path, *command: str | Path) -> subp
     from tests.e2e.engine import variables  # noqa: PLC0415 - needs the build's packages
 
     return subprocess.run(
-        [environment.python, "-m", "ucm.cli", *command],
+        [environment.python, "-m", "ucm", *command],
         env=variables(directory, {"PYTHONPATH": ""}),
         cwd=directory,
         capture_output=True,

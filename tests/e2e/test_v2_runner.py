@@ -190,7 +190,7 @@ def test_hooks_fire_as_often_as_they_must(v2: Runs, report: ProcessReport) -> No
 
 def test_doctor_sees_v2(v2: Runs, tmp_path: Path) -> None:
     python = v2.environment("shipped", v2=True).python
-    command = [str(python), "-m", "ucm.cli", "doctor", "--run", "--json", "--timeout", "400"]
+    command = [str(python), "-m", "ucm", "doctor", "--run", "--json", "--timeout", "400"]
     done = subprocess.run(
         command,
         cwd=tmp_path,

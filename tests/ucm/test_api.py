@@ -107,7 +107,7 @@ def test_its_settings_are_checked_without_an_engine(environment: Environment, tm
     file.write_text(
         f"store: {{directories: {tmp_path}}}\nucm_sparse_config: {{FirstAndRecent: {{recent_blocks: 0}}}}\n"
     )
-    said = environment.start("-m", "ucm.cli", "doctor", "--config", str(file))
+    said = environment.start("-m", "ucm", "doctor", "--config", str(file))
     assert said.returncode == 1
     assert "ucm_sparse_config.FirstAndRecent.recent_blocks: 0" in said.stdout, said.stderr
     assert "the number of most recent blocks to read, 1 or more" in said.stdout

@@ -51,7 +51,10 @@ def test_the_names_of_one_method() -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match="there is no sparse method 'Prob'") as caught:
         create_method("Prob", None, Role.WORKER, {})
-    assert caught.value.fix.startswith("did you mean 'Probe'? Name one of BlockRetrieval, ")
+    assert "Probe" not in caught.value.fix, "it only counts, for the doctor and for tests"
+    with pytest.raises(ConfigError, match="there is no sparse method 'BlokTopK'") as caught:
+        create_method("BlokTopK", None, Role.WORKER, {})
+    assert caught.value.fix.startswith("did you mean 'BlockTopK'? Name one of BlockRetrieval, ")
 
 
 def test_a_name_that_is_like_no_other() -> None:

@@ -1,6 +1,7 @@
 """The reviewed diff. It has no context, so its only lines of vLLM are those that change.
 
-The settings are pinned here and nowhere else: patience matching, no context, ``a/`` and ``b/`` prefixes, no dates.
+The settings are pinned here and nowhere else: patience matching, no context, ``a/`` and ``b/`` prefixes, no dates, and
+behind each hunk's range the qualified name of the function or class that it changes.
 ``git apply --unidiff-zero`` and ``patch -p1`` apply the result to the published sources.
 
 Patience matching (Bram Cohen; ``git diff --patience``) first aligns the lines that occur exactly once on each side. An
@@ -9,7 +10,9 @@ inserted call is then one block, instead of being spread over the blank lines an
 
 from __future__ import annotations
 
+import ast
 import io
+import warnings
 from bisect import bisect_left
 from collections import Counter
 from difflib import Match, SequenceMatcher
@@ -89,7 +92,7 @@ class PatienceMatcher(SequenceMatcher[str]):
 
 def module_diff(path: str, upstream: bytes, rewritten: bytes) -> str:
     """Return the zero-context diff of one module with its file header; empty if nothing changed."""
-    hunks = "".join(_hunks(_lines(upstream), _lines(rewritten)))
+    hunks = "".join(_hunks(_lines(upstream), _lines(rewritten), _scopes(rewritten)))
     return f"--- a/{path}\n+++ b/{path}\n{hunks}" if hunks else ""
 
 
@@ -116,10 +119,37 @@ def _lines(source: bytes) -> list[str]:
     return list(io.StringIO(source.decode(), newline="\n"))
 
 
-def _hunks(before: list[str], after: list[str]) -> Iterator[str]:
+def _scopes(source: bytes) -> list[tuple[int, int, str]]:
+    """Return the first and last line, from 1 on, and the qualified name of each function and class, outer ones first.
+
+    Empty if the source is not Python of this interpreter.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # about escapes in vLLM's strings
+        try:
+            module = ast.parse(source)
+        except (SyntaxError, ValueError):
+            return []
+    found: list[tuple[int, int, str]] = []
+    waiting: list[tuple[ast.AST, str]] = [(module, "")]
+    while waiting:
+        node, prefix = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                found.append((first, child.end_lineno or first, prefix + child.name))
+                waiting.append((child, f"{prefix}{child.name}."))
+            elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                waiting.append((child, prefix))
+    return sorted(found)
+
+
+def _hunks(before: list[str], after: list[str], scopes: list[tuple[int, int, str]]) -> Iterator[str]:
     for tag, i1, i2, j1, j2 in PatienceMatcher(before, after).get_opcodes():
         if tag != "equal":
-            yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@\n"
+            line = j1 + 1 if j2 > j1 else j1
+            name = next((f" {name}" for first, last, name in reversed(scopes) if first <= line <= last), "")
+            yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@{name}\n"
             yield from _marked("-", before[i1:i2])
             yield from _marked("+", after[j1:j2])
 

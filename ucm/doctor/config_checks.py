@@ -117,7 +117,7 @@ def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
         return [Finding(MEMORY, Status.OK, what)]
     taken = f"{'takes' if stock.former == 1 else 'take'} {format_size(stock.former_nbytes)} and was not used lately"
     details = (f"{_many(stock.former, 'file')} of an earlier release {taken}",)
-    command = f"{sys.executable} -m ucm.cli store gc --config {file} --tier dram"
+    command = f"{sys.executable} -m ucm store gc --config {file} --tier dram"
     todo = (f"when no engine of an earlier release runs: {command}",)
     return [Finding(MEMORY, Status.WARNING, what, details, todo)]
 
@@ -139,7 +139,7 @@ def _check_offloaded(file: Path) -> list[Finding]:
         if files:
             taken = format_size(sum(it.nbytes for it in files))
             what = f"{root} holds {taken} of dead engines with the sparse method ESA"
-            todo = (f"{sys.executable} -m ucm.cli store gc --config {file}",)
+            todo = (f"{sys.executable} -m ucm store gc --config {file}",)
             found.append(Finding(OFFLOADED, Status.WARNING, what, todo=todo))
     return found
 

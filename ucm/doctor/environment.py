@@ -161,7 +161,7 @@ def _not_installed(wanted: str | None) -> Finding:
         (f"searched {len(sys.path)} entries of sys.path of {sys.executable}",),
         (
             f"install it: {sys.executable} -m pip install {package}",
-            "or run the doctor with the Python that runs vLLM: /path/to/that/python -m ucm.cli doctor",
+            "or run the doctor with the Python that runs vLLM: /path/to/that/python -m ucm doctor",
         ),
     )
 

@@ -77,7 +77,8 @@ def _load(name: str) -> Any:
         return getattr(importlib.import_module(module_name), class_name)
     found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not found:
-        known = sorted({*METHODS, *entry_points(group=ENTRY_POINT_GROUP).names})
+        # Users do not run the probe: `ucm doctor` and tests do.
+        known = sorted({*METHODS, *entry_points(group=ENTRY_POINT_GROUP).names} - {"Probe"})
         raise ConfigError(
             f"there is no sparse method {name!r}",
             where="ucm_sparse_config",

@@ -61,7 +61,7 @@ def default_dram_directory() -> str:
 
 def default_offload_directory() -> str:
     """Return the default directory of the blocks that ``ESA`` offloads, which are not to evict those of the tier."""
-    return f"{default_dram_directory()}-middle"
+    return f"{default_dram_directory()}-offloaded"
 
 
 @dataclass(frozen=True, kw_only=True)

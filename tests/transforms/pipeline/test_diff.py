@@ -27,7 +27,7 @@ TOOLS = pytest.mark.parametrize(
     [GIT_APPLY, pytest.param(PATCH, marks=pytest.mark.skipif(not shutil.which("patch"), reason="no patch"))],
     ids=["git", "patch"],
 )
-RANGE = re.compile(r"@@ -\d+,(\d+) \+\d+,(\d+) @@")
+RANGE = re.compile(r"@@ -\d+,(\d+) \+\d+,(\d+) @@(?: [\w.]+)?")
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "c\n", "\n", "-- a/x\n", "\x0c\n", "\u2028\n"]), max_size=12)
 
 
@@ -102,6 +102,39 @@ def test_an_insertion_names_the_line_before_it() -> None:
     assert module_diff("x.py", b"a\nb\n", b"a\nnew\nb\n") == "--- a/x.py\n+++ b/x.py\n@@ -1,0 +2,1 @@\n+new\n"
     assert module_diff("x.py", b"a\n", b"new\na\n").endswith("@@ -0,0 +1,1 @@\n+new\n")
     assert module_diff("x.py", b"a\nb\nc\n", b"a\nc\n").endswith("@@ -2,1 +1,0 @@\n-b\n")
+
+
+def test_a_hunk_names_the_function_that_it_changes() -> None:
+    before = """import a
+class A:
+    b = 1
+    @wrapped
+    def f(
+        self,
+    ):
+        if a:
+            def inner():
+                return 1
+        return 2
+if a:
+    c = 3
+    def g(): return 4
+"""
+    lines = before.splitlines(keepends=True)
+    names = {
+        number: module_diff(
+            "x.py", before.encode(), "".join([*lines[: number - 1], "# new\n", *lines[number - 1 :]]).encode()
+        )
+        .splitlines()[2]
+        .partition(" @@")[2]
+        for number in range(1, len(lines) + 1)
+    }
+    assert names == {
+        1: "", 2: "", 3: " A", 4: " A", 5: " A.f", 6: " A.f", 7: " A.f", 8: " A.f", 9: " A.f", 10: " A.f.inner",
+        11: " A.f", 12: "", 13: "", 14: "",
+    }  # fmt: skip
+    assert module_diff("x.py", b"def f():\n    a\n    b\n", b"def f():\n    b\n").splitlines()[2] == "@@ -2,1 +1,0 @@ f"
+    assert module_diff("x.txt", b"def f(:\n    a\n", b"def f(:\n    b\n").splitlines()[2] == "@@ -2,1 +2,1 @@"
 
 
 def test_nothing_changed_is_no_diff() -> None:

@@ -170,7 +170,7 @@ class TestTwoOverlays:
         assert f"`nox -s build-overlay -- acme+ucm-{RELEASE}`" in error or (
             f"`nox -s build-overlay -- ucm+acme-{RELEASE}`" in error
         )
-        report = environment.start("-m", "ucm.cli", "doctor").stdout
+        report = environment.start("-m", "ucm", "doctor").stdout
         assert "modules are shadowed by more than one overlay: vLLM will not start" in report
 
     def test_the_plug_in_says_it_before_any_import(self, environment: Environment, wheels: dict[str, Path]) -> None:

@@ -182,7 +182,7 @@ class Site:
 
     def doctor(self, *arguments: str, flags: tuple[str, ...] = (), **environ: str) -> Answer:
         """Run the doctor in an empty directory, without UCM variables in the environment."""
-        command = [str(self.python), *flags, "-m", "ucm.cli", "doctor", *arguments]
+        command = [str(self.python), *flags, "-m", "ucm", "doctor", *arguments]
         away = ("UCM_", "VLLM_", "PYTHON", "UNIFIED_", "NO_COLOR")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(away)}
         elsewhere = self.root / "elsewhere"

@@ -68,7 +68,7 @@ def test_colour(monkeypatch: pytest.MonkeyPatch, tty: bool, no_color: str | None
 @pytest.mark.parametrize("environ", [{}, {"NO_COLOR": "1"}])
 def test_colour_on_a_real_terminal(site: Site, environ: dict[str, str]) -> None:
     leader, follower = pty.openpty()
-    command = [str(site.python), "-m", "ucm.cli", "doctor"]
+    command = [str(site.python), "-m", "ucm", "doctor"]
     subprocess.run(command, stdout=follower, env={"PATH": os.environ["PATH"], **environ}, cwd=site.root, check=True)
     os.close(follower)
     assert (b"\x1b[32mok     \x1b[0m" in os.read(leader, 65536)) is not bool(environ)

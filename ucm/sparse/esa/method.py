@@ -189,7 +189,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         if block_size:
             self._budget(int(block_size))
         config = self._options.store.as_store_config()
-        if not opens_within(partial(open_store, config, "middle/trial", None), config.stuck_seconds):
+        if not opens_within(partial(open_store, config, "offloaded/trial", None), config.stuck_seconds):
             get_logger(__name__).warning(
                 "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, released blocks "
                 "stay in host memory",

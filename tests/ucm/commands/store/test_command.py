@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ucm.store.authentication import Authenticator
     from ucm.store.inspection import StoredBlock
 
-UCM = [sys.executable, "-m", "ucm.cli", "store"]
+UCM = [sys.executable, "-m", "ucm", "store"]
 COMMANDS = ("stat", "ls", "verify", "gc")
 HEAVY = {"numpy", "pydantic", "yaml", "tqdm", "xxhash"}
 

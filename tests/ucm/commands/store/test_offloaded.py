@@ -58,7 +58,7 @@ def worker(root: Path) -> subprocess.Popen[str]:
 
 
 def files_of(root: Path, process: subprocess.Popen[str]) -> list[Path]:
-    return [path for path in root.glob(f"middle+*-{process.pid}-*/**/*") if path.is_file()]
+    return [path for path in root.glob(f"offloaded+*-{process.pid}-*/**/*") if path.is_file()]
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_killed_worker_leaves_nothing_that_gc_does_not_find(
         assert files_of(root, killed) == left
 
         assert ask("gc", "--yes", "--older-than", "0s", "--config", file).code == 0
-        assert [of.name for of in root.glob("middle+*")] == [of_alive[0].relative_to(root).parts[0]]
+        assert [of.name for of in root.glob("offloaded+*")] == [of_alive[0].relative_to(root).parts[0]]
         assert files_of(root, alive) == of_alive
         assert not [of for of in check_config(file) if of.check == "offloaded blocks"]
     finally:
@@ -104,4 +104,4 @@ def test_a_killed_worker_leaves_nothing_that_gc_does_not_find(
             process.kill()
             process.communicate()
     assert ask("gc", "--yes", "--config", file).code == 0
-    assert not list(root.glob("middle+*"))
+    assert not list(root.glob("offloaded+*"))

@@ -34,7 +34,7 @@ def test_the_store_is_in_shared_memory_apart_from_the_prefix_cache_by_default() 
     store = ESA(config(), Role.WORKER, {})._options.store
     assert store.pipeline == "Dram"
     assert store.dram_directory.startswith("/dev/shm/")  # noqa: S108 - shared memory is meant
-    assert store.dram_directory.endswith("-middle")
+    assert store.dram_directory.endswith("-offloaded")
 
 
 def test_a_store_is_written_as_the_connector_s() -> None:

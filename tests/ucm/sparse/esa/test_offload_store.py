@@ -58,7 +58,7 @@ def blocks(count: int, seed: int = 0) -> list[Tensor]:
 
 
 def files(root: Path) -> list[Path]:
-    return [path for path in root.glob("middle+*/??/*") if path.is_file()]
+    return [path for path in root.glob("offloaded+*/??/*") if path.is_file()]
 
 
 @pytest.fixture
@@ -208,11 +208,12 @@ def test_the_namespace_goes_with_the_worker_or_with_the_next_one(tmp_path: Path)
     one = OffloadStore(config(root), copies(), owner_name(), 0)
     one.save(1, 0, blocks(1))
     settle(one)
-    assert len(list(root.glob("middle+*"))) == 1
+    assert len(list(root.glob("offloaded+*"))) == 1
     one._end()
-    assert not list(root.glob("middle+*"))
+    assert not list(root.glob("offloaded+*"))
     host, _, _, *rest = owner_name().split("-")
-    for namespace in (f"middle/{host}-999999999-1-{'-'.join(rest)}/0", f"middle/{owner_name()}/0", "others"):
+    dead = f"{host}-999999999-1-{'-'.join(rest)}/0"
+    for namespace in (f"offloaded/{dead}", f"middle/{dead}", f"offloaded/{owner_name()}/0", "others"):
         Layout(str(root), namespace).make()
     remove_leftovers(str(root))
     there = sorted(path.name for path in root.iterdir() if path.is_dir())
@@ -267,7 +268,7 @@ def test_a_directory_that_does_not_answer_keeps_no_worker(tmp_path: Path, monkey
     assert torch.equal(fetched(store, 0, (2, 5), (2, 0)), data[0][[5, 0]])
     assert store.counts["loaded"] == 2
     store._end()
-    assert not list(root.glob("middle+*"))
+    assert not list(root.glob("offloaded+*"))
 
 
 def test_what_is_released_while_the_store_opens_goes_to_it_when_it_is_open(
