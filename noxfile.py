@@ -78,13 +78,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation site into build/docs: strictly, offline, with all links checked."""
+    """Build the documentation site into build/docs strictly and offline, check its links, and visit its pages."""
     install(session, "docs")
     session.run("mkdocs", "build", "--quiet", env={"NO_MKDOCS_2_WARNING": "true", "PYTHONPATH": "."})
-    # Checks the licences of this session's packages. pytest's usual settings need packages that are not installed here.
-    session.run(
-        "pytest", "-q", "--config-file=/dev/null", "--noconftest", "-p", "no:cacheprovider", "tests/test_licences.py"
-    )
+    # The site in a browser, and the licences of this session's packages. pytest's usual settings need packages that are
+    # not installed here.
+    options = ("-q", "-rs", "--config-file=/dev/null", "--rootdir=.", "--noconftest", "-p", "no:cacheprovider")
+    session.run("python", "-m", "pytest", *options, "tests/site_in_browser.py", "tests/test_licences.py")
 
 
 @contextlib.contextmanager

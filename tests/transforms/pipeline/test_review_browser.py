@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.browser import CONTRAST, NARROW, VIEWS, WIDE, started_browser
 from tests.transforms.pipeline.memory import SMALL, DictTree
 from transforms.pipeline.build import make_overlay
 from transforms.pipeline.drift.model import measure_tree
@@ -22,20 +22,8 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-Scheme = Literal["light", "dark"]
-ARGUMENTS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-INSTALL = "no chromium in PATH: `apt-get update && apt-get install -y chromium` gives one"
-NARROW, WIDE = (390, 844), (1400, 900)
-VIEWS = [(size, scheme) for size in (NARROW, WIDE) for scheme in ("light", "dark")]
+    from tests.browser import Scheme
+
 #: Elements whose text must have enough contrast.
 REVIEW_TEXT = (
     "body", ".tag", ".muted", "nav a", "nav .count", ".box", ".about", ".fold .label", ".note h3", ".rule", "dt", "dd",
@@ -43,41 +31,12 @@ REVIEW_TEXT = (
     "code .m", "code .b", "th",
 )  # fmt: skip
 DRIFT_TEXT = ("body", ".box", "th", "th a", ".applied", ".not-applicable", ".legend li", ".tag", ".muted", "button")
-CONTRAST = """
-(element) => {
-  const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
-  const pen = canvas.getContext("2d", { willReadFrequently: true });
-  const layers = [];
-  for (let at = element; at; at = at.parentElement) layers.unshift(getComputedStyle(at).backgroundColor);
-  const paint = (colour) => { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); };
-  const read = () => {
-    const channels = [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => {
-      const share = value / 255;
-      return share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
-    });
-    return 0.2126 * channels[0] + 0.7152 * channels[1] + 0.0722 * channels[2];
-  };
-  layers.forEach(paint);
-  const behind = read();
-  paint(getComputedStyle(element).color);
-  const text = read();
-  return (Math.max(text, behind) + 0.05) / (Math.min(text, behind) + 0.05);
-}
-"""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        print(INSTALL)
-        pytest.skip(INSTALL)
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - only where there is a browser
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+    with started_browser() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
