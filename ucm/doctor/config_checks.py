@@ -199,7 +199,8 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
         what, *details = str(error).splitlines()
         return [Finding(SPARSE, Status.ERROR, what, tuple(details), (error.fix,))]
     except ConfigError as error:
-        return [_refused(SPARSE, error, file)]
+        where = error.where if str(file) in error.where else f"{file}: {error.where}"
+        return [_refused(SPARSE, ConfigError(error.what, where=where, fix=error.fix), file)]
     what = f"the method {name} is installed, and its options are valid"
     valid = Finding(SPARSE, Status.OK, what, tuple(method.advice(options)))
     return [valid, *(_check_offloaded(file) if name in OFFLOADING else [])]

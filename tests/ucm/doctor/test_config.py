@@ -83,7 +83,9 @@ def test_settings_that_cannot(complete: Site, tmp_path: Path) -> None:
         "/proc/kv does not exist and cannot be created: ",
     ):
         assert line in details
-    assert answer.finding("sparse settings")["what"] == "BlockTopK has no option 'tokenbudget'"
+    sparse = answer.finding("sparse settings")
+    assert sparse["what"] == "BlockTopK has no option 'tokenbudget'"
+    assert f"  where: {file}: ucm_sparse_config.BlockTopK.tokenbudget" in sparse["details"]
     assert answer.data["next"] == [
         f"correct {file} as described under 'configuration'",
         f"correct {file} as described under 'sparse settings'",
