@@ -33,7 +33,7 @@ from ucm.store.posix.layout import Layout, owner_name
 from ucm.store.posix.paths import DIRECTORY_MODE, FILE_MODE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucm.store.base import KVStore, Task, TaskResult
     from ucm.store.config import StoreConfig
@@ -116,7 +116,12 @@ def beside(config: StoreConfig) -> dict[str, tuple[str, float]]:
     return {**moved, **_BESIDE_STAGED}
 
 
-def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], None] = lambda _: None) -> Figures:
+def bench(
+    config: StoreConfig,
+    workload: Workload,
+    progress: Callable[[str], None] = lambda _: None,
+    elsewhere: Callable[[], Mapping[str, float]] = dict,
+) -> Figures:
     """Measure a store in a temporary namespace.
 
     Args:
@@ -124,11 +129,13 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
             where temporary files do.
         workload: The blocks to move.
         progress: Called with the name of each operation before it is measured.
+        elsewhere: Called at the end of each round; returns the seconds of operations that another process measured.
 
     Returns:
-        The figures of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread and, as ``… xN``, by as many
-        threads as the store uses; of the store's ``save``, ``load hot`` and ``load cold``; and of ``staged``, a
-        worker's copies of blocks that were found and lie verified in memory. Files in memory have no cold reads.
+        The figures of ``elsewhere``; of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread and, as
+            ``… xN``, by as many threads as the store uses; of the store's ``save``, ``load hot`` and ``load cold``; and
+            of ``staged``, a worker's copies of blocks that were found and lie verified in memory. Files in memory have
+            no cold reads.
 
     Raises:
         UcmError: The store cannot be opened, or a transfer failed.
@@ -162,6 +169,8 @@ def bench(config: StoreConfig, workload: Workload, progress: Callable[[str], Non
             for operation, action in run.operations(number):
                 progress(operation)
                 figures.add(operation, action)
+            for operation, seconds in elsewhere().items():
+                figures.seconds.setdefault(operation, []).append(seconds)
     return figures
 
 

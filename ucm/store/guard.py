@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,15 @@ from ucm.store.format import UNIT, header_nbytes
 from ucm.store.health import Breaker, Pool, RefusableJob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeVar
 
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.health import Job
     from ucm.store.tier import BlockWriter, Outcome, Tier
+
+    T = TypeVar("T")
 
 #: Bytes that may wait; if more wait, jobs run at once.
 MOST_WAITING = 1 << 30
@@ -168,8 +170,7 @@ class Guard:
         """Return whether each block exists; none does in a tier that does not answer."""
         found: list[bool] = []
         if keys and self.allows():
-            with self._noting("lookup"):
-                found = self.tier.contains(keys, time.monotonic() + self.tier.timeout)
+            found = self._look_up(lambda: self.tier.contains(keys, time.monotonic() + self.tier.timeout), found)
         self.counters.looked_up(len(keys), found.count(True))
         return found or [False] * len(keys)
 
@@ -177,8 +178,7 @@ class Guard:
         """Return how many of the first blocks exist without a gap; 0 for a tier that does not answer."""
         hits = 0
         if keys and self.allows():
-            with self._noting("lookup"):
-                hits = self.tier.prefix(keys, time.monotonic() + self.tier.timeout)
+            hits = self._look_up(lambda: self.tier.prefix(keys, time.monotonic() + self.tier.timeout), hits)
         self.counters.looked_up(min(hits + 1, len(keys)), hits)
         return hits
 
@@ -187,36 +187,35 @@ class Guard:
         if not self.allows(wait=True):
             return [self._breaker.refusal(self.name)] * len(blocks)
         outcomes: list[Outcome] = []
+
+        def read() -> None:
+            outcomes.extend(self.tier.read_many(blocks, time.monotonic() + self.tier.transfer_timeout))
+            worst = next((found for found in outcomes if isinstance(found, StoreUnavailableError)), None)
+            if worst is not None:
+                raise worst
+
         try:
-            with self._noting("load", counted=False):
-                outcomes = self.tier.read_many(blocks, time.monotonic() + self.tier.transfer_timeout)
-                worst = next((found for found in outcomes if isinstance(found, StoreUnavailableError)), None)
-                if worst is not None:
-                    raise worst
+            self._timed("load", read)
         except StoreError as error:
             return outcomes or [error] * len(blocks)
         return outcomes
 
     def read_file(self, key: BlockKey) -> Buffer:
         """Return a whole block in its stored form; see ``Tier.read_file``."""
-        with self._asking("load"):
-            return self.tier.read_file(key, time.monotonic() + self.tier.transfer_timeout)
+        return self._asked("load", lambda: self.tier.read_file(key, time.monotonic() + self.tier.transfer_timeout))
 
     def put(self, key: BlockKey, content: Buffer) -> None:
         """Store a whole block and count it; see ``Tier.put``."""
-        with self._asking("save"):
-            self.tier.put(key, content, time.monotonic() + self.tier.transfer_timeout)
+        self._asked("save", lambda: self.tier.put(key, content, time.monotonic() + self.tier.transfer_timeout))
         self.counters.saved(content.nbytes - header_nbytes(bytes(content[:UNIT])))
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
         """Begin writing a block; see ``Tier.writer``."""
-        with self._asking("save"):
-            return self.tier.writer(key, file_nbytes)
+        return self._asked("save", lambda: self.tier.writer(key, file_nbytes))
 
     def write(self, action: Callable[[], None]) -> None:
         """Run an action of one of this tier's writers."""
-        with self._asking("save"):
-            action()
+        self._asked("save", action)
 
     def stats(self) -> TierStats:
         """Return a snapshot of the tier's counters, with its state."""
@@ -228,33 +227,29 @@ class Guard:
 
     # Inside.
 
-    @contextmanager
-    def _asking(self, operation: str) -> Iterator[None]:
-        """Guard an operation so that it raises only StoreError; refuse it while the tier rests."""
+    # Functions, because context managers take three times as long, and every saved block passes here three times.
+
+    def _asked(self, operation: str, call: Callable[[], T]) -> T:
+        """Run an operation of the tier so that it raises only StoreError; refuse it while the tier rests."""
         if not self.allows(wait=True):
             raise self._breaker.refusal(self.name)
         if operation == "save" and not self._writes.allows():
             raise self._writes.refusal(self.name)
-        with self._timing(operation):
-            yield
+        return self._timed(operation, call)
 
-    @contextmanager
-    def _noting(self, operation: str, *, counted: bool = True) -> Iterator[None]:
-        """Guard an operation and count its failure; re-raise the failure only if it is not counted here."""
+    def _look_up(self, call: Callable[[], T], nothing: T) -> T:
+        """Run a lookup; count its failure, and return that nothing was found."""
         try:
-            with self._timing(operation):
-                yield
+            return self._timed("lookup", call)
         except StoreError as error:
-            if not counted:
-                raise
-            self.counters.failed(operation, error)
+            self.counters.failed("lookup", error)
+            return nothing
 
-    @contextmanager
-    def _timing(self, operation: str) -> Iterator[None]:
+    def _timed(self, operation: str, call: Callable[[], T]) -> T:
         """Time an operation and report its outcome to the breaker."""
         began = time.monotonic()
         try:
-            yield
+            found = call()
         except StoreUnavailableError as error:
             self._tell(error)
             raise
@@ -271,6 +266,7 @@ class Guard:
             self._tell(None)
             if operation == "save":
                 self._writes.succeeded()
+            return found
         finally:
             self.counters.took(operation, time.monotonic() - began)
 

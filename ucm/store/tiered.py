@@ -95,8 +95,12 @@ class Assembly:
         """Fail the block with this error, unless it has failed already."""
         self._error = self._error or error
 
-    def take(self, block: BlockTransfer) -> tuple[str, int]:
+    def take(self, block: BlockTransfer, nbytes: int) -> tuple[str, int]:
         """Write layer slices into the first tier that accepts them; later ones of the block go to the same tier.
+
+        Args:
+            block: The layer slices.
+            nbytes: Their size in bytes.
 
         Returns:
             The tier's name, and the bytes written: 0 if the tier already had the block.
@@ -109,7 +113,6 @@ class Assembly:
                 raise self._error
             if self.discarded:
                 raise IncompleteBlockError(f"block {self.key.hex()} was discarded before it was written")
-            nbytes = sum(layer_slice.nbytes for layer_slice in block.slices)
             if self._tier is not None:
                 if self._writer is None:
                     return self._tier.name, 0
@@ -502,7 +505,7 @@ class TieredStore(KVStore):
     ) -> None:
         try:
             if refusal is None:
-                tier, moved = assembly.take(block)
+                tier, moved = assembly.take(block, nbytes)
                 task.succeeded(assembly.key, tier, moved)
             else:  # another layer slice's thread may be stuck inside the assembly: do not wait for its lock
                 assembly.refuse(refusal)

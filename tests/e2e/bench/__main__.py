@@ -26,6 +26,7 @@ from tests.e2e.bench import (
     running,
     sparse,
     start,
+    store_shapes,
     ttft,
     weights,
 )
@@ -57,7 +58,8 @@ SECTIONS: dict[str, Callable[[str], Iterator[Figure]]] = {
     "engine": _engine,
     "weights": weights.figures,
     "hashing": lambda _: caching.hashing(),
-    "store": lambda _: caching.storing(),
+    "store": lambda _: store_shapes.figures(),
+    "names": lambda _: caching.names(),
     "lookups": lambda _: lookups.figures(),
     "redis": lambda _: redis_values.figures(),
     "ttft": ttft.figures,

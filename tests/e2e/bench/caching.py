@@ -1,22 +1,18 @@
-"""The costs of hashing, looking up, saving and loading blocks, each with a plain counterpart in the same run."""
+"""The costs of hashing and looking up blocks."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from tests.e2e.bench.figure import Figure
 from transforms.pipeline.package import BUILD
 from ucm.hashing.bench import measure
-from ucm.store.bench import Workload, bench, bench_lookup, beside, for_bench
+from ucm.store.bench import bench_lookup, for_bench
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-MIB = 1 << 20
 
 
 def hashing() -> Iterator[Figure]:
@@ -28,26 +24,13 @@ def hashing() -> Iterator[Figure]:
         yield Figure(f"{size} tokens, added to vLLM's hashes", cost.vllm_us, "µs", 0.1)
 
 
-def _transfers(what: str, config: StoreConfig) -> Iterator[Figure]:
-    found = bench(config, Workload(slice_nbytes=MIB // 4))
-    detail = {name: found.rate(name)[1] for name in found.seconds}
-    for operation, (plain, share) in beside(config).items():
-        if operation in found.seconds:
-            ratio = 1 / found.ratio(operation, plain)[1]  # checksums included
-            yield Figure(f"{what}: {operation}, plain {plain} to it", ratio, "", 1 / share, detail)
-
-
-def storing() -> Iterator[Figure]:
-    """Transfers of both tiers, lookups among 1,000,000 blocks, opening; files are in the build directory."""
-    directory = BUILD / "bench" / "store"
+def names() -> Iterator[Figure]:
+    """Lookups among 1,000,000 blocks, and opening; files are in the build directory."""
+    directory = BUILD / "bench" / "names"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    config = for_bench(StoreConfig(directories=(str(directory),)))
     try:
-        yield from _transfers("store", config)
-        with TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm") as memory:
-            yield from _transfers("memory", replace(config, pipeline="Dram", dram_directory=memory))
-        lookups = bench_lookup(config)
+        lookups = bench_lookup(for_bench(StoreConfig(directories=(str(directory),))))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for what, seconds, part, most in (

@@ -27,9 +27,9 @@ LMCACHE_SHM = "LMCache 0.5.6, fs_native, shm"
 #: The sides measured together; more engines at once would not fit into memory. The reference side and ours
 #: are in each group.
 GROUPS: tuple[tuple[str, ...], ...] = (
-    (NO_CONNECTOR, OURS, OURS_CACHE, OURS_LAYERWISE, EXAMPLE),
-    (NO_CONNECTOR, OURS, OFFLOADING_DRAM, OFFLOADING_FS),
+    (NO_CONNECTOR, OURS, EXAMPLE, OFFLOADING_FS),
     (NO_CONNECTOR, OURS, LMCACHE_FS, LMCACHE_SHM),
+    (NO_CONNECTOR, OURS, OURS_CACHE, OURS_LAYERWISE, OFFLOADING_DRAM),
 )
 
 

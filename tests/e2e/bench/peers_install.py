@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ NEEDS = (
     "redis",
     "sortedcontainers",
 )
+UC_MANAGER = "uc-manager-cuda-cu129==0.8.1"
+#: It has wheels for this Python alone.
+UC_MANAGER_PYTHON = "python3.12"
 
 
 def runtime_python(release: str) -> Path:
@@ -49,4 +53,23 @@ def lmcache_python(release: str) -> Path:
         site = directory / below.site.relative_to(below.directory)
         (site / "plain_vllm.pth").write_text(f"import site; site.addsitedir({str(below.site)!r})\n", "utf-8")
         stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def uc_manager_python() -> Path:
+    """The interpreter of an environment with uc-manager and what its file store imports.
+
+    Raises:
+        OSError: There is no Python 3.12.
+        subprocess.CalledProcessError: The Python 3.12 cannot be run, or the packages cannot be installed.
+    """
+    directory = ENVIRONMENTS / "uc-manager"
+    python, complete = directory / "bin" / "python", directory / UC_MANAGER
+    if not complete.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        subprocess.run([UC_MANAGER_PYTHON, "-m", "venv", directory], check=True)
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, "numpy", "wrapt==1.17.2"], check=True)
+        subprocess.run([*pip, "--no-deps", UC_MANAGER], check=True)
+        complete.touch()
     return python

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from tests.e2e.bench.peers import GROUPS, NO_CONNECTOR, Place, make_setup
 from tests.e2e.bench.ttft_model import BLOCK_BYTES, kv_bytes, write_model
 from tests.e2e.bench.ttft_plain import PlainBytes
-from tests.e2e.bench.ttft_quiet import Quiet
+from tests.e2e.bench.ttft_quiet import ALL, Quiet
 from tests.e2e.bench.ttft_results import Results, goals
 from tests.e2e.bench.ttft_side import Side
-from tests.e2e.bench.ttft_stages import SHORT, Stages
+from tests.e2e.bench.ttft_stages import RESTARTS, SHORT, Stages
 from tests.e2e.bench.ttft_table import show
 from tests.e2e.environment import plain
 from transforms.pipeline.package import BUILD
@@ -44,12 +44,14 @@ def figures(
     lengths: Sequence[int] = LENGTHS,
     rounds: int = ROUNDS,
     groups: Sequence[Sequence[str]] = GROUPS,
+    phases: Sequence[str] = RESTARTS,
+    patience: float = ALL,
 ) -> Iterator[Figure]:
     """Measure every group, print the tables, yield the figures that have a goal."""
     write_model(plain(release).python)
-    results, quiet = Results(list(lengths)), Quiet()
+    results, quiet = Results(list(lengths)), Quiet(patience)
     for number, group in enumerate(groups):
-        measure_group(results, quiet, release, rounds, (number, group))
+        measure_group(results, quiet, release, (rounds, phases), (number, group))
         kept = BUILD / "bench" / "ttft.json"
         kept.write_text(json.dumps(results.as_dict(), indent=1), encoding="utf-8")
     show(results)
@@ -57,10 +59,14 @@ def figures(
 
 
 def measure_group(
-    results: Results, quiet: Quiet, release: str, rounds: int, numbered: tuple[int, Sequence[str]]
+    results: Results,
+    quiet: Quiet,
+    release: str,
+    repeated: tuple[int, Sequence[str]],
+    numbered: tuple[int, Sequence[str]],
 ) -> None:
     """Measure the sides of one group side by side."""
-    number, group = numbered
+    (rounds, phases), (number, group) = repeated, numbered
     root = BUILD / "bench" / "ttft" / str(number)
     shutil.rmtree(root, ignore_errors=True)
     stored = (rounds + 1) * sum(map(kv_bytes, results.lengths)) + kv_bytes(SHORT)
@@ -77,9 +83,8 @@ def measure_group(
             side = Side(setup, place, root / str(index), quiet)
             cleanup.callback(side.close)
             sides.append(side)
-        stages = Stages(
-            sides, PlainBytes(root / "plain", kv_bytes(max(results.lengths)) // BLOCK_BYTES), results.lengths, rounds
-        )
+        plainly = PlainBytes(root / "plain", kv_bytes(max(results.lengths)) // BLOCK_BYTES)
+        stages = Stages(sides, plainly, results.lengths, rounds, phases)
         results.add_group(stages.samples())
         results.failures |= stages.failures
 
@@ -92,12 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--groups", type=int, nargs="+", default=range(len(GROUPS)), help="by number, from 0")
     parser.add_argument("--only", nargs="+", help="of the sides in these groups; the one without a connector is added")
+    parser.add_argument("--phases", nargs="*", default=RESTARTS, choices=RESTARTS, help="that begin with new engines")
+    parser.add_argument("--patience", type=float, default=ALL, help="seconds of waiting for a quiet machine, in all")
     options = parser.parse_args(arguments)
     # A bench that is stopped ends its engines.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     wanted = {NO_CONNECTOR, *options.only} if options.only else {name for group in GROUPS for name in group}
     groups = [[name for name in GROUPS[number] if name in wanted] for number in options.groups]
-    for figure in figures(options.release, options.lengths, options.rounds, groups):
+    chosen = (options.lengths, options.rounds, groups, options.phases, options.patience)
+    for figure in figures(options.release, *chosen):
         met = {True: "met", False: "missed", None: ""}[figure.met]
         print(f"{figure.name}: {figure.value:.3f}, goal {figure.goal}: {met}")
     return 0

@@ -21,10 +21,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Quiet:
-    """Waits for a quiet machine; at most `ALL` seconds in total."""
+    """Waits for a quiet machine.
 
-    def __init__(self) -> None:
-        self._left = ALL
+    Args:
+        seconds: The maximum wait in total.
+    """
+
+    def __init__(self, seconds: float = ALL) -> None:
+        self._left = seconds
 
     def wait(self) -> None:
         """Return when the machine is quiet, or the time is up."""

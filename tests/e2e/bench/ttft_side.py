@@ -113,9 +113,13 @@ class Side:
     def ask(self, *prompts: list[int]) -> Answers:
         """The first tokens, one right after the other, from a quiet machine."""
         self.quiet.wait()
-        servers = [self._server] if self._server else []
-        others = Others([group.process.pid for group in (self.engine, *servers)])
+        others = self.others()
         return Answers(self.engine.ask(*prompts), *others.used())
+
+    def others(self) -> Others:
+        """What measures the processor time of all that do not belong to this side."""
+        servers = [self._server] if self._server else []
+        return Others([group.process.pid for group in (self.engine, *servers)])
 
     def read_files(self) -> None:
         """Bring all that it stored into the page cache."""

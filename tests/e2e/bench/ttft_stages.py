@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 #: The phases of a prompt's life.
 COLD, NEXT, HIT, RESET = "cold", "next", "hit", "reset"
 RESTART, DISK, DROPPED = "restart", "disk", "dropped"
+#: The phases that begin with new engines, in their order.
+RESTARTS = (RESTART, DISK, DROPPED)
 PLAIN_READ, PLAIN_COPY = "plain read", "plain copy"
 #: A short prompt with a prefix hit, sent right behind a long one.
 SHORT = 512
@@ -70,18 +72,22 @@ class Stages:
         plain: What the same bytes cost without any of them.
         lengths: Tokens that can be loaded, whole blocks.
         rounds: How many rounds are kept.
+        phases: Those of `RESTARTS` that are measured.
 
     Attributes:
         failures: The sides that could not go on, each with what it wrote last.
     """
 
-    def __init__(self, sides: Sequence[Side], plain: PlainBytes, lengths: Sequence[int], rounds: int) -> None:
+    def __init__(
+        self, sides: Sequence[Side], plain: PlainBytes, lengths: Sequence[int], rounds: int, phases: Sequence[str]
+    ) -> None:
         self._reference, *_ = self._sides = list(sides)
         if self._reference.setup.name != NO_CONNECTOR:
             raise ValueError(f"the first side of a group is {NO_CONNECTOR!r}")
         self._plain = plain
         self._lengths = list(lengths)
         self._rounds = rounds
+        self._phases = phases
         self.failures: dict[str, str] = {}
 
     def samples(self) -> Iterator[Sample]:
@@ -93,9 +99,14 @@ class Stages:
         self._start(COLD, self._sides)
         yield from self._each_round(self._sides, self._first_life)
         with_store = [side for side in self._sides[1:] if side.setup.on_disk or side.setup.in_memory]
-        yield from self._restarted(RESTART, with_store)
-        yield from self._restarted(DISK, [side for side in with_store if side.setup.in_memory])
-        yield from self._restarted(DROPPED, [side for side in with_store if side.setup.on_disk])
+        sides = {
+            RESTART: with_store,
+            DISK: [side for side in with_store if side.setup.in_memory],
+            DROPPED: [side for side in with_store if side.setup.on_disk],
+        }
+        for phase in RESTARTS:
+            if phase in self._phases:
+                yield from self._restarted(phase, sides[phase])
 
     def _first_life(self, side: Side, length: int, number: int) -> Iterator[Sample]:
         """A prompt that nobody knows, then the same prompt again, from the engine's cache and from the connector's."""
@@ -104,7 +115,9 @@ class Stages:
         yield from self._timed(side, (COLD, NEXT), length, number, long, short)
         yield from self._timed(side, (HIT,), length, number, long)
         side.engine.reset()
-        if side is not self._reference:
+        if side is self._reference:
+            yield from self._plainly(RESET, length, number)
+        else:
             yield from self._timed(side, (RESET,), length, number, long)
 
     def _restarted(self, phase: str, sides: Sequence[Side]) -> Iterator[Sample]:
@@ -117,15 +130,19 @@ class Stages:
         def loads(side: Side, length: int, number: int) -> Iterator[Sample]:
             if side is self._reference:
                 yield from self._timed(side, (f"{phase} {HIT}",), length, number, prompt(length, "0"))
-                for name, measure in ((PLAIN_READ, self._plain.read), (PLAIN_COPY, self._plain.copy)):
-                    self._reference.quiet.wait()
-                    seconds = measure(kv_bytes(length))
-                    yield Sample(name, phase, length, number, seconds, load=os.getloadavg()[0])
+                yield from self._plainly(phase, length, number)
                 return
             (side.drop_files if phase == DROPPED else side.read_files)()
             yield from self._timed(side, (phase,), length, number, prompt(length, str(number)))
 
         yield from self._each_round([self._reference, *sides], loads)
+
+    def _plainly(self, phase: str, length: int, number: int) -> Iterator[Sample]:
+        """Read and copy the bytes of a prompt without any engine."""
+        for name, measure in ((PLAIN_READ, self._plain.read), (PLAIN_COPY, self._plain.copy)):
+            self._reference.quiet.wait()
+            seconds = measure(kv_bytes(length))
+            yield Sample(name, phase, length, number, seconds, load=os.getloadavg()[0])
 
     def _start(self, phase: str, sides: Sequence[Side]) -> None:
         """Start engines, or start them anew."""

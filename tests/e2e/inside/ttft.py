@@ -25,6 +25,7 @@ class Engine:
 
         self._llm = LLM(**arguments)
         self._params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        self._crowds = 0
 
     def generate(self, *prompts: list[int]) -> list[dict[str, Any]]:
         """The first token of each prompt, one request after another without a pause.
@@ -55,15 +56,18 @@ class Engine:
         engine = self._llm.llm_engine
         params = self._params.clone()
         params.max_tokens, params.ignore_eos = answer, True
+        # A connector may still save for a request of the last crowd: no name is used twice.
+        self._crowds += 1
+        names = [f"{self._crowds}-{number}" for number in range(len(prompts))]
         begin = time.perf_counter()
         sent: dict[str, float] = {}
         first: dict[str, float] = {}
         answers: dict[str, dict[str, Any]] = {}
         while len(answers) < len(prompts):
             while len(sent) < len(prompts) and len(sent) - len(answers) < clients:
-                name = str(len(sent))
+                name, prompt = names[len(sent)], prompts[len(sent)]
                 sent[name] = time.perf_counter()
-                engine.add_request(name, {"prompt_token_ids": prompts[len(sent) - 1]}, params)
+                engine.add_request(name, {"prompt_token_ids": prompt}, params)
             for output in engine.step():
                 first.setdefault(output.request_id, time.perf_counter())
                 if output.finished:
@@ -75,7 +79,7 @@ class Engine:
                         "tokens": tokens,
                     }
         seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "answers": [answers[str(number)] for number in range(len(prompts))]}
+        return {"seconds": seconds, "answers": [answers[name] for name in names]}
 
     def reset(self) -> bool:
         """Empty the engine's own prefix cache, as soon as no connector holds its blocks any more."""
