@@ -16,7 +16,7 @@ from ucm.errors import ConfigError
 
 GIB = 1 << 30
 #: The built-in back ends, by their names in a pipeline.
-OURS = ("Posix", "Dram", "Cache", "Redis", "S3", "Empty")
+OURS = ("Posix", "Dram", "Cache", "Redis", "Mooncake", "S3", "Empty")
 #: The entry-point group of third-party back ends.
 ENTRY_POINT_GROUP = "ucm.stores"
 
@@ -70,7 +70,7 @@ class StoreConfig:
 
     Args:
         pipeline: The tiers, fastest first, joined by ``|``: ``Posix``, ``Dram`` (also called ``Cache``), ``Redis``,
-            ``S3``, and third-party tiers, by an entry point in the group ``ucm.stores`` or as
+            ``Mooncake``, ``S3``, and third-party tiers, by an entry point in the group ``ucm.stores`` or as
             ``package.module:Class``. Alone: ``Empty``, or a third-party store.
         tiers: The options of the tiers that have some, by their names in the pipeline.
         directories: The directories of the Posix tier. Blocks are spread over them by their keys and the directories'

@@ -40,7 +40,7 @@ from ucm.store.memory.directory import check_apart
 from ucm.store.memory.dram import DramTier
 from ucm.store.posix.layout import Layout, check_namespace
 from ucm.store.posix.tier import PosixTier
-from ucm.store.remote.tiers import RedisTier, RemoteTier, S3Tier
+from ucm.store.remote.tiers import MooncakeTier, RedisTier, RemoteTier, S3Tier
 from ucm.store.tier import Tier, TierPlace, ValueTier
 from ucm.store.tiered import TieredStore
 
@@ -325,6 +325,7 @@ _CLASSES = {
     "Posix": PosixTier,
     **dict.fromkeys(("Dram", "Cache"), DramTier),
     "Redis": RedisTier,
+    "Mooncake": MooncakeTier,
     "S3": S3Tier,
     "Empty": EmptyStore,
 }

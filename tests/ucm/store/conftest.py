@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.servers import RedisServer, S3Server, cluster, wait_until_whole
+from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server, cluster, wait_until_whole
 from ucm.logger import get_logger
 from ucm.store import health, tier
 from ucm.store.config import StoreConfig
@@ -113,6 +113,23 @@ def s3_server(s3_of_session: S3Server) -> S3Server:
     s3_of_session.thaw()
     s3_of_session.clear()
     return s3_of_session
+
+
+@pytest.fixture(scope="session")
+def mooncake_of_session() -> Iterator[MooncakeServer]:
+    server = MooncakeServer()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def mooncake(mooncake_of_session: MooncakeServer) -> MooncakeServer:
+    """A master, and a node that lends memory, without values."""
+    if mooncake_of_session.process is None:
+        mooncake_of_session.start()
+    mooncake_of_session.thaw()
+    mooncake_of_session.remove(".*")
+    return mooncake_of_session
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from http import HTTPStatus
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,16 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """Stop a process by SIGSTOP, and wait until all its threads stand still, some of which go on for a while."""
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + _PATIENCE
+    tasks = Path(f"/proc/{process.pid}/task")
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class Server:
@@ -87,7 +98,7 @@ class Server:
 
     def freeze(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process)
 
     def thaw(self) -> None:
         if self.process is not None:
@@ -112,7 +123,11 @@ class RedisServer(Server):
         ]
         if self._sentinel:
             file = self._directory / "sentinel.conf"
-            file.write_text(f"port {self.port}\nsentinel monitor {self._sentinel} 1\n")
+            name = self._sentinel.split()[0]
+            file.write_text(
+                f"port {self.port}\nbind 127.0.0.1\nsentinel monitor {self._sentinel} 1\n"
+                f"sentinel down-after-milliseconds {name} 1000\nsentinel failover-timeout {name} 2000\n"
+            )
             command = [command[0], str(file), "--sentinel"]
         return command
 
@@ -204,6 +219,113 @@ class S3Server(Server):
 
     def _signed(self, method: Any) -> str:
         return obstore.sign(self.store(), method, "", dt.timedelta(minutes=1))
+
+
+class MooncakeServer(Server):
+    """A Mooncake Store: a master, and a process, the node, that lends memory to it.
+
+    ``freeze``, ``thaw`` and ``kill`` are about the master.
+
+    Args:
+        memory: How many bytes the node lends.
+        lease: For how many milliseconds a value that was looked up or read is not evicted. A read that takes longer
+            fails, which on a busy machine a short lease would cause.
+    """
+
+    #: For how long a silent node is believed to lend its memory, in seconds.
+    SILENCE = 2
+
+    def __init__(self, memory: int = 128 << 20, lease: int = 60_000) -> None:
+        self._memory, self._lease = memory, lease
+        self.metrics_port = free_port()
+        self._node: subprocess.Popen[str] | None = None
+        super().__init__()
+
+    @property
+    def metrics_address(self) -> str:
+        return f"127.0.0.1:{self.metrics_port}"
+
+    def command(self) -> list[str]:
+        try:
+            found = distribution("mooncake-transfer-engine-non-cuda").locate_file("mooncake/mooncake_master")
+        except PackageNotFoundError:
+            raise RuntimeError("mooncake-transfer-engine-non-cuda of the test dependencies is not installed") from None
+        master = Path(str(found))
+        libraries = subprocess.run(["ldd", str(master)], capture_output=True, text=True, check=True).stdout  # noqa: S607
+        lacking = [line.strip() for line in libraries.splitlines() if "not found" in line]
+        if lacking:
+            packages = "libcurl4 libibverbs1 libnuma1"
+            raise RuntimeError(f"{lacking}: `apt-get update && apt-get install -y {packages}` installs them")
+        return [
+            *(str(master), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", f"--metrics_port={self.metrics_port}"),
+            *(f"--default_kv_lease_ttl={self._lease}", f"--client_ttl={self.SILENCE}", "--metrics_host=127.0.0.1"),
+            *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
+        ]
+
+    def start(self) -> None:
+        super().start()
+        self.lend()
+
+    def kill(self) -> None:
+        super().kill()
+        self.kill_node()
+
+    def restart(self) -> None:
+        """Replace the master by a new one, which knows no value; the node goes on and has to register again."""
+        super().kill()
+        super().start()
+
+    def lend(self) -> None:
+        """Start the node."""
+        code = (
+            "import sys; from mooncake.store import MooncakeDistributedStore; store = MooncakeDistributedStore()\n"
+            f"code = store.setup('127.0.0.1', 'P2PHANDSHAKE', {self._memory}, 0, 'tcp', '', '{self.address}')\n"
+            "print('answer', code, flush=True)\n"
+            "for name in sys.stdin: print('answer', store.remove_by_regex(name.strip(), True), flush=True)\n"
+        )
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", code]
+        self._node = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        assert self._answer() == 0
+
+    def _answer(self) -> int:
+        assert self._node is not None
+        assert self._node.stdout is not None
+        for line in self._node.stdout:  # its client prints lines of its own
+            if line.startswith("answer "):
+                return int(line.removeprefix("answer "))
+        raise AssertionError("the node has ended")
+
+    def freeze_node(self) -> None:
+        assert self._node is not None
+        stop(self._node)
+
+    def thaw_node(self) -> None:
+        if self._node is not None:
+            self._node.send_signal(signal.SIGCONT)
+
+    def kill_node(self) -> None:
+        if self._node is not None:
+            self.thaw_node()
+            self._node.kill()
+            self._node.communicate()
+            self._node = None
+
+    def remove(self, pattern: str) -> int:
+        """Delete the values of which the names match, also while they are leased; return how many there were."""
+        assert self._node is not None
+        assert self._node.stdin is not None
+        self._node.stdin.write(pattern + "\n")
+        self._node.stdin.flush()
+        return self._answer()
+
+    def client(self) -> Any:
+        """Mooncake's own client."""
+        from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - starts a Go runtime in the process
+
+        client = MooncakeDistributedStore()
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", self.address) == 0
+        return client
 
 
 class Proxy:

@@ -13,7 +13,7 @@ from ucm.testing import StoreConformance
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ucm.store.servers import RedisServer, S3Server
+    from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server
 
 MIB = 1 << 20
 #: Time limits within which a healthy server answers on a busy machine, in seconds.
@@ -115,3 +115,10 @@ class TestS3(StoreConformance):
     def config(self, tmp_path: Path, s3_server: S3Server) -> StoreConfig:
         options = s3_server.options(tmp_path / "secret", **PATIENT)
         return StoreConfig(pipeline="S3", tiers={"S3": options}, save_nice=0)
+
+
+class TestMooncake(StoreConformance):
+    @pytest.fixture
+    def config(self, mooncake: MooncakeServer) -> StoreConfig:
+        options = {"address": mooncake.address, **PATIENT}
+        return StoreConfig(pipeline="Mooncake", tiers={"Mooncake": options}, save_nice=0)

@@ -135,7 +135,7 @@ def test_a_back_end_by_its_entry_point(config: StoreConfig, monkeypatch: pytest.
         assert isinstance(store, EmptyStore)
     with pytest.raises(ConfigError) as caught:
         open_store(replace(config, pipeline="Theirs"), "n", ODD)
-    assert "Posix, Dram, Cache, Redis, S3, Empty, Mine" in caught.value.fix
+    assert "Posix, Dram, Cache, Redis, Mooncake, S3, Empty, Mine" in caught.value.fix
 
 
 def test_the_empty_store_takes_everything_and_has_nothing() -> None:

@@ -1,7 +1,7 @@
 """``ucm store``: inspect, verify and clean the directories of a store, also while engines use them; see docs/store.md.
 
 With ``--json`` each subcommand prints one object. Sizes are in bytes, times in ISO 8601 in UTC, ``tier`` is ``posix``,
-``dram``, ``redis`` or ``s3``, and ``directory`` is a path as given.
+``dram``, ``redis``, ``mooncake`` or ``s3``, and ``directory`` is a path as given.
 
 ``stat``: ``directories``, each with ``directory``, ``tier``, ``problem`` (null if it can be read), ``blocks``,
 ``bytes``, ``side_bytes``, ``free_bytes`` and ``total_bytes`` of its file system, ``bare`` (whether it contains no part

@@ -58,7 +58,9 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
     _add_where(parser)
-    parser.add_argument("--tier", choices=("posix", "dram", "redis", "s3"), help="only this tier of the configuration")
+    parser.add_argument(
+        "--tier", choices=("posix", "dram", "redis", "mooncake", "s3"), help="only this tier of the configuration"
+    )
     parser.add_argument(
         "--namespace",
         action="append",

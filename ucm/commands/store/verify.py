@@ -40,7 +40,7 @@ class Item:
 
     Args:
         place: The directory, or the tier's name in the pipeline.
-        tier: ``posix``, ``dram``, ``redis`` or ``s3``.
+        tier: ``posix``, ``dram``, ``redis``, ``mooncake`` or ``s3``.
         namespace: Its namespace, or the digest of one that no directory names.
         key: Its key.
         path: Its file, or its name on the server.

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
@@ -24,7 +23,7 @@ from obstore.store import S3Store
 from ucm.errors import ConfigError
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.health import Breaker
-from ucm.store.remote.tiers import Client
+from ucm.store.remote.tiers import Client, copy_into
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -253,11 +252,7 @@ def scatter(parts: Sequence[Part], received: Sequence[Buffer | StoreError]) -> l
         elif content.nbytes != part.nbytes:
             return lengths
         else:
-            at = 0
-            for view in part.memory:
-                # numpy copies without the lock of the interpreter.
-                np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(content[at : at + view.nbytes], np.uint8))
-                at += view.nbytes
+            copy_into(part.memory, content)
     return failure or lengths
 
 

@@ -1,4 +1,4 @@
-"""Store blocks as values on servers, Redis or S3: the tiers differ in their options and their client only."""
+"""Store blocks as values on servers, Redis, Mooncake or S3: the tiers differ in their options and their client only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ucm.errors import ConfigError
@@ -40,7 +41,6 @@ _FIRST_WAVE = 8
 class RemoteOptions(TierOptions):
     """The options that all tiers on servers have."""
 
-    tls_ca: str | None = None
     timeout: float = Field(default=0.5, gt=0)
     transfer_timeout: float = Field(default=5.0, gt=0)
 
@@ -52,7 +52,7 @@ class RemoteOptions(TierOptions):
     @property
     def files(self) -> tuple[str | None, ...]:
         """Further files that must be readable."""
-        return (self.tls_ca,)
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +314,14 @@ class RemoteTier(ValueTier):
         return codec.refusal_of(header, block.key)
 
 
+def copy_into(memory: Sequence[Buffer], content: Buffer) -> None:
+    """Copy bytes into buffers of the same length in all, without the lock of the interpreter."""
+    at = 0
+    for view in memory:
+        np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(content[at : at + view.nbytes], np.uint8))
+        at += view.nbytes
+
+
 def missing(name: str) -> BlockMissingError:
     """Return the error for a value that does not exist."""
     return BlockMissingError(f"the value {name} does not exist")
@@ -370,6 +378,12 @@ def _addresses(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def _check_address(value: str) -> None:
+    host, _, port = value.rpartition(":")
+    if "@" in value or "/" in value or not host or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
+        raise ValueError("an address is host:port; a user, a password or TLS are options of their own")
+
+
 class RedisOptions(RemoteOptions):
     """The options of the Redis tier; docs/store.md explains them."""
 
@@ -382,6 +396,7 @@ class RedisOptions(RemoteOptions):
     password_env: str | None = None
     sentinel_auth: bool = False
     tls: bool = False
+    tls_ca: str | None = None
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_check_hostname: bool = True
@@ -391,9 +406,7 @@ class RedisOptions(RemoteOptions):
     @classmethod
     def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for one in value:
-            host, _, port = one.rpartition(":")
-            if "@" in one or "/" in one or not host or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
-                raise ValueError("an address is host:port; a user, a password or TLS are options of their own")
+            _check_address(one)
         if not value:
             raise ValueError("there is no address")
         return value
@@ -440,6 +453,34 @@ class RedisTier(RemoteTier):
     most_nbytes = 512 << 20
 
 
+class MooncakeOptions(RemoteOptions):
+    """The options of the Mooncake tier; docs/store.md explains them."""
+
+    address: str = "127.0.0.1:50051"
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""
+    replicas: int = Field(default=1, ge=1)
+    metrics_address: str | None = None
+    parallel: int = Field(default=4, ge=1, le=64)
+
+    @field_validator("address", "metrics_address")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            _check_address(value)
+        return value
+
+
+class MooncakeTier(RemoteTier):
+    """A tier in the memory that hosts lend to a Mooncake Store; see ``RemoteTier``."""
+
+    Options: ClassVar[type[TierOptions]] = MooncakeOptions
+    kind = "mooncake"
+    package = "the client of Mooncake"
+    module = "ucm.store.remote.mooncake_client"
+    most_nbytes = 512 << 20
+
+
 class S3Options(RemoteOptions):
     """The options of the S3 tier; docs/store.md explains them."""
 
@@ -452,6 +493,7 @@ class S3Options(RemoteOptions):
     secret_file: str | None = None
     secret_env: str | None = None
     anonymous: bool = False
+    tls_ca: str | None = None
     timeout: float = Field(default=2.0, gt=0)
     transfer_timeout: float = Field(default=20.0, gt=0)
     parallel: int = Field(default=32, ge=1, le=1024)
@@ -478,6 +520,11 @@ class S3Options(RemoteOptions):
     def secret_at(self) -> tuple[str | None, str | None]:
         """Where the secret access key is."""
         return self.secret_file, self.secret_env
+
+    @property
+    def files(self) -> tuple[str | None, ...]:
+        """The file for TLS."""
+        return (self.tls_ca,)
 
 
 class S3Tier(RemoteTier):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import obstore
 import pytest
 
-from tests.ucm.store.conftest import redis_of_session, redis_server, s3_of_session, s3_server  # noqa: F401 - fixtures
-from tests.ucm.store.servers import RedisServer, S3Server, free_port
+from tests.ucm.store.conftest import (  # noqa: F401 - fixtures
+    mooncake,
+    mooncake_of_session,
+    redis_of_session,
+    redis_server,
+    s3_of_session,
+    s3_server,
+)
+from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server, free_port
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec, namespace_digest
@@ -54,6 +62,13 @@ class Held:
                 value[-5] ^= 1
                 client.set(name, bytes(value))
             return name
+        if isinstance(self.server, MooncakeServer):
+            name = ":".join(parts)
+            with closing(self.server.client()) as client:
+                value = bytearray(client.get(name))
+                value[-5] ^= 1
+                assert (client.remove(name, True), client.put(name, bytes(value))) == (0, 0)
+            return name
         name, bucket = "/".join(parts), self.server.store()
         value = bytearray(obstore.get(bucket, name).bytes())
         value[-5] ^= 1
@@ -61,8 +76,12 @@ class Held:
         return name
 
 
-@pytest.fixture(params=["Redis", "S3"])
+@pytest.fixture(params=["Redis", "Mooncake", "S3"])
 def held(request: pytest.FixtureRequest, tmp_path: Path) -> Held:
+    if request.param == "Mooncake":
+        node: MooncakeServer = request.getfixturevalue("mooncake")
+        options = {"address": node.address, "metrics_address": node.metrics_address, **PATIENT}
+        return Held("Mooncake", node, options, tmp_path)
     if request.param == "Redis":
         server: RedisServer = request.getfixturevalue("redis_server")
         return Held("Redis", server, {"address": server.address, **PATIENT}, tmp_path)
@@ -114,7 +133,8 @@ def test_beside_directories(ask: Callable[..., Answer], held: Held) -> None:
 
 def test_a_server_that_does_not_answer_is_a_problem(ask: Callable[..., Answer], held: Held) -> None:
     nobody = f"127.0.0.1:{free_port()}"
-    held.configure(held.name, **({"address": nobody} if held.name == "Redis" else {"endpoint": f"http://{nobody}"}))
+    options = {"Redis": {"address": nobody}, "Mooncake": {"address": nobody, "metrics_address": nobody}}
+    held.configure(held.name, **options.get(held.name, {"endpoint": f"http://{nobody}"}))
     answer = ask("verify", "--config", held.file)
     assert (answer.code, f"{held.name} ({held.name.lower()}) cannot be read: " in answer.out) == (1, True)
     (server,) = ask("stat", "--json", "--config", held.file).data["servers"]

@@ -46,6 +46,7 @@ PLACES = {
     "dram": ("CPU", "LOCAL"),
     "posix": ("STORAGE", None),
     "redis": ("STORAGE", "REMOTE"),
+    "mooncake": ("STORAGE", "REMOTE"),
     "s3": ("STORAGE", "REMOTE"),
 }
 #: Blocks that workers have made visible, by group and key: the tier by each rank's index among those that save a part.

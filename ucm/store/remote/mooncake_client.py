@@ -1,0 +1,407 @@
+"""Talk to a Mooncake Store, whose client takes no deadlines: its calls run in threads that can be abandoned.
+
+A call can take 30 seconds if the master, or a host that lends memory, is frozen, and a failed transfer may use its
+memory even after it has returned. So values pass through registered memory of our own: whoever asked for a value
+neither waits for a late call nor shares memory with it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import struct
+import threading
+import time
+import urllib.parse
+from concurrent import futures
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from ucm.store.base import StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
+from ucm.store.format import aligned_buffer
+from ucm.store.health import Breaker, Pool, RefusableJob
+from ucm.store.remote.tiers import Client, copy_into, missing
+
+# It logs every connection to stderr; its native part reads this when the first client is made.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucm.store.base import Buffer
+    from ucm.store.remote.tiers import MooncakeOptions, Part
+
+Answer = TypeVar("Answer")
+#: Mooncake's codes for: no memory is left; the value was not written, not completely, or was evicted, perhaps while it
+#: was received (-707); wrong sizes; the value exists, or is being written by somebody else.
+_FULL = frozenset({-200, -1700})
+_MISSING = frozenset({-703, -704, -707, -710, -712})
+_WRONG_SIZE, _GONE, _EXISTS = -600, -704, -705
+_SAID = {
+    -101: "no host lends memory",
+    -800: "a transfer failed: is the host that lends the memory alive?",
+    -900: "the master cannot be reached",
+    -901: "the master cannot be reached",
+}
+#: What is answered although no transfer can be under way any more: the master's refusals, as opposed to failures.
+_HARMLESS = frozenset({*_FULL, *_MISSING, _WRONG_SIZE, _EXISTS, -101, -900, -901})
+#: Our own: there was no time to try.
+_LATE = 1
+#: Lookups are short, and must not wait behind values.
+_LOOKUP_THREADS = 2
+#: The master evicts in the background, some time after it was full: how long, and how often, a value is tried again.
+_EVICTION_SECONDS, _AGAIN_SECONDS = 1.0, 0.05
+#: A call of Mooncake's protocol (magic number, version, serialization, kind, number, function, lengths of the arguments
+#: and the attachment) of a function that no master has, and says so with the same magic number and number.
+_QUESTION = struct.pack("<BBBBIIII", 21, 0, 0, 0, 7, 0, 0, 0)
+#: The names asked for in one request of a tool.
+_PAGE = 100
+_UNIT = 1 << 20
+_HTTP_OK = 200
+#: Memory that a failed transfer may still use, which is never freed.
+_RETIRED: list[Staging] = []
+#: The clients of this process, by its id and their settings. None is closed, because this takes a second, in which no
+#: thread of the process runs.
+_clients: dict[tuple[Any, ...], Any] = {}
+_connecting = threading.Lock()
+
+
+class Staging:
+    """Registered memory that one call uses at a time.
+
+    Args:
+        store: The client that registers it.
+        nbytes: Its size.
+
+    Raises:
+        StoreUnavailableError: The memory cannot be registered.
+    """
+
+    def __init__(self, store: Any, nbytes: int) -> None:
+        self._store = store
+        self.memory = aligned_buffer(nbytes)
+        self.address: int = np.frombuffer(self.memory, np.uint8).ctypes.data
+        self.is_tainted = False  #: whether a transfer has failed, and may still use the memory
+        code = store.register_buffer(self.address, nbytes)
+        if code:
+            raise StoreUnavailableError(f"Mooncake refuses to register {nbytes} bytes of memory: code {code}")
+
+    def free(self) -> None:
+        """End the registration; keep the memory if a transfer may still use it."""
+        if self.is_tainted:
+            _RETIRED.append(self)
+        else:
+            self._store.unregister_buffer(self.address)
+
+
+class MooncakeClient(Client):
+    """One Mooncake Store, of one master.
+
+    Args:
+        options: The master's address and how to reach it.
+        secret: Not used: Mooncake has no accounts.
+        failures: The number of consecutive failures after which the store rests.
+        rest: The length of a rest in seconds.
+    """
+
+    def __init__(self, options: MooncakeOptions, secret: str, failures: int, rest: float) -> None:
+        del secret
+        self._options = options
+        self._where = f"Mooncake at {options.address}"
+        self.breaker = Breaker(self._where, failures, rest)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._free: list[Staging] = []
+        self._replicas = ReplicateConfig()
+        self._replicas.replica_num = options.replicas
+        self._lookups = Pool("ucm-mc-lookup", _LOOKUP_THREADS, patience=options.timeout, rest=rest)
+        self._transfers = Pool("ucm-mc-move", options.parallel, patience=options.transfer_timeout, rest=rest)
+        self._transfers.submit([self._connect_early])
+
+    def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
+        """Return whether each value exists, in one round trip to the master."""
+        codes = self._call(self._lookups, lambda store: store.batch_is_exist(list(names)), deadline)
+        return [code > 0 if code >= 0 else failure_of(code, self._where) for code in codes]
+
+    def read(
+        self, names: Sequence[str], parts: Sequence[Sequence[Part]], nbytes: int, deadline: float
+    ) -> list[list[int] | StoreError]:
+        """Receive parts of values into registered memory, by one call, and copy them into place."""
+        sizes = [[part.nbytes for part in some] for some in parts]
+        begins: list[int] = np.cumsum([0, *(size for some in sizes for size in some)]).tolist()
+        at = iter(begins)
+        into = [[next(at) for _ in some] for some in parts]
+
+        def receive(store: Any) -> tuple[Staging, list[list[int] | StoreError]]:
+            with self._staged(store, begins[-1]) as staging:
+                if all(some == [nbytes] for some in sizes):
+                    targets = [staging.address + begin for begin in begins[:-1]]
+                    codes = [[code] for code in store.batch_get_into(list(names), targets, [nbytes] * len(names))]
+                else:
+                    of = [[part.begin for part in some] for some in parts]
+                    codes = store.get_into_ranges([staging.address], [list(names)], [into], [of], [sizes])[0]
+                found = [self._meaning(store, name, some, nbytes) for name, some in zip(names, codes, strict=True)]
+                staging.is_tainted = any(is_harmful(min(some)) for some in codes)
+                return staging, found
+
+        staging, found = self._call(self._transfers, receive, deadline, late=lambda received: self._give(received[0]))
+        for some, begun, wanted, lengths in zip(parts, into, sizes, found, strict=True):
+            if lengths == wanted:
+                for part, begin in zip(some, begun, strict=True):
+                    copy_into(part.memory, staging.memory[begin : begin + part.nbytes])
+        self._give(staging)
+        return found
+
+    def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
+        """Return a value; of one that has another length than ``nbytes``, no more than that can be seen."""
+
+        def receive(store: Any) -> tuple[Staging | None, int]:
+            size = store.get_size(name)
+            if size < 0:
+                raise failure_of(size, self._where, name)
+            if nbytes not in {None, size}:
+                return None, size
+            with self._staged(store, size) as staging:
+                (code,) = store.batch_get_into([name], [staging.address], [size])
+                staging.is_tainted = is_harmful(code)
+                if code != size:
+                    self._give(staging)
+                    raise failure_of(min(code, _GONE), self._where, name)
+                return staging, size
+
+        def dispose(received: tuple[Staging | None, int]) -> None:
+            if received[0] is not None:
+                self._give(received[0])
+
+        staging, size = self._call(self._transfers, receive, deadline, late=dispose)
+        if staging is None:
+            return memoryview(bytes(min(size, (nbytes or 1) - 1)))
+        content = aligned_buffer(size)
+        copy_into([content], staging.memory[:size])
+        self._give(staging)
+        return content
+
+    def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
+        """Store a value by one call; a value that exists already stays."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        nbytes = sum(view.nbytes for view in views)
+
+        def send(store: Any) -> None:
+            with self._staged(store, nbytes) as staging:
+                at = 0
+                for view in views:
+                    copy_into([staging.memory[at : at + view.nbytes]], view)
+                    at += view.nbytes
+                until = time.monotonic() + _EVICTION_SECONDS
+                code = _LATE
+                while time.monotonic() < deadline:  # then nobody waits any more, and the content may have changed
+                    (code,) = store.batch_put_from([name], [staging.address], [nbytes], self._replicas)
+                    if code not in _FULL or time.monotonic() > until:
+                        break
+                    time.sleep(_AGAIN_SECONDS)
+                staging.is_tainted = is_harmful(code)
+                self._give(staging)
+            if code not in {0, _EXISTS}:
+                raise self._silent() if code == _LATE else failure_of(code, self._where)
+
+        self._call(self._transfers, send, deadline)
+
+    def remove(self, name: str, deadline: float) -> None:
+        """Delete a value, whoever reads it."""
+        code = self._call(self._transfers, lambda store: store.remove(name, True), deadline)
+        if code < 0 and code not in _MISSING:
+            raise failure_of(code, self._where)
+
+    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield names and lengths, which the master reports where it reports its metrics."""
+        if self._options.metrics_address is None:
+            raise StoreUnavailableError(
+                "a client of Mooncake cannot list values",
+                where=self._where,
+                fix="set metrics_address, host:port of the master's metrics (its --metrics_port)",
+            )
+        names = [line for line in self._report("/get_all_keys").decode().split() if line.startswith(prefix)]
+        for at in range(0, len(names), _PAGE):
+            asked = urllib.parse.quote(",".join(names[at : at + _PAGE]))
+            try:
+                values = json.loads(self._report(f"/batch_query_keys?keys={asked}"))["data"]
+                sizes = [
+                    (name, max(one["size_"] for one in found["values"]))  # of each replica
+                    for name, found in values.items()
+                    if found["ok"]
+                ]
+            except (ValueError, LookupError, TypeError) as error:
+                raise StoreUnavailableError(f"the master answers in an unknown form: {error!r}") from error
+            yield from sizes
+
+    def close(self) -> None:
+        """End the threads, and the registration of memory that no call uses."""
+        for pool in (self._lookups, self._transfers):
+            pool.close()
+        with self._lock:
+            self._closed = True
+            free, self._free = self._free, []
+        for staging in free:
+            staging.free()
+
+    def _call(
+        self,
+        pool: Pool,
+        job: Callable[[Any], Answer],
+        deadline: float,
+        late: Callable[[Answer], object] | None = None,
+    ) -> Answer:
+        """Run a job with the connected client in a thread, and stop waiting for it at the deadline.
+
+        Args:
+            pool: The threads.
+            job: The job; it raises only StoreError.
+            deadline: Until when to wait, as ``time.monotonic()``.
+            late: Called with what the job returns after that.
+
+        Raises:
+            StoreError: The job failed or is late.
+        """
+        found: futures.Future[Answer] = futures.Future()
+
+        def run() -> None:
+            if found.set_running_or_notify_cancel():
+                try:
+                    found.set_result(job(self._connected()))
+                except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
+                    found.set_exception(error)
+
+        def refuse() -> None:
+            if found.set_running_or_notify_cancel():
+                found.set_exception(self._silent())
+
+        pool.submit([RefusableJob(run, refuse)])
+        try:
+            return found.result(max(0.0, deadline - time.monotonic()))
+        except futures.TimeoutError:
+            if not found.cancel() and late is not None:
+                dispose = late
+                found.add_done_callback(lambda done: None if done.exception() else dispose(done.result()))
+            raise self._silent() from None
+
+    def _connect_early(self) -> None:
+        """Connect before the first request, because this stops all threads for some 20 ms."""
+        with suppress(StoreError):  # the first call says why
+            self._connected()
+
+    def _connected(self) -> Any:
+        """Return the client of this process, connected; it connects again by itself when the master comes back."""
+        options = self._options
+        of = os.getpid(), options.address, options.protocol, options.devices
+        with _connecting:
+            if of not in _clients:
+                _clients[of] = self._connect()
+            return _clients[of]
+
+    def _connect(self) -> Any:
+        """Return a new client, if the master answers.
+
+        Mooncake tries to set up a client for 30 seconds and more, and no other thread of the process runs meanwhile.
+        """
+        options = self._options
+        host, _, port = options.address.rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), options.timeout) as tried:
+                own = tried.getsockname()[0]
+                tried.sendall(_QUESTION + b"\r\n\r\n")  # so that servers of other kinds answer as well
+                answer = tried.recv(len(_QUESTION))
+        except TimeoutError as error:
+            raise self._silent() from error
+        except OSError as error:
+            raise StoreUnavailableError(f"the master cannot be reached: {error}", where=self._where) from error
+        if (answer[:1], answer[4:8]) != (_QUESTION[:1], _QUESTION[4:8]):
+            raise StoreUnavailableError("what listens there is no master of Mooncake", where=self._where)
+        store = MooncakeDistributedStore()
+        code = store.setup(own, "P2PHANDSHAKE", 0, 0, options.protocol, options.devices, options.address)
+        if code:
+            raise StoreUnavailableError(
+                f"the client cannot be set up: code {code}",
+                where=self._where,
+                fix="set the environment variable MC_LOG_LEVEL=INFO: Mooncake then says why on stderr",
+            )
+        return store
+
+    def _meaning(self, store: Any, name: str, codes: Sequence[int], nbytes: int) -> list[int] | StoreError:
+        """Return the lengths of a value's parts, or why it was not received."""
+        worst = min(codes)
+        if worst >= 0:
+            return list(codes)
+        if worst == _WRONG_SIZE:  # or anything else: the value must not be deleted for that
+            size: int = store.get_size(name)
+            if size >= 0 and size != nbytes:
+                return [size]
+        return failure_of(worst, self._where, name)
+
+    @contextmanager
+    def _staged(self, store: Any, nbytes: int) -> Iterator[Staging]:
+        """Yield registered memory of at least this size, for ``_give`` to take back; an exception retires it."""
+        with self._lock:
+            found = self._free.pop() if self._free else None
+        if found is not None and found.memory.nbytes < nbytes:
+            found.free()
+            found = None
+        staging = found or Staging(store, -(-max(1, nbytes) // _UNIT) * _UNIT)
+        try:
+            yield staging
+        except BaseException:
+            _RETIRED.append(staging)
+            raise
+
+    def _give(self, staging: Staging) -> None:
+        with self._lock:
+            keep = not self._closed and not staging.is_tainted and len(self._free) < self._options.parallel
+            if keep:
+                self._free.append(staging)
+        if not keep:
+            staging.free()
+
+    def _report(self, path: str) -> bytes:
+        """Return what the master says by HTTP."""
+        address = str(self._options.metrics_address)
+        connection = http.client.HTTPConnection(address, timeout=self._options.transfer_timeout)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            content = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise StoreUnavailableError(f"the master's metrics cannot be read: {error}", where=address) from error
+        finally:
+            connection.close()
+        if answer.status != _HTTP_OK:
+            raise StoreUnavailableError(f"the master answers {answer.status} {answer.reason}", where=address)
+        return content
+
+    def _silent(self) -> StoreError:
+        return StoreTimeoutError("Mooncake does not answer in time", where=self._where)
+
+
+CLIENT = MooncakeClient
+
+
+def is_harmful(code: int) -> bool:
+    """Return whether a transfer may still be under way after a code, of which those from 0 on are lengths."""
+    return code < 0 and code not in _HARMLESS
+
+
+def failure_of(code: int, where: str, name: str = "") -> StoreError:
+    """Return the StoreError for a code of Mooncake."""
+    if code in _MISSING:
+        return missing(name)
+    if code in _FULL:
+        return StoreFullError(
+            f"Mooncake has no memory left: code {code}",
+            where=where,
+            fix="lend it more, or lower its eviction watermark",
+        )
+    return StoreUnavailableError(f"Mooncake: {_SAID.get(code, 'an operation failed')}: code {code}", where=where)
