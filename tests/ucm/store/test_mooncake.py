@@ -132,6 +132,21 @@ def test_a_damaged_value_is_a_miss_and_is_removed(store: KVStore, client: Any, d
     recover(store)
 
 
+def test_values_of_other_formats_are_neither_found_nor_touched(
+    store: KVStore, mooncake: MooncakeServer, client: Any
+) -> None:
+    """A rolling upgrade: engines of two releases share a Mooncake Store."""
+    mooncake.remove(".*")
+    others = [f"ucm{version}:" + name(block).partition(":")[2] for version in ("0", "2", "10") for block in KEYS]
+    for other in others:
+        assert client.put(other, b"of another release") == 0
+    assert store.lookup(KEYS) == [False] * len(KEYS)
+    assert causes(store) == {"missing"}
+    recover(store)
+    assert {bytes(client.get(other)) for other in others} == {b"of another release"}
+    assert store.stats()["mooncake"].quarantined_blocks == 0
+
+
 def test_a_value_evicted_between_lookup_and_load_is_a_miss(store: KVStore, mooncake: MooncakeServer) -> None:
     assert store.lookup(KEYS) == [True] * len(KEYS)
     assert mooncake.remove(".*") == len(KEYS)

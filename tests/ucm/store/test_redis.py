@@ -26,7 +26,7 @@ from ucm.store.remote.tiers import RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.ucm.store.conftest import Clock
@@ -88,12 +88,16 @@ def causes(store: KVStore, keys: list[BlockKey] = KEYS) -> set[str]:
     return {error.cause for error in fetch(store, keys, EVEN)[1].values()}
 
 
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def recover(store: KVStore) -> None:
     """Save and load until both succeed."""
-    deadline = time.monotonic() + LONG
-    while save(store, KEYS, EVEN).failed or fetch(store, KEYS, EVEN)[0] != ALL:
-        assert time.monotonic() < deadline, store.stats()
-        time.sleep(0.05)
+    eventually(lambda: not save(store, KEYS, EVEN).failed and fetch(store, KEYS, EVEN)[0] == ALL)
 
 
 # Stored values.
@@ -204,6 +208,22 @@ def test_a_damaged_value_is_a_miss_and_is_removed(store: KVStore, redis_server: 
     assert store.stats()["redis"].quarantined_blocks == 1
     part = Memory(KEYS[1], EVEN)
     assert store.wait(store.load([part.transfer(1, 2)])).failed == {}
+
+
+@pytest.mark.parametrize("version", ["0", "2", "10", ""])
+def test_values_of_other_formats_are_neither_found_nor_touched(
+    store: KVStore, redis_server: RedisServer, version: str
+) -> None:
+    """A rolling upgrade: engines of two releases share a server."""
+    other, sentinel = [f"ucm{version}:" + name(block).partition(":")[2] for block in KEYS], b"of another release"
+    with redis_server.client() as client:
+        client.delete(*map(name, KEYS))
+        client.mset(dict.fromkeys(other, sentinel))
+        assert store.lookup(KEYS) == [False] * len(KEYS)
+        assert causes(store) == {"missing"}
+        recover(store)
+        assert client.mget(other) == [sentinel] * len(other)
+    assert store.stats()["redis"].quarantined_blocks == 0
 
 
 def test_a_value_evicted_between_lookup_and_load_is_a_miss(store: KVStore, redis_server: RedisServer) -> None:
@@ -445,25 +465,71 @@ def test_what_a_cluster_holds_is_listed(redis_cluster: list[RedisServer]) -> Non
 
 
 def test_slots_that_move_under_load(redis_cluster: list[RedisServer]) -> None:
-    masters = [node for node in redis_cluster if node.process and node.client().role()[0] == b"master"]
-    with open_store(config([masters[0].address], mode="cluster"), NAMESPACE, EVEN) as store:
+    """Threads save, look up and load, while the slots of all blocks go to another master, one by one, and back."""
+    masters = [node.client() for node in redis_cluster if node.process and node.client().role()[0] == b"master"]
+    with open_store(config([redis_cluster[0].address], mode="cluster"), NAMESPACE, EVEN) as store:
         assert save(store, KEYS, EVEN).failed == {}
-        source, target = masters[0].client(), masters[1].client()
-        ids = [str(one.execute_command("CLUSTER MYID").decode()) for one in (source, target)]
-        moving = [block for block in KEYS if source.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(block))]
+        ends = threading.Event()
+        wrong: list[BlockKey | str] = []
+
+        def load() -> None:
+            while not ends.is_set():
+                loaded, failed = fetch(store, KEYS, EVEN)
+                wrong.extend(block for block, data in loaded.items() if ALL[block] != data)
+                wrong.extend(error.cause for error in failed.values())
+                wrong.extend(block for block, found in zip(KEYS, store.lookup(KEYS), strict=True) if not found)
+                wrong.extend(save(store, [KEYS[0], key(int(time.monotonic() * 1000))], EVEN).failed)
+
+        threads = [threading.Thread(target=load) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(2):
+                for number in {slot_of(block) for block in KEYS}:
+                    owner = next(one for one in masters if one.execute_command("CLUSTER COUNTKEYSINSLOT", number))
+                    begin_to_move(number, owner, masters[masters.index(owner) - 1])
+                    time.sleep(0.02)
+                    end_to_move(number, masters, masters[masters.index(owner) - 1])
+        finally:
+            ends.set()
+            for thread in threads:
+                thread.join()
+        assert wrong == []
+        assert store.stats()["redis"].failures == {}
+
+
+def test_slots_that_are_half_moved(redis_cluster: list[RedisServer]) -> None:
+    masters = [node.client() for node in redis_cluster if node.process and node.client().role()[0] == b"master"]
+    with open_store(config([redis_cluster[0].address], mode="cluster"), NAMESPACE, EVEN) as store:
+        assert save(store, KEYS, EVEN).failed == {}
+        source, target = masters[:2]
+        moving = {slot_of(block) for block in KEYS}
+        moving = {number for number in moving if source.execute_command("CLUSTER COUNTKEYSINSLOT", number)}
         assert moving
-        for block in moving:
-            number = slot_of(block)
-            target.execute_command("CLUSTER SETSLOT", number, "IMPORTING", ids[0])
-            source.execute_command("CLUSTER SETSLOT", number, "MIGRATING", ids[1])
-            source.execute_command("MIGRATE", "127.0.0.1", masters[1].port, name(block), 0, 60_000)
+        for number in moving:
+            begin_to_move(number, source, target)
         assert store.lookup(KEYS) == [True] * len(KEYS), "the server asks to ask another one"
         assert fetch(store, KEYS, EVEN)[0] == ALL
-        for block in moving:
-            for one in masters:
-                one.client().execute_command("CLUSTER SETSLOT", slot_of(block), "NODE", ids[1])
+        for number in moving:
+            end_to_move(number, masters, target)
         assert fetch(store, KEYS, EVEN)[0] == ALL, "the slot has moved"
         assert store.stats()["redis"].failures == {}
+
+
+def begin_to_move(number: int, source: Any, target: Any) -> None:
+    """Move the values of a slot; the source goes on owning it, and asks clients to ask the target."""
+    ids = [str(one.execute_command("CLUSTER MYID").decode()) for one in (source, target)]
+    target.execute_command("CLUSTER SETSLOT", number, "IMPORTING", ids[0])
+    source.execute_command("CLUSTER SETSLOT", number, "MIGRATING", ids[1])
+    port = target.connection_pool.connection_kwargs["port"]
+    for moved in source.execute_command("CLUSTER GETKEYSINSLOT", number, 1000):
+        source.execute_command("MIGRATE", "127.0.0.1", port, moved, 0, 60_000)
+
+
+def end_to_move(number: int, masters: list[Any], target: Any) -> None:
+    owner = str(target.execute_command("CLUSTER MYID").decode())
+    for one in (target, *masters):
+        one.execute_command("CLUSTER SETSLOT", number, "NODE", owner)
 
 
 def slot_of(block: BlockKey) -> int:
@@ -482,6 +548,29 @@ def test_the_master_that_sentinels_name(tmp_path: Path, redis_server: RedisServe
             assert client.exists(name(KEYS[0]))
     finally:
         sentinel.kill()
+
+
+def test_a_replica_that_sentinels_promote(tmp_path: Path) -> None:
+    master = RedisServer(tmp_path / "master")
+    replica = RedisServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(master.port))
+    sentinel = None
+    try:
+        eventually(lambda: replica.client().info("replication")["master_link_status"] == "up")
+        sentinel = RedisServer(tmp_path / "sentinel", sentinel=f"kv 127.0.0.1 {master.port}")
+        eventually(lambda: sentinel.client().sentinel_slaves("kv"))
+        found = config(sentinel.address, mode="sentinel", master="kv")
+        with open_store(found, NAMESPACE, EVEN) as store:
+            recover(store)
+            eventually(lambda: replica.client().exists(*map(name, KEYS)) == len(KEYS))
+            master.kill()
+            assert causes(store) <= {"unavailable", "timeout"}
+            eventually(lambda: fetch(store, KEYS, EVEN)[0] == ALL)
+            recover(store)
+        assert replica.client().role()[0] == b"master"
+    finally:
+        for server in (sentinel, replica, master):
+            if server is not None:
+                server.kill()
 
 
 # Options.

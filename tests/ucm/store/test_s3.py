@@ -227,6 +227,19 @@ def test_a_wrong_length_counts_more_than_a_part_that_did_not_come(wrong: int) ->
     assert scatter(parts, received) is received[wrong - 1]
 
 
+def test_objects_of_other_formats_are_neither_found_nor_touched(store: KVStore, s3_server: S3Server) -> None:
+    """A rolling upgrade: engines of two releases share a bucket."""
+    s3_server.clear()
+    others = {f"ucm{version}/{PREFIX.partition('/')[2]}{block.hex()}" for version in ("0", "2", "10") for block in KEYS}
+    for name in others:
+        obstore.put(s3_server.store(), name, b"of another release", use_multipart=False)
+    assert store.lookup(KEYS) == [False] * len(KEYS)
+    assert causes(store) == {"missing"}
+    recover(store)
+    assert objects(s3_server).keys() == others | {PREFIX + block.hex() for block in KEYS}
+    assert store.stats()["s3"].quarantined_blocks == 0
+
+
 def test_an_object_deleted_between_lookup_and_load_is_a_miss(store: KVStore, s3_server: S3Server) -> None:
     assert store.lookup(KEYS) == [True] * len(KEYS)
     s3_server.clear()
