@@ -102,14 +102,14 @@ def scheduler_thread() -> Iterator[Figure]:
     try:
         with open_store(config, "bench", GEOMETRY) as store:
             for number in range(REQUESTS):
-                save(store, _keys(number), GEOMETRY)
-            with _Scheduler(store) as scheduler:
+                save(store, keys_of(number), GEOMETRY)
+            with Scheduler(store) as scheduler:
                 yield from _quantiles("a miss", [scheduler.ask(-1 - number) for number in range(REQUESTS)])
                 yield from _quantiles("a hit", [scheduler.ask(number) for number in range(REQUESTS)])
                 yield from _quantiles("a hit that is staged", [scheduler.ask(number) for number in range(REQUESTS)])
-            with _Scheduler(_behind(store, lambda: time.sleep(SLOW))) as scheduler:
+            with Scheduler(_behind(store, lambda: time.sleep(SLOW))) as scheduler:
                 yield from _quantiles("a slow medium", [scheduler.ask(number) for number in range(REQUESTS)])
-            with _Scheduler(_behind(store, goes_on.wait)) as scheduler:
+            with Scheduler(_behind(store, goes_on.wait)) as scheduler:
                 yield from _quantiles("a frozen medium", [scheduler.ask(number) for number in range(REQUESTS)])
                 goes_on.set()
     finally:
@@ -123,7 +123,8 @@ def _quantiles(what: str, seconds: list[float]) -> Iterator[Figure]:
         yield Figure(f"scheduler's thread per lookup, {what}: {name}", value, "ms", MOST_MS)
 
 
-def _keys(number: int) -> list[BlockKey]:
+def keys_of(number: int) -> list[BlockKey]:
+    """Return the keys of a request's blocks."""
     return [BlockKey(number.to_bytes(16, "big", signed=True) + place.to_bytes(16, "little")) for place in range(BLOCKS)]
 
 
@@ -170,7 +171,7 @@ class _Named:
         pass
 
 
-class _Scheduler:
+class Scheduler:
     """The scheduler side of an engine with one rank and one group."""
 
     def __init__(self, store: KVStore) -> None:
@@ -193,7 +194,7 @@ class _Scheduler:
         self._asked += 1
         tokens = BLOCKS * TOKENS
         request: Any = SimpleNamespace(
-            request_id=f"{self._asked}", keys=_keys(number), num_tokens=tokens + 1, num_prompt_tokens=tokens + 1
+            request_id=f"{self._asked}", keys=keys_of(number), num_tokens=tokens + 1, num_prompt_tokens=tokens + 1
         )
         spent, answer = 0.0, None
         while answer is None:
