@@ -67,6 +67,7 @@ NEWEST_ONLY = (
     f"{SPARSE}/topk/test_mass.py",
     f"{SPARSE}/topk/test_attention_share.py",
     f"{SPARSE}/topk/test_representatives.py",
+    f"{SPARSE}/topk/test_samples.py",
     f"{SPARSE}/topk/test_selection.py",
 )
 #: Files about Triton's kernels, with the environment of their process: kernels are interpreted in all of it or not.

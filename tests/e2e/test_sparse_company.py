@@ -247,7 +247,12 @@ def test_what_is_left_out_and_who_is_dense_is_exported(company: Company) -> None
     assert found["ucm:sparse_requests_total.opted_out"] == opted_out
     assert found["ucm:sparse_requests_total.refused"] == refused
     assert found["ucm:sparse_requests_total.failed"] == 0
-    assert (found["ucm:sparse_requests_total.restricted"] > 0) == top_k
+    assert found["ucm:sparse_requests_total.out_of_memory"] == 0
+    assert found["ucm:sparse_requests_total.restricted"] > 0
+    assert found["ucm:sparse_requests_total.short"] > 0
+    samples, kept = found["ucm:sparse_attention_samples_total"], found["ucm:sparse_attention_kept_total"]
+    assert (samples > 0) == top_k
+    assert 0 <= kept <= samples
     assert (found["ucm:sparse_fetched_blocks_total"] > 0) == company.method.startswith("ESA")
     assert found["ucm:sparse_lost_blocks_total"] == 0
 

@@ -194,6 +194,19 @@ class AttentionView(Protocol):
         """
         ...
 
+    def keys_in_place(self, layer_name: str, kv_cache: Tensor) -> Tensor | None:
+        """Return all keys of a cache without copying them, for kernels that read some of them.
+
+        Args:
+            layer_name: The layer's prefix in the model.
+            kv_cache: The layer's cache.
+
+        Returns:
+            ``[num_blocks, block_size, num_kv_heads, head_size]``, in any memory order; None if the backend stores keys
+            in another form.
+        """
+        ...
+
 
 class BlockCopies(Protocol):
     """Copies between the KV caches of a worker's layers and host memory."""

@@ -29,6 +29,7 @@ from ucm.sparse.attention import KEY, asked_of
 from ucm.sparse.base import require_hooks
 from ucm.sparse.blocks import TILE, ReleasedBlocks, ReleasingMethod, SinksAndWindow, keep_apart, require_own_connector
 from ucm.sparse.options import MethodOptions, parse_asked, parse_options, refuse_asked, tokens
+from ucm.sparse.outcomes import OPTED_OUT, REFUSED, RESTRICTED, SHORT, RequestOutcomes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -70,8 +71,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     Attributes:
         tile: Tokens whose windows begin at the same block.
         counts: ``steps`` in which blocks were left out, ``rows`` of these, ``blocks_skipped`` and ``blocks_held`` of
-            these rows, the ones that are skipped among them, and the requests that are dense because they opted out
-            (``requests_opted_out``) or asked for something that is not supported (``requests_refused``).
+            these rows, the ones that are skipped among them, and ``requests_<outcome>``; see `ucm.sparse.outcomes`.
 
     Raises:
         ConfigError: If an option is wrong.
@@ -86,9 +86,11 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         require_hooks(type(self).__name__, self.needed_hooks)
         self.window = parse_options(SinkWindowOptions, type(self).__name__, options).window(self.tile)
         self.counts: Counter[str] = Counter()
-        self._dense: set[str] = set()  #: on the worker's side: requests that read everything
+        self._outcomes = RequestOutcomes(self.counts, __name__)
+        self._dense: dict[str, str] = {}  #: on the worker's side: requests that read everything, and why
         self._batch: StepBatch | None = None
         self._skips = False
+        self._tells = False  #: whether what requests read is still to be logged in this step
         self._rows_before = 0
         self._block_size = 0
         #: Of each metadata object of the step, the object (so that its id stays its own) and what replaces it.
@@ -145,12 +147,17 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""
         del runner
-        self._dense.difference_update(request_ids)
+        ended = list(request_ids)
+        self._outcomes.finish(ended)
+        for request_id in ended:
+            self._dense.pop(request_id, None)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Record the step's batch, and whether any blocks are skipped in it."""
         self._replaced.clear()
         self._batch = self._with_dense_requests(self.attention.batch(runner, scheduler_output, input_batch))
+        self._outcomes.begin(self._batch.request_ids)
+        self._tells = self._outcomes.tells
         beyond = self._batch.seq_lens - 1 - (self.window.sink_tokens + self.window.window_tokens)
         self._skips = bool((beyond > 0).any())
         self._rows_before = self.counts["rows"]
@@ -159,6 +166,9 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Replace the metadata by one without the blocks that are skipped."""
+        if self._tells and self._batch is not None:
+            self._tells = False
+            self._tell(self._batch, self.attention.block_size(layer_name, kv_cache))
         if self._skips:
             found = self._replaced.get(id(attn_metadata))
             if found is None:
@@ -188,8 +198,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         """See `SparseMethod.figures`; all layers read the same, so tokens are those of one."""
         counts = self.counts
         return {
-            "requests.opted_out": counts["requests_opted_out"],
-            "requests.refused": counts["requests_refused"],
+            **self._outcomes.figures((RESTRICTED, SHORT, OPTED_OUT, REFUSED)),
             "rows": counts["rows"],
             "read_tokens": (counts["blocks_held"] - counts["blocks_skipped"]) * self._block_size,
             "held_tokens": counts["blocks_held"] * self._block_size,
@@ -213,15 +222,24 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
                 continue
             dense, error = _asks_dense(asked)
             if dense:
-                self._dense.add(request_id)
-            self.counts["requests_opted_out"] += dense and error is None
+                self._dense[request_id] = "it asks for it" if error is None else "its options cannot be honoured"
+                self._outcomes.exclude([request_id], OPTED_OUT if error is None else REFUSED)
             if error is not None:
-                self.counts["requests_refused"] += 1
                 self.complaints.tell(request_id, error, "it is dense")
         if not self._dense:
             return batch
         dense_rows = np.array([of in self._dense for of in batch.request_ids], np.bool_)
         return replace(batch, num_prompt_tokens=np.where(dense_rows, np.iinfo(np.int64).max, batch.num_prompt_tokens))
+
+    def _tell(self, batch: StepBatch, block_size: int) -> None:
+        """Log of each request whether the step's last token of it reads all of its context."""
+        skipped = self.window.skipped(batch.seq_lens - 1, batch.num_prompt_tokens, block_size) * block_size
+        for request_id, context, left_out in zip(
+            batch.request_ids, batch.seq_lens.tolist(), skipped.tolist(), strict=True
+        ):
+            why = self._dense.get(request_id, "sinks and window hold all that it reads")
+            what = "restricted to sinks and window" if left_out else f"dense: {why}"
+            self._outcomes.tell(request_id, context, what, context - left_out)
 
     def _compacted(self, layer_name: str, kv_cache: Tensor, attn_metadata: Any) -> Any:
         """The metadata with the sinks' blocks and, right behind them, those of the window and of the new tokens."""
@@ -235,6 +253,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         if not skipped.any():
             return attn_metadata
         of_rows = skipped[pieces.lasts]
+        self._outcomes.restrict(batch.request_ids[row] for row in np.flatnonzero(of_rows).tolist())
         self.counts["rows"] += int((of_rows > 0).sum())
         self.counts["blocks_skipped"] += int(of_rows.sum())
         self.counts["blocks_held"] += int((-(-batch.seq_lens[of_rows > 0] // size)).sum())

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ucm.sparse.topk.attention_share import KeyMeans, block_masses
+from ucm.sparse.topk.attention_share import KeyMeans
 from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.representatives import KeyBounds, ranked
+from ucm.sparse.topk.samples import block_masses
 from ucm.sparse.topk.selection import BlockBudget
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ class FakeView:
         required: The required layers, with whether their keys will be read.
         unreadable: Layers whose keys cannot be read.
         windowed: Layers with a sliding window of their own.
+        in_place: Whether kernels may read keys in the cache; `reads` does not have these.
     """
 
     steps: list[StepBatch] = field(default_factory=list)
@@ -43,6 +44,7 @@ class FakeView:
     required: set[tuple[str, bool]] = field(default_factory=set)
     unreadable: tuple[str, ...] = ()
     windowed: tuple[str, ...] = ()
+    in_place: bool = False
     engine_required: bool = False
 
     def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
@@ -95,6 +97,10 @@ class FakeView:
             raise RuntimeError("no such keys")
         self.reads.setdefault(layer_name, []).extend(block_ids.tolist())
         return kv_cache[0][block_ids]
+
+    def keys_in_place(self, layer_name: str, kv_cache: torch.Tensor) -> torch.Tensor | None:
+        del layer_name
+        return kv_cache[0] if self.in_place else None
 
 
 def metadata(batch: StepBatch, rows: Sequence[Sequence[int]], width: int | None = None) -> Metadata:

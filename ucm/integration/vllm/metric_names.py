@@ -16,6 +16,8 @@ from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
+from ucm.sparse.outcomes import OUTCOMES
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -186,7 +188,7 @@ SPARSE_REQUESTS = _counter(
     "Requests, by whether a sparse method left something out, or why they were dense.",
     "requests",
     ("outcome",),
-    (("failed",), ("opted_out",), ("refused",), ("restricted",)),
+    tuple((outcome,) for outcome in sorted(OUTCOMES)),
 )
 SPARSE_ROWS = _counter("sparse_rows_total", "Rows of steps, mostly decodes, that read less than their context.", "rows")
 SPARSE_READ_TOKENS = _counter(
@@ -197,6 +199,12 @@ SPARSE_HELD_TOKENS = _counter(
 )
 SPARSE_SELECT_SECONDS = _counter(
     "sparse_select_seconds_total", "Time that the first rank's thread spent on selecting what to read.", "seconds"
+)
+SPARSE_SAMPLES = _counter(
+    "sparse_attention_samples_total", "Choices of blocks for a row and layer that were measured.", "choices"
+)
+SPARSE_KEPT = _counter(
+    "sparse_attention_kept_total", "Shares of the row's attention that these choices kept, added up.", "shares"
 )
 SPARSE_FETCHED_BLOCKS = _counter("sparse_fetched_blocks_total", "Offloaded blocks that were loaded again.", "blocks")
 SPARSE_LOST_BLOCKS = _counter("sparse_lost_blocks_total", "Offloaded blocks that could not be loaded again.", "blocks")

@@ -14,6 +14,7 @@ from ucm.logger import get_logger
 from ucm.sparse.esa.offload_store import OffloadStore
 from ucm.sparse.esa.offloaded import tell_loss
 from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, Reading, reading
+from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
 from ucm.sparse.topk.representatives import ranked
 from ucm.sparse.topk.selection import FreshBlocks, with_new_keys
 
@@ -74,7 +75,8 @@ class OffloadedReader:
 
     Attributes:
         counts: ``steps`` and ``rows`` with an offloaded context, ``blocks_read`` and ``blocks_stored`` of these rows in
-            all layers, ``fetched`` into resident blocks, ``copied_out``.
+            all layers, ``fetched`` into resident blocks, ``copied_out``, and ``requests_<outcome>``; see
+            `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on choosing, and on waiting for loads.
     """
 
@@ -83,6 +85,7 @@ class OffloadedReader:
     ) -> None:
         self.attention = attention
         self.counts: Counter[str] = Counter()
+        self._outcomes = RequestOutcomes(self.counts, __name__)
         self.select_seconds = 0.0
         self._cache_config = cache_config
         self._config = config
@@ -119,6 +122,7 @@ class OffloadedReader:
     def begin(self, batch: StepBatch) -> None:
         """Determine what the step reads."""
         size, budget = self._size, self._options.token_budget // self._size
+        self._outcomes.begin(batch.request_ids)
         self._tables = self._reading = None
         self._rows.clear()
         for request_id in (batch.request_ids[row] for row in np.flatnonzero(batch.admitted).tolist()):
@@ -129,7 +133,23 @@ class OffloadedReader:
         if rows or found.skipped.any():
             self._reading, self._rows = found, rows
             self.counts["steps"] += 1
-            self.counts["rows"] += len(np.unique([*found.pieces.rows[found.skipped > 0], *(row.row for row in rows)]))
+            restricted = np.unique([*found.pieces.rows[found.skipped > 0], *(row.row for row in rows)]).astype(np.int64)
+            self.counts["rows"] += len(restricted)
+            self._outcomes.restrict(batch.request_ids[row] for row in restricted.tolist())
+        if self._outcomes.tells:
+            self._tell(batch, found)
+
+    def _tell(self, batch: StepBatch, found: Reading) -> None:
+        """Log of each request whether the step's last token of it reads all of its context."""
+        size, budget = self._size, self._options.token_budget // self._size
+        for row, (request_id, piece) in enumerate(zip(batch.request_ids, found.pieces.lasts.tolist(), strict=True)):
+            context, between = int(batch.seq_lens[row]), found.choosing.get(piece, 0)
+            what, left_out = f"dense: no more than {budget * size} tokens are between sinks and window", 0
+            if between:
+                what, left_out = f"restricted, with {budget * size} tokens between sinks and window", between - budget
+            elif found.skipped[piece]:
+                what, left_out = "restricted to sinks and window, because it is a prompt", int(found.skipped[piece])
+            self._outcomes.tell(request_id, context, what, context - left_out * size)
 
     def _rows_of(self, batch: StepBatch, found: Reading) -> list[_Row]:
         """Return the rows that read listed blocks of an offloaded context."""
@@ -156,7 +176,9 @@ class OffloadedReader:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop ended requests without freed blocks; for the others, the scheduler side sends the admission."""
-        for request_id in request_ids:
+        ended = list(request_ids)
+        self._outcomes.finish(ended)
+        for request_id in ended:
             if request_id in self._offloaded and self._offloaded[request_id].admission is None:
                 del self._offloaded[request_id]
 
@@ -199,6 +221,7 @@ class OffloadedReader:
         """See `SparseMethod.figures`; of the tokens between sinks and window, and of rows that read them by name."""
         size = self._size
         return {
+            **self._outcomes.figures((RESTRICTED, SHORT)),
             "rows": self.counts["rows"],
             "read_tokens": self.counts["blocks_read"] * size,
             "held_tokens": self.counts["blocks_stored"] * size,

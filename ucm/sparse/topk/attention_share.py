@@ -23,6 +23,7 @@ from ucm.sparse.base import Role, SparseMethod, require_hooks
 from ucm.sparse.options import MethodOptions, parse_options
 from ucm.sparse.topk.method import SELECTORS
 from ucm.sparse.topk.representatives import WHOLE, Representatives, ranked
+from ucm.sparse.topk.samples import block_masses
 from ucm.sparse.topk.selection import BlockBudget
 
 if TYPE_CHECKING:
@@ -256,21 +257,3 @@ class MassProbe(SparseMethod):
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
 
         return self.attention.sum_over_ranks(shares.to(torch.int64))
-
-
-def block_masses(query: Tensor, keys: Tensor, tokens: int) -> Tensor:
-    """The share of their attention that the heads of each row give to each of its blocks, the mean over heads.
-
-    Args:
-        query: ``[rows, num_heads, head_size]``.
-        keys: ``[rows, blocks, block_size, num_kv_heads, head_size]``.
-        tokens: How many of a row's tokens are read; the others are behind its end.
-
-    Returns:
-        ``[rows, blocks]``, float32; the sum of each row is 1.
-    """
-    rows, blocks, size, heads, _ = keys.shape
-    grouped = query.float().view(rows, heads, -1, query.shape[-1])
-    products = grouped @ keys.float().flatten(1, 2).permute(0, 2, 3, 1) * query.shape[-1] ** -0.5
-    products[..., tokens:] = float("-inf")
-    return products.softmax(-1).unflatten(-1, (blocks, size)).sum(-1).mean((1, 2))

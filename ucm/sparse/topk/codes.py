@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucm.sparse.compiled import LANES, Lanes, compile_kernel, for_engine
-from ucm.sparse.topk.representatives import FEW, Representatives, ScoringKernel, power_of_two
+from ucm.sparse.topk.representatives import FEW, Representatives, TritonKernel, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,14 +58,14 @@ class KeyCodes(Representatives):
 
         super().__init__(num_blocks, keys)
         _, block_size, num_kv_heads, head_size = keys.shape
-        self._turn = turn(head_size).to(keys.device)
+        self._turn = turn(head_size, keys.device)
         words = self._turn.shape[1] // WORD
         #: ``[num_kv_heads, num_blocks, words, block_size]``, int64; a word of all tokens of a block is contiguous.
-        self._codes = keys.new_zeros((num_kv_heads, num_blocks, words, block_size), dtype=torch.int64)
+        self._codes = keys.new_empty((num_kv_heads, num_blocks, words, block_size), dtype=torch.int64)
         #: ``[num_kv_heads, num_blocks, block_size]``: the factor of a product with a code's signs.
-        self._scales = keys.new_zeros((num_kv_heads, num_blocks, block_size), dtype=torch.bfloat16)
+        self._scales = keys.new_empty((num_kv_heads, num_blocks, block_size), dtype=torch.bfloat16)
         #: ``[num_kv_heads, num_blocks, head_size]``
-        self._means = keys.new_zeros((num_kv_heads, num_blocks, head_size), dtype=torch.bfloat16)
+        self._means = keys.new_empty((num_kv_heads, num_blocks, head_size), dtype=torch.bfloat16)
         whole = block_size % LANES == 0 and head_size % LANES == 0  # vLLM's on a CPU are
         self._kernel = kernel_for_engine(words) if keys.device.type == "cpu" and whole else None
 
@@ -112,7 +112,7 @@ class KeyCodes(Representatives):
             found.append(estimated.unflatten(-1, (-1, size)).logsumexp(-1) + of_means)
         return torch.cat(found, -1)
 
-    def kernel(self, num_heads: int) -> ScoringKernel:
+    def scoring_kernel(self, num_heads: int) -> TritonKernel:
         """Return the kernel."""
         from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
 
@@ -126,17 +126,37 @@ class KeyCodes(Representatives):
         }
         sizes = {"WORDS": words, "WORDS_P": power_of_two(words), "SIZE": size, "TILE": max(1, 128 // size)}
         constants = {**heads_and_channels, **sizes, "num_warps": 8}
-        return ScoringKernel(
-            kernels.score_codes, heads, (self._codes, self._scales, self._means, self._turn), constants
-        )
+        return TritonKernel(kernels.score_codes, heads, (self._codes, self._scales, self._means, self._turn), constants)
+
+    def making_kernel(self) -> TritonKernel:
+        """Return the kernel."""
+        from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
+
+        heads, _, words, size = self._codes.shape
+        head_size = self._means.shape[2]
+        constants = {
+            "SIZE": size,
+            "SIZE_P": power_of_two(size),
+            "HEAD": head_size,
+            "HEAD_P": max(16, power_of_two(head_size)),
+            "WORDS": words,
+            "WORDS_P": power_of_two(words),
+            "num_warps": 8,
+        }
+        tensors = (self._codes, self._scales, self._means, self._turn)
+        parts = -(-size // kernels.TOKENS.value)
+        return TritonKernel(kernels.make_codes, heads, tensors, constants, parts)
 
     def _elements(self, num_heads: int, blocks: int) -> int:
         heads, _, head_size = self._means.shape
         return int(max(heads * head_size, num_heads * FEW)) * blocks
 
 
-def turn(head_size: int) -> Tensor:
+@functools.cache
+def turn(head_size: int, device: Any = "cpu") -> Tensor:
     """Return a rotation that spreads each channel over all bits of a code: ``[head_size, bits]``, float32.
+
+    All layers share it.
 
     It applies a fixed random change of signs and a Hadamard matrix, twice. The entries are exact and the same on every
     machine, so all ranks of an engine compute the same codes.
@@ -151,7 +171,7 @@ def turn(head_size: int) -> Tensor:
     source = random.Random(order)  # noqa: S311 - no secret
     first, second = (torch.tensor([source.choice((-1.0, 1.0)) for _ in range(order)]) for _ in range(2))
     whole = (first[:, None] * hadamard * second) @ hadamard / order
-    return whole[:head_size]
+    return whole[:head_size].to(device)
 
 
 def packed(signs: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Triton kernels that choose the blocks of a step: one scores them, the next writes the block tables.
+"""Triton kernels of block top-k: one makes representatives of blocks, one scores blocks, one writes block tables.
 
-They compute what `Representatives.shares` and `RestrictedTables.choose` compute with torch: scores with the rounding of
-the torch operations, up to the order of their sums, and from given shares exactly the same choice. They do it without
-reading anything back to the host, and without a launch per request. All buffers persist between steps.
+They compute what `Representatives.put`, `Representatives.shares` and `RestrictedTables.choose` compute with torch: sums
+have another order, bounds of keys are the same, and from given shares exactly the same is chosen. They do it without
+reading anything back to the host, and without a launch per request or per block. All buffers persist between steps.
 
 The plan of a step is one int32 tensor ``[FIELDS, rows]`` with a column for each row of the step, dense rows included:
 the number of blocks that the row has, and that it reads (the same for a dense row); the index of its query among the
@@ -27,6 +27,8 @@ FIELDS = 4
 CHANGING = ("rows", "sinks", "recent", "num_blocks", "candidates")
 #: The channels of a query that are rotated at once.
 SLICE = tl.constexpr(32)
+#: The tokens whose codes one program makes: the least side of a matrix for the tensor cores.
+TOKENS = tl.constexpr(16)
 #: The candidates of a row that one program scores.
 CHUNK = tl.constexpr(256)
 #: The candidates that one step of the choice looks at.
@@ -38,6 +40,106 @@ _WHOLE = tl.constexpr(float(WHOLE))
 _TOP = tl.constexpr(float(TOP))
 #: Adding and subtracting it rounds a small float32 to the nearest integer, halves to even, as torch does.
 _ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit(do_not_specialize=("num_blocks",))
+def make_bounds(
+    keys, block_ids, bounds, num_blocks, of_block, of_token, of_head, of_channel,
+    SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
+):  # fmt: skip
+    """Write the bounds of one KV head of one block, from the keys in the cache.
+
+    Args:
+        keys: ``[num_blocks, block_size, num_kv_heads, head_size]``, of any floating dtype.
+        block_ids: ``[blocks to make]``, int64.
+        bounds: ``[num_kv_heads, num_blocks, 2 * head_size]``, output; see `KeyBounds`.
+        num_blocks: The blocks of the cache.
+        of_block: The stride of a block of ``keys``.
+        of_token: The stride of a token.
+        of_head: The stride of a KV head.
+        of_channel: The stride of a channel.
+        SIZE: The tokens of a block.
+        HEAD: The head size; ``HEAD_P`` is the next power of two.
+        HEAD_P: See there.
+    """
+    block, kv_head = tl.load(block_ids + tl.program_id(0)), tl.program_id(1).to(tl.int64)
+    channels = tl.arange(0, HEAD_P)
+    inside = channels < HEAD
+    at = keys + block * of_block + kv_head * of_head + channels * of_channel
+    most = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    least = most
+    for token in range(1, SIZE):
+        found = tl.load(at + token * of_token, mask=inside, other=0.0).to(tl.float32)
+        most = tl.maximum(most, found, propagate_nan=tl.PropagateNan.ALL)
+        least = tl.minimum(least, found, propagate_nan=tl.PropagateNan.ALL)
+    to = bounds + (kv_head * num_blocks + block) * (2 * HEAD) + channels
+    tl.store(to, most.to(bounds.dtype.element_ty), mask=inside)
+    tl.store(to + HEAD, least.to(bounds.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=("num_blocks",))
+def make_codes(
+    keys, block_ids, codes, scales, means, turn, num_blocks, of_block, of_token, of_head, of_channel,
+    SIZE: tl.constexpr, SIZE_P: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
+    WORDS: tl.constexpr, WORDS_P: tl.constexpr,
+):  # fmt: skip
+    """Write codes and their scales for some tokens of one KV head of one block, and the first of these its mean key.
+
+    Args:
+        keys: See `make_bounds`.
+        block_ids: See there.
+        codes: See `score_codes`; output, like ``scales`` and ``means``.
+        scales: See there.
+        means: See there.
+        turn: See there.
+        num_blocks: See `make_bounds`.
+        of_block: See there.
+        of_token: See there.
+        of_head: See there.
+        of_channel: See there.
+        SIZE: See there; ``SIZE_P`` is the next power of two.
+        SIZE_P: See there.
+        HEAD: See `make_bounds`.
+        HEAD_P: See there.
+        WORDS: See `score_codes`.
+        WORDS_P: See there.
+    """
+    block, kv_head = tl.load(block_ids + tl.program_id(0)), tl.program_id(1).to(tl.int64)
+    everyone, tokens = tl.arange(0, SIZE_P), tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    bits = tl.arange(0, WORDS_P * 64)
+    of_keys = keys + block * of_block + kv_head * of_head
+    made = kv_head * num_blocks + block
+    turned = tl.zeros((TOKENS, WORDS_P * 64), tl.float32)
+    width: tl.constexpr = min(HEAD_P, SLICE)
+    for first in tl.static_range(0, HEAD_P, width):
+        part = first + tl.arange(0, width)
+        whole = tl.load(
+            of_keys + everyone[:, None] * of_token + part[None, :] * of_channel,
+            mask=(everyone < SIZE)[:, None] & (part < HEAD)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        mean = (tl.sum(whole, 0) / SIZE).to(means.dtype.element_ty)
+        if tl.program_id(2) == 0:
+            tl.store(means + made * HEAD + part, mean, mask=part < HEAD)
+        there = (tokens < SIZE)[:, None] & (part < HEAD)[None, :]
+        own = tl.load(of_keys + tokens[:, None] * of_token + part[None, :] * of_channel, mask=there, other=0.0)
+        beyond = tl.where(there, own.to(tl.float32) - mean.to(tl.float32)[None, :], 0.0)
+        rotation = tl.load(
+            turn + part[:, None] * (WORDS * 64) + bits[None, :],
+            mask=(part < HEAD)[:, None] & (bits < WORDS * 64)[None, :],
+            other=0.0,
+        )
+        turned = tl.dot(beyond, rotation, turned, input_precision="ieee")
+    scale = tl.sum(tl.abs(turned), 1) / (WORDS * 64)
+    tl.store(scales + made * SIZE + tokens, scale.to(scales.dtype.element_ty), mask=tokens < SIZE)
+    words, places = tl.arange(0, WORDS_P), tl.arange(0, 64)
+    signs = tl.reshape((turned > 0).to(tl.int64), (TOKENS, WORDS_P, 64))
+    code = tl.sum(signs << places[None, None, :].to(tl.int64), 2)
+    tl.store(
+        codes + (made * WORDS + words[None, :]) * SIZE + tokens[:, None],
+        code,
+        mask=(tokens < SIZE)[:, None] & (words < WORDS)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=CHANGING)

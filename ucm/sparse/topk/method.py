@@ -12,7 +12,6 @@ cache after the first step in which the block is full.
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections import Counter
@@ -30,8 +29,10 @@ from ucm.sparse.attention import KEY
 from ucm.sparse.base import Role, SparseMethod, require_hooks
 from ucm.sparse.blocks import keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
+from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.representatives import KeyBounds
+from ucm.sparse.topk.representatives import KeyBounds, power_of_two
+from ucm.sparse.topk.samples import AttentionSamples
 from ucm.sparse.topk.selection import (
     BlockBudget,
     CompletedBlocks,
@@ -103,9 +104,7 @@ class BlockTopK(SparseMethod):
     Attributes:
         counts: ``steps`` and ``rows`` that were restricted, ``kernel_steps`` in which Triton's kernels chose,
             ``blocks_read`` and ``blocks_held`` of these rows in each restricted layer, ``representatives`` made,
-            ``failures``, and the requests that are dense because they failed (``requests_failed``), opted out
-            (``requests_opted_out``) or had invalid settings (``requests_refused``), and the requests that were
-            restricted (``requests_restricted``).
+            ``failures``, and ``requests_<outcome>``; see `ucm.sparse.outcomes`.
         select_seconds: The seconds that the worker's thread has spent on selection.
 
     Raises:
@@ -140,12 +139,11 @@ class BlockTopK(SparseMethod):
         self._asked = False  #: whether a layer of this step has called the method
         #: The requests that stay dense, and why.
         self._dense: dict[str, str] = {}
-        #: What was last logged of each request, at DEBUG.
-        self._told: dict[str, str] = {}
         self._steered: set[str] = set()  #: the requests with their own settings
         self._causes: set[str] = set()
-        self._restricted: set[str] = set()
         self.counts: Counter[str] = Counter()
+        self._outcomes = RequestOutcomes(self.counts, __name__)
+        self._samples = AttentionSamples()
         #: The tokens of ``blocks_read`` that top-p has left out since `_settle`, on the attention's device.
         self._spared: Tensor | None = None
         self.select_seconds = 0.0
@@ -240,17 +238,18 @@ class BlockTopK(SparseMethod):
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""
         del runner
-        for request_id in request_ids:
+        ended = list(request_ids)
+        self._outcomes.finish(ended)
+        for request_id in ended:
             self._dense.pop(request_id, None)
-            self._told.pop(request_id, None)
             self._steered.discard(request_id)
-            self._restricted.discard(request_id)
             if self._planner is not None:
                 self._planner.forget(request_id)
 
     def execute_begin(self, runner: Any, scheduler_output: Any, input_batch: Any) -> None:
         """Decide by the lengths which rows are sparse in this step."""
         self._batch = self.attention.batch(runner, scheduler_output, input_batch)
+        self._outcomes.begin(self._batch.request_ids)
         self._tables, self._completed_ids, self._asked = None, None, False
         self._plan, self._completed = None, ()
         if self._planner is not None:  # the block size is unknown before the first layer with a cache
@@ -285,8 +284,12 @@ class BlockTopK(SparseMethod):
     def attention_finished(
         self, layer_name: str, query: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:
-        """Make the representatives of the blocks that the step's tokens complete, which are now in the cache."""
+        """Make the representatives of the blocks that the step's tokens complete, and measure a sample."""
         del query, attn_metadata, output
+        sample = self._samples.of(layer_name)
+        if sample is not None:
+            with self._dense_on_failure(layer_name, [sample.request_id]):
+                self._samples.measure(sample, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
         if self._completed and self._completed_ids is not None and not self._is_dense(layer_name):
             with self._dense_on_failure(layer_name, [of.request_id for of in self._completed]):
                 self._make(layer_name, kv_cache, self._completed_ids[1])
@@ -310,21 +313,21 @@ class BlockTopK(SparseMethod):
         self._tables = None
         self.counts["steps"] += 1
         self.counts["rows"] += len(plan.rows)
-        self.counts["requests_restricted"] += len(set(plan.request_ids) - self._restricted)
-        self._restricted.update(plan.request_ids)
+        self._outcomes.restrict(plan.request_ids)
         if self.counts["steps"].bit_count() == 1:  # at 1, 2, 4, …: told often enough, never too often
             self._logger.info("[UCM.Sparse] %s", self.summary())
 
     def figures(self) -> dict[str, float]:
         """See `SparseMethod.figures`."""
         size = self._settle()
-        outcomes = ("restricted", "opted_out", "refused", "failed")
         return {
-            **{f"requests.{outcome}": self.counts[f"requests_{outcome}"] for outcome in outcomes},
+            **self._outcomes.figures(OUTCOMES),
             "rows": self.counts["rows"],
             "read_tokens": self.counts["blocks_read"] * size,
             "held_tokens": self.counts["blocks_held"] * size,
             "select_seconds": self.select_seconds,
+            "attention_samples": self._samples.taken,
+            "attention_kept": self._samples.kept,
         }
 
     def summary(self) -> str:
@@ -335,10 +338,11 @@ class BlockTopK(SparseMethod):
         return (
             f"{self._name} restricted {counts['rows']} decodes in {counts['steps']} steps: "
             f"{counts['blocks_read']} of {counts['blocks_held']} blocks read ({share:.1%}), "
-            f"{counts['representatives']} representatives made, {counts['requests_failed']} requests dense after "
+            f"{counts['representatives']} representatives made, "
+            f"{counts['requests_failed'] + counts['requests_out_of_memory']} requests dense after "
             f"{counts['failures']} failures, {counts['requests_opted_out']} because they asked for it, "
             f"{counts['requests_refused']} whose options could not be honoured; Triton's kernels chose in "
-            f"{counts['kernel_steps']} steps"
+            f"{counts['kernel_steps']} steps; {self._samples.summary()}"
         )
 
     def _settle(self) -> int:
@@ -354,9 +358,7 @@ class BlockTopK(SparseMethod):
     ) -> Any:
         if self._tables is None or self._tables[0] is not attn_metadata:
             table = self.attention.block_table(attn_metadata)
-            if not self._buffers_known:
-                self._buffers, self._buffers_known = buffers_for(table.device), True
-            self._tables = attn_metadata, step_tables(plan, table, self._buffers)
+            self._tables = attn_metadata, step_tables(plan, table, self._kernel_buffers(table.device))
         tables = self._tables[1]
         if tables.missing is not None:
             self._make(layer_name, kv_cache, tables.missing)
@@ -367,6 +369,9 @@ class BlockTopK(SparseMethod):
             made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
         chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)
         found = self.attention.restricted(layer_name, attn_metadata, chosen, lens, tables.max_seq_len, tables.split)
+        if self._samples.due():
+            table = self.attention.block_table(attn_metadata)
+            self._samples.begin(layer_name, plan, query, table, chosen, lens)
         if plan.top_p is not None:
             spared = (tables.seq_lens - lens).sum()
             self._spared = spared if self._spared is None else self._spared + spared
@@ -378,8 +383,8 @@ class BlockTopK(SparseMethod):
         for request_id, asked in batch.asked.items():
             self._steer(planner, request_id, asked)
         self._plan = planner.plan(batch, self._dense.keys())
-        self._completed = planner.completed(batch, self._dense.keys())
-        if self._logger.isEnabledFor(logging.DEBUG):
+        self._completed = planner.completed(batch, self._dense.keys() | _made_for(self._plan))
+        if self._outcomes.tells:
             self._tell(planner, batch, self._plan)
 
     def _tell(self, planner: SelectionPlanner, batch: StepBatch, plan: SelectionPlan | None) -> None:
@@ -393,13 +398,7 @@ class BlockTopK(SparseMethod):
             if request_id not in reads:
                 few = f"it has no more than {least}, of which {budget} are its budget"
                 what = f"dense: {self._dense.get(request_id, few)}"
-            if self._told.get(request_id) != what:
-                self._told[request_id] = what
-                most = reads.get(request_id, 0) * size or context
-                self._logger.debug(
-                    "[UCM.Sparse] request %s, %d tokens, %s; it reads up to %d tokens in a layer",
-                    *(request_id, context, what, most),
-                )
+            self._outcomes.tell(request_id, context, what, reads.get(request_id, 0) * size or context)
 
     def _steer(self, planner: SelectionPlanner, request_id: str, asked: object) -> None:
         """Apply a request's settings, or make it dense; in some releases they arrive again when it is resumed."""
@@ -411,29 +410,47 @@ class BlockTopK(SparseMethod):
             if options is not None and options != RequestOptions():
                 planner.give(request_id, self._budget(planner.budget.block_size, options))
         except ConfigError as error:
-            self.counts["requests_refused"] += 1
+            self._outcomes.exclude([request_id], REFUSED)
             self.complaints.tell(request_id, error, "it is dense")
             self._dense[request_id] = "its options cannot be honoured"
         else:
             if options is not None:
                 return
-            self.counts["requests_opted_out"] += 1
+            self._outcomes.exclude([request_id], OPTED_OUT)
             self._dense[request_id] = "it asks for it"
 
     def _make(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
         """Make the representatives of blocks from the cache."""
         made = self._representatives_of(layer_name, kv_cache, block_ids[:1])
-        made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
+        keys = self._keys_for_kernels(layer_name, kv_cache, block_ids.device)
+        if keys is None:
+            made.update(block_ids, lambda ids: self.attention.read_keys(layer_name, kv_cache, ids))
+        else:
+            made.update_in_place(block_ids, keys)
         self.counts["representatives"] += len(block_ids)
 
     def _representatives_of(self, layer_name: str, kv_cache: Tensor, any_block: Tensor) -> Representatives:
         """Return the layer's representatives, with room for all blocks of the cache."""
         found = self._representatives.get(layer_name)
         if found is None:
-            keys = self.attention.read_keys(layer_name, kv_cache, any_block)
+            keys = self._keys_for_kernels(layer_name, kv_cache, any_block.device)
+            keys = self.attention.read_keys(layer_name, kv_cache, any_block) if keys is None else keys[:1]
             num_blocks = self.attention.num_blocks(layer_name, kv_cache)
             found = self._representatives[layer_name] = SELECTORS[self._options.selector](num_blocks, keys)
         return found
+
+    def _keys_for_kernels(self, layer_name: str, kv_cache: Tensor, device: Any) -> Tensor | None:
+        """Return all keys of a cache if a kernel can make representatives from them."""
+        if self._kernel_buffers(device) is None:
+            return None
+        keys = self.attention.keys_in_place(layer_name, kv_cache)
+        return keys if keys is not None and power_of_two(keys.shape[1]) == keys.shape[1] else None
+
+    def _kernel_buffers(self, device: Any) -> DeviceBuffers | None:
+        """Return the buffers of the kernels; None on a device without kernels."""
+        if not self._buffers_known:
+            self._buffers, self._buffers_known = buffers_for(device), True
+        return self._buffers
 
     @contextmanager
     def _dense_on_failure(self, layer_name: str, request_ids: Sequence[str]) -> Iterator[None]:
@@ -457,7 +474,7 @@ class BlockTopK(SparseMethod):
         self._plan, self._completed = None, ()
         self._buffers, self._buffers_known = None, False  # some of them may not be 0 where they must be
         self.counts["failures"] += 1
-        self.counts["requests_failed"] += len(request_ids)
+        self._outcomes.exclude(request_ids, failure_outcome(error))
         cause = f"{type(error).__name__}: {error}"
         if cause not in self._causes:
             self._causes.add(cause)
@@ -502,6 +519,17 @@ class BlockTopK(SparseMethod):
             return True
         number = re.search(r"\.(\d+)\.", layer_name)
         return number is not None and not self._options.dense_layers <= int(number[1]) < self._first_last
+
+
+def _made_for(plan: SelectionPlan | None) -> set[str]:
+    """Return the requests of which a step makes missing representatives; a later step makes what it completes.
+
+    So no step makes representatives both before and after a layer's attention.
+    """
+    if plan is None:
+        return set()
+    missing = (plan.missing[:, 1] > plan.missing[:, 0]).tolist()
+    return {request_id for request_id, some in zip(plan.request_ids, missing, strict=True) if some}
 
 
 def num_layers(vllm_config: Any) -> int | None:

@@ -37,20 +37,22 @@ PLACES = 1 << 20
 
 
 @dataclass(frozen=True)
-class ScoringKernel:
-    """A Triton kernel that scores blocks.
+class TritonKernel:
+    """A Triton kernel that makes or reads representatives.
 
     Attributes:
         function: The kernel.
         num_kv_heads: The number of KV heads.
-        tensors: The representatives, its arguments behind the query.
+        tensors: The representatives, among its arguments.
         constants: Its compile-time constants, and Triton's options.
+        parts: The programs that make the representatives of a block and KV head.
     """
 
     function: Any
     num_kv_heads: int
     tensors: tuple[Tensor, ...]
     constants: Mapping[str, int]
+    parts: int = 1
 
 
 def power_of_two(number: int) -> int:
@@ -80,6 +82,18 @@ class Representatives(ABC):
         """
         for some in block_ids.split(self._at_once):
             self.put(some, read_keys(some))
+
+    def update_in_place(self, block_ids: Tensor, keys: Tensor) -> None:
+        """Compute the representatives of some blocks from the cache itself, in one launch on the device.
+
+        Args:
+            block_ids: ``[n]``, int64; complete blocks.
+            keys: ``[num_blocks, block_size, num_kv_heads, head_size]``: all keys of the cache, in any memory order.
+        """
+        kernel = self.making_kernel()
+        kernel.function[len(block_ids), kernel.num_kv_heads, kernel.parts](
+            *(keys, block_ids, *kernel.tensors, self.num_blocks, *keys.stride()), **kernel.constants
+        )
 
     def shares(self, query: Tensor, block_ids: Tensor, hidden: Tensor | None) -> Tensor:
         """Estimate the share of their attention that the heads of each row give to each of its blocks.
@@ -119,7 +133,7 @@ class Representatives(ABC):
             softmax over blocks gives their relative attention.
         """
 
-    def kernel(self, num_heads: int) -> ScoringKernel:
+    def scoring_kernel(self, num_heads: int) -> TritonKernel:
         """Return the Triton kernel that scores these representatives; see `ucm.sparse.topk.kernels`.
 
         Args:
@@ -127,6 +141,14 @@ class Representatives(ABC):
 
         Raises:
             NotImplementedError: If they are only ever scored with torch.
+        """
+        raise NotImplementedError
+
+    def making_kernel(self) -> TritonKernel:
+        """Return the Triton kernel that makes these representatives; see `ucm.sparse.topk.kernels`.
+
+        Raises:
+            NotImplementedError: If they are only ever made with torch.
         """
         raise NotImplementedError
 
@@ -140,22 +162,30 @@ class KeyBounds(Representatives):
 
     def __init__(self, num_blocks: int, keys: Tensor) -> None:
         super().__init__(num_blocks, keys)
-        _, _, num_kv_heads, head_size = keys.shape
+        _, self._block_size, num_kv_heads, head_size = keys.shape
         #: ``[num_kv_heads, num_blocks, 2 * head_size]``: the largest values, then the smallest.
-        self._bounds = keys.new_zeros((num_kv_heads, num_blocks, 2 * head_size))
+        self._bounds = keys.new_empty((num_kv_heads, num_blocks, 2 * head_size))
 
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
         """Compute the bounds of some blocks from these keys."""
         self._bounds[:, block_ids] = bounds_of(keys)
 
-    def kernel(self, num_heads: int) -> ScoringKernel:
+    def scoring_kernel(self, num_heads: int) -> TritonKernel:
         """Return the kernel."""
         from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
 
         heads, _, both = self._bounds.shape
         wide = power_of_two(both // 2)
         constants = {"GROUP": num_heads // heads, "HEAD": both // 2, "HEAD_P": wide, "TILE": max(1, 4096 // wide)}
-        return ScoringKernel(kernels.score_bounds, heads, (self._bounds,), constants)
+        return TritonKernel(kernels.score_bounds, heads, (self._bounds,), constants)
+
+    def making_kernel(self) -> TritonKernel:
+        """Return the kernel."""
+        from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
+
+        heads, _, both = self._bounds.shape
+        constants = {"SIZE": self._block_size, "HEAD": both // 2, "HEAD_P": power_of_two(both // 2)}
+        return TritonKernel(kernels.make_bounds, heads, (self._bounds,), constants)
 
     def _elements(self, num_heads: int, blocks: int) -> int:
         heads, _, both = self._bounds.shape

@@ -632,7 +632,7 @@ class StepOnDevice:
         num_heads, head_size = query.shape[1:]
         if query.stride()[1:] != (head_size, 1):
             query = query.contiguous()
-        kernel = made.kernel(num_heads)
+        kernel = made.scoring_kernel(num_heads)
         budget, rows, take = self._budget, self._rows, self._buffers.take
         shares = take("shares", (self._candidates,), torch.int64)
         scores = take("scores", (num_heads, self._candidates), torch.float32)

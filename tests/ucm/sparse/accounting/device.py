@@ -115,6 +115,9 @@ class Device:
     def read_keys(self, layer_name: str, kv_cache: Any, block_ids: Any) -> Any:
         raise NotImplementedError
 
+    def keys_in_place(self, layer_name: str, kv_cache: Any) -> Any:
+        raise NotImplementedError
+
     # Steps
 
     def scribble(self, block_ids: Sequence[int]) -> None:

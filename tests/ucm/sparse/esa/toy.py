@@ -168,6 +168,9 @@ class Device:
         del layer_name
         return kv_cache[block_ids, :, :, :SIZE].transpose(1, 2)
 
+    def keys_in_place(self, layer_name: str, kv_cache: torch.Tensor) -> None:
+        del layer_name, kv_cache
+
     def block_copies(self, kv_caches: Mapping[str, torch.Tensor]) -> RawBlocks:
         return RawBlocks(kv_caches, self.size)
 

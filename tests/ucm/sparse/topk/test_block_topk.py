@@ -97,7 +97,7 @@ def test_a_long_decode_reads_its_budget_and_first_layers_everything() -> None:
         "requests_restricted": 1,
         "blocks_read": 10,
         "blocks_held": 16,
-        "representatives": 12,
+        "representatives": 10,
         "kernel_steps": INTERPRETED,
     }
 
@@ -289,6 +289,28 @@ def test_the_same_cause_is_told_once_and_an_ended_requests_name_is_free_again(to
     assert len([record for record in told if record.levelno == logging.ERROR]) == 1
     failing(made)
     assert run(made, batch, metadata(batch, [LONG]), kv)[-1].seq_lens.tolist() == [19]
+
+
+def test_a_request_without_another_outcome_is_short() -> None:
+    """Of those that were seen in a step; one that was never scheduled is none."""
+    made, kv = method(), cache()
+    batch = step(("long", 30, 1, 8), ("short", 3, 1, 2), ("dense", 30, 1, 8), dense=False)
+    run(made, batch, metadata(batch, [LONG, [30], list(range(20, 28))]), kv)
+    made.requests_finished(None, ["long", "short", "dense", "never scheduled"])
+    found = {name: value for name, value in made.figures().items() if name.startswith("requests.") and value}
+    assert found == {"requests.restricted": 1, "requests.short": 1, "requests.opted_out": 1}
+
+
+def test_a_device_without_memory_is_a_cause_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kv, batch = method(), cache(), step(("a", 30, 1, 8))
+
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(made.attention, "read_keys", full)
+    run(made, batch, metadata(batch, [LONG]), kv)
+    found = made.figures()
+    assert (found["requests.out_of_memory"], found["requests.failed"]) == (1, 0)
 
 
 def test_messages_bear_the_name_that_the_operator_wrote() -> None:
@@ -525,9 +547,9 @@ def test_told_at_powers_of_two(told: list[logging.LogRecord]) -> None:
     assert [line.split(" in ")[1].split()[0] for line in lines] == ["1", "2", "4"]
     assert lines[0] == (
         "[UCM.Sparse] BlockTopK restricted 1 decodes in 1 steps: 10 of 16 blocks read (62.5%), "
-        "12 representatives made, 0 requests dense after 0 failures, 0 because they asked for it, "
+        "10 representatives made, 0 requests dense after 0 failures, 0 because they asked for it, "
         "0 whose options could not be honoured; "
-        f"Triton's kernels chose in {INTERPRETED} steps"
+        f"Triton's kernels chose in {INTERPRETED} steps; no sample of the attention yet"
     )
 
 
@@ -721,11 +743,15 @@ def test_figures() -> None:
     assert found.pop("select_seconds") > 0
     assert found == {
         "requests.restricted": 1,
+        "requests.short": 0,
         "requests.opted_out": 1,
         "requests.refused": 1,
         "requests.failed": 0,
+        "requests.out_of_memory": 0,
         "rows": 2,
         "read_tokens": 2 * 2 * 20,
         "held_tokens": 2 * 2 * 32,
+        "attention_samples": 0,
+        "attention_kept": 0,
     }
     assert all(f"ucm:sparse_{name.partition('.')[0]}_total" in METRICS for name in found)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: The dtypes of arguments that are tensors.
 POINTERS = {
+    "keys": "bf16",
+    "block_ids": "i64",
     "query": "bf16",
     "block_table": "i32",
     "plan": "i32",
@@ -86,7 +88,17 @@ def made(kind: type[Representatives], size: int, head: int) -> Representatives:
     [(KeyBounds, 16, 80), (KeyBounds, 128, 256), (KeyCodes, 16, 128), (KeyCodes, 32, 192), (KeyCodes, 128, 256)],
 )
 def test_scores(kind: type[Representatives], size: int, head: int, gpu: str) -> None:
-    kernel = made(kind, size, head).kernel(8)
+    kernel = made(kind, size, head).scoring_kernel(8)
+    assert compiled(kernel.function, gpu, kernel.constants)
+
+
+@pytest.mark.parametrize("gpu", list(TARGETS))
+@pytest.mark.parametrize(
+    ("kind", "size", "head"),
+    [(KeyBounds, 16, 80), (KeyCodes, 16, 128), (KeyCodes, 128, 256)],
+)
+def test_summaries(kind: type[Representatives], size: int, head: int, gpu: str) -> None:
+    kernel = made(kind, size, head).making_kernel()
     assert compiled(kernel.function, gpu, kernel.constants)
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="torch is not installed; the end-to-end sess
 
 import torch
 
-from ucm.sparse.topk.attention_share import block_masses
+from ucm.sparse.topk.samples import block_masses
 
 
 def test_masses_are_those_of_attention() -> None:

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ucm.sparse.fake_view import FakeView, metadata
 from tests.ucm.sparse.steps import step
-from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, LAYERS, LONG, cache, method, run
+from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, LAYERS, LONG, cache, method, run, view_of
 from ucm.sparse.topk import kernels
-from ucm.sparse.topk.codes import KeyCodes
+from ucm.sparse.topk.codes import KeyCodes, turn
 from ucm.sparse.topk.representatives import KeyBounds, Representatives
 from ucm.sparse.topk.selection import (
     BlockBudget,
@@ -111,6 +111,50 @@ def test_kernels_choose_what_torch_chooses(selector: str, given: Any) -> None:
     chosen = StepOnDevice(case.plan, case.table, case.buffers).select(made, case.query, alone)[0]
     wanted = RestrictedTables(case.plan, case.table).select(made, case.query, alone)[0]
     assert case.rows_of(chosen) == case.rows_of(wanted)
+
+
+def laid_out(keys: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same keys as a backend's cache has them: plain, ordered by head, or as halves of heads with the values."""
+    if layout == "plain":
+        return keys
+    by_head = keys.transpose(1, 2).contiguous()
+    whole = torch.cat((by_head, torch.full_like(by_head, 7.0)), -1) if layout == "halves" else by_head
+    return whole.transpose(1, 2)[..., : keys.shape[-1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "layout"),
+    [
+        *((given, "plain") for given in (*CASES, (40, 4, 1, 8, torch.float32), (41, 16, 1, 192, torch.float32))),
+        *((CASES[4], layout) for layout in ("by head", "halves")),
+    ],
+    ids=str,
+)
+def test_kernels_make_what_torch_makes(given: Any, layout: str) -> None:
+    """Bounds exactly, also of keys that are no numbers; of codes nearly all bits, because sums have another order."""
+    case = Case(*given)
+    case.keys[2, -2, 0, 3] = float("nan")
+    ids = torch.tensor([9, 2, case.num_blocks - 1, 4, 0])  # others are left as they are
+    keys = laid_out(case.keys, layout)
+    bounds, wanted = KeyBounds(case.num_blocks, keys[:1]), KeyBounds(case.num_blocks, keys[:1])
+    bounds._bounds.fill_(5.0)
+    wanted._bounds.fill_(5.0)
+    bounds.update_in_place(ids, keys)
+    wanted.put(ids, case.keys[ids])
+    assert torch.equal(bounds._bounds.nan_to_num(99.0), wanted._bounds.nan_to_num(99.0))
+    assert bounds._bounds.isnan().any()
+    case.keys[2] = 1.0  # all keys of a block alike: nothing is beyond their mean
+    keys = laid_out(case.keys, layout)
+    codes, other = KeyCodes(case.num_blocks, keys[:1]), KeyCodes(case.num_blocks, keys[:1])
+    for made in (codes, other):
+        for tensor in (made._codes, made._scales, made._means):
+            tensor.fill_(5)
+    codes.update_in_place(ids, keys)
+    other.put(ids, case.keys[ids])
+    apart = (codes._codes ^ other._codes)[..., None] >> torch.arange(64) & 1
+    assert float(apart.float().mean()) < 0.01
+    torch.testing.assert_close(codes._means, other._means, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(codes._scales, other._scales, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("selector", list(KINDS))
@@ -208,8 +252,10 @@ def test_a_cpu_has_kernels_only_to_interpret_them(monkeypatch: pytest.MonkeyPatc
     assert buffers_for(torch.device("cuda")) is None
 
 
-#: Operations of torch that launch nothing: they make views, or ask for sizes.
+#: Operations of torch that launch nothing: they make views, allocate, or ask for sizes.
 VIEWS = {"view", "slice", "select", "unsqueeze", "as_strided", "detach", "alias", "_unsafe_view", "expand", "permute"}
+#: Tensors that are only allocated, or are numpy's.
+ALLOCATIONS = {"empty", "new_empty", "lift_fresh"}
 
 
 class Launches(TorchDispatchMode):  # type: ignore[misc] # torch is not there when types are checked
@@ -221,7 +267,7 @@ class Launches(TorchDispatchMode):  # type: ignore[misc] # torch is not there wh
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name not in VIEWS:
+        if name not in VIEWS | ALLOCATIONS:
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -252,7 +298,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Launches]:
 
         return Grid()
 
-    for name in ("score_bounds", "score_codes", "choose"):
+    for name in ("make_bounds", "make_codes", "score_bounds", "score_codes", "choose"):
         monkeypatch.setattr(kernels, name, counted(getattr(kernels, name), name))
 
     def fresh() -> Launches:
@@ -273,8 +319,9 @@ def test_a_restricted_layer_has_at_most_four_launches(
     if ranks > 1:
         made.attention = TwoRanks()
     tables = [*([LONG] * requests), [30], [31, 32, 33]]
-    before = step(*((f"{n}", 29, 1, 8) for n in range(requests)), ("short", 2, 1, 2), ("chunk", 0, 5, 30))
-    run(made, before, metadata(before, tables), kv)
+    for computed in (28, 29):  # the second makes what the first completes
+        before = step(*((f"{n}", computed, 1, 8) for n in range(requests)), ("short", 2, 1, 2), ("chunk", 0, 5, 30))
+        run(made, before, metadata(before, tables), kv)
     batch = step(*((f"{n}", 30, 1, 8) for n in range(requests)), ("short", 3, 1, 2), ("chunk", 5, 2, 30))
     query = torch.ones((int(batch.num_new_tokens.sum()), HEADS, HEAD))
     dense = metadata(batch, tables)
@@ -288,6 +335,68 @@ def test_a_restricted_layer_has_at_most_four_launches(
     assert counter.found.total() + 1 <= 4  # and vLLM's attention
     assert restricted is not dense
     assert restricted.block_table[:requests, 0].tolist() == [10] * requests
+
+
+@pytest.mark.parametrize("selector", list(KINDS))
+@pytest.mark.parametrize("requests", [1, 5])
+def test_a_first_sparse_step_has_at_most_four_launches_per_layer(
+    launches: Callable[[], Launches], selector: str, requests: int
+) -> None:
+    """A layer makes the summaries of all blocks of all requests in one launch, also in the engine's first such step.
+
+    The step has a constant more, whatever the number of layers and requests: the buffers, the plan, and which blocks.
+    Following steps have one launch less per layer, unless they complete blocks or get candidates.
+    """
+    made, kv = method(selector=selector), cache()
+    view_of(made).in_place = True
+    turn(HEAD, torch.device("cpu"))  # computed on the host, once in a process
+    tables = [LONG] * requests
+
+    def total(computed: int) -> Counter[str]:
+        batch = step(*((f"{n}", computed, 1, 8) for n in range(requests)))
+        query, dense = torch.ones((requests, HEADS, HEAD)), metadata(batch, tables)
+        made.execute_begin(None, None, batch)
+        per_layer: list[Counter[str]] = []
+        for name in LAYERS:
+            with launches() as counter:
+                _, _, _, used = made.attention_begin(name, query, query, query, kv, dense)
+                made.attention_finished(name, query, kv, used, query)
+            per_layer.append(counter.found)
+        made.execute_finished(None, None, None)
+        dense_layer, first, second = per_layer
+        assert not dense_layer
+        assert (first - second).total() <= 8
+        assert second.total() + 1 <= 4  # and vLLM's attention
+        assert first >= second
+        return second
+
+    chosen = {f"score_{selector}": 1, "choose": 1}
+    assert run(made, step(("0", 17, 2, 8)), metadata(step(("0", 17, 2, 8)), [LONG]), kv)  # fits: nothing is made
+    assert not made.counts
+    assert total(27) == {f"make_{selector}": 1, **chosen}  # which also completes a block: its summary waits
+    assert total(28) == {f"make_{selector}": 1, **chosen}  # another block becomes a candidate
+    assert total(29) == {f"make_{selector}": 1, **chosen}
+    assert total(30) == chosen
+    assert not made.counts["failures"]
+
+
+@pytest.mark.parametrize("selector", list(KINDS))
+def test_a_method_reads_the_same_with_summaries_by_kernels_and_by_torch(selector: str) -> None:
+    """A prompt in chunks, then decodes over the ends of blocks; the keys differ clearly."""
+    found = []
+    for in_place in (False, True):
+        made, kv = method(selector=selector), cache(3)
+        view_of(made).in_place = in_place
+        read = []
+        for computed, new in ((0, 14), (14, 10), (24, 2), *((26 + n, 1) for n in range(6))):
+            batch = step(("a", computed, new, 26))
+            query = torch.randn((new, HEADS, HEAD), generator=torch.Generator().manual_seed(computed))
+            read += [of.block_table.tolist() for of in run(made, batch, metadata(batch, [LONG]), kv, query)]
+        assert made.counts["rows"] > 0
+        assert not made.counts["failures"]
+        assert bool(view_of(made).reads) != in_place
+        found.append(read)
+    assert found[0] == found[1]
 
 
 def test_the_counter_counts_what_torch_would_launch(launches: Callable[[], Launches]) -> None:

@@ -204,6 +204,10 @@ class Backend(Protocol):
         """See `AttentionView.read_keys`."""
         ...
 
+    def keys_in_place(self, layer: Any, kv_cache: Tensor) -> Tensor | None:
+        """See `AttentionView.keys_in_place`."""
+        ...
+
     def require_parts(self, layer: Any) -> None:
         """See `PartsView.require_parts`; obstacles that do not depend on the backend are checked elsewhere."""
         ...
@@ -328,6 +332,11 @@ class AttentionLayers:
         """See `AttentionView.read_keys`."""
         layer, backend = self._layer(layer_name)
         return backend.read_keys(layer, kv_cache, block_ids)
+
+    def keys_in_place(self, layer_name: str, kv_cache: Tensor) -> Tensor | None:
+        """See `AttentionView.keys_in_place`."""
+        layer, backend = self._layer(layer_name)
+        return backend.keys_in_place(layer, kv_cache)
 
     def require_parts(self, layer_name: str) -> None:
         """See `PartsView.require_parts`."""

@@ -1,0 +1,82 @@
+"""How much attention choices keep, measured in a method's steps and compared with attention computed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; the end-to-end session runs these tests")
+
+import torch
+
+from tests.ucm.sparse.fake_view import metadata
+from tests.ucm.sparse.steps import step
+from tests.ucm.sparse.topk.test_block_topk import HEAD, HEADS, KV_HEADS, LAYERS, LONG, SIZE, cache, method, run, view_of
+from ucm.sparse.topk import samples
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure every choice, and read few keys at once."""
+    monkeypatch.setattr(samples, "EVERY", 1)
+    monkeypatch.setattr(samples, "FIRST", 0)
+    monkeypatch.setattr(samples, "AT_ONCE", 3 * SIZE * KV_HEADS * HEAD)
+
+
+def share(query: torch.Tensor, keys: torch.Tensor, blocks: list[int], read: list[int], tokens: int) -> float:
+    """The share of the attention to the read tokens, the mean over heads, in 64 bits."""
+    places = [place for place, block in enumerate(blocks) for _ in range(SIZE) if block in read]
+    flat = keys[blocks].flatten(0, 1)[:tokens].double()  # [tokens, num_kv_heads, head_size]
+    of_heads = flat.repeat_interleave(HEADS // KV_HEADS, 1)
+    weights = (torch.einsum("hd,thd->ht", query.double(), of_heads) * HEAD**-0.5).softmax(-1)
+    kept = torch.tensor([token // SIZE in places for token in range(tokens)])
+    return float(weights[:, kept].sum(-1).mean())
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.6}], ids=["whole budget", "top-p"])
+@pytest.mark.usefixtures("always")
+def test_the_share_is_that_of_what_is_read(options: dict[str, Any]) -> None:
+    """Rows take turns; the last block is incomplete, and with a top-p rows read fewer blocks than their table has."""
+    made, kv, wanted = method(**options), cache(1), 0.0
+    tables = [LONG, list(range(20, 28))]
+    for computed in (29, 30):
+        batch = step(("a", computed, 1, 8), ("b", computed - 1, 1, 8))
+        query = torch.randn((2, HEADS, HEAD), generator=torch.Generator().manual_seed(computed)) * 2
+        for number, used in enumerate(run(made, batch, metadata(batch, tables), kv, query)[1:]):
+            count = -(-int(used.seq_lens[number]) // SIZE)
+            read = used.block_table[number, :count].tolist()
+            wanted += share(query[number], kv[0], tables[number], read, computed + 1 - number)
+    found = made.figures()
+    assert found["attention_samples"] == 4
+    assert found["attention_kept"] == pytest.approx(wanted, abs=1e-5)
+    assert 0 < wanted < 4
+    assert f"{wanted / 4:.1%} of the attention kept in 4 samples" in made.summary()
+
+
+def test_few_choices_are_measured_and_all_layers_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "EVERY", 7)
+    monkeypatch.setattr(samples, "FIRST", 3)
+    made, kv, measured = method(), cache(), []
+    batch, query = step(("a", 29, 1, 8)), torch.ones((1, HEADS, HEAD))
+    for _ in range(14):
+        made.execute_begin(None, None, batch)
+        for name in LAYERS:
+            used = made.attention_begin(name, query, query, query, kv, metadata(batch, [LONG]))[3]
+            before = made.figures()["attention_samples"]
+            made.attention_finished(name, query, kv, used, query)
+            measured += [name] * int(made.figures()["attention_samples"] - before)
+        made.execute_finished(None, None, None)
+    assert measured == [LAYERS[1], LAYERS[2], LAYERS[1], LAYERS[2]]  # the choices 3, 10, 17 and 24 of two layers
+
+
+@pytest.mark.usefixtures("always")
+def test_a_failure_to_measure_makes_its_request_dense() -> None:
+    made, kv, batch = method(), cache(), step(("a", 29, 1, 8))
+    query, dense = torch.ones((1, HEADS, HEAD)), metadata(batch, [LONG])
+    made.execute_begin(None, None, batch)
+    made.attention_begin(LAYERS[1], query, query, query, kv, dense)
+    view_of(made).unreadable = (LAYERS[1],)
+    made.attention_finished(LAYERS[1], query, kv, dense, query)
+    assert made.attention_begin(LAYERS[2], query, query, query, kv, dense)[3] is dense
+    assert made.counts["requests_failed"] == 1
