@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.engine import MODEL, PATIENCE, variables
@@ -17,7 +18,6 @@ from tests.e2e.workload import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
     from types import TracebackType
     from typing import Self
 
@@ -142,6 +142,13 @@ class PrefixEngine:
         """Wait for the start, as other calls do; return its duration in seconds."""
         self._started = True
         return float(self._answer())
+
+    def processor_seconds(self) -> float:
+        """Return the processor time that the engine has used, in an engine of one process."""
+        if not self._started:
+            self.wait_until_started()
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def log(self) -> str:
