@@ -160,6 +160,7 @@ PIPELINES = {"Cache|Ds3fs": "Cache|Posix", "Cache|Empty": "Dram", "Ds3fs": "Posi
 PIPELINES_NOT_IN_THIS_VERSION = {
     "Cache|Compress|Posix": "use 'Cache|Posix': blocks are stored as they are",
     "Cache|Fake": "use 'Dram', or 'Empty' to measure without a store",
+    "Mooncake|Posix": "engines lend no memory here: use 'Posix|Mooncake' in our format, as docs/store.md says",
     "Fake": "use 'Empty' to measure without a store; a store that returns other data than it was given is not offered",
 }
 

@@ -166,6 +166,7 @@ def test_what_is_not_in_this_version(name: str, what: str, place: str) -> None:
     assert caught.value.where.startswith(f"{UPSTREAM / name}.yaml: ")
     assert place in caught.value.where
     assert caught.value.fix
+    assert ("lend no memory" in caught.value.fix) == (name == "mooncake")
 
 
 NFS = {"ucm_connector_name": "UcmNfsStore", "ucm_connector_config": {"storage_backends": "/mnt/kv"}}
