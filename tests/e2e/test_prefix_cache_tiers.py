@@ -1,23 +1,27 @@
-"""Stores in memory, in files and in both; restarts; two concurrent engines on one store."""
+"""Stores in memory, in files, in both and above a server; restarts; two concurrent engines on one store."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import obstore
 import pytest
+import redis
 
 from tests.e2e.prefix_workload import computed_blocks
 from tests.e2e.workload import BLOCK
 from tests.ucm.store.keys import key_file
+from tests.ucm.store.servers import RedisServer, S3Server
 from ucm.store.format import UNIT, checksum, decode, header_nbytes
 from ucm.store.memory.segment import delete_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.e2e.prefix_engine import PrefixEngine
     from tests.e2e.prefix_runs import PrefixRuns
@@ -30,6 +34,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 PHASES = ("boundary", "chunked", "document", "base")
 #: Lookups are not cached.
 STORE: dict[str, Any] = {"lookup_cache_seconds": 0}
+#: Seconds within which a healthy server answers on a busy machine.
+LONG = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +51,12 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def start(runs: PrefixRuns, directory: Path, store: dict[str, Any]) -> PrefixEngine:
+def start(runs: PrefixRuns, directory: Path, store: dict[str, Any], path: str = "", **settings: Any) -> PrefixEngine:
     from tests.e2e.prefix_engine import PrefixEngine, connector  # noqa: PLC0415 - needs the build's packages
     from tests.e2e.processes import IN_PROCESS  # noqa: PLC0415
 
-    return PrefixEngine(runs.environments[False], directory, connector({**store, **STORE}), IN_PROCESS)
+    arguments = connector({**store, **STORE}, **settings)
+    return PrefixEngine(runs.environments[False], directory, arguments, {**IN_PROCESS, "PYTHONPATH": path})
 
 
 def wait_for_all(store: Path, known: list[Played]) -> None:
@@ -194,3 +201,61 @@ def test_memory_above_two_directories(
     with start(prefix_runs, tmp_path / "above", store) as engine:
         check(engine, known, loaded=True)
         assert loaded_from(engine, "dram") > 0
+
+
+def redis_values(directory: Path) -> tuple[RedisServer, dict[str, Any], Callable[[], int]]:
+    server = RedisServer(directory / "redis")
+    return server, {"address": server.address}, lambda: int(server.client().dbsize())
+
+
+def bucket(directory: Path) -> tuple[S3Server, dict[str, Any], Callable[[], int]]:
+    server = S3Server(directory / "s3")
+    return server, server.options(directory / "secret"), lambda: sum(map(len, obstore.list(server.store())))
+
+
+@pytest.mark.parametrize(("name", "serve"), [("Redis", redis_values), ("S3", bucket)])
+def test_a_server_below_memory_and_disk(
+    prefix_runs: PrefixRuns,
+    known: list[Played],
+    tmp_path: Path,
+    memory: Path,
+    name: str,
+    serve: Callable[[Path], tuple[RedisServer | S3Server, dict[str, Any], Callable[[], int]]],
+) -> None:
+    """An engine on another machine loads from the server what the first one saved; if it is frozen, it computes."""
+    server, options, count = serve(tmp_path)
+    # The environment has no clients of servers; those of the tests are pure Python, or for the same interpreter.
+    (tmp_path / "clients").mkdir()
+    for package in (redis, obstore):
+        (tmp_path / "clients" / package.__name__).symlink_to(package.__path__[0])
+
+    def on(machine: str, **limits: float) -> PrefixEngine:
+        store = {
+            "pipeline": f"Cache|Posix|{name}",
+            "dram_directory": str(memory / machine),
+            "directories": [str(tmp_path / machine / "kv")],
+            "tiers": {name: {**options, "timeout": LONG, "transfer_timeout": LONG, **limits}},
+        }
+        (tmp_path / machine / "kv").mkdir(parents=True)
+        path = str(tmp_path / "clients")
+        return start(prefix_runs, tmp_path / machine / "engine", store, path, staging_deadline=LONG)
+
+    try:
+        with on("one") as engine:
+            check(engine, known, loaded=False)
+            deadline = time.monotonic() + LONG
+            while count() < len(computed_blocks(known)):
+                assert time.monotonic() < deadline, engine.counters()
+                time.sleep(0.1)
+        with on("another") as engine:
+            check(engine, known, loaded=True)
+            assert loaded_from(engine, name.lower()) > 0
+            assert engine.reset()
+            check(engine, known, loaded=True)
+        server.freeze()
+        with on("third", timeout=0.5, transfer_timeout=0.5) as engine:
+            answers = engine.generate(requests_of(known))
+            assert [answer.tokens for answer in answers] == [tokens for phase in known for tokens in phase.tokens]
+            assert not any(answer.cached for answer in answers)
+    finally:
+        server.kill()
