@@ -40,7 +40,7 @@ CLIENTS, ANSWER = 8, 8
 #: The groups of sides: each of the others, without variants.
 OTHERS = GROUPS[:2]
 #: Requests of each side in one turn, and turns.
-REQUESTS, TURNS = 2 * CLIENTS, 4
+REQUESTS, TURNS = CLIENTS, 8
 #: Tokens of each prompt beside the few that are always computed, and families of prompts.
 LENGTH, FAMILIES = 2_304, 8
 SHARED = (0.5, 0.7, 0.9)
