@@ -5,18 +5,19 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import obstore
 import pytest
-import redis
 
 from tests.e2e.prefix_workload import computed_blocks
 from tests.e2e.workload import BLOCK
 from tests.ucm.store.keys import key_file
-from tests.ucm.store.servers import RedisServer, S3Server
+from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server
 from ucm.store.format import UNIT, checksum, decode, header_nbytes
 from ucm.store.memory.segment import delete_blocks
 
@@ -213,21 +214,37 @@ def bucket(directory: Path) -> tuple[S3Server, dict[str, Any], Callable[[], int]
     return server, server.options(directory / "secret"), lambda: sum(map(len, obstore.list(server.store())))
 
 
-@pytest.mark.parametrize(("name", "serve"), [("Redis", redis_values), ("S3", bucket)])
+def lent_memory(directory: Path) -> tuple[MooncakeServer, dict[str, Any], Callable[[], int]]:
+    del directory
+    server = MooncakeServer()
+
+    def count() -> int:
+        with urllib.request.urlopen(f"http://{server.metrics_address}/get_all_keys") as answer:
+            return len(answer.read().split())
+
+    return server, {"address": server.address}, count
+
+
+@pytest.mark.parametrize(
+    ("name", "client", "serve"),
+    [("Redis", "redis", redis_values), ("S3", "obstore", bucket), ("Mooncake", "mooncake", lent_memory)],
+)
 def test_a_server_below_memory_and_disk(
     prefix_runs: PrefixRuns,
     known: list[Played],
     tmp_path: Path,
     memory: Path,
     name: str,
-    serve: Callable[[Path], tuple[RedisServer | S3Server, dict[str, Any], Callable[[], int]]],
+    client: str,
+    serve: Callable[[Path], tuple[RedisServer | S3Server | MooncakeServer, dict[str, Any], Callable[[], int]]],
 ) -> None:
     """An engine on another machine loads from the server what the first one saved; if it is frozen, it computes."""
     server, options, count = serve(tmp_path)
-    # The environment has no clients of servers; those of the tests are pure Python, or for the same interpreter.
+    # The environment has no client of servers; that of the tests is pure Python, or for the same interpreter.
     (tmp_path / "clients").mkdir()
-    for package in (redis, obstore):
-        (tmp_path / "clients" / package.__name__).symlink_to(package.__path__[0])
+    origin = Path(import_module(client).__path__[0])
+    for found in (origin, *origin.parent.glob(f"{client}_*.libs")):
+        (tmp_path / "clients" / found.name).symlink_to(found)
 
     def on(machine: str, **limits: float) -> PrefixEngine:
         store = {

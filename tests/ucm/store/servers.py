@@ -51,10 +51,16 @@ def stop(process: subprocess.Popen[Any]) -> None:
     """Stop a process by SIGSTOP, and wait until all its threads stand still, some of which go on for a while."""
     process.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + _PATIENCE
-    tasks = Path(f"/proc/{process.pid}/task")
-    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+    while not all(map(_is_stopped, Path(f"/proc/{process.pid}/task").iterdir())):
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def _is_stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return True
 
 
 class Server:
