@@ -21,7 +21,6 @@ from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import namespace_digest
 from ucm.store.health import Breaker
-from ucm.store.remote import mooncake_client
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ def test_a_master_that_is_frozen_before_anybody_has_connected(
     mooncake: MooncakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who opens, asks and closes waits for the deadlines, not for the 30 seconds of Mooncake's client."""
-    monkeypatch.setattr(mooncake_client, "_clients", {})
+    monkeypatch.setattr("ucm.store.remote.mooncake_client._clients", {})
     mooncake.freeze()
     begin = time.monotonic()
     with open_store(config(mooncake.address, 0.1, **HURRIED), NAMESPACE, EVEN) as store:
@@ -305,11 +304,8 @@ def test_a_port_that_says_nothing() -> None:
 # A node that fails.
 
 
-def test_a_frozen_node_is_given_up_in_time(
-    hurried: KVStore, mooncake: MooncakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_node_is_given_up_in_time(hurried: KVStore, mooncake: MooncakeServer) -> None:
     """The master still says that the values exist; memory that was waited for in vain is never written."""
-    monkeypatch.setattr(mooncake_client, "_RETIRED", [])
     mooncake.freeze_node()
     memories = [Memory(block, EVEN) for block in KEYS]
     failed = hurried.wait(hurried.load([memory.transfer() for memory in memories])).failed
