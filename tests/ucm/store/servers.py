@@ -63,6 +63,16 @@ def _is_stopped(task: Path) -> bool:
         return True
 
 
+def free_cluster_port() -> int:
+    """Return a free port; the one 10000 above, with which nodes of a cluster talk to each other, is free as well."""
+    while True:
+        port = free_port()
+        if port <= 55535:
+            with contextlib.suppress(OSError), socket.socket() as listener:
+                listener.bind(("127.0.0.1", port + 10_000))
+                return port
+
+
 class Server:
     """A program that listens on a port of this host.
 
@@ -388,18 +398,16 @@ def cluster(directory: Path, masters: int = 3, replicas: int = 1) -> Iterator[li
     count = masters * (1 + replicas)
     nodes: list[RedisServer] = []
     try:
-        for number in range(count):
-            port = free_port()
-            while port > 55535:  # the cluster's own port is 10000 above
-                port = free_port()
-            nodes.append(RedisServer(directory / str(number), *options, port=port))
+        nodes.extend(RedisServer(directory / f"{n}", *options, port=free_cluster_port()) for n in range(count))
         create = [require("redis-cli", "redis-tools"), "--cluster", "create", *(node.address for node in nodes)]
-        subprocess.run(
+        done = subprocess.run(
             [*create, "--cluster-replicas", str(replicas), "--cluster-yes"],
-            check=True,
+            check=False,
             timeout=_PATIENCE,
-            stdout=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
         )
+        assert done.returncode == 0, done.stdout + done.stderr
         wait_until_whole(nodes)
         yield nodes
     finally:

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import tracemalloc
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -436,21 +437,63 @@ def test_tls_with_an_authority_of_ones_own(tmp_path: Path, days: int) -> None:
 # Clusters.
 
 
-def test_a_cluster_whose_master_dies(redis_cluster: list[RedisServer]) -> None:
+@dataclass
+class Load:
+    """What threads that save, look up and load all blocks have met: wrong bytes, exceptions, and causes of failures."""
+
+    rounds: int = 0
+    wrong: list[BlockKey] = field(default_factory=list)
+    raised: list[Exception] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def under_load(store: KVStore) -> Iterator[Load]:
+    """Use a store in two threads all the time."""
+    found, ends = Load(), threading.Event()
+
+    def use() -> None:
+        try:
+            while not ends.is_set():
+                loaded, failed = fetch(store, KEYS, EVEN)
+                found.wrong.extend(block for block, data in loaded.items() if ALL[block] != data)
+                failed |= save(store, [KEYS[0], key(int(time.monotonic() * 1000))], EVEN).failed
+                found.causes.extend(error.cause for error in failed.values())
+                found.causes.extend("not found" for is_there in store.lookup(KEYS) if not is_there)
+                found.rounds += 1
+        except Exception as error:  # noqa: BLE001 - it is what the test is about
+            found.raised.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_cluster_whose_master_dies_under_load(redis_cluster: list[RedisServer]) -> None:
     with open_store(config([redis_cluster[0].address], mode="cluster"), NAMESPACE, EVEN) as store:
         assert save(store, KEYS, EVEN).failed == {}
         assert fetch(store, KEYS, EVEN)[0] == ALL
         take_over_after(redis_cluster, 1000)
-        redis_cluster[1].kill()
         try:
-            loaded, failed = fetch(store, KEYS, EVEN)
-            assert loaded, "what the others have"
-            assert failed
-            assert all(ALL[block] == data for block, data in loaded.items())
-            recover(store)
+            with under_load(store) as load:
+                redis_cluster[1].kill()
+                loaded, failed = fetch(store, KEYS, EVEN)
+                assert loaded, "what the others have"
+                assert failed
+                assert all(ALL[block] == data for block, data in loaded.items())
+                recover(store)
+                rounds = load.rounds
+                eventually(lambda: load.rounds > rounds + 2)
         finally:
             redis_cluster[1].start()
             take_over_after(redis_cluster, NODE_TIMEOUT)
+    assert (load.wrong, load.raised) == ([], [])
 
 
 def test_what_a_cluster_holds_is_listed(redis_cluster: list[RedisServer]) -> None:
@@ -469,32 +512,15 @@ def test_slots_that_move_under_load(redis_cluster: list[RedisServer]) -> None:
     masters = [node.client() for node in redis_cluster if node.process and node.client().role()[0] == b"master"]
     with open_store(config([redis_cluster[0].address], mode="cluster"), NAMESPACE, EVEN) as store:
         assert save(store, KEYS, EVEN).failed == {}
-        ends = threading.Event()
-        wrong: list[BlockKey | str] = []
-
-        def load() -> None:
-            while not ends.is_set():
-                loaded, failed = fetch(store, KEYS, EVEN)
-                wrong.extend(block for block, data in loaded.items() if ALL[block] != data)
-                wrong.extend(error.cause for error in failed.values())
-                wrong.extend(block for block, found in zip(KEYS, store.lookup(KEYS), strict=True) if not found)
-                wrong.extend(save(store, [KEYS[0], key(int(time.monotonic() * 1000))], EVEN).failed)
-
-        threads = [threading.Thread(target=load) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
+        with under_load(store) as load:
             for _ in range(2):
                 for number in {slot_of(block) for block in KEYS}:
                     owner = next(one for one in masters if one.execute_command("CLUSTER COUNTKEYSINSLOT", number))
                     begin_to_move(number, owner, masters[masters.index(owner) - 1])
                     time.sleep(0.02)
                     end_to_move(number, masters, masters[masters.index(owner) - 1])
-        finally:
-            ends.set()
-            for thread in threads:
-                thread.join()
-        assert wrong == []
+        assert load.rounds
+        assert (load.wrong, load.raised, load.causes) == ([], [], [])
         assert store.stats()["redis"].failures == {}
 
 
