@@ -85,6 +85,49 @@ SHARED: dict[str, Any] = {
     "hidden_act": "silu",
 }
 
+#: A name of 64 hexadecimal digits that a client gives to a sound, as vLLM's own names are.
+NAME = "ab" * 32
+#: The token that stands for a sound in a prompt; vLLM repeats it, 25 times for a second.
+SOUND = 0
+#: Text and sounds: multimodal inputs whose code needs no media package. vLLM fixes the number of frames at 3,000.
+AUDIO: dict[str, Any] = {
+    "architectures": ["Qwen2AudioForConditionalGeneration"],
+    "model_type": "qwen2_audio",
+    "audio_token_index": SOUND,
+    "text_config": {
+        **_COMMON,
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "audio_config": {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "d_model": 32,
+        "max_source_positions": 1500,
+    },
+    "torch_dtype": "float32",
+}
+#: The processor of `AUDIO`, with tokens that the tokenizer has.
+PROCESSOR: dict[str, Any] = {
+    "processor_class": "Qwen2AudioProcessor",
+    "audio_token": "<pad>",
+    "audio_bos_token": "<s>",
+    "audio_eos_token": "</s>",
+    "feature_extractor": {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": 16,
+        "chunk_length": 30,
+        "hop_length": 160,
+        "n_fft": 400,
+        "sampling_rate": 16_000,
+    },
+}
+
 
 def write_tiny_model(environment: Environment, name: str, config: dict[str, Any]) -> Path:
     """Write a model with an environment's interpreter, unless it exists."""
@@ -95,6 +138,8 @@ def write_tiny_model(environment: Environment, name: str, config: dict[str, Any]
         if not complete.exists() or json.loads(complete.read_text(encoding="utf-8")) != config:
             write_tokenizer(directory, VOCABULARY)
             (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            if "audio_config" in config:
+                (directory / "processor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
             subprocess.run([environment.python, INSIDE / "tiny_model.py", directory], check=True)
             complete.write_text(json.dumps(config), encoding="utf-8")
     return directory

@@ -1,4 +1,4 @@
-"""Requests of many kinds get plain vLLM's answers, computed and after a hit: embeddings, pooling, adapters and more."""
+"""Requests of many kinds get plain vLLM's answers, computed and after a hit: embeddings, sounds, adapters and more."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ ALL, NONE = [32, 96, 288], [0, 0, 0]
 @pytest.fixture(scope="module")
 def answers(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
     from tests.e2e.prefix_engine import connector, posix  # noqa: PLC0415 - needs the build's packages
+    from tests.e2e.prefix_models import AUDIO, NAME, SOUND, write_tiny_model  # noqa: PLC0415
 
     directory: Path = tmp_path_factory.mktemp("kinds")
     plain = {**ENGINE, "model": str(write_model(MODEL)), "skip_tokenizer_init": False}
     store = directory / "store"
+    audio = {"model": str(write_tiny_model(environments.overlay, "audio", AUDIO)), "limit_mm_per_prompt": {"audio": 2}}
     spec = {
         "model": plain["model"],
         "plain": plain,
         "ours": {**plain, **connector(posix(store), "UCMConnector")},
         "store": str(store),
         "adapters": str(directory / "adapters"),
+        "engines": {"hearing": audio, "hearing later": audio},
+        "name": NAME,
+        "sound": SOUND,
     }
     found: dict[str, Answers] = run_script(environments.overlay, directory / "run", "request_kinds.py", spec)
     return found
@@ -73,6 +78,23 @@ def test_pooled_values_after_a_hit(answers: dict[str, Answers]) -> None:
             rows = zip(one, other, strict=True) if name.startswith("token") else ()
             assert all(row == pytest.approx(same, abs=1e-4) for row, same in rows), name
     assert cached(ours) == {"embed": NONE, "token_embed": NONE, "embed again": ALL, "token_embed again": NONE}
+
+
+def test_a_sound_is_what_the_model_hears_whatever_its_name(answers: dict[str, Answers]) -> None:
+    plain, ours = answers["hearing plain"], answers["hearing ours"]
+    assert values(ours) == values(plain)
+    assert len({str(values(plain)[name]) for name in ("one", "other", "both", "turned")}) == 4
+    hits = {name: counts[0] for name, counts in cached(ours).items()}
+    assert (hits["one"], hits["one again"], hits["other again"], hits["named again"]) == (0, 128, 128, 128)
+    assert hits["both again"] == hits["turned again"] == 192
+
+
+def test_another_engine_does_not_take_a_sound_for_that_of_the_same_name(answers: dict[str, Answers]) -> None:
+    plain, ours = answers["hearing later plain"], answers["hearing later ours"]
+    assert values(ours) == values(plain)
+    assert values(plain)["another under the name"] != values(plain)["one"]
+    # The text before the sound is found, and the earlier engine's sound under no name as well.
+    assert cached(ours) == {"another under the name": [64], "one": [128]}
 
 
 def test_an_adapter_with_other_weights_is_another_adapter(answers: dict[str, Answers]) -> None:

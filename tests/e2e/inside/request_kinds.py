@@ -1,8 +1,8 @@
 """Engines that serve requests of many kinds, each in a fork of this process: `request_kinds.py SPEC RESULT`.
 
-The specification has the model, the arguments of ``LLM`` without and with UCM's connector, the store's directory and
-one for LoRA adapters. The result has the answers of each engine, by name: of every request its generated tokens, or its
-pooled values, and the number of prompt tokens that were not computed.
+The specification has the model, the arguments of ``LLM`` without and with UCM's connector, the store's directory, one
+for LoRA adapters, and further arguments of some engines, by name. The result has the answers of each engine, by name:
+of every request its generated tokens, or its pooled values, and the number of prompt tokens that were not computed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 Answers = dict[str, list[tuple[Any, int]]]
 LENGTHS = (40, 100, 300)
+#: Samples of a second of sound.
+RATE = 16_000
 #: Seconds without a new file after which none is expected.
 QUIET = 2.0
 _GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
@@ -165,9 +169,43 @@ def adapting(llm: Any, spec: dict[str, Any]) -> Answers:
     return found
 
 
+def hearing(llm: Any, spec: dict[str, Any]) -> Answers:
+    """Serve sounds within one text: alone, two in either order, and one under a client's name, twice."""
+    asked = {"one": [1], "other": [2], "both": [1, 2], "turned": [2, 1], "named": [1]}
+    found: Answers = {}
+    for again in ("", " again"):
+        for what, sounds in asked.items():
+            found[what + again] = serve(llm, [_with_sounds(spec, sounds, named=what == "named")])
+        empty(llm, Path(spec["store"]))
+    return found
+
+
+def hearing_later(llm: Any, spec: dict[str, Any]) -> Answers:
+    """Serve another sound under the name of one that an earlier engine served, and that one without a name."""
+    named = _with_sounds(spec, [3], named=True)
+    return {"another under the name": serve(llm, [named]), "one": serve(llm, [_with_sounds(spec, [1])])}
+
+
+def _with_sounds(
+    spec: dict[str, Any], sounds: list[int], *, named: bool = False
+) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Return a request with tones of a second, by number, with 70 tokens before the first and 40 after each."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    tokens, data = prompt(70), []
+    for number in sounds:
+        tokens += [spec["sound"], *prompt(40)]
+        data.append((np.sin(np.arange(RATE) * (0.3 * number)).astype(np.float32), RATE))
+    text = {"prompt_token_ids": tokens, "multi_modal_data": {"audio": data}}
+    names = {"multi_modal_uuids": {"audio": [spec["name"]]}} if named else {}
+    return {**text, **names}, SamplingParams(max_tokens=12, **_GREEDY), {}
+
+
 ENGINES: dict[str, tuple[Callable[[Any, dict[str, Any]], Answers], dict[str, Any]]] = {
     "generating": (generating, {"enable_prompt_embeds": True, "scheduling_policy": "priority"}),
     "pooling": (pooling, {"runner": "pooling", "convert": "embed"}),
+    "hearing": (hearing, {}),
+    "hearing later": (hearing_later, {}),
     "adapting": (adapting, {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 4, "max_lora_rank": 8}),
 }
 
@@ -205,7 +243,7 @@ def main(spec_file: Path, result_file: Path) -> None:
             shutil.rmtree(adapters / "changing", ignore_errors=True)
             shutil.copytree(adapters / "1", adapters / "changing")
             result = result_file.with_name(f"{name}-{side}.json")
-            run(name, spec[side], spec, result)
+            run(name, {**spec[side], **spec["engines"].get(name, {})}, spec, result)
             found[f"{name} {side}"] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     result_file.write_text(json.dumps(found), encoding="utf-8")
 
