@@ -74,7 +74,7 @@ def growth(release: str, requests: int = REQUESTS) -> Iterator[Figure]:
     shutil.rmtree(root, ignore_errors=True)
     found: dict[str, dict[int, float]] = {}
     for number, name in enumerate((NO_CONNECTOR, OURS)):
-        place = Place(root / str(number) / "store", Path(), "", 0, 0)
+        place = _place(root / str(number), 0)
         setup = dataclasses.replace(make_setup(name, release, place), python=python)
         found[name] = _sizes(setup, place, root / str(number), requests)
         print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
@@ -112,7 +112,7 @@ def beyond(release: str) -> Iterator[Figure]:
     shutil.rmtree(root, ignore_errors=True)
     without = 0.0
     for number, name in enumerate((NO_CONNECTOR, OURS, OURS_LAYERWISE)):
-        place = Place(root / str(number) / "store", Path(), "", 0, PROMPTS * kv_bytes(LENGTH))
+        place = _place(root / str(number), PROMPTS * kv_bytes(LENGTH))
         setup = dataclasses.replace(make_setup(name, release, place), python=python, variables=GIVE_BACK)
         used = _used(setup, place, root / str(number)) / 1e6
         if name == NO_CONNECTOR:
@@ -135,6 +135,10 @@ def _used(setup: Setup, place: Place, scratch: Path) -> int:
         return resident(side.engine.process.pid)
     finally:
         side.stop()
+
+
+def _place(scratch: Path, nbytes: int) -> Place:
+    return Place(scratch / "store", scratch / "memory", f"ucm-memory-{os.getpid()}", 0, nbytes)
 
 
 def resident(group: int) -> int:

@@ -43,6 +43,9 @@ class Place:
         name: A unique name for named resources.
         port: The first of three free ports.
         kv_bytes: All the KV that will be stored.
+
+    Raises:
+        ValueError: What is deleted at the end is not this side's own: a path that is not absolute, or no name.
     """
 
     disk: Path
@@ -50,6 +53,10 @@ class Place:
     name: str
     port: int
     kv_bytes: int
+
+    def __post_init__(self) -> None:
+        if not (self.disk.is_absolute() and self.memory.is_absolute() and self.name):
+            raise ValueError(f"whatever {self} names is deleted at the end: it needs absolute paths and a name")
 
 
 @dataclass(frozen=True)

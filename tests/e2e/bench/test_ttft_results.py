@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.bench.peers import EXAMPLE, LMCACHE_FS, NO_CONNECTOR, OURS
+from tests.e2e.bench.peers import EXAMPLE, LMCACHE_FS, NO_CONNECTOR, OURS, Place
 from tests.e2e.bench.ttft_results import Results, goals
 from tests.e2e.bench.ttft_stages import COLD, HIT, NEXT, PLAIN_READ, RESET, RESTART, Sample
 from tests.e2e.bench.ttft_table import show
@@ -87,3 +88,11 @@ def test_the_tables_show_medians_and_what_was_not_found(results: Results, capsys
     assert "hit 150.0" in shown
     assert "1050.0 (missed)" in shown
     assert "SomeConnector could not be measured to the end: its last line" in shown
+
+
+@pytest.mark.parametrize(
+    ("disk", "memory", "name"), [("", "/b", "c"), ("/a", "", "c"), ("/a", "/b", ""), ("a", "/b", "c")]
+)
+def test_a_side_that_would_delete_what_is_not_its_own_is_refused(disk: str, memory: str, name: str) -> None:
+    with pytest.raises(ValueError, match="deleted at the end"):
+        Place(Path(disk), Path(memory), name, 0, 0)
