@@ -171,7 +171,7 @@ CENSUS = (
             Elsewhere(
                 ("*:unified_mla_kv_cache_update",),
                 Consequence.REFUSED,
-                "the KV write of latent attention; a method refuses MLA before the model is loaded",
+                "the KV write of latent attention; methods refuse MLA, except BlockTopK, which needs no hook there",
                 refused_by=refusals.MODEL,
             ),
             _draft("vllm/model_executor/models/extract_hidden_states.py:*"),
@@ -205,7 +205,7 @@ CENSUS = (
             Elsewhere(
                 ("vllm/v1/attention/backends/*.py:*Impl.do_kv_cache_update", "vllm/v1/attention/backend.py:*"),
                 Consequence.REACHES,
-                "a backend's own write, called by the hooked operator; models with latent attention are refused",
+                "a backend's own write, called by the hooked operator; BlockTopK needs no hook of latent attention's",
             ),
             Elsewhere(
                 (
@@ -213,7 +213,7 @@ CENSUS = (
                     "vllm/models/dots3_note/*:*SparseImpl.do_kv_cache_update",
                 ),
                 Consequence.REFUSED,
-                "the KV write of latent attention; a method refuses MLA before the model is loaded",
+                "the KV write of latent attention; methods refuse MLA, except BlockTopK, which needs no hook there",
                 refused_by=refusals.MODEL,
             ),
             Elsewhere(

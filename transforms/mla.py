@@ -76,7 +76,7 @@ CENSUS = (
             Elsewhere(
                 ("vllm/attention/backends/mla/common.py:*",),
                 Consequence.REFUSED,
-                "latent attention of the V0 engine; a method refuses MLA before the model is loaded",
+                "latent attention of the V0 engine; methods refuse MLA, BlockTopK all back ends but CPU_MLA",
                 refused_by=refusals.MODEL,
                 releases=Releases(before="0.11.0"),
             ),
@@ -89,7 +89,7 @@ CENSUS = (
                     "vllm/models/step5/*:*",
                 ),
                 Consequence.REFUSED,
-                "a model's own latent attention; a method refuses MLA before the model is loaded, and any layer that "
+                "a model's own latent attention; methods refuse MLA, except BlockTopK, and all refuse any layer that "
                 "has a KV cache but never calls it",
                 refused_by=refusals.MODEL,
             ),

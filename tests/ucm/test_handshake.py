@@ -266,6 +266,16 @@ def test_a_method_is_refused_whose_hooks_were_left_out(monkeypatch: pytest.Monke
         worker(settings(method))
 
 
+def test_latent_attention_is_refused_if_its_hooks_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_states", lambda: [overlay("vLLM", "0.32.0", (), ("layer_begin", "mla_begin"))])
+    with pytest.raises(SparseMethodError, match="latent attention needs hooks") as caught:
+        handshake.require_latent_hooks()
+    assert caught.value.where == "mla_begin; overlay 0.32.0.post2 of vLLM"
+    assert "build-overlay -- 0.32.0 --hooks all" in caught.value.fix
+    monkeypatch.setattr(handshake, "_states", lambda: [overlay("vLLM", "0.32.0", ("mla_begin",), ())])
+    handshake.require_latent_hooks()
+
+
 def test_a_hook_that_another_overlay_calls_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A platform's overlay omits hooks in its own operators if vLLM's operators call them."""
     vllm = overlay("vLLM", "0.32.0", ("layer_begin",), ())

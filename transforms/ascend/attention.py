@@ -69,7 +69,7 @@ CENSUS = (
                     "vllm_ascend/torchair/models/torchair_deepseek_v2.py:*",
                 ),
                 Consequence.REFUSED,
-                "latent attention, some of it natively sparse; a method refuses MLA before the model is loaded",
+                "latent attention, some of it natively sparse; methods refuse MLA, BlockTopK all of it on NPUs",
                 refused_by=refusals.MODEL,
             ),
             Elsewhere(
@@ -197,7 +197,7 @@ MLA = Transform(
                         "vllm_ascend/attention/dsa_v1.py:*",
                     ),
                     Consequence.REFUSED,
-                    "latent attention in a graph, or natively sparse; a method refuses MLA before the model is loaded",
+                    "latent attention in a graph, or natively sparse; methods refuse MLA, BlockTopK all of it on NPUs",
                     refused_by=refusals.MODEL,
                 ),
             ),

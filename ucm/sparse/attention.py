@@ -113,16 +113,20 @@ class AttentionView(Protocol):
         """
         ...
 
-    def require_engine(self) -> None:
+    def require_engine(self, *, latent: bool = False) -> None:
         """Check that a sparse method can serve this engine, and lower its full CUDA graphs to piecewise ones.
 
         Call it in `SparseMethod.worker_started`: later, vLLM has decided how it captures graphs. Lowering is logged as
         a warning.
 
+        Args:
+            latent: Whether the method serves latent attention: it chooses by `scored`, restricts only decodes, and
+                never splits a request's queries.
+
         Raises:
-            SparseMethodError: With latent attention, an encoder, speculative decoding, full CUDA graphs that cannot be
-                lowered (vLLM up to 0.10.0, vLLM Ascend), a model with sliding windows, and others. The message says
-                what to do.
+            SparseMethodError: With latent attention that the method or the overlay does not serve, an encoder,
+                speculative decoding, full CUDA graphs that cannot be lowered (vLLM up to 0.10.0, vLLM Ascend), a model
+                with sliding windows, and others. The message says what to do.
         """
         ...
 
@@ -153,6 +157,26 @@ class AttentionView(Protocol):
 
     def block_table(self, attn_metadata: Any) -> Tensor:
         """``[num_reqs or more, max_blocks]``, int32: the blocks of each request, in the order of its tokens."""
+        ...
+
+    def scored(
+        self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys whose products, times ``head_size ** -0.5``, are the layer's scores.
+
+        They are ``query`` and ``key`` unless the layer's attention is latent; then they are those of the step's
+        decodes, which come first: a query for each head and one key for all heads, as in `read_keys`.
+
+        Args:
+            layer_name: The layer's prefix in the model.
+            query: As passed to `SparseMethod.attention_begin`, like all others.
+            key: The keys, or the latent vectors.
+            value: The values, or the rotated part of the latent keys.
+            attn_metadata: The backend's metadata.
+
+        Returns:
+            ``[num_tokens, num_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size]``.
+        """
         ...
 
     def restricted(

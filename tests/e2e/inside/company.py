@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ class Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - after the arguments are read
 
-        from ucm.integration.vllm import metrics  # noqa: PLC0415
-
-        metrics.TIER_SECONDS = 0.0  # what is counted is exported with the next step
+        if find_spec("ucm") is not None:  # else this is plain vLLM, a reference
+            import_module("ucm.integration.vllm.metrics").TIER_SECONDS = 0.0  # counts are exported with the next step
         self._engine = LLM(**arguments).llm_engine
         self._params = SamplingParams
         self._told: dict[str, list[dict[str, Any]]] = {}

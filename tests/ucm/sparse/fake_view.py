@@ -60,7 +60,8 @@ class FakeView:
     def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return counts
 
-    def require_engine(self) -> None:
+    def require_engine(self, *, latent: bool = False) -> None:
+        del latent
         self.engine_required = True
 
     def has_window(self, layer_name: str) -> bool:
@@ -79,6 +80,12 @@ class FakeView:
 
     def block_table(self, attn_metadata: Metadata) -> torch.Tensor:
         return attn_metadata.block_table
+
+    def scored(
+        self, layer_name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: Metadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        del layer_name, value, attn_metadata
+        return query, key
 
     def restricted(
         self,

@@ -26,7 +26,7 @@ from ucm.sparse.base import SparseMethod
 from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from ucm.overlay.finder import State
 
@@ -184,17 +184,33 @@ def require_built_hooks(method: type[SparseMethod]) -> None:
     Raises:
         SparseMethodError: Naming the missing hooks.
     """
-    manifests = () if method.optional_hooks else [known.manifest for known in _states()]
+    if not method.optional_hooks:
+        implemented = [name for name in dir(method) if getattr(method, name) is not getattr(SparseMethod, name, None)]
+        _require_built(f"{method.__name__} implements hooks", implemented)
+
+
+def require_latent_hooks() -> None:
+    """Refuse an engine with latent attention if its overlay does not hook it, which is opt-in.
+
+    Raises:
+        SparseMethodError: Naming a missing hook, and the command that builds an overlay with it.
+    """
+    _require_built("latent attention needs hooks", ["mla_begin"])
+
+
+def _require_built(what: str, wanted: Collection[str]) -> None:
+    """Refuse hooks that are missing in this process's overlays."""
+    manifests = [known.manifest for known in _states()]
     called = {hook for manifest in manifests for module in manifest.modules.values() for hook in module.hooks}
     for manifest in manifests:
         missing = [
             name
             for name in (hook.removeprefix("v2_") for hook in manifest.left_out if hook not in called)
-            if getattr(method, name, None) is not getattr(SparseMethod, name, None)
+            if name in wanted
         ]
         if missing:
             raise SparseMethodError(
-                f"{method.__name__} implements hooks that this overlay was built without",
+                f"{what} that this overlay was built without",
                 where=f"{', '.join(missing)}; overlay {manifest.version} of {manifest.title}",
                 fix=f"build one with them: `nox -s build-overlay -- {manifest.named} --hooks all`",
             )

@@ -121,6 +121,7 @@ class BlockTopK(SparseMethod):
         require_hooks(self._name, self.needed_hooks)
         self._options = parse_options(self.options_type, self._name, options)
         self._logger = get_logger(__name__)
+        self._latent = bool(optional(vllm_config, "model_config.use_mla", False))
         #: The layers with a sliding window of their own.
         self._windowed: set[str] = set()
         self._restricts = False  # whether a layer was seen that steps restrict
@@ -160,6 +161,16 @@ class BlockTopK(SparseMethod):
         del options
         return num_prompt_tokens
 
+    def limit_new_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """With latent attention, make a preempted request compute its answer again token by token.
+
+        There, only a step's decodes can be restricted.
+        """
+        last, prompt = num_computed_tokens + num_new_tokens - 1, int(request.num_prompt_tokens)
+        if not self._latent or num_new_tokens <= 1 or last < prompt:
+            return num_new_tokens
+        return max(1, prompt - num_computed_tokens)
+
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by prompts; do not change the allocation."""
         keep_apart(request, request.num_prompt_tokens, self.vllm_config.cache_config)
@@ -167,7 +178,7 @@ class BlockTopK(SparseMethod):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
-        self.attention.require_engine()
+        self.attention.require_engine(latent=True)
         self._require_restricted_layers()
         block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:
@@ -277,7 +288,7 @@ class BlockTopK(SparseMethod):
         if self._plan is not None:
             self.attention.require(layer_name, reads_keys=True)
             with self._dense_on_failure(layer_name, self._plan.request_ids):
-                attn_metadata = self._restrict(self._plan, layer_name, query, key, kv_cache, attn_metadata)
+                attn_metadata = self._restrict(self._plan, layer_name, query, key, value, kv_cache, attn_metadata)
             self.select_seconds += perf_counter() - began
         return query, key, value, attn_metadata
 
@@ -354,7 +365,14 @@ class BlockTopK(SparseMethod):
         return size
 
     def _restrict(
-        self, plan: SelectionPlan, layer_name: str, query: Tensor, key: Tensor, kv_cache: Tensor, attn_metadata: Any
+        self,
+        plan: SelectionPlan,
+        layer_name: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
     ) -> Any:
         if self._tables is None or self._tables[0] is not attn_metadata:
             table = self.attention.block_table(attn_metadata)
@@ -365,6 +383,7 @@ class BlockTopK(SparseMethod):
         made = self._representatives.get(layer_name)
         if made is None:
             made = self._representatives_of(layer_name, kv_cache, tables.any_block)
+        query, key = self.attention.scored(layer_name, query, key, value, attn_metadata)
         for block_ids, fresh in tables.fresh:
             made.put(block_ids, with_new_keys(self.attention.read_keys(layer_name, kv_cache, block_ids), key, fresh))
         chosen, lens = tables.select(made, query, self.attention.sum_over_ranks)

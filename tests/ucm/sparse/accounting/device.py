@@ -78,7 +78,7 @@ class Device:
     def sum_over_ranks(self, counts: Any) -> Any:
         raise NotImplementedError
 
-    def require_engine(self) -> None:
+    def require_engine(self, *, latent: bool = False) -> None:
         raise NotImplementedError
 
     def has_window(self, layer_name: str) -> bool:
@@ -97,6 +97,9 @@ class Device:
 
     def block_table(self, attn_metadata: Any) -> Any:
         return attn_metadata.block_table
+
+    def scored(self, layer_name: str, query: Any, key: Any, value: Any, attn_metadata: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
 
     def restricted(
         self,

@@ -136,7 +136,7 @@ class Device:
     def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return counts
 
-    def require_engine(self) -> None:
+    def require_engine(self, *, latent: bool = False) -> None:
         """Accept the engine."""
 
     def block_size(self, layer_name: str, kv_cache: torch.Tensor) -> int:
@@ -149,6 +149,9 @@ class Device:
 
     def block_table(self, attn_metadata: Any) -> Any:
         return attn_metadata.block_table
+
+    def scored(self, layer_name: str, query: Any, key: Any, value: Any, attn_metadata: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
 
     def restricted(
         self,

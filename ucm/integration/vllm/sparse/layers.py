@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import ref
 
 import numpy as np
@@ -28,9 +28,10 @@ from ucm.integration.vllm.compat import (
     rotates_in_float,
 )
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory, HostMemory
-from ucm.integration.vllm.sparse import ascend, paged, requirements
+from ucm.integration.vllm.sparse import ascend, latent, paged, requirements
 from ucm.integration.vllm.sparse.ascend import AscendBackend
 from ucm.integration.vllm.sparse.cpu import CpuBackend
+from ucm.integration.vllm.sparse.latent import LatentBackend
 from ucm.integration.vllm.sparse.paged import PagedBackend
 from ucm.integration.vllm.sparse.requirements import lower_graphs
 from ucm.rotary import Rotary
@@ -208,6 +209,10 @@ class Backend(Protocol):
         """See `AttentionView.keys_in_place`."""
         ...
 
+
+class PartsBackend(Backend, Protocol):
+    """A backend whose caches hold the keys and values of each KV head."""
+
     def require_parts(self, layer: Any) -> None:
         """See `PartsView.require_parts`; obstacles that do not depend on the backend are checked elsewhere."""
         ...
@@ -258,7 +263,13 @@ class AttentionLayers:
     def __init__(self, vllm_config: Any, runner: Any = None) -> None:
         self._config = vllm_config
         self._runner: Callable[[], Any] = (lambda: None) if runner is None else ref(runner)
-        self._backends: tuple[Backend, ...] = (CpuBackend(vllm_config), PagedBackend(), AscendBackend())
+        self._backends: tuple[Backend, ...] = (
+            CpuBackend(vllm_config),
+            PagedBackend(),
+            AscendBackend(),
+            LatentBackend(),
+        )
+        self._latent = False  #: whether the method serves latent attention
         self._found: dict[str, tuple[Any, Backend]] = {}
         self._reads_keys: set[str] = set()
         self._rotaries: Rotaries | None = None
@@ -281,10 +292,15 @@ class AttentionLayers:
             torch.distributed.all_reduce(counts, group=get_tp_group().device_group)
         return counts
 
-    def require_engine(self) -> None:
+    def require_engine(self, *, latent: bool = False) -> None:
         """See `AttentionView.require_engine`."""
+        self._latent = latent
         lower_graphs(self._config, self._runner())
-        requirements.require_engine(self._config)
+        requirements.require_engine(self._config, latent=latent)
+        if self._config.model_config.use_mla:
+            from ucm.integration.vllm.handshake import require_latent_hooks  # noqa: PLC0415 - it imports this module
+
+            require_latent_hooks()
 
     def has_window(self, layer_name: str) -> bool:
         """See `AttentionView.has_window`."""
@@ -310,10 +326,21 @@ class AttentionLayers:
 
     def block_table(self, attn_metadata: Any) -> Tensor:
         """See `AttentionView.block_table`."""
+        if latent.is_latent(attn_metadata):
+            return latent.block_table(attn_metadata)
         of = ascend if hasattr(attn_metadata, ascend.TABLE) else paged
         of.require_restrictable(attn_metadata)
         table: Tensor = getattr(attn_metadata, of.TABLE)
         return table
+
+    def scored(
+        self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionView.scored`."""
+        layer, backend = self._layer(layer_name)
+        if not isinstance(backend, LatentBackend):
+            return query, key
+        return backend.scored(layer, query, key, value, attn_metadata)
 
     def restricted(
         self,
@@ -341,7 +368,7 @@ class AttentionLayers:
     def require_parts(self, layer_name: str) -> None:
         """See `PartsView.require_parts`."""
         self.require(layer_name, reads_keys=True)
-        layer, backend = self._layer(layer_name)
+        layer, backend = self._with_parts(layer_name)
         requirements.require_plain_scores(layer_name, layer)
         backend.require_parts(layer)
 
@@ -359,19 +386,19 @@ class AttentionLayers:
 
     def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
         """See `PartsView.head_layout`."""
-        layer, backend = self._layer(layer_name)
+        layer, backend = self._with_parts(layer_name)
         return backend.head_layout(layer, kv_cache)
 
     def read(self, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """See `PartsView.read`."""
-        layer, backend = self._layer(layer_name)
+        layer, backend = self._with_parts(layer_name)
         return backend.read(layer, kv_cache, block_ids)
 
     def attend(
         self, layer_name: str, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """See `PartsView.attend`."""
-        layer, backend = self._layer(layer_name)
+        layer, backend = self._with_parts(layer_name)
         return backend.attend(layer, query, keys, values, spans, causal=causal)
 
     def attend_window(
@@ -384,7 +411,7 @@ class AttentionLayers:
         window: int,
     ) -> tuple[Tensor, Tensor]:
         """See `PartsView.attend_window`."""
-        layer, backend = self._layer(layer_name)
+        layer, backend = self._with_parts(layer_name)
         return backend.attend_window(layer, query, kv_cache, block_table, spans, window)
 
     def require_write(self, layer_name: str) -> None:
@@ -393,7 +420,7 @@ class AttentionLayers:
         Raises:
             SparseMethodError: If its backend can write them only within its attention.
         """
-        layer, backend = self._layer(layer_name)
+        layer, backend = self._with_parts(layer_name)
         backend.require_write(layer)
 
     def write(self, layer_name: str, kv_cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -406,7 +433,7 @@ class AttentionLayers:
             values: Like ``keys``.
             slots: ``[n]``, int64: their slots in the cache.
         """
-        layer, backend = self._layer(layer_name)
+        layer, backend = self._with_parts(layer_name)
         backend.write(layer, kv_cache, keys, values, slots)
 
     def block_copies(self, kv_caches: Mapping[str, Tensor]) -> BlockCopies:
@@ -422,16 +449,27 @@ class AttentionLayers:
         found = self._found.get(layer_name)
         if found is None:
             layer = self._config.compilation_config.static_forward_context[layer_name]
-            requirements.require_layer(layer_name, layer)
+            requirements.require_layer(layer_name, layer, latent=self._latent)
             backend = next((backend for backend in self._backends if backend.serves(layer.impl)), None)
             if backend is None:
                 raise SparseMethodError(
                     f"the attention backend {type(layer.impl).__name__} has no block table that can be restricted",
                     where=f"layer {layer_name}",
-                    fix=choose_backend(),
+                    fix=latent.OTHER if requirements.is_latent(layer) else choose_backend(),
                 )
             found = self._found[layer_name] = layer, backend
         return found
+
+    def _with_parts(self, layer_name: str) -> tuple[Any, PartsBackend]:
+        """Return a layer whose cache holds the keys and values of each KV head, and its backend.
+
+        Raises:
+            SparseMethodError: If the layer is not supported, or its attention is latent.
+        """
+        layer, backend = self._layer(layer_name)
+        if isinstance(backend, LatentBackend):
+            raise requirements.latent_attention(f"layer {layer_name}").error()
+        return layer, cast("PartsBackend", backend)
 
 
 class RawBlocks:

@@ -58,31 +58,53 @@ class Refusal(NamedTuple):
         return SparseMethodError(self.what, where=self.where, fix=self.fix)
 
 
-def require_engine(vllm_config: Any) -> None:
+def require_engine(vllm_config: Any, *, latent: bool = False) -> None:
     """Refuse an engine that no sparse method supports.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, as the worker got it.
+        latent: Whether the method serves latent attention.
 
     Raises:
         SparseMethodError: For the first obstacle.
     """
-    for of in (_of_model, _of_decoding, _of_graphs, _of_platform):
-        refusal = of(vllm_config)
+    for refusal in (
+        _of_model(vllm_config, latent=latent),
+        _of_decoding(vllm_config),
+        _of_graphs(vllm_config),
+        _of_platform(vllm_config),
+    ):
         if refusal is not None:
             raise refusal.error()
 
 
-def require_layer(layer_name: str, layer: Any) -> None:
+def latent_attention(where: str) -> Refusal:
+    """Return the refusal of latent attention by a method that does not serve it."""
+    return Refusal(
+        "only BlockTopK (GSAOnDevice) serves latent attention (MLA)",
+        where,
+        "use it, or serve this model without ucm_sparse_config",
+    )
+
+
+def is_latent(layer: Any) -> bool:
+    """Return whether a layer of vLLM's has latent attention."""
+    return bool(optional(layer, "use_mla", False)) or optional(layer, "kv_lora_rank") is not None
+
+
+def require_layer(layer_name: str, layer: Any, *, latent: bool = False) -> None:
     """Refuse a layer that no sparse method supports.
 
     Args:
         layer_name: Its prefix in the model.
         layer: vLLM's ``Attention``, or any other object of that name.
+        latent: Whether the method serves latent attention.
 
     Raises:
         SparseMethodError: For the first obstacle.
     """
+    if is_latent(layer) and not latent:
+        raise latent_attention(f"layer {layer_name}").error()
     refusal = _of_layer(f"layer {layer_name}", layer)
     if refusal is not None:
         raise refusal.error()
@@ -162,13 +184,14 @@ def require_plain_scores(layer_name: str, layer: Any) -> None:
         raise SparseMethodError("the layer has learned sinks among its scores", where=f"layer {layer_name}", fix=other)
 
 
-def _of_model(vllm_config: Any) -> Refusal | None:
+def _of_model(vllm_config: Any, *, latent: bool) -> Refusal | None:
     model = vllm_config.model_config
     other = "serve this model without ucm_sparse_config"
     if optional(model, "runner_type", "generate") not in {"generate", "auto", "draft"}:
         return Refusal("sparse methods serve text generation only", f"runner_type {model.runner_type!r}", other)
+    if model.use_mla and not latent:
+        return latent_attention(f"model {model.model!r}")
     obstacles = {
-        "sparse methods do not serve latent attention (MLA)": model.use_mla,
         "sparse methods do not serve encoder-decoder models": model.is_encoder_decoder,
         "the model has a sliding window of its own": vllm_config.cache_config.sliding_window is not None,
         "the model attends within chunks": optional(model, "attention_chunk_size"),
@@ -246,8 +269,6 @@ def _of_platform(vllm_config: Any) -> Refusal | None:
 def _of_layer(where: str, layer: Any) -> Refusal | None:
     other = "serve this model without ucm_sparse_config"
     impl = optional(layer, "impl")
-    if optional(layer, "use_mla", False) or optional(layer, "kv_lora_rank") is not None:
-        return Refusal("sparse methods do not serve latent attention (MLA)", where, other)
     if impl is None or optional(layer, "num_kv_heads") is None:
         return Refusal(f"a {type(layer).__name__} is not attention over a KV cache", where, other)
     if optional(layer, "attn_type", "decoder") != "decoder":
