@@ -26,7 +26,9 @@ class Engine:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - after the arguments are read
 
         if find_spec("ucm") is not None:  # else this is plain vLLM, a reference
-            import_module("ucm.integration.vllm.metrics").TIER_SECONDS = 0.0  # counts are exported with the next step
+            from ucm.integration.vllm import metrics  # noqa: PLC0415 - only where it is installed
+
+            metrics.TIER_SECONDS = 0.0  # counts are exported with the next step
         self._engine = LLM(**arguments).llm_engine
         self._params = SamplingParams
         self._told: dict[str, list[dict[str, Any]]] = {}
