@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from tests.e2e.environment import Environment, beside, build_wheels, install_needs
@@ -16,7 +15,7 @@ from tests.e2e.install_vllm import ENVIRONMENTS
 from tests.examples import EXAMPLES, registry_of
 from transforms.ascend.registry import REGISTRY, VLLM_ASCEND
 from transforms.pipeline.build import build_overlay, make_overlay
-from transforms.pipeline.lock import accept, check_reviewed
+from transforms.pipeline.lock import check_reviewed
 from transforms.pipeline.package import BUILD, build_package, build_runtime, build_wheel
 from transforms.pipeline.product import compose
 from transforms.pipeline.sources.open import open_sources
@@ -26,35 +25,35 @@ STAND_IN = Path(__file__).parent / "inside" / "torch_npu"
 #: The file that its setup writes, for a given device.
 BUILD_INFO = "__device_type__ = 'A2'\n"
 ASCEND = compose(REGISTRY)
-#: The packages that its schedulers import besides vLLM.
-NEEDS = ("pandas",)
+#: The packages that it imports besides vLLM and what that needs on a CPU; the last belongs to the torch of 0.23.0.
+NEEDS = ("pandas", "scipy", "torchvision==0.26.0")
 
 
 def with_ascend(release: str) -> Environment:
     """Return the environment of a release that both packages have."""
-    return _with_ascend(release, f"vllm-{release}-ascend", build_wheels(release))
+    return _with_ascend(release, "ascend", [*build_wheels(release), _wheel(release)])
 
 
-def with_patches(release: str, locks: Path) -> Environment:
-    """Return the same with a vLLM overlay that has UCM's rules and then those of the example `ascend_patches`.
+def as_published(release: str) -> Environment:
+    """Return the same without vLLM Ascend's overlay: its own modules run beside vLLM's overlay."""
+    return _with_ascend(release, "ascend-as-published", build_wheels(release))
 
-    Args:
-        release: A release that both packages have.
-        locks: The directory of the overlay's lock.
-    """
-    overlay = make_overlay(
-        release, product=compose(VLLM_REGISTRY, replace(registry_of("ascend_patches"), overlays=locks))
-    )
-    accept(overlay)
+
+def with_patches(release: str) -> Environment:
+    """Return the same with a vLLM overlay that has UCM's rules and then those of the example `ascend_patches`."""
+    overlay = make_overlay(release, product=compose(VLLM_REGISTRY, registry_of("ascend_patches")))
     out = BUILD / "e2e" / f"ascend-patches-{release}"
     built = build_package(overlay, check_reviewed(overlay), out).wheel
-    wheels = [built, build_runtime(out), build_wheel(EXAMPLES / "ascend_patches", out)]
-    return _with_ascend(release, f"vllm-{release}-ascend-patches", wheels)
+    wheels = [built, build_runtime(out), build_wheel(EXAMPLES / "ascend_patches", out), _wheel(release)]
+    return _with_ascend(release, "ascend-patches", wheels)
+
+
+def _wheel(release: str) -> Path:
+    return build_overlay(release, product=ASCEND, out=BUILD / "e2e" / f"ascend-{release}").wheel
 
 
 def _with_ascend(release: str, name: str, wheels: list[Path]) -> Environment:
-    ascend = build_overlay(release, product=ASCEND, out=BUILD / "e2e" / f"ascend-{release}").wheel
-    made = beside(release, ENVIRONMENTS / name, [*wheels, ascend])
+    made = beside(release, ENVIRONMENTS / f"vllm-{release}-{name}", wheels)
     package = made.site / VLLM_ASCEND.name
     if not package.exists():
         for path, source in open_sources(release, package=VLLM_ASCEND).read_package():

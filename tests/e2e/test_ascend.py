@@ -1,6 +1,8 @@
-"""vLLM Ascend's schedulers on the CPU, in a real EngineCore, through both overlays: `nox -s e2e -- 0.23.0`.
+"""vLLM Ascend on the CPU, in real engines, through both overlays: `nox -s e2e -- 0.23.0`.
 
-torch-npu is a stand-in (`inside/torch_npu`), and the platform is vLLM's CPU, so nothing here is tested on an NPU.
+torch-npu is a stand-in (`inside/torch_npu`), so nothing here is tested on an NPU. The schedulers run on vLLM's platform
+for the CPU; the other tests have vLLM Ascend's whole platform, with torch in the place of kernels
+(`inside/npu_on_cpu.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.e2e.engine import Run, run_engine, variables
-from tests.e2e.model import VOCABULARY
+from tests.e2e.model import LAYERS, VOCABULARY
 from tests.e2e.prefix_engine import connector, posix
 from tests.e2e.processes import IN_PROCESS
 from tests.e2e.tests_inside import run_inside
-from ucm.sparse.probe import read_reports
+from ucm.sparse.probe import METADATA_RECEIVED, read_reports
 
 if TYPE_CHECKING:
     from tests.e2e.environment import Environment
@@ -80,6 +82,10 @@ def ascend(release: str) -> Environment:
     return with_ascend(release)
 
 
+def overlay_of(ascend: Environment) -> Path:
+    return ascend.site / "ucm_vllm_ascend_overlay" / "modules"
+
+
 def test_the_schedulers_are_imported_from_the_overlay(ascend: Environment, tmp_path: Path) -> None:
     """Checked in one interpreter; the platform and, by default, the block tables are vLLM Ascend's own."""
     code = "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).__spec__.origin)"
@@ -87,8 +93,7 @@ def test_the_schedulers_are_imported_from_the_overlay(ascend: Environment, tmp_p
     done = subprocess.run(command, cwd=tmp_path, env=variables(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     origins = [line for line in done.stdout.splitlines() if line.endswith(".py")]
-    overlay = ascend.site / "ucm_vllm_ascend_overlay" / "modules"
-    places = [ascend.site, ascend.site, *[overlay] * len(SCHEDULERS)]
+    places = [ascend.site, ascend.site, *[overlay_of(ascend)] * len(SCHEDULERS)]
     names = ["vllm_ascend.platform", BLOCK_TABLE, *SCHEDULERS]
     wanted = [str(place / f"{name.replace('.', '/')}.py") for place, name in zip(places, names, strict=True)]
     assert origins == wanted
@@ -108,14 +113,16 @@ class Engines:
     ascend: Environment
     scheduler: str
 
-    def run(self, directory: Path, method: dict[str, Any], batches: dict[str, Any], engine: dict[str, Any]) -> Run:
+    def run(
+        self, directory: Path, method: dict[str, Any], batches: dict[str, Any], engine: dict[str, Any], code: int = 0
+    ) -> Run:
         """Run one engine to its end, in one process."""
         (directory / "plugin").mkdir(parents=True)
         (directory / "plugin" / "patched.py").write_text(PATCHED[self.scheduler], encoding="utf-8")
         settings = {"ucm_sparse_config": method, **SETTINGS.get(self.scheduler, {})}
         arguments = {**engine, "scheduler_cls": f"patched.{self.scheduler}", "additional_config": settings}
         done = run_engine(self.ascend, directory, engine=arguments, switches=IN_PROCESS, batches=batches, forked=False)
-        assert done.code == 0, done.log[-3000:]
+        assert done.code == code, done.log[-3000:]
         return done
 
 
@@ -164,39 +171,62 @@ def test_esa_answers_alike_after_a_preemption(ascend: Environment, tmp_path: Pat
     assert tight.tokens["crowd"] == roomy.tokens["alone"]
 
 
-#: Each a fraction of the longest request, in blocks of 32 tokens.
+RUNNER = "vllm_ascend.worker.model_runner_v1"
+#: The hooks of each step, in EngineCore and in the worker, and those of its forward pass.
+STEP = ("build_metadata", "update_states", METADATA_RECEIVED)
+FORWARD = ("execute_begin", "execute_finished")
+#: vLLM Ascend's own block size, which its platform sets.
+BLOCK = {"block_size": 128}
+#: Each a fraction of the longest request.
 METHODS: dict[str, dict[str, Any]] = {
-    "dense": {},
     "SinkWindow": {"SinkWindow": {"sink_tokens": 32, "window_tokens": 96, "prefill": "window"}},
     "GSAOnDevice": {
-        "GSAOnDevice": {"token_budget": 192, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
+        "GSAOnDevice": {"token_budget": 512, "min_context": 0, "sink_tokens": 4, "recent_tokens": 32, "dense_layers": 1}
     },
     "ESA": {"ESA": {"token_budget": 128, "sink_tokens": 32, "window_tokens": 64}},
 }
-ATTENTION = "attention: AscendAttentionBackendImpl"
 INSIDE = Path(__file__).parent / "inside"
-ON_CPU = "[vllm.general_plugins]\nascend_on_cpu = ascend_on_cpu:register\n"
+PLUG_IN = "npu_on_cpu"
+#: vLLM Ascend's own entry points, besides its platform's, which the plug-in names.
+ENTRY_POINTS = f"""\
+[vllm.platform_plugins]
+{PLUG_IN} = {PLUG_IN}:register
+[vllm.general_plugins]
+ascend_kv_connector = vllm_ascend:register_connector
+ascend_model = vllm_ascend:register_model
+{PLUG_IN} = {PLUG_IN}:start
+"""
 
 
 def run_with(
-    ascend: Environment,
+    environment: Environment,
     directory: Path,
     engine: dict[str, Any],
     *,
     of_ascend: bool,
     batches: dict[str, Any] | None = None,
+    switches: dict[str, str] | None = None,
+    code: int = 0,
 ) -> Run:
-    """Run an engine whose attention is vLLM Ascend's, or vLLM's own for the CPU."""
+    """Run an engine on vLLM Ascend's platform, or on vLLM's own for the CPU."""
+    plug_in = directory / "plugin"
     if of_ascend:
-        about = directory / "plugin" / "ascend_on_cpu-0.dist-info"
+        about = plug_in / f"{PLUG_IN}-0.dist-info"
         about.mkdir(parents=True)
-        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ascend-on-cpu\nVersion: 0\n", encoding="utf-8")
-        (about / "entry_points.txt").write_text(ON_CPU, encoding="utf-8")
-        shutil.copy(INSIDE / "ascend_on_cpu.py", directory / "plugin")
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUG_IN}\nVersion: 0\n", encoding="utf-8")
+        (about / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
+        shutil.copy(INSIDE / f"{PLUG_IN}.py", plug_in)
     else:
         directory.mkdir(parents=True)
-    done = run_engine(ascend, directory, engine=engine, switches=IN_PROCESS, batches=batches or lengths(), forked=False)
-    assert done.code == 0, done.log[-3000:]
+    done = run_engine(
+        environment,
+        directory,
+        engine={**BLOCK, **engine},
+        switches={**IN_PROCESS, **(switches or {})},
+        batches=batches or lengths(),
+        forked=False,
+    )
+    assert done.code == code, done.log[-3000:]
     return done
 
 
@@ -204,19 +234,72 @@ def lengths() -> dict[str, Any]:
     """Prompts of several lengths in one batch, the same again, where vLLM has most of each, and one of them alone."""
     source = random.Random(2)  # noqa: S311 - prompts, no secrets
     params = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
-    prompts = [[source.randrange(3, VOCABULARY) for _ in range(length)] for length in (30, 500, 90, 300)]
+    prompts = [[source.randrange(3, VOCABULARY) for _ in range(length)] for length in (30, 700, 90, 300)]
     crowd = [{"prompt": prompt, "params": params} for prompt in prompts]
     return {"crowd": [crowd], "again": [crowd], "alone": [crowd[1:2]]}
 
 
+def forward_passes(counts: dict[str, int]) -> int:
+    """Return their number; each batch ends with a step that has none, because it computes no token."""
+    (steps,) = {counts[name] for name in STEP}
+    (forwards,) = {counts[name] for name in FORWARD}
+    assert steps == forwards + len(lengths())
+    return forwards
+
+
+def with_method(method: dict[str, Any]) -> dict[str, Any]:
+    return {"additional_config": {"ucm_sparse_config": method}}
+
+
+@pytest.fixture(scope="module")
+def dense(ascend: Environment, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """vLLM's own runner and attention for the CPU."""
+    return run_with(ascend, tmp_path_factory.mktemp("dense") / "engine", {}, of_ascend=False)
+
+
+def test_each_step_of_its_runner_calls_its_hooks(ascend: Environment, dense: Run, tmp_path: Path) -> None:
+    """Its platform, worker, runner, layers and sampler generate the tokens of vLLM's own for the CPU."""
+    probe = with_method({"Probe": {"report_dir": str(tmp_path / "probe")}})
+    found = run_with(ascend, tmp_path / "engine", probe, of_ascend=True)
+    assert found.tokens == dense.tokens
+    (report,) = read_reports(tmp_path / "probe")
+    counts = report.counts
+    forwards = forward_passes(counts)
+    assert {counts[name] for name in ("attention_begin", "attention_finished")} == {LAYERS * forwards}
+    (process,) = found.reports
+    assert process["modules"][RUNNER] == str(overlay_of(ascend) / f"{RUNNER.replace('.', '/')}.py")
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_on_vllm_ascends_attention(ascend: Environment, tmp_path: Path, name: str) -> None:
-    """Its own metadata and implementation, with torch in the place of the NPU's kernels: the tokens of vLLM's own."""
-    engine = {"additional_config": {"ucm_sparse_config": METHODS[name]}}
+def test_a_method_on_vllm_ascends_runner(ascend: Environment, dense: Run, tmp_path: Path, name: str) -> None:
+    """The tokens of the method in vLLM's own runner, which are not those of dense attention."""
+    engine = with_method(METHODS[name])
     own = run_with(ascend, tmp_path / "own", engine, of_ascend=False)
     found = run_with(ascend, tmp_path / "ascend", engine, of_ascend=True)
-    assert found.tokens == own.tokens
-    assert (ATTENTION in found.log, ATTENTION in own.log) == (True, False)
+    assert found.tokens == own.tokens != dense.tokens
+
+
+@pytest.fixture(scope="module")
+def published(ascend: Environment) -> Environment:
+    from tests.e2e.ascend import as_published  # noqa: PLC0415 - as above
+
+    return as_published(ascend.release)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_its_published_runner_is_refused(published: Environment, tmp_path: Path, name: str) -> None:
+    """Without the rules, a method would generate dense tokens, or wrong ones."""
+    done = run_with(published, tmp_path / "engine", with_method(METHODS[name]), of_ascend=True, code=1)
+    assert f"{name} needs hooks that another package has taken out" in done.log
+    assert f"GPUModelRunner.execute_model is replaced by {RUNNER}.NPUModelRunner.execute_model" in done.log
+    assert not done.phases
+
+
+def test_its_published_scheduler_is_refused(published: Environment, tmp_path: Path) -> None:
+    """The scenario of `test_esa_answers_alike_after_a_preemption`, without the rules that it needs."""
+    done = Engines(published, "RecomputeScheduler").run(tmp_path / "engine", ESA, requests(), SCARCE, code=1)
+    assert "ESA needs hooks that another package has taken out" in done.log
+    assert "is replaced by vllm_ascend.core.recompute_scheduler.RecomputeScheduler.schedule" in done.log
 
 
 def test_a_prefix_is_saved_and_loaded_where_keys_and_values_are_two_tensors(
@@ -229,7 +312,7 @@ def test_a_prefix_is_saved_and_loaded_where_keys_and_values_are_two_tensors(
     warm = run_with(ascend, tmp_path / "warm", stored, of_ascend=True)
     assert reference.tokens == cold.tokens == warm.tokens
     assert cold.phases["crowd"]["cached"] == [0, 0, 0, 0]
-    assert warm.phases["crowd"]["cached"] == [0, 480, 64, 288]
+    assert warm.phases["crowd"]["cached"] == [0, 640, 0, 256]
 
 
 CHUNKS = {name: random.Random(name).sample(range(3, VOCABULARY), 112) for name in "ABC"}  # noqa: S311 - no secrets
@@ -265,17 +348,17 @@ def test_chunks_are_blended_where_keys_and_values_are_two_tensors(ascend: Enviro
     assert whole.tokens == reference.tokens
     assert edges.tokens == own.tokens != reference.tokens
     for done in (whole, edges, own):
-        assert done.phases["orders"]["cached"] == [320, 224, 224]
-        assert done.phases["one"]["cached"] == [224]
+        assert done.phases["orders"]["cached"] == [256, 128, 128]
+        assert done.phases["one"]["cached"] == [128]
         assert "[UCM.Blend]" not in done.log
 
 
 @pytest.fixture(scope="module")
-def patches(ascend: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def patches(ascend: Environment) -> Environment:
     """An environment whose overlay has UCM's transforms and three of vLLM Ascend's patches as transforms."""
     from tests.e2e.ascend import with_patches  # noqa: PLC0415 - as above
 
-    return with_patches(ascend.release, tmp_path_factory.mktemp("locks"))
+    return with_patches(ascend.release)
 
 
 def test_a_scheduler_measures_its_chunks_in_a_spawned_engine_core(patches: Environment, tmp_path: Path) -> None:

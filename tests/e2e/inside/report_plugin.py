@@ -1,4 +1,4 @@
-"""A vLLM general plugin that reports the vLLM modules loaded in each process, and their origins."""
+"""A vLLM general plugin that reports the modules of vLLM and vLLM Ascend loaded in each process, and their origins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _report_when_asked() -> None:
     modules = {
         name: str(getattr(getattr(module, "__spec__", None), "origin", None))
         for name, module in list(sys.modules.items())
-        if name.startswith("vllm.")
+        if name.startswith(("vllm.", "vllm_ascend."))
     }
     report = {
         "pid": os.getpid(),
