@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ucm.logger import get_logger
-
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Collection, Iterable
@@ -26,12 +24,12 @@ class RequestOutcomes:
 
     Args:
         counts: The method's counters; each outcome adds to ``requests_<outcome>``.
-        name: The logger's name.
+        logger: The method's.
     """
 
-    def __init__(self, counts: Counter[str], name: str) -> None:
+    def __init__(self, counts: Counter[str], logger: logging.Logger) -> None:
         self._counts = counts
-        self._logger = get_logger(name)
+        self._logger = logger
         #: The running requests, and whether an outcome has been counted.
         self._running: dict[str, bool] = {}
         self._restricted: set[str] = set()

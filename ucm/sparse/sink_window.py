@@ -86,7 +86,7 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
         require_hooks(type(self).__name__, self.needed_hooks)
         self.window = parse_options(SinkWindowOptions, type(self).__name__, options).window(self.tile)
         self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts, __name__)
+        self._outcomes = RequestOutcomes(self.counts, get_logger(__name__))
         self._dense: dict[str, str] = {}  #: on the worker's side: requests that read everything, and why
         self._batch: StepBatch | None = None
         self._skips = False

@@ -85,7 +85,7 @@ class OffloadedReader:
     ) -> None:
         self.attention = attention
         self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts, __name__)
+        self._outcomes = RequestOutcomes(self.counts, get_logger(__name__))
         self.select_seconds = 0.0
         self._cache_config = cache_config
         self._config = config

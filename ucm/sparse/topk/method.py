@@ -143,7 +143,7 @@ class BlockTopK(SparseMethod):
         self._steered: set[str] = set()  #: the requests with their own settings
         self._causes: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self._outcomes = RequestOutcomes(self.counts, __name__)
+        self._outcomes = RequestOutcomes(self.counts, self._logger)
         self._samples = AttentionSamples()
         #: The tokens of ``blocks_read`` that top-p has left out since `_settle`, on the attention's device.
         self._spared: Tensor | None = None

@@ -224,7 +224,7 @@ class MooncakeClient(Client):
             raise StoreUnavailableError(
                 "a client of Mooncake cannot list values",
                 where=self._where,
-                fix="set metrics_address, host:port of the master's metrics (its --metrics_port)",
+                fix="set metrics_address, host:port of the master's metrics",
             )
         names = [line for line in self._report("/get_all_keys").decode().split() if line.startswith(prefix)]
         for at in range(0, len(names), _PAGE):
