@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ucm.store.remote_blocks import ALL, KEYS, LONG, NAMESPACE, NEVER, SHORT, assert_one_deadline, causes, recover
 from tests.ucm.store.servers import MooncakeServer, Server, free_port
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
@@ -20,7 +21,6 @@ from ucm.errors import ConfigError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import namespace_digest
-from ucm.store.health import Breaker
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
@@ -30,12 +30,7 @@ if TYPE_CHECKING:
     from ucm.doctor.findings import Finding
     from ucm.store.base import BlockKey, KVStore, StoreError
 
-KEYS = [key(number) for number in range(12)]
-ALL = {block: content(block, EVEN) for block in KEYS}
-NAMESPACE = "model/rank-0"
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
-#: A deadline that is to expire, a limit that suffices on a busy machine, and a limit never reached, in seconds.
-SHORT, LONG, NEVER = 0.5, 60.0, 3600.0
 #: Options with which an answer does not arrive in time.
 HURRIED = {"timeout": SHORT, "transfer_timeout": 2 * SHORT}
 
@@ -70,18 +65,6 @@ def client(mooncake_of_session: MooncakeServer) -> Iterator[Any]:
     found = mooncake_of_session.client()
     yield found
     found.close()
-
-
-def causes(store: KVStore) -> set[str]:
-    return {error.cause for error in fetch(store, KEYS, EVEN)[1].values()}
-
-
-def recover(store: KVStore) -> None:
-    """Save and load until both succeed."""
-    deadline = time.monotonic() + LONG
-    while save(store, KEYS, EVEN).failed or fetch(store, KEYS, EVEN)[0] != ALL:
-        assert time.monotonic() < deadline, store.stats()
-        time.sleep(0.05)
 
 
 # Stored values.
@@ -198,25 +181,7 @@ def test_a_server_that_is_full_is_read_all_the_same() -> None:
 
 @pytest.mark.usefixtures("store")
 def test_a_frozen_master_costs_one_deadline_per_rest(mooncake: MooncakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    resting = config(mooncake.address, NEVER, **HURRIED)
-    failed, failures = Breaker.failed, []
-
-    def counted(self: Breaker, error: StoreError) -> None:
-        failures.append(error.cause)
-        failed(self, error)
-
-    with open_store(resting, NAMESPACE, EVEN) as one, open_store(resting, "model/rank-1", EVEN) as two:
-        assert one.lookup_on_prefix(KEYS) == len(KEYS)
-        monkeypatch.setattr(Breaker, "failed", counted)
-        mooncake.freeze()
-        for _ in range(10):
-            for store in (one, two):
-                assert store.lookup_on_prefix([key(99)]) == 0
-                assert set(fetch(store, KEYS, EVEN)[1]) == set(KEYS)
-                assert set(save(store, [key(99)], EVEN).failed) == {key(99)}
-        assert failures == ["timeout"], "the master was asked once"
-        assert one.stats()["mooncake"].resting == two.stats()["mooncake"].resting == 1
-        mooncake.thaw()
+    assert_one_deadline(mooncake, "mooncake", config(mooncake.address, NEVER, **HURRIED), monkeypatch, connected=True)
 
 
 def test_a_master_that_thaws_is_used_again(hurried: KVStore, mooncake: MooncakeServer) -> None:

@@ -14,6 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.ucm.store.remote_blocks import (
+    ALL,
+    KEYS,
+    LONG,
+    NAMESPACE,
+    NEVER,
+    SHORT,
+    assert_one_deadline,
+    causes,
+    eventually,
+    recover,
+)
 from tests.ucm.store.servers import NODE_TIMEOUT, Proxy, RedisServer, certificates, free_port, take_over_after
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
@@ -22,26 +34,20 @@ from ucm.store.base import BlockGeometry
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store, open_tier
 from ucm.store.format import namespace_digest
-from ucm.store.health import Breaker
 from ucm.store.remote.tiers import RedisTier
 from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.ucm.store.conftest import Clock
     from ucm.doctor.findings import Finding
-    from ucm.store.base import BlockKey, KVStore, StoreError
+    from ucm.store.base import BlockKey, KVStore
 
-KEYS = [key(number) for number in range(12)]
-ALL = {block: content(block, EVEN) for block in KEYS}
-NAMESPACE = "model/rank-0"
 PREFIX = f"ucm1:{namespace_digest(NAMESPACE).hex()}:"
 #: The permissions that the tier's account needs.
 ALLOWED = ["+get", "+set", "+exists", "+del", "+getrange"]
-#: A deadline that is to expire, a limit that suffices on a busy machine, and a limit never reached, in seconds.
-SHORT, LONG, NEVER = 0.5, 60.0, 3600.0
 #: Options with which an answer does not arrive in time.
 HURRIED = {"timeout": SHORT, "transfer_timeout": 4 * SHORT}
 
@@ -83,22 +89,6 @@ def hurried(proxy: Proxy) -> Iterator[KVStore]:
     with open_store(config(proxy.address, **HURRIED), NAMESPACE, EVEN) as opened:
         recover(opened)
         yield opened
-
-
-def causes(store: KVStore, keys: list[BlockKey] = KEYS) -> set[str]:
-    return {error.cause for error in fetch(store, keys, EVEN)[1].values()}
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def recover(store: KVStore) -> None:
-    """Save and load until both succeed."""
-    eventually(lambda: not save(store, KEYS, EVEN).failed and fetch(store, KEYS, EVEN)[0] == ALL)
 
 
 # Stored values.
@@ -245,26 +235,7 @@ def test_a_frozen_server_costs_one_deadline_per_rest(
 ) -> None:
     tiers = config(redis_server.address, **HURRIED).tiers
     resting = StoreConfig(pipeline="Redis", tiers=tiers, rest_seconds=NEVER, load_threads=1)
-    failed, failures = Breaker.failed, []
-
-    def counted(self: Breaker, error: StoreError) -> None:
-        failures.append(error.cause)
-        failed(self, error)
-
-    with (
-        open_store(resting, NAMESPACE, EVEN) as one,
-        open_store(resting, "model/rank-1", EVEN) as two,
-    ):
-        monkeypatch.setattr(Breaker, "failed", counted)
-        redis_server.freeze()
-        for _ in range(10):
-            for store in (one, two):
-                assert store.lookup_on_prefix([key(99)]) == 0
-                assert set(fetch(store, KEYS, EVEN)[1]) == set(KEYS)
-                assert set(save(store, [key(99)], EVEN).failed) == {key(99)}
-        assert failures == ["timeout"], "the server was asked once"
-        assert one.stats()["redis"].resting == two.stats()["redis"].resting == 1
-        redis_server.thaw()
+    assert_one_deadline(redis_server, "redis", resting, monkeypatch)
 
 
 def test_a_server_that_thaws_is_used_again(hurried: KVStore, redis_server: RedisServer) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import obstore
 import pytest
 
+from tests.ucm.store.remote_blocks import ALL, KEYS, LONG, NAMESPACE, NEVER, SHORT, assert_one_deadline, causes, recover
 from tests.ucm.store.servers import Proxy, S3Server, certificates, free_port
 from ucm.doctor.config_checks import check_config
 from ucm.doctor.findings import Status
@@ -24,10 +25,9 @@ from ucm.store.base import StoreTimeoutError, StoreUnavailableError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import ask_tier, open_store
 from ucm.store.format import namespace_digest
-from ucm.store.health import Breaker
 from ucm.store.remote.s3_client import S3Client, scatter
 from ucm.store.remote.tiers import Part, S3Options
-from ucm.testing.blocks import EVEN, Memory, content, fetch, key, save
+from ucm.testing.blocks import EVEN, Memory, fetch, key, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,12 +36,7 @@ if TYPE_CHECKING:
     from ucm.doctor.findings import Finding
     from ucm.store.base import KVStore, StoreError
 
-KEYS = [key(number) for number in range(12)]
-ALL = {block: content(block, EVEN) for block in KEYS}
-NAMESPACE = "model/rank-0"
 PREFIX = f"ucm1/{namespace_digest(NAMESPACE).hex()}/"
-#: Seconds of a deadline that is to pass; what a busy machine may take for what is done at once; what nobody waits for.
-SHORT, LONG, NEVER = 0.5, 60.0, 3600.0
 HURRIED = {"timeout": SHORT, "transfer_timeout": 2 * SHORT}
 
 
@@ -76,18 +71,6 @@ def hurried(configure: Callable[..., StoreConfig], proxy: Proxy) -> Iterator[KVS
     with open_store(configure(endpoint=f"http://{proxy.address}", **HURRIED), NAMESPACE, EVEN) as opened:
         recover(opened)
         yield opened
-
-
-def causes(store: KVStore) -> set[str]:
-    return {error.cause for error in fetch(store, KEYS, EVEN)[1].values()}
-
-
-def recover(store: KVStore) -> None:
-    """Save and load until both go well."""
-    deadline = time.monotonic() + LONG
-    while save(store, KEYS, EVEN).failed or fetch(store, KEYS, EVEN)[0] != ALL:
-        assert time.monotonic() < deadline, store.stats()
-        time.sleep(0.05)
 
 
 def objects(server: S3Server) -> dict[str, int]:
@@ -255,24 +238,7 @@ def test_an_object_deleted_between_lookup_and_load_is_a_miss(store: KVStore, s3_
 def test_a_frozen_server_costs_one_deadline_per_rest(
     s3_server: S3Server, configure: Callable[..., StoreConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resting = configure(rest=NEVER, **HURRIED)
-    failed, failures = Breaker.failed, []
-
-    def counted(self: Breaker, error: StoreError) -> None:
-        failures.append(error.cause)
-        failed(self, error)
-
-    with open_store(resting, NAMESPACE, EVEN) as one, open_store(resting, "model/rank-1", EVEN) as two:
-        monkeypatch.setattr(Breaker, "failed", counted)
-        s3_server.freeze()
-        for _ in range(10):
-            for store in (one, two):
-                assert store.lookup_on_prefix([key(99)]) == 0
-                assert set(fetch(store, KEYS, EVEN)[1]) == set(KEYS)
-                assert set(save(store, [key(99)], EVEN).failed) == {key(99)}
-        assert failures == ["timeout"], "the server was asked once"
-        assert one.stats()["s3"].resting == two.stats()["s3"].resting == 1
-        s3_server.thaw()
+    assert_one_deadline(s3_server, "s3", configure(rest=NEVER, **HURRIED), monkeypatch)
 
 
 def test_a_server_that_thaws_is_used_again(hurried: KVStore, s3_server: S3Server) -> None:
