@@ -6,6 +6,7 @@ It goes through the places from last to first, so that the paths of the remainin
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -15,6 +16,7 @@ import libcst as cst
 from transforms.engine.flow import leaves
 from transforms.engine.members import Field
 from transforms.engine.tree import Path, children, enclosing_statement, get, insert_statements, replace, walk
+from transforms.pipeline.product import products
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -231,20 +233,20 @@ class _Rename(cst.CSTTransformer):
         return updated_node.with_changes(keyword=original_node.keyword)
 
 
-def words(rules: Sequence[Rule]) -> frozenset[str]:
-    """Return the names in the rules' code and anchors."""
-    texts = (f"{v.scope.loop_with} {v.edit.anchor} {v.edit.code}" for rule in rules for v in rule.variants)
-    return frozenset(re.findall(r"\w+", " ".join(texts)))
+@functools.cache
+def words() -> frozenset[str]:
+    """Return the names in the code and the anchors of all rules."""
+    variants = [v for one in products() for t in one.transforms for rule in t.rules for v in rule.variants]
+    texts = " ".join(f"{v.scope.loop_with} {v.edit.anchor} {v.edit.code}" for v in variants)
+    return frozenset(re.findall(r"\w+", texts))
 
 
 def _unrelated_locals(function: cst.FunctionDef) -> set[str]:
-    from transforms.pipeline.product import products  # noqa: PLC0415
-
     nodes = [node for _, node in walk(function)]
     bound = {t.target.value for t in nodes if isinstance(t, cst.AssignTarget) and isinstance(t.target, cst.Name)}
     taken = {p.name.value for p in nodes if isinstance(p, cst.Param)}
     declared = {i.name.value for s in nodes if isinstance(s, cst.Global | cst.Nonlocal) for i in s.names}
-    return bound - taken - declared - words([r for product in products() for t in product.transforms for r in t.rules])
+    return bound - taken - declared - words()
 
 
 def target(module: cst.Module, rule: Rule, release: str) -> tuple[Variant, Path, list[Path]]:

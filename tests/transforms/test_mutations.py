@@ -1,4 +1,7 @@
-"""Real modules with changes that a new release might make: harmless ones, and ones after which a rule must fail."""
+"""Real modules, rewritten twice and with changes that a new release might make: harmless ones, and ones that must fail.
+
+The modules are those of `forms`: together, they have every variant of every rule.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.transforms.mutations import HARMFUL, HARMLESS, mutated, sites
-from tests.transforms.upstream import parsed
-from transforms.ascend.registry import TRANSFORMS as ASCEND
+from tests.transforms.upstream import forms, parsed
 from transforms.engine import apply
 from transforms.engine.apply import apply_rule, apply_rules
 from transforms.engine.report import Candidate, Status
@@ -28,20 +30,17 @@ if TYPE_CHECKING:
     from transforms.engine.transform import Transform
     from transforms.engine.tree import Path
 
-RELEASES = ("0.9.0", "0.11.0", "0.16.0", "0.19.1", "0.26.0", "0.33.0")
-RELEASES_OF_ASCEND = ("0.11.0", "0.23.0")
 HOOKS = "_ucm_hooks"
 #: Few examples and no shrinking, because one example takes seconds; `nox -s fuzz` tries many more.
 PROFILE = settings(
     deadline=None, max_examples=2, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
-EACH = [
-    pytest.param(release, transform, id=f"{release}-{transform.id}")
-    for releases, transforms in ((RELEASES, TRANSFORMS), (RELEASES_OF_ASCEND, ASCEND))
-    for release in releases
-    for transform in transforms
-    if not any(release in absent.releases for absent in transform.module.absent)
-]
+#: The scope makes pytest run the tests of one module one after the other, so that they share its tree.
+each_form = pytest.mark.parametrize(
+    ("release", "transform"),
+    [pytest.param(release, transform, id=f"{release}-{transform.id}") for release, transform in forms()],
+    scope="module",
+)
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,11 +59,11 @@ def places_of(release: str, transform: Transform) -> tuple[list[Site], list[Path
 
 
 @functools.lru_cache(maxsize=1)
-def result_of(release: str, transform: Transform) -> tuple[list[Outcome], Counter[str]]:
-    """Return the outcomes of the rules on the published module, and their insertions."""
+def result_of(release: str, transform: Transform) -> tuple[cst.Module, list[Outcome], Counter[str]]:
+    """Return the rewritten module, the outcomes of the rules on the published one, and their insertions."""
     path, module = module_of(release, transform)
     changed, outcomes = apply_rules(module, transform.all_rules, path, release)
-    return outcomes, inserted(changed.code)
+    return changed, outcomes, inserted(changed.code)
 
 
 def inserted(code: str) -> Counter[str]:
@@ -93,7 +92,17 @@ def _is_insertion(node: ast.AST) -> bool:
     return isinstance(hook, ast.Attribute) and isinstance(hook.value, ast.Name) and hook.value.id == HOOKS
 
 
-@pytest.mark.parametrize(("release", "transform"), EACH)
+@each_form
+def test_a_second_run_recognises_the_insertions_of_the_first(release: str, transform: Transform) -> None:
+    path, _ = module_of(release, transform)
+    changed, outcomes, _ = result_of(release, transform)
+    again, repeated = apply_rules(changed, transform.all_rules, path, release)
+    assert again is changed
+    second = {Status.APPLIED: Status.PRESENT}
+    assert [o.status for o in repeated] == [second.get(o.status, o.status) for o in outcomes]
+
+
+@each_form
 @settings(PROFILE)
 @given(kinds=st.lists(st.sampled_from(sorted(HARMLESS)), min_size=3, unique=True), seed=st.integers(0, 2**32))
 def test_harmless_changes_change_nothing_for_the_rules(
@@ -101,7 +110,7 @@ def test_harmless_changes_change_nothing_for_the_rules(
 ) -> None:
     path, module = module_of(release, transform)
     places, scopes = places_of(release, transform)
-    outcomes, wanted = result_of(release, transform)
+    _, outcomes, wanted = result_of(release, transform)
     code = mutated(module, places, scopes, kinds, seed).code
     compile(code, path, "exec", dont_inherit=True)
     changed, found = apply_rules(cst.parse_module(code), transform.all_rules, path, release)
@@ -110,7 +119,7 @@ def test_harmless_changes_change_nothing_for_the_rules(
     assert inserted(changed.code) == wanted
 
 
-@pytest.mark.parametrize(("release", "transform"), EACH)
+@each_form
 def test_harmful_changes_are_never_applied_over(
     release: str, transform: Transform, monkeypatch: pytest.MonkeyPatch
 ) -> None:

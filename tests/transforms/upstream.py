@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from transforms.ascend.registry import VLLM_ASCEND
+from transforms.pipeline.lock import read_lock
+from transforms.pipeline.product import products
 from transforms.pipeline.rewrite import module_path
 from transforms.pipeline.sources.open import open_sources
 from transforms.registry import VLLM
@@ -57,3 +59,19 @@ def parsed(transform: Transform, release: str) -> tuple[str, cst.Module] | None:
     """Return the path and the tree of a transform's module."""
     found = source(transform, release)
     return (found[0], cst.parse_module(found[1])) if found else None
+
+
+def forms() -> list[tuple[str, Transform]]:
+    """Return each transform once for every set of variants that its rules have in a lock, with the newest such release.
+
+    The releases of one set differ in the code around the anchors, which LibCST leaves as it is.
+    """
+    newest: dict[tuple[tuple[str, str], ...], tuple[str, Transform]] = {}
+    for product in products():
+        for release in product.reviewed():
+            lock = read_lock(release, product)
+            inserted = {r["id"]: r.get("variant", "") for m in (lock or {"modules": []})["modules"] for r in m["rules"]}
+            for transform in product.transforms:
+                form = tuple((rule.id, inserted[rule.id]) for rule in transform.rules if rule.id in inserted)
+                newest |= {form: (release, transform)} if form else {}
+    return list(newest.values())

@@ -45,14 +45,3 @@ def test_every_lock_has_its_diff_with_every_marked_rule() -> None:
                 lines = [line for line in diff.splitlines() if line.endswith(MARK + rule["id"])]
                 assert len(lines) == len(rule.get("lines", []))
                 assert all(line.startswith("+") for line in lines)
-
-
-def test_every_rule_is_inserted_or_left_out_with_a_reason() -> None:
-    for product, release in EACH:
-        rules = {rule.id for transform in product.transforms for rule in transform.all_rules}
-        lock = read_lock(release, product)
-        assert lock is not None
-        inserted = {rule["id"] for module in lock["modules"] for rule in module["rules"]}
-        left_out = {entry["rule"] for entry in lock["not_inserted"] if entry["reason"]}
-        assert inserted.isdisjoint(left_out)
-        assert {r for r in rules - inserted - left_out if not r.endswith(".import")} == set()
