@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Bytes handed to the store at once; this is how much memory a stuck write blocks.
 WRITE_BYTES = 8 << 20
-#: Rows are cut from allocations of about this many bytes.
+#: Rows are cut from allocations of about this many bytes, or of the whole limit if that is less.
 EXTENT_BYTES = 8 << 20
 #: Rows that were not needed for this many seconds, at most twice as many, are given back to the system. The first use
 #: of a page costs ten times as much as copying it.
@@ -104,7 +104,7 @@ class SaveRoom:
         """Return memory for one block; None if the system has none."""
         rows = self._free.setdefault(nbytes, [])
         if not rows:
-            count = max(1, EXTENT_BYTES // nbytes)
+            count = self._rows_per_extent(nbytes)
             try:
                 extent = memoryview(mmap.mmap(-1, count * nbytes))
             except OSError:
@@ -114,10 +114,13 @@ class SaveRoom:
         self._free_bytes -= nbytes
         return rows.pop()
 
+    def _rows_per_extent(self, nbytes: int) -> int:
+        return max(1, min(EXTENT_BYTES, self._limit) // nbytes)
+
     def _trim(self, keep: int) -> None:
         """Free allocations without used rows, until ``keep`` free bytes are left."""
         for nbytes, rows in self._free.items():
-            whole = max(1, EXTENT_BYTES // nbytes)
+            whole = self._rows_per_extent(nbytes)
             idle = {extent for extent, count in Counter(id(row.obj) for row in rows).items() if count == whole}
             while idle and self._free_bytes - whole * nbytes >= keep:
                 gone = idle.pop()

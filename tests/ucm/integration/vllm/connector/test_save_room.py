@@ -63,6 +63,12 @@ def test_rows_are_apart_and_used_again() -> None:
     assert room.held_bytes == held
 
 
+def test_no_more_memory_is_held_than_may_be_used() -> None:
+    room = SaveRoom(limit=100)
+    assert let_in(room, KEYS[:3], 30) == [0, 1, 2]
+    assert room.held_bytes == 90
+
+
 def test_where_the_system_has_no_memory_a_block_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     room = SaveRoom(limit=1 << 20)
     refuses = create_autospec(mmap.mmap, side_effect=OSError("no memory"))
