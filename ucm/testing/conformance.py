@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ucm.store.base import KVStore
     from ucm.store.config import StoreConfig
 
+#: Processes forked from one that has imported this module and has opened no store.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
+
 
 def save_and_fetch(
     config: StoreConfig, namespace: str, geometry: BlockGeometry, keys: list[BlockKey], seed: int
@@ -219,9 +223,8 @@ class StoreConformance(SavingConformance):
         assert fetch(store, keys, geometry)[0] == {block: content(block, geometry) for block in keys}
 
     def test_processes(self, config: StoreConfig) -> None:
-        context = multiprocessing.get_context("spawn")
         keys = [key(number) for number in range(16)]
-        with context.Pool(3) as pool:
+        with PROCESSES.Pool(3) as pool:
             outcomes = pool.starmap(save_and_fetch, [(config, NAMESPACE, EVEN, keys, seed) for seed in range(3)])
         assert outcomes == [len(keys)] * 3
         with open_store(config, NAMESPACE, EVEN) as store:

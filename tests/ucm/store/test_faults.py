@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from ucm.store.format import HeaderCodec
 from ucm.store.posix.index import clean_up
 from ucm.store.posix.layout import Layout
 from ucm.testing.blocks import EVEN, content, fetch, key, save
+from ucm.testing.conformance import PROCESSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 NAMESPACE = "n"
 KEYS = [key(number) for number in range(200)]
 NOBODY = 65534
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -54,7 +53,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_writer_killed_at_any_moment_leaves_whole_blocks(config: StoreConfig) -> None:
     chance = np.random.default_rng(11)
     for attempt in range(8):
-        writers = [SPAWN.Process(target=save_for_ever, args=(config, NAMESPACE, EVEN, 2 * attempt + i)) for i in (0, 1)]
+        writers = [
+            PROCESSES.Process(target=save_for_ever, args=(config, NAMESPACE, EVEN, 2 * attempt + i)) for i in (0, 1)
+        ]
         for writer in writers:
             writer.start()
         root = Path(config.directories[0], NAMESPACE)
@@ -107,7 +108,7 @@ def test_a_full_disk_below_the_capacity_makes_room(small_disk: Path) -> None:
 
 
 def test_a_file_that_may_not_grow(config: StoreConfig) -> None:
-    with SPAWN.Pool(1) as pool:
+    with PROCESSES.Pool(1) as pool:
         causes, loaded = pool.apply(live_with_limits, (config, NAMESPACE, 100_000))
     assert causes == ["full", "full"]
     assert loaded == [key(1).hex()]
@@ -122,7 +123,7 @@ def test_permissions_that_are_missing() -> None:
         parent.chmod(0o711)  # allows others to traverse it but not to list it
         Path(root).mkdir(mode=0o700)
         os.chown(root, NOBODY, NOBODY)
-        with SPAWN.Pool(1) as pool:
+        with PROCESSES.Pool(1) as pool:
             seen = pool.apply(live_without_privileges, (root, NOBODY))
     finally:
         shutil.rmtree(parent)

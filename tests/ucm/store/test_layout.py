@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import stat
@@ -35,6 +34,7 @@ from ucm.store.posix.layout import (
     write_identity,
 )
 from ucm.testing.blocks import ODD, filled, key, save
+from ucm.testing.conformance import PROCESSES
 
 names = st.from_regex(r"[a-z0-9_-][a-z0-9._-]{0,8}(/[a-z0-9_-][a-z0-9._-]{0,8}){0,3}", fullmatch=True)
 
@@ -86,7 +86,7 @@ def test_a_living_owner_is_known_to_live(age: float) -> None:
 
 
 def test_a_dead_owner_is_known_to_be_dead() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with PROCESSES.Pool(1) as pool:
         name = pool.apply(owner_name_of_this_process)
         assert not is_stale(name, age=0, stale_seconds=3600)
         pool.close()

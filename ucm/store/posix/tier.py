@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, NoReturn
@@ -387,7 +387,7 @@ class PosixTier(Tier):
         check_namespace(namespace)
         share = None if capacity_bytes is None else capacity_bytes / len(roots)
         self._directories = [Directory(root, namespace, config, share, self._note_eviction) for root in roots]
-        self._slots = _slots(roots)
+        self._slots = _slots(tuple(roots))
         self._codec, self._authenticator = codec, authenticator
         self._capacity_bytes = capacity_bytes
         self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
@@ -645,15 +645,19 @@ class _Question:
         directory.index.tested(self._tested)
 
 
-def _slots(roots: Sequence[str]) -> list[int]:
-    """Assign slots to directories by rendezvous hashing: a new directory takes keys from all, other keys stay."""
+@cache
+def _slots(roots: tuple[str, ...]) -> tuple[int, ...]:
+    """Assign slots to directories by rendezvous hashing: a new directory takes keys from all, other keys stay.
+
+    A process opens a store for each rank and KV-cache group in the same directories, and the hashes take 20 ms.
+    """
     if len(roots) == 1:
-        return []
+        return ()
     weights = [hashlib.blake2b(root.encode(), digest_size=8).digest() for root in roots]
-    return [
+    return tuple(
         max(
             range(len(roots)),
             key=lambda i: hashlib.blake2b(slot.to_bytes(2, "little"), key=weights[i], digest_size=8).digest(),
         )
         for slot in range(_SLOTS)
-    ]
+    )
