@@ -1,4 +1,4 @@
-"""A real store with two namespaces, and a fixture that runs the command on it."""
+"""A real store with two namespaces, a tier on each kind of server, and a fixture that runs the command on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.store.conftest import memory  # noqa: F401 - a fixture
+from tests.ucm.store.conftest import (  # noqa: F401 - fixtures
+    memory,
+    mooncake,
+    mooncake_of_session,
+    redis_of_session,
+    redis_server,
+    s3_of_session,
+    s3_server,
+)
+from tests.ucm.store.servers import free_port
 from ucm import cli
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -22,11 +31,13 @@ from ucm.testing.blocks import EVEN, key, save
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server
     from ucm.store.base import BlockKey
 
 BIG, SMALL = "llama-3f9a/g0", "tiny-9bce/g0"
 FILE = HeaderCodec(BIG, EVEN).file_nbytes
 DAY = 86400.0
+PATIENT = {"timeout": 60.0, "transfer_timeout": 60.0}
 
 
 @dataclass
@@ -63,6 +74,33 @@ def kept(tmp_path: Path) -> Kept:
     found.fill(BIG, 10)
     found.fill(SMALL, 4)
     return found
+
+
+@dataclass
+class Remote:
+    """A tier on a server: its name, the server, its options, and those by which nobody answers."""
+
+    name: str
+    server: Any
+    options: dict[str, Any]
+    unanswered: dict[str, Any]
+
+
+@pytest.fixture(params=["Redis", "Mooncake", "S3"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
+    """Each kind of server in turn, without blocks."""
+    nobody = f"127.0.0.1:{free_port()}"
+    if request.param == "Mooncake":
+        node: MooncakeServer = request.getfixturevalue("mooncake")
+        names = ("address", "metrics_address")
+        options = {**dict(zip(names, (node.address, node.metrics_address), strict=True)), **PATIENT}
+        return Remote("Mooncake", node, options, dict.fromkeys(names, nobody))
+    if request.param == "Redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        return Remote("Redis", server, {"address": server.address, **PATIENT}, {"address": nobody})
+    bucket: S3Server = request.getfixturevalue("s3_server")
+    options = bucket.options(tmp_path / "secret", **PATIENT)
+    return Remote("S3", bucket, options, {"endpoint": f"http://{nobody}"})
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ucm.store.servers import free_port
 from tests.ucm.test_debug import GEOMETRY, NAMESPACE, SIZE, TOKENS, described, keys  # noqa: F401 - a fixture
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.commands.store.conftest import Answer
+    from tests.ucm.commands.store.conftest import Answer, Remote
 
 pytestmark = pytest.mark.usefixtures("described")
 
@@ -78,14 +77,36 @@ def test_a_prompt_without_a_whole_block(ask: Callable[..., Answer], config: Path
     assert (answer.code, answer.out.splitlines()[0].endswith("would load 0 of 1 token.")) == (0, True)
 
 
+def below_the_disk(config: Path, remote: Remote, **others: object) -> StoreConfig:
+    """Configure a server below the directory of `config`; return the configuration of the server alone."""
+    tiers = {remote.name: {**remote.options, **others}}
+    text = {"pipeline": f"Posix|{remote.name}", "directories": str(config.parent / "kv"), "tiers": tiers}
+    config.write_text(json.dumps({"store": text}), encoding="utf-8")
+    return StoreConfig(pipeline=remote.name, tiers=tiers, save_nice=0)
+
+
+def test_blocks_on_a_server(ask: Callable[..., Answer], config: Path, remote: Remote, prompt: Path) -> None:
+    with open_store(below_the_disk(config, remote), f"{NAMESPACE}/g0", GEOMETRY) as store:
+        assert save(store, keys(5)[2:4], GEOMETRY).failed == {}
+    answer = ask("lookup", "--config", config, "--model", "/m", "--tokens", prompt)
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith(f"An engine with an empty KV cache would load {5 * SIZE} of {len(TOKENS)} tokens.\n")
+    first = [key.hex() for key in keys(5)]
+    assert [line.split() for line in answer.out.splitlines()[4:]] == [
+        ["0-1", "0-31", "Posix", first[0]],
+        ["2-2", "32-47", "Posix,", remote.name, first[2]],
+        ["3-3", "48-63", remote.name, first[3]],
+        ["4-4", "64-79", "Posix", first[4]],
+    ]
+
+
 def test_a_tier_that_does_not_answer_is_named(
-    ask: Callable[..., Answer], tmp_path: Path, config: Path, prompt: Path
+    ask: Callable[..., Answer], config: Path, remote: Remote, prompt: Path
 ) -> None:
-    tier = f"tiers: {{Redis: {{address: '127.0.0.1:{free_port()}'}}}}"
-    config.write_text(f"store: {{pipeline: Posix|Redis, directories: {tmp_path}/kv, {tier}}}\n", encoding="utf-8")
+    below_the_disk(config, remote, timeout=5.0, **remote.unanswered)
     answer = ask("lookup", "--config", config, "--model", "/m", "--tokens", prompt)
     assert answer.code == 1
-    assert "  Redis does not answer: lookup.unavailable\n" in answer.out
+    assert f"  {remote.name} does not answer: lookup.unavailable\n" in answer.out
     assert f"would load {3 * SIZE} of" in answer.out
 
 

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 import obstore
 import pytest
 
-from tests.ucm.store.conftest import (  # noqa: F401 - fixtures
-    mooncake,
-    mooncake_of_session,
-    redis_of_session,
-    redis_server,
-    s3_of_session,
-    s3_server,
-)
-from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server, free_port
+from tests.ucm.store.servers import MooncakeServer, RedisServer
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.format import HeaderCodec, namespace_digest
@@ -27,21 +19,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.ucm.commands.store.conftest import Answer
+    from tests.ucm.commands.store.conftest import Answer, Remote
 
 ONE, OTHER = "llama-3f9a/g0", "tiny-9bce/g0"
 FILE = HeaderCodec(ONE, EVEN).file_nbytes
-PATIENT = {"timeout": 60.0, "transfer_timeout": 60.0}
 
 
 class Held:
     """A tier with five blocks of one namespace and two of another."""
 
-    def __init__(self, name: str, server: Any, options: dict[str, Any], directory: Path) -> None:
-        self.name, self.server, self.options = name, server, options
+    def __init__(self, remote: Remote, directory: Path) -> None:
+        self.name, self.server, self.options = remote.name, remote.server, remote.options
         self.file = directory / "ucm_config.yaml"
-        self.configure(name)
-        tiers = StoreConfig(pipeline=name, tiers={name: options}, save_nice=0)
+        self.configure(self.name)
+        tiers = StoreConfig(pipeline=self.name, tiers={self.name: self.options}, save_nice=0)
         for namespace, count in ((ONE, 5), (OTHER, 2)):
             with open_store(tiers, namespace, EVEN) as store:
                 assert save(store, [key(number) for number in range(count)], EVEN).failed == {}
@@ -76,17 +67,9 @@ class Held:
         return name
 
 
-@pytest.fixture(params=["Redis", "Mooncake", "S3"])
-def held(request: pytest.FixtureRequest, tmp_path: Path) -> Held:
-    if request.param == "Mooncake":
-        node: MooncakeServer = request.getfixturevalue("mooncake")
-        options = {"address": node.address, "metrics_address": node.metrics_address, **PATIENT}
-        return Held("Mooncake", node, options, tmp_path)
-    if request.param == "Redis":
-        server: RedisServer = request.getfixturevalue("redis_server")
-        return Held("Redis", server, {"address": server.address, **PATIENT}, tmp_path)
-    bucket: S3Server = request.getfixturevalue("s3_server")
-    return Held("S3", bucket, bucket.options(tmp_path / "secret", **PATIENT), tmp_path)
+@pytest.fixture
+def held(remote: Remote, tmp_path: Path) -> Held:
+    return Held(remote, tmp_path)
 
 
 def test_stat_counts_what_a_server_holds(ask: Callable[..., Answer], held: Held) -> None:
@@ -131,10 +114,8 @@ def test_beside_directories(ask: Callable[..., Answer], held: Held) -> None:
     assert ask("verify", "--json", "--config", held.file, "--tier", held.name.lower()).data["blocks"] == 7
 
 
-def test_a_server_that_does_not_answer_is_a_problem(ask: Callable[..., Answer], held: Held) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    options = {"Redis": {"address": nobody}, "Mooncake": {"address": nobody, "metrics_address": nobody}}
-    held.configure(held.name, **options.get(held.name, {"endpoint": f"http://{nobody}"}))
+def test_a_server_that_does_not_answer_is_a_problem(ask: Callable[..., Answer], held: Held, remote: Remote) -> None:
+    held.configure(held.name, **remote.unanswered)
     answer = ask("verify", "--config", held.file)
     assert (answer.code, f"{held.name} ({held.name.lower()}) cannot be read: " in answer.out) == (1, True)
     (server,) = ask("stat", "--json", "--config", held.file).data["servers"]
