@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+#: This interpreter's pip, for messages: a bare `pip` may be that of another environment.
+PIP = f"{sys.executable} -m pip"
 
 
 class UcmError(Exception):

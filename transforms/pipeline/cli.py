@@ -184,8 +184,9 @@ def _build(options: argparse.Namespace) -> int:
     for path in (runtime, *(one.wheel for one in built)):
         print(path)  # noqa: T201 - the result
     console.print(
-        f"\nInstall both wheels beside the release that they are for:\n    pip install {runtime} {built[-1].wheel}\n"
-        f"Then run `ucm doctor`. The overlay's source is in {built[-1].source}.",
+        "\nInstall both wheels beside the release that they are for, with the Python that runs it:\n"
+        f"    /path/to/that/python -m pip install {runtime} {built[-1].wheel}\n"
+        f"Then run `/path/to/that/python -m ucm doctor`. The overlay's source is in {built[-1].source}.",
         markup=False,
         soft_wrap=True,
     )
@@ -292,7 +293,7 @@ def _init(options: argparse.Namespace) -> int:
     for path in skeleton.write(options.directory):
         print(path)  # noqa: T201 - the result
     console.print(
-        f"\nInstall it in this environment: pip install -e {options.directory}\n"
+        f"\nInstall it in this environment: {sys.executable} -m pip install -e {options.directory}\n"
         f"Then: python -m transforms drift {options.owner}-{release}. Its README has the other commands.",
         markup=False,
         soft_wrap=True,

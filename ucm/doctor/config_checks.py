@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ucm.doctor.findings import Finding, Status
-from ucm.errors import ConfigError, SparseMethodError
+from ucm.errors import PIP, ConfigError, SparseMethodError
 from ucm.integration.vllm.sparse.config import FILE_KEY, sparse_method_config
 from ucm.sparse.base import require_hooks
 from ucm.sparse.factory import OFFLOADING, method_class
@@ -42,7 +42,7 @@ def check_config(file: Path) -> list[Finding]:
         from ucm.config.document import read_document  # noqa: PLC0415 - the doctor also runs where pydantic is not
         from ucm.config.load import check_connector_config  # noqa: PLC0415 - likewise
     except ImportError as error:
-        todo = f"{sys.executable} -m pip install --upgrade ucm-runtime"
+        todo = f"{PIP} install --upgrade ucm-runtime"
         return [Finding(CHECK, Status.ERROR, f"{file} cannot be checked: {error}", todo=(todo,))]
     extra = {FILE_KEY: str(file)}
     try:
@@ -254,7 +254,7 @@ def check_connector(vllm: Vllm | None) -> list[Finding]:
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         what = f"the connectors need {', '.join(missing)}"
-        todo = f"{sys.executable} -m pip install --upgrade ucm-runtime"
+        todo = f"{PIP} install --upgrade ucm-runtime"
         return [Finding(CONNECTOR, Status.WARNING, what, todo=(todo,))]
     methods = _methods(vllm)
     if "get_num_new_matched_tokens" not in methods:

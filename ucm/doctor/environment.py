@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING
 
 import ucm
 from ucm.doctor.findings import Finding, Status
+from ucm.errors import PIP
 from ucm.overlay.activation import overlay_packages
 from ucm.overlay.finder import sha256_of
+from ucm.overlay.manifest import REINSTALL
 from ucm.overlay.switches import ALL, is_set, variable_of
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ def _not_installed(wanted: str | None) -> Finding:
             Status.ERROR,
             "not installed: Python finds only a directory named vllm without an __init__.py",
             tuple(stray),
-            ("start in another directory, or remove it from PYTHONPATH", f"{sys.executable} -m pip install {package}"),
+            ("start in another directory, or remove it from PYTHONPATH", f"{PIP} install {package}"),
         )
     return Finding(
         CHECK,
@@ -160,7 +162,7 @@ def _not_installed(wanted: str | None) -> Finding:
         "not installed for this Python",
         (f"searched {len(sys.path)} entries of sys.path of {sys.executable}",),
         (
-            f"install it: {sys.executable} -m pip install {package}",
+            f"install it: {PIP} install {package}",
             "or run the doctor with the Python that runs vLLM: /path/to/that/python -m ucm doctor",
         ),
     )
@@ -243,8 +245,9 @@ def check_runtime(others: list[str]) -> Finding:
         f"{what}, and {len(others)} other packages named ucm: which one vLLM imports depends on the order of sys.path",
         (f"this one: {place}", *(f"also: {other}" for other in others)),
         (
-            "uninstall the others (uc-manager's: pip uninstall uc-manager), or remove their directories from sys.path",
-            f"then: {sys.executable} -m pip install --force-reinstall --no-deps <{RUNTIME} wheel>",
+            f"uninstall the others ({UC_MANAGER}'s: {PIP} uninstall {UC_MANAGER})",
+            "or remove their directories from sys.path",
+            f"then: {PIP} install --force-reinstall --no-deps <{RUNTIME} wheel>",
         ),
     )
 
@@ -415,7 +418,7 @@ def check_start_up_file(overlay: Path) -> Finding:
             ),
             (
                 f"remove {place} from PYTHONPATH",
-                f"install the wheel into the environment: {sys.executable} -m pip install <overlay wheel>",
+                f"install the wheel into the environment: {PIP} install <overlay wheel>",
             ),
         )
     if not (place / PTH).is_file():
@@ -424,7 +427,7 @@ def check_start_up_file(overlay: Path) -> Finding:
             Status.ERROR,
             f"{PTH} is missing: the overlay is never activated",
             (str(place),),
-            (_reinstall(),),
+            (REINSTALL,),
         )
     return Finding(check, Status.OK, f"{PTH} is in a directory that this Python reads", (str(place),))
 
@@ -448,7 +451,7 @@ def check_import_hook(
             Status.ERROR,
             "not found in this process: vLLM's modules are not replaced here",
             (f"{PTH} did not run when {sys.executable} started",),
-            (_reinstall(),) if in_order else (),
+            (REINSTALL,) if in_order else (),
         )
     if hooks.directory is not None and hooks.directory != overlay.resolve():
         what = "in place, but for another overlay than the one found"
@@ -479,7 +482,7 @@ def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
             Status.WARNING,
             "another package touches vLLM when Python starts; it may replace what the overlay rewrites",
             tuple(named),
-            (f"pip uninstall {UC_MANAGER}" if there else "check what it does, and uninstall it if it does",),
+            (f"{PIP} uninstall {UC_MANAGER}" if there else "check what it does, and uninstall it if it does",),
         )
     return Finding(check, Status.OK, "no other package touches vLLM when Python starts")
 
@@ -496,7 +499,3 @@ def _name(finder: object) -> str:
 
 def _is_pythons(name: str) -> bool:
     return name.startswith(HARMLESS) or name.partition(".")[0] in sys.stdlib_module_names
-
-
-def _reinstall() -> str:
-    return f"reinstall the overlay: {sys.executable} -m pip install --force-reinstall --no-deps <overlay wheel>"

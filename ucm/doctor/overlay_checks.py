@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from ucm.doctor.environment import OVERLAY_PACKAGE, PLUGIN, normalised, package_directories
 from ucm.doctor.findings import Finding, Status
+from ucm.errors import PIP
 from ucm.overlay.activation import GROUP as OVERLAYS
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
 from ucm.overlay.finder import sha256_of
-from ucm.overlay.manifest import Manifest, ShadowedModule, read_manifest
+from ucm.overlay.manifest import REINSTALL, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.seam import UPGRADE, missing_hooks
 from ucm.overlay.switches import ALL, disabled_groups
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ucm.doctor.environment import Vllm
 
 OVERLAY, MODULES = "overlay", "modules"
-PIP = f"{sys.executable} -m pip"
 FINE, CHANGED, MISSING = "ok", "changed", "missing"
 
 
@@ -112,7 +112,7 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
             (
                 (
                     "keep one of them; uninstall each other one in its environment: "
-                    f"pip uninstall {distribution_of(overlays[0])}"
+                    f"{PIP} uninstall {distribution_of(overlays[0])}"
                 ),
                 "or remove its directory from PYTHONPATH",
             ),
@@ -120,7 +120,7 @@ def check_overlay(overlays: list[Overlay], vllm: Vllm | None, *, needed: bool) -
     (overlay,) = overlays
     if overlay.manifest is None:
         what, details = "its manifest cannot be read", tuple(overlay.fault.splitlines()[1:2])
-        return Finding(OVERLAY, Status.ERROR, what, details, (_reinstall(),))
+        return Finding(OVERLAY, Status.ERROR, what, details, (REINSTALL,))
     missing = missing_hooks(overlay.manifest)
     if missing:
         what = f"{overlay.version} calls hooks that the installed runtime lacks"
@@ -214,7 +214,7 @@ def check_modules(states: list[ModuleState], manifest: Manifest, vllm: Vllm) -> 
                 Status.ERROR,
                 f"{len(broken)} of the overlay's files {_are(broken)} not as reviewed: vLLM will not start",
                 tuple(f"{state.rewritten}: {manifest.file(state.module)}" for state in broken),
-                (_reinstall(),),
+                (REINSTALL,),
             )
         )
     foreign = [state for state in on if state.upstream != FINE]
@@ -231,7 +231,7 @@ def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Find
     if release and release != serves:
         what = f"the overlay is for vLLM {serves}, but vLLM {release} is installed: vLLM will not start"
         todo = (
-            f"install the overlay for it: nox -s build-overlay -- {release}, then pip install its wheel",
+            f"install the overlay for it: nox -s build-overlay -- {release}, then {PIP} install <its wheel>",
             f"or install the vLLM that the overlay is for: {PIP} install {package}=={serves}",
         )
     else:
@@ -254,10 +254,6 @@ def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Find
 
 def _are(things: list[ModuleState]) -> str:
     return "is" if len(things) == 1 else "are"
-
-
-def _reinstall() -> str:
-    return f"reinstall the overlay: {PIP} install --force-reinstall --no-deps <overlay wheel>"
 
 
 def check_further_overlays() -> list[Finding]:

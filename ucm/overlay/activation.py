@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.errors import PIP
 from ucm.logger import get_logger
 from ucm.overlay.errors import InactiveOverlayError
 from ucm.overlay.finder import check_unshared, state
@@ -97,7 +98,7 @@ def _check_in_place(finder: Any, directory: str) -> None:
                     "through PYTHONPATH or was installed with --target is never activated"
                 ),
             ],
-            ["install the wheel into the environment that runs vLLM: `pip install <wheel>`", DISABLE],
+            [f"install the wheel into the environment that runs vLLM: `{PIP} install <wheel>`", DISABLE],
         )
     late = sorted(foreign_modules(directory))
     if late:
@@ -204,7 +205,13 @@ def _check_single(distribution: str) -> None:
         raise InactiveOverlayError(
             "more than one overlay is installed, and only the first on sys.path is active",
             [f"{version}: {place}" for place, version in places.items()],
-            [f"uninstall all but the one that you want: `pip uninstall {distribution}` in each environment", DISABLE],
+            [
+                (
+                    f"uninstall all but the one that you want: `{PIP} uninstall {distribution}`, or the same with the "
+                    "Python of the environment that has it"
+                ),
+                DISABLE,
+            ],
         )
 
 

@@ -15,6 +15,7 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.errors import PIP
 from ucm.logger import get_logger
 from ucm.overlay.errors import SharedModuleError, TamperedOverlayError, UpstreamMismatchError
 from ucm.overlay.manifest import REINSTALL, Manifest, ShadowedModule, read_manifest
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
-#: This interpreter's pip: a bare `pip` may be that of another environment.
-PIP = f"{sys.executable} -m pip"
 #: The running searches for vLLM's own files: thread and module.
 _searches: set[tuple[int, str]] = set()
 
@@ -110,7 +109,7 @@ def check_unshared(finder: Any, name: str) -> None:
                 "build them as one, with the rules of each in a stated order, and install that alone: "
                 f"`nox -s build-overlay -- {'+'.join(owners)}-{release}`"
             ),
-            f"uninstall one of them: `pip uninstall {getattr(finder, 'distribution', '')}`",
+            f"uninstall one of them: `{PIP} uninstall {getattr(finder, 'distribution', '')}`",
             RUN_UPSTREAM,
         ],
         name=name,

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ucm.errors import PIP
 from ucm.overlay.errors import TamperedOverlayError
 from ucm.overlay.switches import RUN_UPSTREAM
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 #: The seam whose hooks are listed by bare name.
 DEFAULT_SEAM = "ucm.integration.vllm.hooks"
-REINSTALL = "reinstall the overlay wheel: `pip install --force-reinstall --no-deps <wheel>`"
+REINSTALL = f"reinstall the overlay wheel: `{PIP} install --force-reinstall --no-deps <wheel>`"
 
 
 @dataclass(frozen=True)

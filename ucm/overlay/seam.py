@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ucm.errors import PIP
 from ucm.overlay.errors import OverlayImportError
 from ucm.overlay.manifest import DEFAULT_SEAM
 from ucm.overlay.switches import RUN_UPSTREAM
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 UPGRADE = (
     "install the runtime that was built with this overlay: "
-    "`pip install --force-reinstall --no-deps <ucm_runtime wheel>`"
+    f"`{PIP} install --force-reinstall --no-deps <ucm_runtime wheel>`"
 )
 
 

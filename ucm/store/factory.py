@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ucm.background import call_later
-from ucm.errors import ConfigError
+from ucm.errors import PIP, ConfigError
 from ucm.logger import get_logger
 from ucm.store.base import (
     BlockKey,
@@ -428,7 +428,7 @@ def authenticator_of(config: StoreConfig, *, of_tool: bool = False) -> Authentic
         raise ConfigError(
             f"authentication needs blake3, which comes with vLLM: {error}",
             where="store: authentication_key_file",
-            fix="install the extra: pip install 'ucm-runtime[authentication]'",
+            fix=f"install the extra: {PIP} install 'ucm-runtime[authentication]'",
         ) from error
     found: Authenticator = module.read_authenticator(
         config.authentication_key_file, _owners(config) if of_tool and os.geteuid() == 0 else frozenset()

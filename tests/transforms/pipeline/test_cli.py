@@ -53,7 +53,7 @@ def test_build_overlay_writes_both_wheels(repository: Path, miniature: Path) -> 
     runtime = wheels / f"ucm_runtime-{runtime_version()}-py3-none-any.whl"
     overlay = wheels / f"ucm_vllm_overlay-{RELEASE}.post1-py3-none-any.whl"
     assert done.stdout.splitlines() == [str(runtime), str(overlay)]
-    assert f"    pip install {runtime} {overlay}\n" in done.stderr
+    assert f"    /path/to/that/python -m pip install {runtime} {overlay}\n" in done.stderr
     assert runtime.is_file()
     assert overlay.is_file()
     assert (repository / "build" / "packages" / f"vllm-{RELEASE}" / "pyproject.toml").is_file()

@@ -82,14 +82,18 @@ def test_the_pth_is_missing(site: Site) -> None:
     (site.packages / "ucm_vllm_overlay.pth").unlink()
     answer = site.ask()
     assert answer.finding("start-up file")["what"] == "ucm_vllm_overlay.pth is missing: the overlay is never activated"
-    assert answer.data["next"][0].startswith("reinstall the overlay: ")
+    assert answer.data["next"][0].startswith(
+        f"reinstall the overlay wheel: `{site.python} -m pip install --force-reinstall "
+    )
 
 
 def test_the_pth_does_nothing(site: Site) -> None:
     (site.packages / "ucm_vllm_overlay.pth").write_text("# emptied\n")
     answer = site.ask()
     assert answer.statuses() == {"import hook": "error"}
-    assert answer.finding("import hook")["todo"][0].startswith("reinstall the overlay: ")
+    assert answer.finding("import hook")["todo"][0].startswith(
+        f"reinstall the overlay wheel: `{site.python} -m pip install --force-reinstall "
+    )
 
 
 def test_a_python_that_skips_site(site: Site) -> None:
@@ -168,7 +172,7 @@ def test_a_sitecustomize_that_reaches_for_vllm(site: Site) -> None:
 def test_the_start_up_file_of_uc_manager(site: Site) -> None:
     (site.packages / "sitecustomize.py").write_text("import sys\n\nsys.modules.get('vllm')\n")
     write_distribution(site.packages, "uc-manager", "0.2.0", ("ucm",))
-    assert site.ask().finding("other hooks")["todo"] == ["pip uninstall uc-manager"]
+    assert site.ask().finding("other hooks")["todo"] == [f"{site.python} -m pip uninstall uc-manager"]
 
 
 def test_vllm_is_imported_at_start(site: Site) -> None:

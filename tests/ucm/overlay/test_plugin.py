@@ -84,7 +84,10 @@ def test_an_overlay_where_pth_files_are_not_read(
     assert f"overlay: {place}/ucm_vllm_overlay/\n" in error
     assert f"process: {upstream.python} -c" in error
     assert "Python reads .pth files only in site-packages directories" in error
-    assert "- install the wheel into the environment that runs vLLM: `pip install <wheel>`\n" in error
+    assert (
+        f"- install the wheel into the environment that runs vLLM: `{upstream.python} -m pip install <wheel>`\n"
+        in error
+    )
     assert DISABLE in error
     assert upstream.run(code, UCM_DISABLE_PATCHES="1", **variables) == ACTIVE
 
@@ -99,7 +102,9 @@ def test_two_overlays(overlaid: Environment, elsewhere: Callable[[], Path]) -> N
     assert TWO in error
     assert f"{RELEASE}.post1: {place}\n" in error
     assert f"{RELEASE}.post1: {overlaid.site.resolve()}\n" in error
-    assert "- uninstall all but the one that you want: `pip uninstall ucm-vllm-overlay` in each environment\n" in error
+    assert (
+        f"- uninstall all but the one that you want: `{overlaid.python} -m pip uninstall ucm-vllm-overlay`, or" in error
+    )
     assert DISABLE in error
 
 
@@ -164,7 +169,7 @@ def test_without_the_runtime_it_can_be_loaded_and_raises_when_called(upstream: E
     assert upstream.run(f"{load}; print(f.__module__)") == "ucm_vllm_overlay._plugin"
     error = upstream.fail(f"{load}; f()").splitlines()[-1]
     assert error.startswith("ImportError: UCM overlay: it is installed without the runtime that it calls")
-    assert "`pip install 'ucm-runtime>=" in error
+    assert f"`{upstream.python} -m pip install 'ucm-runtime>=" in error
     assert error.endswith("or set UCM_DISABLE_PATCHES=1.")
     assert upstream.run(f"{load}; print(f())", UCM_DISABLE_PATCHES="1") == "None"
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import pickle
 import shutil
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from tests.ucm.overlay.environment import Environment
 
 IMPORT = f"import {SCHEDULER}"
-REINSTALL = "reinstall the overlay wheel: `pip install --force-reinstall --no-deps <wheel>`"
+REINSTALL = "reinstall the overlay wheel: `{python} -m pip install --force-reinstall --no-deps <wheel>`"
 RUN_UPSTREAM = "run upstream's vLLM, without UCM: set UCM_DISABLE_PATCHES=1"
-RUNTIME = "install the runtime beside it: `pip install 'ucm-runtime>="
+RUNTIME = "install the runtime beside it: `{python} -m pip install 'ucm-runtime>="
 
 
 def hash_of(path: Path) -> str:
@@ -124,7 +125,7 @@ def test_the_overlay_without_its_runtime(upstream: Environment, wheels: Wheels, 
     missing = "No module named 'ucm.overlay'" if stranger else "No module named 'ucm'"
     assert "UCM overlay: it is installed without the runtime that it calls, the package ucm-runtime\n" in error
     assert f"importing ucm.overlay.finder: {missing}\n" in error
-    assert f"- {RUNTIME}" in error
+    assert f"- {RUNTIME.format(python=upstream.python)}" in error
     assert f"- {RUN_UPSTREAM}, or uninstall ucm-vllm-overlay" in error
     assert upstream.run("import vllm; print(vllm.__version__)") == RELEASE
     assert upstream.origin(SCHEDULER, UCM_DISABLE_PATCHES="1") == upstream.upstream_file(SCHEDULER)
@@ -145,7 +146,7 @@ def test_a_file_of_the_overlay_is_not_the_reviewed_one(overlaid: Environment, da
     assert f"file:       {file}\n" in error
     assert f"its sha256: {found}\n" in error
     assert f"reviewed:   {reviewed}\n" in error
-    assert f"- {REINSTALL}\n" in error
+    assert f"- {REINSTALL.format(python=overlaid.python)}\n" in error
     assert f"- {RUN_UPSTREAM}\n" in error
     assert overlaid.origin(SCHEDULER, UCM_DISABLE_PATCHES="1") == overlaid.upstream_file(SCHEDULER)
 
@@ -184,7 +185,7 @@ def test_a_garbled_manifest(tmp_path: Path, content: str | bytes | None) -> None
     what, where, *ways = str(caught.value).splitlines()
     assert what == "UCM overlay: its manifest cannot be read"
     assert where.startswith(f"    {tmp_path / MANIFEST}: ")
-    assert ways == ["  ways out:", f"    - {REINSTALL}", f"    - {RUN_UPSTREAM}"]
+    assert ways == ["  ways out:", f"    - {REINSTALL.format(python=sys.executable)}", f"    - {RUN_UPSTREAM}"]
 
 
 def test_a_garbled_manifest_stops_the_import(overlaid: Environment) -> None:
@@ -203,7 +204,7 @@ def test_a_manifest_that_is_not_the_finder_s(overlaid: Environment) -> None:
     manifest.write_text(json.dumps(data))
     error = overlaid.fail(IMPORT)
     assert f"UCM overlay: its manifest does not know {SCHEDULER}, which its finder shadows\n    {manifest}\n" in error
-    assert f"- {REINSTALL}\n" in error
+    assert f"- {REINSTALL.format(python=overlaid.python)}\n" in error
 
 
 def test_an_overlay_that_is_newer_than_the_runtime(overlaid: Environment) -> None:
@@ -213,7 +214,7 @@ def test_an_overlay_that_is_newer_than_the_runtime(overlaid: Environment) -> Non
     error = overlaid.fail(IMPORT)
     assert "SeamMismatchError: UCM overlay: it calls hooks that the installed runtime lacks" in error
     assert "hooks: request_freed\n" in error
-    assert "pip install --force-reinstall --no-deps <ucm_runtime wheel>" in error
+    assert f"`{overlaid.python} -m pip install --force-reinstall --no-deps <ucm_runtime wheel>`" in error
     assert f"- {RUN_UPSTREAM}" in error
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ucm.errors import ConfigError
+from ucm.errors import PIP, ConfigError
 from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
@@ -346,7 +346,7 @@ def _share(tier: type[RemoteTier], options: RemoteOptions, place: TierPlace) -> 
         raise ConfigError(
             f"the tier {place.name} needs {tier.package}: {error}",
             where="store: pipeline",
-            fix=f"install the extra: pip install 'ucm-runtime[{tier.kind}]'",
+            fix=f"install the extra: {PIP} install 'ucm-runtime[{tier.kind}]'",
         ) from error
     for path in options.files:
         if path is not None and not os.access(path, os.R_OK):
