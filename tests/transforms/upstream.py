@@ -73,5 +73,6 @@ def forms() -> list[tuple[str, Transform]]:
             inserted = {r["id"]: r.get("variant", "") for m in (lock or {"modules": []})["modules"] for r in m["rules"]}
             for transform in product.transforms:
                 form = tuple((rule.id, inserted[rule.id]) for rule in transform.rules if rule.id in inserted)
-                newest |= {form: (release, transform)} if form else {}
+                if form:
+                    newest[form] = release, transform
     return list(newest.values())

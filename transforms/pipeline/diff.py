@@ -1,7 +1,8 @@
 """The reviewed diff. It has no context, so its only lines of vLLM are those that change.
 
 The settings are pinned here and nowhere else: patience matching, no context, ``a/`` and ``b/`` prefixes, no dates, and
-behind each hunk's range the qualified name of the function or class that it changes.
+behind each hunk's range the qualified name of the function or class that it changes, and whether only a build with
+``--hooks all`` contains it.
 ``git apply --unidiff-zero`` and ``patch -p1`` apply the result to the published sources.
 
 Patience matching (Bram Cohen; ``git diff --patience``) first aligns the lines that occur exactly once on each side. An
@@ -16,12 +17,17 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from difflib import Match, SequenceMatcher
+from functools import partial
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+from transforms.pipeline.hunks import Hunk, owners
 
-    from transforms.pipeline.rewrite import Overlay
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from transforms.pipeline.rewrite import Overlay, RewrittenModule
+
+OPT_IN = "only with --hooks all"
 
 
 class PatienceMatcher(SequenceMatcher[str]):
@@ -90,16 +96,34 @@ class PatienceMatcher(SequenceMatcher[str]):
         return series[::-1]
 
 
-def module_diff(path: str, upstream: bytes, rewritten: bytes) -> str:
-    """Return the zero-context diff of one module with its file header; empty if nothing changed."""
-    hunks = "".join(_hunks(_lines(upstream), _lines(rewritten), _scopes(rewritten)))
+def module_diff(path: str, upstream: bytes, rewritten: bytes, note: Callable[[Hunk], str] = lambda _: "") -> str:
+    """Return the zero-context diff of one module with its file header; empty if nothing changed.
+
+    Args:
+        path: The module's path.
+        upstream: Its source as published.
+        rewritten: Its source in the overlay.
+        note: Returns the end of a hunk's heading, with a space before it; empty for none.
+    """
+    hunks = "".join(_hunks(_lines(upstream), _lines(rewritten), _scopes(rewritten), note))
     return f"--- a/{path}\n+++ b/{path}\n{hunks}" if hunks else ""
 
 
 def overlay_diff(overlay: Overlay) -> str:
     """Return the diff of all modules of an overlay, ordered by path."""
     modules = sorted(overlay.modules, key=lambda module: module.path)
-    return "".join(module_diff(module.path, module.upstream, module.rewritten) for module in modules)
+    return "".join(module_diff(m.path, m.upstream, m.rewritten, partial(_opt_in, m)) for m in modules)
+
+
+def _opt_in(module: RewrittenModule, hunk: Hunk) -> str:
+    """Return whether a build without ``--hooks all`` lacks a hunk, or which of its rules such a build lacks."""
+    if module.default is None:
+        return f" ({OPT_IN})"
+    rules = dict.fromkeys(filter(None, owners(hunk, module.path, module.transforms))) if module.opt_in else {}
+    lacking = [rule for rule in rules if rule in module.opt_in]
+    if not lacking:
+        return ""
+    return f" ({OPT_IN})" if len(lacking) == len(rules) else f" ({', '.join(lacking)} {OPT_IN})"
 
 
 def unified_lines(before: Sequence[str], after: Sequence[str], context: int) -> Iterator[str]:
@@ -144,12 +168,21 @@ def _scopes(source: bytes) -> list[tuple[int, int, str]]:
     return sorted(found)
 
 
-def _hunks(before: list[str], after: list[str], scopes: list[tuple[int, int, str]]) -> Iterator[str]:
+def _hunks(
+    before: list[str], after: list[str], scopes: list[tuple[int, int, str]], note: Callable[[Hunk], str]
+) -> Iterator[str]:
     for tag, i1, i2, j1, j2 in PatienceMatcher(before, after).get_opcodes():
         if tag != "equal":
             line = j1 + 1 if j2 > j1 else j1
             name = next((f" {name}" for first, last, name in reversed(scopes) if first <= line <= last), "")
-            yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@{name}\n"
+            end = note(
+                Hunk(
+                    line,
+                    tuple(text.rstrip("\n") for text in before[i1:i2]),
+                    tuple(text.rstrip("\n") for text in after[j1:j2]),
+                )
+            )
+            yield f"@@ -{_range(i1, i2)} +{_range(j1, j2)} @@{name}{end}\n"
             yield from _marked("-", before[i1:i2])
             yield from _marked("+", after[j1:j2])
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 from hatchling.builders.wheel import WheelBuilder
 from packaging.version import Version
 
@@ -22,6 +21,7 @@ from transforms.engine.transform import DEFAULT_SEAM
 from transforms.pipeline.checks import changed_definitions, hook_uses
 from transforms.pipeline.conflicts import shared_groups
 from transforms.pipeline.lock import built_lock
+from transforms.pipeline.pages import templates
 from transforms.pipeline.product import UCM
 from transforms.pipeline.sbom import make_sbom
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
-TEMPLATES = Path(__file__).parent / "templates"
 RUNTIME = "ucm-runtime"
 #: The variable in which hatchling looks for the time.
 EPOCH = "SOURCE_DATE_EPOCH"
@@ -129,12 +128,7 @@ def render(overlay: Overlay, lock: Lock, target: Path, *, all_hooks: bool = Fals
     files = {path: source for path, source in sources.items() if source is not None}
     if target.exists():
         shutil.rmtree(target)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 - Python and TOML, not HTML; every value is ours or a version
-    )
+    environment = templates(trim_blocks=False)
     seams, package = [one.seam for one in overlay.product.registries], overlay.product.module
     left_out = sorted(
         _hooks((m.rewritten for m in overlay.modules), DEFAULT_SEAM) - _hooks(files.values(), DEFAULT_SEAM)

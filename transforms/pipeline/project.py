@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jinja2
 from packaging.version import InvalidVersion, Version
 
 from transforms.engine.errors import OverlayError
 from transforms.engine.registry import Package
 from transforms.engine.transform import Seam
-from transforms.pipeline.package import TEMPLATES
+from transforms.pipeline.pages import TEMPLATES, templates
 from transforms.registry import VLLM
 
 if TYPE_CHECKING:
@@ -97,12 +96,7 @@ class Skeleton:
             "argument": "self" if "." in scope else "",
             "alias": Seam(f"{module}.hooks").alias,
         }
-        environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(TEMPLATES / "project"),
-            undefined=jinja2.StrictUndefined,
-            keep_trailing_newline=True,
-            autoescape=False,  # noqa: S701 - Python and TOML, not HTML; every value is a checked word
-        )
+        environment = templates(TEMPLATES / "project", trim_blocks=False)
         written = []
         for target, template in FILES.items():
             file = directory / target.format(module=module)

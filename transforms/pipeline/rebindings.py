@@ -10,14 +10,13 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jinja2
 from packaging.version import Version
 
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.census import hooks_of_release
+from transforms.pipeline.pages import templates
 from transforms.pipeline.product import UCM
 from transforms.pipeline.sources.open import open_sources
 
@@ -142,16 +141,8 @@ class OfRelease:
 
 def rebindings_page(product: Product) -> str:
     """Return the page of what a product's package rebinds in vLLM, as Markdown."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,  # noqa: S701 - Markdown of our own words
-    )
     releases = [OfRelease(one, paired(one), tuple(fates(one, product))) for one in product.reviewed()]
-    return environment.get_template(TEMPLATE).render(product=product, releases=releases)
+    return templates().get_template(TEMPLATE).render(product=product, releases=releases)
 
 
 def rebindings(tree: SourceTree, package: str, within: str) -> list[Rebinding]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import jinja2
 
 from transforms.pipeline.census import judged
 from transforms.pipeline.lock import read_lock
+from transforms.pipeline.pages import templates
 from transforms.pipeline.product import UCM
 
 if TYPE_CHECKING:
@@ -25,21 +23,22 @@ TEMPLATE = "transforms.md.j2"
 
 def transforms_page(product: Product = UCM) -> str:
     """Return the page, as Markdown."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,  # noqa: S701 - Markdown of our own words
-    )
     releases, transforms = product.reviewed(), product.transforms
     inserted = {release: set(_inserted(release, product)) for release in releases}
     rows = {rule.id: _ranges(rule, releases, inserted) for t in transforms for rule in t.all_rules}
     notes = {rule.id: _notes(rule, opt_in=t.is_opt_in(rule.id)) for t in transforms for rule in t.all_rules}
     code = {rule.id: _code(rule) for t in transforms for rule in t.all_rules}
-    return environment.get_template(TEMPLATE).render(
-        product=product, transforms=transforms, rows=rows, notes=notes, code=code, censuses=_censuses(releases, product)
+    return (
+        templates()
+        .get_template(TEMPLATE)
+        .render(
+            product=product,
+            transforms=transforms,
+            rows=rows,
+            notes=notes,
+            code=code,
+            censuses=_censuses(releases, product),
+        )
     )
 
 

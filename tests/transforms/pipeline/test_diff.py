@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,7 +29,7 @@ TOOLS = pytest.mark.parametrize(
     [GIT_APPLY, pytest.param(PATCH, marks=pytest.mark.skipif(not shutil.which("patch"), reason="no patch"))],
     ids=["git", "patch"],
 )
-RANGE = re.compile(r"@@ -\d+,(\d+) \+\d+,(\d+) @@(?: [\w.]+)?")
+RANGE = re.compile(r"@@ -\d+,(\d+) \+\d+,(\d+) @@(?: [\w.]+)?(?: \([^)]*\))?")
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "c\n", "\n", "-- a/x\n", "\x0c\n", "\u2028\n"]), max_size=12)
 
 
@@ -102,6 +104,28 @@ def test_an_insertion_names_the_line_before_it() -> None:
     assert module_diff("x.py", b"a\nb\n", b"a\nnew\nb\n") == "--- a/x.py\n+++ b/x.py\n@@ -1,0 +2,1 @@\n+new\n"
     assert module_diff("x.py", b"a\n", b"new\na\n").endswith("@@ -0,0 +1,1 @@\n+new\n")
     assert module_diff("x.py", b"a\nb\nc\n", b"a\nc\n").endswith("@@ -2,1 +1,0 @@\n-b\n")
+
+
+def test_a_hunk_says_whether_a_build_without_all_hooks_lacks_it(overlay: Overlay) -> None:
+    """Taking the hunks out that say so leaves the lines of a default build."""
+    named = 0
+    for module in overlay.modules:
+        diff = overlay_diff(replace(overlay, modules=(module,)))
+        lacking = re.findall(r"^@@ .* \(only with --hooks all\)\n((?:\+.*\n)+)", diff, re.MULTILINE)
+        left = Counter(module.rewritten.decode().splitlines())
+        left.subtract(line[1:] for lines in lacking for line in lines.splitlines())
+        assert +left == Counter((module.default or module.upstream).decode().splitlines())
+        named += len(lacking)
+    assert named > len(overlay.modules)
+
+
+def test_a_hunk_of_which_a_default_build_has_a_part_names_the_rest(overlay: Overlay) -> None:
+    module = next(module for module in overlay.modules if module.opt_in and module.default)
+    kept = next(one.rule for one in module.outcomes if one.rule not in module.opt_in)
+    rules = (module.opt_in[0], kept)
+    both = module.upstream + "".join(f"f()  # ucm: {rule}\n" for rule in rules).encode()
+    diff = overlay_diff(replace(overlay, modules=(replace(module, rewritten=both),)))
+    assert f" ({module.opt_in[0]} only with --hooks all)\n" in diff
 
 
 def test_a_hunk_names_the_function_that_it_changes() -> None:

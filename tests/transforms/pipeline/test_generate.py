@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import combinations
 
 from tests.releases import ASCEND, REVIEWED
 from transforms.engine.marks import MARK
+from transforms.pipeline.diff import OPT_IN
 from transforms.pipeline.generate import FINGERPRINTS, fingerprints, generated
 from transforms.pipeline.lock import read_lock
 from transforms.pipeline.product import products
@@ -40,8 +42,17 @@ def test_every_lock_has_its_diff_with_every_marked_rule() -> None:
         assert lock is not None
         diff = (product.directory(release) / "changes.diff").read_text(encoding="utf-8")
         for module in lock["modules"]:
-            assert f"--- a/{module['path']}\n+++ b/{module['path']}\n" in diff
+            header = f"--- a/{module['path']}\n+++ b/{module['path']}\n"
+            assert header in diff
+            hunks = re.findall(
+                r"^(@@ .*)\n((?:[-+](?!-- ).*\n)*)",
+                diff.partition(header)[2].partition("\n--- a/")[0] + "\n",
+                re.MULTILINE,
+            )
             for rule in module["rules"]:
                 lines = [line for line in diff.splitlines() if line.endswith(MARK + rule["id"])]
                 assert len(lines) == len(rule.get("lines", []))
                 assert all(line.startswith("+") for line in lines)
+                headings = [heading for heading, hunk in hunks if MARK + rule["id"] + "\n" in hunk]
+                said = [f" ({OPT_IN})" in heading or f"{rule['id']} {OPT_IN})" in heading for heading in headings]
+                assert said == [rule.get("opt_in", False)] * len(headings)
