@@ -141,6 +141,13 @@ def e2e(session: nox.Session) -> None:
 
 
 @nox.session
+def shared(session: nox.Session) -> None:
+    """Share a store between two hosts on one CephFS, which runs here; root only, with Ceph's programs installed."""
+    install(session, "test")
+    session.run("pytest", "tests/ucm/store/test_cephfs.py", *session.posargs, env={"UCM_SHARED": "1"})
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Run the property tests with new seeds, and save failures as examples: `-- --minutes 10 --seed 1 [PATH …]`."""
     install(session, "test")

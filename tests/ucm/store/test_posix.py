@@ -17,8 +17,10 @@ from ucm.errors import ConfigError
 from ucm.store.base import IncompleteBlockError, StoreFullError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
+from ucm.store.posix import tier as posix_tier
 from ucm.store.posix.index import clean_up
 from ucm.store.posix.layout import Layout
+from ucm.store.posix.paths import NewFile, file_system_of
 from ucm.store.tiered import TieredStore
 from ucm.testing.blocks import EVEN, ODD, Memory, content, fetch, files, filled, key, save
 
@@ -53,6 +55,25 @@ def test_a_lookup_alone_makes_nothing(config: StoreConfig) -> None:
     with open_store(config, NAMESPACE, None) as store:
         assert store.lookup(KEYS) == [False] * len(KEYS)
     assert list(Path(config.directories[0]).iterdir()) == []
+
+
+def test_the_type_of_a_file_system() -> None:
+    assert [file_system_of(path) for path in ("/proc", "/proc/self/task", "/sys")] == ["proc", "proc", "sysfs"]
+    assert file_system_of("/process") == file_system_of("/") != ""
+
+
+def test_blocks_are_touched_on_ceph_alone(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[NewFile] = []
+
+    def touch(self: NewFile) -> None:
+        touched.append(self)
+
+    monkeypatch.setattr(NewFile, "touch", touch)
+    for number, (system, expected) in enumerate([("ext4", 0), ("fuse.ceph-fuse", 1), ("ceph", 2)]):
+        monkeypatch.setattr(posix_tier, "file_system_of", lambda path, system=system: system if path else "")
+        with open_store(config, NAMESPACE, EVEN) as store:
+            assert save(store, [key(number)], EVEN).failed == {}
+        assert len(touched) == expected
 
 
 def test_nothing_is_left_when_a_block_is_dropped(config: StoreConfig) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import socket
 import threading
 from pathlib import Path
 
 import numpy as np
 
+from ucm import cli
 from ucm.errors import ConfigError
-from ucm.store.base import BlockGeometry
+from ucm.store.base import BlockGeometry, BlockKey
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 from ucm.store.posix.layout import owner_name
 from ucm.testing.blocks import content, fetch, filled, key, save
+
+_CLONE_NEWUTS = 0x04000000
 
 
 def owner_name_of_this_process() -> str:
@@ -89,3 +94,20 @@ def evict_until_killed(config: StoreConfig, namespace: str, geometry: BlockGeome
     with open_store(config, namespace, geometry) as store:
         save(store, [key(1)], geometry)
         threading.Event().wait()
+
+
+def become_another_host() -> None:
+    """Give this process a host name of its own; stores compare the names of hosts."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname("another-host")
+
+
+def save_there(config: StoreConfig, namespace: str, geometry: BlockGeometry, keys: list[BlockKey]) -> int:
+    """Save blocks, ten at a time; return how many were saved or there."""
+    with open_store(config, namespace, geometry) as store:
+        return sum(len(save(store, keys[at : at + 10], geometry).done) for at in range(0, len(keys), 10))
+
+
+def store_command(*words: str) -> int:
+    return cli.main(["store", *words])

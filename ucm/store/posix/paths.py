@@ -16,6 +16,7 @@ import struct
 import time
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.errors import ConfigError
@@ -159,6 +160,11 @@ class NewFile:
         """
         os.rename(self._name, name, src_dir_fd=self._folder.number, dst_dir_fd=folder.number)
         self._folder, self._name = folder, name
+
+    def touch(self) -> None:
+        """Set the file's time of last use to now, if it is still there."""
+        with suppress(OSError):
+            os.utime(self._name, dir_fd=self._folder.number)
 
     def unlink(self) -> None:
         """Delete the file if possible; no other process does so while this one lives."""
@@ -461,6 +467,22 @@ def shared_group(root: str) -> int | None:
     """
     status = os.stat(root)  # noqa: PTH116 - a text
     return status.st_gid if status.st_mode & stat.S_IWGRP else None
+
+
+def file_system_of(path: str) -> str:
+    """Return the type of the file system of a directory, as the system names it; empty if that cannot be told.
+
+    Args:
+        path: An absolute path without symbolic links.
+    """
+    found, best = "", ""
+    with suppress(OSError), Path("/proc/self/mountinfo").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            mount, _, source = line.partition(" - ")
+            where = mount.split(" ")[4].rstrip("/")
+            if len(where) >= len(best) and f"{path}/".startswith(f"{where}/"):
+                found, best = source.split(" ")[0], where
+    return found
 
 
 def _split(path: str) -> tuple[int, str]:

@@ -27,7 +27,15 @@ from ucm.store.health import Breaker, Pool, RefusableJob
 from ucm.store.posix.files import BlockFileWriter, quarantine, read_block, read_file, store_error
 from ucm.store.posix.index import REMOVALS, NameIndex, close_indices
 from ucm.store.posix.layout import IDENTITY, MARKER, Layout, check_namespace, key_of
-from ucm.store.posix.paths import KeptDirectory, distrust, group_id, make_directory, open_file, shared_group
+from ucm.store.posix.paths import (
+    KeptDirectory,
+    distrust,
+    file_system_of,
+    group_id,
+    make_directory,
+    open_file,
+    shared_group,
+)
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
 from ucm.store.tier import RecentKeys, Tier
 
@@ -51,6 +59,9 @@ _AHEAD_NBYTES, _AHEAD_SHARE = 1 << 20, 0.002
 _PATIENCE_SECONDS, _RETRY_SECONDS = 0.5, 0.01
 #: How often missing directories are made for one file.
 _TRIES = 2
+#: The file systems on which a renamed file is touched: until its writer has sent another request for it, the server
+#: lets each other host that looks for it wait until its next tick, for five seconds.
+_TOUCHED_AFTER_RENAME = frozenset({"ceph", "fuse.ceph-fuse"})
 #: How many lookups of one directory may run at once.
 _LOOKUP_THREADS = 2
 
@@ -102,6 +113,7 @@ class Directory:
         self._ahead = _AHEAD_NBYTES if share is None else min(_AHEAD_NBYTES, int(share * _AHEAD_SHARE))
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
         self._parent_device = _device(self._parent)
+        self._touches = file_system_of(self.layout.root) in _TOUCHED_AFTER_RENAME
         self.evictor = Evictor(self, config.stale_seconds, evicted)
 
     @property
@@ -232,6 +244,8 @@ class Directory:
             there = self._base.receive(file, bucket, name)
         if not there:
             raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted", self.layout.base)
+        if self._touches:
+            file.touch()
 
     def let_go(self, *, old: bool = False) -> None:
         """Close the directories kept open for writing; with ``old``, only those open for long."""
