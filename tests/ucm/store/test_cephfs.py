@@ -43,9 +43,8 @@ TICK = 5.0
 #: The scheduler's thread may be without a processor for so long on a busy machine, in seconds.
 NOT_WAITING = 1.0
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("UCM_SHARED") != "1", reason="two hosts on one CephFS: only `nox -s shared` runs them"
-)
+if os.environ.get("UCM_SHARED") != "1":
+    pytest.skip("two hosts on one CephFS: only `nox -s shared` runs these tests", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
