@@ -19,10 +19,12 @@ from ucm.store.memory.slab import PAGE, Slab
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ucm.integration.vllm.connector.metadata import StepPlan
+    from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
 
 SIZE = 4
+#: Four blocks and a half.
+TOKENS = list(range(18))
 BLOCK = BlockGeometry((8, 8), b"f" * 16)
 
 
@@ -227,3 +229,14 @@ def request(tokens: Sequence[int], request_id: str = "r", **more: Any) -> Reques
     for name, value in more.items():
         setattr(found, name, value)
     return found
+
+
+def moved(moves: list[BlockMoves]) -> list[tuple[bytes, int]]:
+    return [pair for found in moves for pair in zip(found.keys, found.block_ids, strict=True)]
+
+
+def finish_computing(scene: Scene, count: int) -> Any:
+    """Compute the first blocks of a request in one step; return the step's plan."""
+    new = request(TOKENS)
+    scene.admit(new)
+    return scene.run(new, count, scene.rows)

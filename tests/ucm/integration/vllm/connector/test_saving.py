@@ -1,0 +1,182 @@
+"""The scheduler side's saves."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+from unittest.mock import create_autospec
+
+from tests.ucm.integration.vllm.connector.scene import SIZE, TOKENS, Scene, moved, request
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_blocks_are_saved_with_the_step_that_fills_them() -> None:
+    scene = Scene()
+    new = request(TOKENS)
+    scene.admit(new)
+    chain, blocks = scene.keys.chain(TOKENS, SIZE), scene.rows[0]
+    assert moved(scene.run(new, 6, scene.rows).saves) == [(chain[0], blocks[0])]
+    assert moved(scene.run(new, 1).saves) == []
+    assert moved(scene.run(new, 9).saves) == list(zip(chain[1:], blocks[1:], strict=False))
+    assert moved(scene.run(new, 2).saves) == []
+
+
+def test_a_token_that_is_not_known_yet_fills_no_block() -> None:
+    """Asynchronous scheduling computes tokens before the scheduler knows their values."""
+    scene = Scene(batches=2)
+    new = request(TOKENS[:7])
+    scene.admit(new)
+    scene.run(new, 7, scene.rows)
+    assert scene.run(new, 1).saves == []
+    new.output.append(7)
+    key = scene.keys.chain(TOKENS[:8], SIZE)[1]
+    assert moved(scene.run(new, 1).saves) == [(key, scene.rows[0][1])]
+
+
+def test_a_request_that_ends_has_its_last_blocks_saved_later() -> None:
+    scene = Scene(batches=2)
+    new = request(TOKENS[:7])
+    scene.admit(new)
+    scene.run(new, 7, scene.rows)
+    scene.run(new, 1)
+    new.output.append(7)
+    scene.side.finished(new)
+    key = scene.keys.chain(TOKENS[:8], SIZE)[1]
+    assert moved(scene.step({}).late_saves) == [(key, scene.rows[0][1])]
+    assert scene.step({}).late_saves == []
+
+
+def test_but_not_from_a_block_that_was_given_away() -> None:
+    scene = Scene(batches=2)
+    new = request(TOKENS[:7])
+    scene.admit(new)
+    scene.run(new, 7, scene.rows)
+    scene.run(new, 1)
+    new.output.append(7)
+    scene.side.finished(new)
+    other = request([90, 91], "other")
+    assert scene.step({"other": 2}, [(other, [[scene.rows[0][1]]])]).late_saves == []
+    assert scene.counted.failures == ["save.other"]
+
+
+def test_a_block_that_was_given_away_costs_no_other_of_its_request() -> None:
+    scene = Scene(batches=2)
+    new = request(TOKENS[:12])
+    scene.admit(new)
+    scene.step({}, [(new, scene.rows)])
+    new.num_computed_tokens = 12
+    scene.side.finished(new)
+    rows, chain = scene.rows[0], scene.keys.chain(TOKENS[:12], SIZE)
+    other = request([90, 91], "other")
+    late = scene.step({"other": 2}, [(other, [[rows[1]]])]).late_saves
+    assert moved(late) == [(chain[0], rows[0]), (chain[2], rows[2])]
+    assert scene.counted.failures == ["save.other"]
+
+
+def test_nothing_is_found_or_saved_until_it_is_known_whose_blocks_these_are() -> None:
+    """Blocks computed by then are saved then."""
+    scene = Scene(begins=False)
+    scene.keep(TOKENS)
+    new = request(TOKENS)
+    assert scene.admit(new) == 0
+    plan = scene.run(new, 10, scene.rows)
+    assert (plan.namespace, plan.saves) == ("", [])
+    scene.begin()
+    plan = scene.run(new, 8)
+    assert plan.namespace == "model"
+    chain = scene.keys.chain(TOKENS, SIZE)
+    assert moved(plan.saves) == list(zip(chain, scene.rows[0], strict=False))
+    assert scene.matched(request(TOKENS, "later"), 0) == 16
+
+
+def test_a_key_is_saved_once_in_a_step() -> None:
+    scene = Scene()
+    first, second = request(TOKENS, "first"), request(TOKENS, "second")
+    rows = {}
+    for new in (first, second):
+        scene.admit(new)
+        rows[new.request_id] = scene.rows
+    plan = scene.step({"first": 8, "second": 9}, [(first, rows["first"]), (second, rows["second"])])
+    chain = scene.keys.chain(TOKENS, SIZE)
+    assert moved(plan.saves) == list(zip(chain[:2], rows["first"][0][:2], strict=True))
+
+
+def test_generated_tokens_may_be_left_out() -> None:
+    scene = Scene(save_decode_blocks=False)
+    new = request(TOKENS[:7])
+    new.output += TOKENS[7:]
+    scene.admit(new)
+    chain = scene.keys.chain(TOKENS, SIZE)
+    assert moved(scene.run(new, 18, scene.rows).saves) == [(chain[0], scene.rows[0][0])]
+
+
+def test_tokens_whose_kv_is_their_requests_own_are_neither_stored_nor_looked_up() -> None:
+    """For instance tokens generated under a method with dense prompts, even after a preemption."""
+    scene = Scene(lasting_tokens=lambda prompt: prompt)
+    new = request(TOKENS[:7])
+    new.output += TOKENS[7:]
+    chain = scene.keep(TOKENS)
+    assert scene.admit(new) == SIZE
+    scene.store.keys.clear()
+    scene = Scene(lasting_tokens=lambda prompt: prompt)
+    scene.admit(new)
+    assert moved(scene.run(new, 18, scene.rows).saves) == [(chain[0], scene.rows[0][0])]
+    scene.side.finished(new)
+    assert moved(scene.step({}).late_saves) == []
+
+
+def test_a_request_without_a_lasting_block_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's hashes of its blocks do not show how those of other requests are made."""
+    scene = Scene(lasting_tokens=lambda prompt: prompt)
+    new = request(TOKENS[: SIZE - 1])
+    scene.admit(new)
+    new.output += TOKENS[SIZE - 1 :]
+    named = create_autospec(scene.keys.of, return_value=[])
+    monkeypatch.setattr(scene.keys, "of", named)
+    scene.admit(new)
+    scene.run(new, 18, scene.rows)
+    named.assert_not_called()
+
+
+def test_what_the_engine_had_is_saved_if_the_store_has_it_not() -> None:
+    scene = Scene()
+    chain = scene.keys.chain(TOKENS, SIZE)
+    new = request(TOKENS)
+    scene.admit(new, computed=8, had=[70, 71])
+    assert moved(scene.run(new, 4, scene.rows).saves) == [(chain[2], scene.rows[0][2])]
+    until = time.monotonic() + 60
+    while not (saves := moved(scene.step({"r": 0}).saves)):
+        assert time.monotonic() < until
+    assert saves == [(chain[0], 70), (chain[1], 71), (chain[2], scene.rows[0][2])]
+
+
+def test_what_the_engine_had_is_not_saved_again() -> None:
+    scene = Scene()
+    chain = scene.keep(TOKENS[:8])
+    new = request(TOKENS)
+    scene.admit(new, computed=8, had=[70, 71])
+    expected = scene.keys.chain(TOKENS, SIZE)[2]
+    assert expected not in chain
+    assert moved(scene.run(new, 4, scene.rows).saves) == [(expected, scene.rows[0][2])]
+
+
+def test_what_is_computed_again_is_saved_again() -> None:
+    scene = Scene()
+    new = request(TOKENS)
+    scene.admit(new)
+    scene.run(new, 16, scene.rows)
+    new.num_computed_tokens = 4  # vLLM resets it after a failed load
+    chain, blocks = scene.keys.chain(TOKENS, SIZE), scene.rows[0]
+    assert moved(scene.run(new, 8).saves) == [(chain[1], blocks[1]), (chain[2], blocks[2])]
+
+
+def test_a_window_saves_what_has_not_slid_out_of_it() -> None:
+    scene = Scene(None, 6)
+    new = request(TOKENS)
+    scene.admit(new)
+    scene.run(new, 3, scene.rows)
+    new.num_computed_tokens = 14
+    plan = scene.run(new, 2)
+    assert [(moves.group, len(moves.keys)) for moves in plan.saves] == [(0, 4), (1, 2)]
