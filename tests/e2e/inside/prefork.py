@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -64,7 +65,21 @@ def become(told: dict[str, object], streams: list[int]) -> list[str]:
     os.environ.update(told["variables"])  # type: ignore[call-overload]
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     importlib.invalidate_caches()
+    fork_processes()
     return [str(part) for part in told["command"]]  # type: ignore[attr-defined]
+
+
+def fork_processes() -> None:
+    """Let an engine fork its processes, as it does on GPUs.
+
+    vLLM's CPU platform sets spawned ones without a choice, and each would import vLLM for longer than it works.
+    """
+    contexts = multiprocessing.get_context
+
+    def forking(method: str | None = None) -> object:
+        return contexts("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = forking  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
