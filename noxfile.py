@@ -22,8 +22,9 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 #: Releases for the end-to-end tests: the newest with a CPU build, and the oldest that works with the same torch.
 E2E_RELEASES = ("0.32.0", "0.27.1")
 INSTALL_VLLM = ("python", "-m", "tests.e2e.install_vllm")
-#: Engines are single-threaded, so two run at a time. Tests of one file run in one process and share fixtures.
-TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+#: Engines are single-threaded and often wait, so three run at a time on two cores. Tests of one file run in one process
+#: and share fixtures.
+THREE_AT_A_TIME = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def install(session: nox.Session, group: str) -> None:
@@ -115,7 +116,7 @@ def tests(session: nox.Session) -> None:
     with beside(session, *INSTALL_VLLM, E2E_RELEASES[0]):
         session.run("pytest", "-n", "auto", "-m", "not e2e")
         session.run("python", "-m", "transforms", "regenerate")
-    session.run("pytest", *TWO_AT_A_TIME, "-m", "core", "tests/e2e", env={"UCM_E2E_RELEASE": E2E_RELEASES[0]})
+    session.run("pytest", *THREE_AT_A_TIME, "-m", "core", "tests/e2e", env={"UCM_E2E_RELEASE": E2E_RELEASES[0]})
 
 
 @nox.session
@@ -134,7 +135,7 @@ def e2e(session: nox.Session) -> None:
             which = "older"
         elif release == E2E_RELEASES[0] and not session.posargs:
             which += " and not core"
-        options = [*TWO_AT_A_TIME, "--durations=20", "-m", which]
+        options = [*THREE_AT_A_TIME, "--durations=20", "-m", which]
         installing = beside(session, *INSTALL_VLLM, following) if following else contextlib.nullcontext()
         with installing:
             session.run("pytest", *options, "tests/e2e", env={"UCM_E2E_RELEASE": release})

@@ -26,6 +26,7 @@ FIRST = (
     "test_prefix_cache",
     "test_sparse_company",
     "test_inside",
+    "test_inside_newest",
 )
 
 

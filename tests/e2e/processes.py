@@ -68,9 +68,9 @@ def start(
 ) -> Process:
     """Start a script in a session of its own.
 
-    It is forked from a process that has imported vLLM in the same environment with the same variables; processes that
-    an engine starts import vLLM themselves. A script with variables of UCM, which may change what is imported, is a new
-    process.
+    It is forked from a process that has imported vLLM in the same environment with the same variables, and forks the
+    processes of its engine. A script with variables of UCM, which may change what is imported, is a new process, whose
+    engine's processes import vLLM themselves.
 
     Args:
         environment: The environment with vLLM.

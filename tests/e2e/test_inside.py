@@ -6,17 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.environment import with_triton
-from tests.e2e.tests_inside import run_inside
+from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE, problems
 
 if TYPE_CHECKING:
     from tests.e2e.scenarios import Environments
 
 pytestmark = pytest.mark.e2e
 
-CONNECTOR = "tests/ucm/integration/vllm/connector"
-LAYERS = "tests/ucm/integration/vllm/sparse"
-SPARSE = "tests/ucm/sparse"
 FILES = (
     "tests/e2e/test_block_table.py",
     "tests/ucm/test_probe.py",
@@ -29,7 +25,6 @@ FILES = (
     f"{LAYERS}/test_block_topk_schedules.py",
     f"{LAYERS}/test_graphs.py",
     f"{LAYERS}/test_real_layers.py",
-    f"{LAYERS}/test_rerope_on_a_layer.py",
     f"{LAYERS}/test_rerope_schedules.py",
     f"{LAYERS}/test_rotary.py",
     f"{SPARSE}/accounting/test_accounting.py",
@@ -39,61 +34,13 @@ FILES = (
     f"{SPARSE}/test_example_method.py",
     f"{SPARSE}/test_method_conformance.py",
 )
-#: Files that need a part of the newest release only, or nothing of vLLM but its torch, which both releases share.
-NEWEST_ONLY = (
-    "tests/ucm/blend/test_position_free.py",
-    "tests/ucm/integration/vllm/blend/test_caches.py",
-    "tests/ucm/integration/vllm/blend/test_vllm_scheduler.py",
-    "tests/ucm/integration/vllm/blend/test_worker.py",
-    f"{CONNECTOR}/test_device_memory.py",
-    f"{CONNECTOR}/test_live_adapters.py",
-    f"{CONNECTOR}/test_multi_connector.py",
-    f"{CONNECTOR}/test_staged_simulation.py",
-    f"{CONNECTOR}/test_staged_transfer.py",
-    f"{CONNECTOR}/test_stuck_medium.py",
-    f"{LAYERS}/test_ascend_attention.py",
-    f"{LAYERS}/test_flash_parts.py",
-    f"{LAYERS}/test_latent.py",
-    f"{LAYERS}/test_paged.py",
-    f"{SPARSE}/esa/test_esa_connector.py",
-    f"{SPARSE}/esa/test_esa_on_a_layer.py",
-    f"{SPARSE}/esa/test_esa_steps.py",
-    f"{SPARSE}/esa/test_offload_store.py",
-    f"{SPARSE}/esa/test_resident.py",
-    f"{SPARSE}/test_rotation.py",
-    f"{SPARSE}/test_sink_window_told.py",
-    f"{SPARSE}/test_window_kernel.py",
-    f"{SPARSE}/topk/test_block_topk.py",
-    f"{SPARSE}/topk/test_codes.py",
-    f"{SPARSE}/topk/test_mass.py",
-    f"{SPARSE}/topk/test_attention_share.py",
-    f"{SPARSE}/topk/test_representatives.py",
-    f"{SPARSE}/topk/test_samples.py",
-    f"{SPARSE}/topk/test_selection.py",
-)
-#: Files about Triton's kernels, with the environment of their process: kernels are interpreted in all of it or not.
-OF_KERNELS: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
-    ((f"{SPARSE}/topk/test_on_device.py", f"{SPARSE}/topk/test_block_topk.py"), {"TRITON_INTERPRET": "1"}),
-    ((f"{SPARSE}/topk/test_kernels.py",), {}),
-)
 
 
 @pytest.fixture(scope="module")
 def wrong(request: pytest.FixtureRequest, environments: Environments) -> dict[str, str]:
-    """The problems, by file; all selected files run in one interpreter."""
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if isinstance(item, pytest.Function)]
-    wanted = [str(of["file"]) for of in params if "file" in of]
-    return run_inside(environments.overlay.python, wanted)
+    return problems(request, environments.overlay.python)
 
 
-@pytest.mark.parametrize("file", [*FILES, *(pytest.param(f, marks=pytest.mark.newest_only) for f in NEWEST_ONLY)])
+@pytest.mark.parametrize("file", FILES)
 def test_with_real_objects(wrong: dict[str, str], file: str) -> None:
     assert file not in wrong, wrong[file]
-
-
-@pytest.mark.newest_only
-@pytest.mark.parametrize(("files", "variables"), OF_KERNELS, ids=["interpreted", "compiled"])
-def test_kernels(environments: Environments, files: tuple[str, ...], variables: dict[str, str]) -> None:
-    found = run_inside(with_triton(environments.release).python, files, **variables)
-    assert not found, "\n".join(found.values())
