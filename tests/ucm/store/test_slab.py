@@ -258,12 +258,30 @@ def test_memory_is_taken_ahead_of_its_use_and_once(monkeypatch: pytest.MonkeyPat
 
     before = taken()
     for _ in range(2):
-        made.populate()
+        assert not made.populate(), "all of it at once"
         assert taken() == before + 3
     made.claim(0, KEYS[0])
     made.populate()
     assert taken() == before + 4
+    monkeypatch.setattr(slabs, "STEP_BYTES", PAGE)
+    for number in (1, 2, 3):
+        made.claim(0, KEYS[number])
+    assert [made.populate() for _ in range(4)] == [True, True, True, False]
+    assert taken() == before + 7
     made.close()
+
+
+def test_memory_that_was_given_back_is_taken_ahead_again(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [stage(slab, number) for number in range(ROWS)]
+    slab.release(rows)
+    monkeypatch.setattr(slabs, "IDLE_SECONDS", -1.0)
+    slab.trim()
+    before = os.fstat(slab.address.descriptor).st_blocks
+    monkeypatch.setattr(slabs, "AHEAD_BYTES", 2 * PAGE)
+    slab.populate()
+    assert os.fstat(slab.address.descriptor).st_blocks == before + 2 * PAGE // 512
+    assert [claim(slab, number)[0].number for number in range(ROWS)] == list(range(ROWS))
+    assert slab.claim(0, KEYS[4]) is None
 
 
 def test_a_block_in_use_for_long_is_read_again_once_it_is_free(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ its host, and the format of their blocks.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -53,8 +54,9 @@ _SHARE, _MOST_BYTES = 8, 16 << 30
 IDLE_SECONDS = 120.0
 #: Seconds after which a block is read again when it is wanted, so that the tiers see that it is in use.
 STALE_SECONDS = 600.0
-#: Bytes allocated ahead of their first use, because first touching a page costs more than reading it from a file.
-AHEAD_BYTES = 128 << 20
+#: Bytes of memory for blocks to come, allocated while nothing is looked up: first touching a page costs more than
+#: reading it from a file. ``populate`` allocates about ``STEP_BYTES`` at once.
+AHEAD_BYTES, STEP_BYTES = 128 << 20, 4 << 20
 _MADV_POPULATE_WRITE = 23
 #: Threads that copy out of the slab in each worker.
 COPY_THREADS = 2
@@ -132,16 +134,16 @@ class Slab:
         self._nbytes = self._begin + max(PAGE, nbytes // PAGE * PAGE)
         self._file = os.memfd_create("ucm-staging")
         os.ftruncate(self._file, self._nbytes)
-        self._map = mmap.mmap(self._file, self._nbytes)
-        self._memory = memoryview(self._map)
+        self._memory = memoryview(mmap.mmap(self._file, self._nbytes))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         token = secrets.token_bytes(16)
         self._memory[: len(token)] = token
         self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token)
         self._row_bytes = 0
         self._rows = 0
         self._fresh = 0  # index of the first row that was never used
-        self._populated = 0  # index of the first row without memory
-        self._free: list[int] = []
+        self._free: list[int] = []  # rows with memory
+        self._bare: list[int] = []  # used rows whose memory was given back
         self._table: dict[tuple[int, BlockKey], Row] = {}
         self._unused: OrderedDict[Row, float] = OrderedDict()
 
@@ -273,24 +275,42 @@ class Slab:
                 if row is None or self._unused[row] > limit:
                     return
                 del self._unused[row], self._table[row.name]
-            with suppress(OSError, ValueError):
-                self._map.madvise(mmap.MADV_REMOVE, self.offset(row), self._row_bytes)
+            self._advise(mmap.MADV_REMOVE, row.number)
             with self.changed:
-                heappush(self._free, row.number)
+                heappush(self._bare, row.number)
 
-    def populate(self) -> None:
-        """Allocate memory for some rows beyond the used ones; call it ahead of time, as it takes long."""
-        with self.changed:
-            begin = max(self._fresh, self._populated)
-            end = min(self._rows, self._fresh + AHEAD_BYTES // max(1, self._row_bytes))
-            self._populated = max(begin, end)
-        for number in range(begin, end):
-            with suppress(OSError):  # older systems allocate on first use
-                self._map.madvise(_MADV_POPULATE_WRITE, self._begin + number * self._row_bytes, self._row_bytes)
+    def populate(self) -> bool:
+        """Allocate memory for a few free rows, in some milliseconds.
+
+        Returns:
+            Whether there is more to do: less than ``AHEAD_BYTES`` are free and allocated.
+        """
+        for _ in range(max(1, STEP_BYTES // max(1, self._row_bytes))):
+            with self.changed:
+                number = self._take_bare() if len(self._free) < self._ahead else None
+                if number is None:
+                    return False
+                # At once, so that no caller is refused meanwhile; who fills the row now allocates it as well.
+                heappush(self._free, number)
+            self._advise(_MADV_POPULATE_WRITE, number)
+        return True
 
     def close(self) -> None:
         """Hide the slab from new workers; its memory is freed when its last user ends."""
         os.close(self._file)
+
+    @property
+    def _ahead(self) -> int:
+        """The number of free rows that shall have memory."""
+        return AHEAD_BYTES // max(1, self._row_bytes)
+
+    def _advise(self, advice: int, number: int) -> None:
+        """Call ``madvise`` for a row, and ignore that an older system cannot do this.
+
+        Python's own ``madvise`` would keep the interpreter's lock, for half a millisecond per MiB, and so stop the
+        scheduler's thread.
+        """
+        _madvise(self._address + self._begin + number * self._row_bytes, self._row_bytes, advice)
 
     def _use(self, row: Row) -> None:
         if not row.users:
@@ -311,13 +331,22 @@ class Slab:
         heappush(self._free, row.number)
 
     def _take(self) -> int | None:
-        if not self._free and self._fresh == self._rows:
-            row = next(iter(self._unused), None)
-            if row is None:
-                return None
-            self._forget(row)
+        """Return a free row, or the one that was unused for longest; None if all are used."""
         if self._free:
             return heappop(self._free)
+        number = self._take_bare()
+        row = next(iter(self._unused), None) if number is None else None
+        if row is not None:
+            self._forget(row)
+            number = heappop(self._free)
+        return number
+
+    def _take_bare(self) -> int | None:
+        """Return a free row without memory; None if there is none."""
+        if self._bare:
+            return heappop(self._bare)
+        if self._fresh == self._rows:
+            return None
         self._fresh += 1
         return self._fresh - 1
 
@@ -440,6 +469,10 @@ def _copy(task: Task) -> CopyTask:
     if not isinstance(task, CopyTask):
         raise TypeError(f"{task!r} is not a task of the slab's")
     return task
+
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _boot() -> str:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 CHUNK_BYTES, CHUNKS = 8 << 20, 4
 #: Threads that wait for the stores; if this many are stuck, no more lookups start.
 MOST_THREADS = 8
+#: After how many seconds without a lookup memory is allocated for the next ones. Allocating takes longer than reading,
+#: and the step that loads what a lookup found needs the processors.
+QUIET_SECONDS = 0.1
 #: How many idle seconds pass between two searches for unused memory.
 TRIM_SECONDS = 10.0
 #: How often, in seconds, a thread that waits for another thread's read checks whether it is still needed.
@@ -135,7 +138,7 @@ class Stager:
             self._blocks_at_once = max(1, CHUNK_BYTES // row_bytes)
         self._stores = stores
         if self._slab is not None:
-            self._start(self._slab.populate)
+            self._keep_one_idle()
 
     @property
     def has_begun(self) -> bool:
@@ -349,21 +352,27 @@ class Stager:
 
     def _work(self) -> None:
         enter_background()
-        while True:
-            try:
-                job = self._jobs.get(timeout=TRIM_SECONDS)
-            except queue.Empty:
-                if self._slab is not None:
-                    self._slab.trim()
-                continue
-            if job is None:
-                return
+        while (job := self._next()) is not None:
             with self._changed:
                 self._idle -= 1
             self._keep_one_idle()
             job()
             with self._changed:
                 self._idle += 1
+
+    def _next(self) -> Callable[[], None] | None:
+        """Return the next job, None for the end; allocate and free memory until there is one."""
+        seconds = QUIET_SECONDS
+        while True:
+            with suppress(queue.Empty):
+                return self._jobs.get(timeout=seconds)
+            if self._slab is None:
+                seconds = TRIM_SECONDS
+            elif self._slab.populate():
+                seconds = 0.0
+            else:
+                self._slab.trim()
+                seconds = TRIM_SECONDS
 
     def _run(self, lookup: Lookup) -> None:
         with self._changed:
@@ -384,8 +393,6 @@ class Stager:
                 surplus = self._keep(lookup, self._all_needed(lookup.query, end))
             self._changed.notify_all()
         self.let_go(surplus)
-        if self._slab is not None:
-            self._slab.populate()
 
     def _find(self, lookup: Lookup) -> int:
         query, slab = lookup.query, self._slab

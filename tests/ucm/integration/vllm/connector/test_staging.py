@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from ucm.integration.vllm.connector import staging
 from ucm.integration.vllm.connector.metadata import geometries_of, geometry_record
 from ucm.integration.vllm.connector.staging import Lookup, Query
 from ucm.store.base import BlockGeometry, BlockKey
-from ucm.store.memory.slab import State
+from ucm.store.memory.slab import PAGE, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,6 +73,25 @@ def test_what_is_staged_is_promised_at_once_and_without_a_medium() -> None:
     scene.stager.release(second)
     assert scene.used == 0
     scene.store.answers.set()
+
+
+def test_memory_for_other_blocks_is_taken_once_lookups_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking it costs more than the reads, and the step that loads what was found needs the processors."""
+
+    def taken(scene: Scene) -> int:
+        assert scene.slab is not None
+        return os.fstat(scene.slab.address.descriptor).st_blocks * 512 // PAGE
+
+    monkeypatch.setattr(staging, "QUIET_SECONDS", 3600.0)
+    scene = Scene()
+    scene.keep(TOKENS)
+    before = taken(scene)
+    assert looked_up(scene) == 32
+    wait_until(lambda: scene.stager._idle == 2)
+    assert taken(scene) == before + 8
+    monkeypatch.setattr(staging, "QUIET_SECONDS", 0.001)
+    scene = Scene(rows=64)
+    wait_until(lambda: taken(scene) >= 64)
 
 
 def test_a_block_is_read_once_for_all_who_want_it() -> None:
@@ -214,7 +234,7 @@ def test_one_thread_does_where_the_system_allows_no_more(monkeypatch: pytest.Mon
     scene = Scene()
     scene.keep(TOKENS)
     refuse = create_autospec(threading.Thread.start, side_effect=RuntimeError("can't start new thread"))
-    wait_until(lambda: scene.stager._idle == 2)  # and none is being started
+    wait_until(lambda: scene.stager._idle == 1)  # and none is being started
     monkeypatch.setattr(threading.Thread, "start", refuse)
     scene.store.answers.clear()
     lookups = [scene.stager.submit(query(scene, TOKENS[place:])) for place in range(3)]
