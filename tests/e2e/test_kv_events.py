@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.e2e.sparse_runs import run_script
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.e2e.scenarios import Environments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_only]
 
-ROOT = Path(__file__).parents[2]
 #: What identifies a block for a router.
 SAID = ("parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "group_idx", "kv_cache_spec_kind")
 
@@ -64,24 +62,9 @@ def test_the_blocks_of_the_store_have_vllms_own_names(environments: Environments
 
     store = tmp_path / "store"
     store.mkdir()
-    command: list[str | Path] = [
-        environments.runtime.python,
-        Path("tests/e2e/inside/kv_events_engine.py"),
-        write_model(tmp_path / "m"),
-        store,
-        json.dumps(arguments(kind, store)),
-    ]
-    settings = {
-        "PYTHONPATH": str(ROOT),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE)[0])
+    spec = {"model": str(write_model(tmp_path / "m")), "store": str(store), "engine": arguments(kind, store)}
+    several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    result = run_script(environments.runtime, tmp_path / "run", "kv_events_engine.py", spec, **several)
     for phase in ("saved", "loaded"):
         of_engine, of_store = blocks(result[phase], "GPU"), blocks(result[phase], "STORAGE")
         assert len(of_store) == 6, result[phase]

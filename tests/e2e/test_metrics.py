@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.e2e.engine import variables
 from tests.e2e.inside.metrics_engine import PROMPT
 from tests.e2e.tests_inside import check_inside
 
@@ -56,11 +56,9 @@ def engine(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -
     from tests.e2e.model import write_model  # noqa: PLC0415 - only engines need it
 
     model = write_model(tmp_path_factory.mktemp("model"))
-    command = [environment.python, INSIDE / "metrics_engine.py", model, tmp_path_factory.mktemp("store")]
-    settings = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False
-    )
+    command = [environment.python, ROOT / INSIDE / "metrics_engine.py", model, tmp_path_factory.mktemp("store")]
+    settings = variables(tmp_path_factory.mktemp("engine"), {"PYTHONPATH": ""})
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log
     result: dict[str, Any] = json.loads(re.findall(r"^RESULT (.*)$", log, re.MULTILINE)[0])

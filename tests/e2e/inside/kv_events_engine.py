@@ -1,7 +1,7 @@
-"""Run one engine whose events vLLM publishes: `kv_events_engine.py MODEL STORE ARGUMENTS` prints those of one prompt.
+"""Run one engine whose events vLLM publishes, and write those of one prompt: `kv_events_engine.py SPEC RESULT`.
 
-ARGUMENTS are those of ``LLM`` that differ, as JSON. The prompt is computed and saved, and loaded after the engine
-forgot it. A subscriber as a router is reads the events.
+The prompt is computed and saved, and loaded after the engine forgot it. A subscriber, as a router is one, reads the
+events.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ class Router:
         return found
 
 
-def main(model: str, store: Path, arguments: dict[str, Any]) -> None:
+def main(spec_file: Path, result_file: Path) -> None:
     """Run it."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - needs vLLM
 
-    endpoint = f"ipc://{store}/events"
+    spec = json.loads(spec_file.read_text(encoding="utf-8"))
+    endpoint = f"ipc://{spec['store']}/events"
     router = Router(endpoint)
     engine = LLM(
-        model=model,
+        model=spec["model"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=512,
         block_size=BLOCK,
         dtype="float32",
         kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint},
-        **arguments,
+        **spec["engine"],
     )
     params = SamplingParams(max_tokens=2, temperature=0, detokenize=False, ignore_eos=True)
 
@@ -76,8 +77,8 @@ def main(model: str, store: Path, arguments: dict[str, Any]) -> None:
     saved = generate(PROMPT, len(PROMPT) // BLOCK)
     engine.reset_prefix_cache()
     loaded = generate(PROMPT, len(PROMPT) // BLOCK)
-    print("RESULT " + json.dumps({"saved": saved, "loaded": loaded}))
+    result_file.write_text(json.dumps({"saved": saved, "loaded": loaded}), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
