@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 def engine_config(
     model: Path, setting: EngineSetting, block_size: int, max_model_len: int, ranks: int = 1, **parts: Any
 ) -> Any:
-    """Return vLLM's ``VllmConfig``, with the caller's parts besides the usual ones."""
+    """Return vLLM's ``VllmConfig`` for its V1 runner, with the caller's parts besides the usual ones."""
+    # `Rows` is the state of the V1 runner. Where Triton is installed, vLLM 0.32.0 chooses the V2 runner, to which its
+    # scheduler sends a resumed request as a new one.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len
