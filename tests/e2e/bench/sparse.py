@@ -42,6 +42,10 @@ NOTHING = "ucm.sparse.base:SparseMethod"
 FULL_LENGTH = 16_384
 #: The budget, in tokens, at which blocks are counted at all lengths.
 HELD_BUDGET = 2_048
+#: The methods that fetch what a step reads beyond the step before, and the budget at which both extremes are compared.
+FETCHING, FETCHED_BUDGET = {"ESA": {}, "ESA, ahead": {"retrieval": "ahead"}}, 0.1
+#: A token that is generated over and over.
+TOKEN = 7
 #: The part of `sparse_defaults`, which shares engines among its points.
 DEFAULTS = "defaults"
 
@@ -50,7 +54,7 @@ DEFAULTS = "defaults"
 class Plan:
     """What to measure; see the command's arguments."""
 
-    parts: Sequence[str] = ("decode", "full", "held", DEFAULTS)
+    parts: Sequence[str] = ("decode", "fetch", "full", "held", DEFAULTS)
     lengths: Sequence[int] = LENGTHS
     budgets: Sequence[float] = BUDGETS
     methods: Sequence[str] = field(default_factory=known_methods)
@@ -149,6 +153,17 @@ def _decode(bench: Bench, plan: Plan) -> None:
             bench.measure("decode", choices, Group(length, budget), plan.rounds)
 
 
+def _fetch(bench: Bench, plan: Plan) -> None:
+    """Steps that have little in common with the step before, and steps of one token that have nearly all."""
+    length = max(plan.lengths)
+    for token in (None, TOKEN):
+        choices = [Choice(DENSE, {NOTHING: {}}, timed=True, token=token)]
+        for name, options in FETCHING.items():
+            (base, given), *_ = plan.config("ESA", length, round(FETCHED_BUDGET * length)).items()
+            choices.append(Choice(name, {base: {**given, **options}}, timed=True, token=token))
+        bench.measure("fetch", choices, Group(length, FETCHED_BUDGET, repeats=token is not None), plan.rounds)
+
+
 def _full(bench: Bench, plan: Plan) -> None:
     """Steps with a method that leaves nothing out, beside those of an engine without any."""
     length = min(FULL_LENGTH, max(plan.lengths))
@@ -164,7 +179,7 @@ def _held(bench: Bench, plan: Plan) -> None:
         bench.measure("held", choices, Group(length, min(1.0, HELD_BUDGET / length)), 0)
 
 
-PARTS: dict[str, Callable[[Bench, Plan], None]] = {"decode": _decode, "full": _full, "held": _held}
+PARTS: dict[str, Callable[[Bench, Plan], None]] = {"decode": _decode, "fetch": _fetch, "full": _full, "held": _held}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

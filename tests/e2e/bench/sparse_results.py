@@ -34,6 +34,7 @@ class Group:
         most: The maximum KV blocks that the request held between the steps of its prompt, by side.
         held: The blocks that it held at the end, by side.
         tokens: The generated tokens, by side.
+        repeats: Whether all generated tokens are the same one.
     """
 
     length: int
@@ -45,6 +46,7 @@ class Group:
     most: dict[str, int] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    repeats: bool = False
 
     def of(self, side: str) -> dict[int, Sample]:
         """A side's samples by round."""

@@ -30,11 +30,13 @@ class Choice:
         name: As the tables call it.
         method: The value of ``ucm_sparse_config``; None for an engine without a method.
         timed: Whether its attention and its method's calls are timed, which costs a few microseconds per layer.
+        token: The token that it generates in every step; None for those of the model.
     """
 
     name: str
     method: Mapping[str, Any] | None
     timed: bool
+    token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Sample:
         method: Seconds of it in the method's own calls, on either side; 0 likewise.
         others: The share of all processors that others used meanwhile, 0 to 1.
         disturbed: Whether that was enough to disturb.
+        fetched: Of the blocks between sinks and window that it read, the share that it had to fetch, 0 to 1.
     """
 
     side: str
@@ -58,6 +61,7 @@ class Sample:
     method: float
     others: float
     disturbed: bool
+    fetched: float = 0.0
 
 
 class Side(TimedEngine):
@@ -88,7 +92,7 @@ class Side(TimedEngine):
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{processors - 1}",
             "PYTHONPATH": "",
         }
-        settings = {"engine": arguments, "timed": choice.timed}
+        settings = {"engine": arguments, "timed": choice.timed, "token": choice.token}
         super().__init__(python, settings, environment, directory, "sparse_decode.py")
 
     def prefill(self) -> dict[str, Any]:
@@ -104,7 +108,7 @@ class Side(TimedEngine):
         used, disturbed = others.used()
         self.tokens += told["tokens"]
         step, attention, method = (statistics.median(told[name][WARM_UP:]) for name in ("step", "attention", "method"))
-        return Sample(self.choice.name, number, step, attention, method, used, disturbed)
+        return Sample(self.choice.name, number, step, attention, method, used, disturbed, told["fetched"])
 
     def held(self, steps: int = 2) -> int:
         """The blocks that the request holds after some more steps."""

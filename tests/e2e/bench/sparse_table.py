@@ -23,12 +23,14 @@ NO_METHOD = "no method"
 #: The goals hold for prompts of at least so many tokens and for this budget.
 LONG, BUDGET = 32_768, 0.1
 MOST_ATTENTION, MOST_STEP, MOST_OVERHEAD = 1 / 3, 1 / 2, 1.02
+#: Of a step that fetches little, and of one that fetches most of what it reads.
+MOST_ALIKE, MOST_UNLIKE = 1 / 1.5, 1 / 0.9
 
 
 def show(groups: Mapping[str, Sequence[Group]]) -> None:
     """Print a table for each part, what failed, and how disturbed the machine was."""
     console = Console(width=160)
-    for part, table in (("decode", _decoding), ("full", _overhead), ("held", _blocks)):
+    for part, table in (("decode", _decoding), ("fetch", _fetching), ("full", _overhead), ("held", _blocks)):
         if groups.get(part):
             console.print(table(groups[part]))
     for group in (group for many in groups.values() for group in many):
@@ -55,6 +57,14 @@ def goals(groups: Mapping[str, Sequence[Group]]) -> Iterator[Figure]:
             detail = {**detail, "each": each, "predicted": 1 / predicted(group, side, DENSE)[1]}
             name = f"{where}: a decode step, time to dense"
             yield Figure(name, statistics.median(each), "", MOST_STEP if goal else None, detail)
+    for group in groups.get("fetch", []):
+        for side in _compared(group, DENSE):
+            each = group.ratios(side, DENSE, step)
+            fetched = group.median(side, lambda sample: sample.fetched)
+            tokens = "one token repeated" if group.repeats else "the model's tokens"
+            name = f"{side}, {group.length} tokens, {group.budget:.0%}, {tokens}: a decode step, time to dense"
+            goal = None if side != "ESA" else MOST_ALIKE if group.repeats else MOST_UNLIKE
+            yield Figure(name, statistics.median(each), "", goal, {"each": each, "fetched": fetched})
     for group in groups.get("full", []):
         for side in _compared(group, NO_METHOD):
             each = group.ratios(side, NO_METHOD, step)
@@ -87,6 +97,22 @@ def _decoding(groups: Sequence[Group]) -> Table:
             if side != DENSE:
                 gains = [statistics.median(group.ratios(DENSE, side, value)) for value in (attention, step)]
                 cells += [f"{value:.2f}" for value in (gains[0], whole / expected, gains[1], ratio)]
+            table.add_row(side, *cells)
+        table.add_section()
+    return table
+
+
+def _fetching(groups: Sequence[Group]) -> Table:
+    table = Table("side", title="decode steps of a method that fetches blocks, milliseconds")
+    for column in ("tokens", "generated", "step", "attention", "selection", "fetched", "time to dense"):
+        table.add_column(column, justify="right")
+    for group in groups:
+        for side in _measured(group):
+            values = [group.median(side, of) for of in (step, lambda s: s.attention, lambda s: s.method)]
+            cells = [f"{group.length}", "one token" if group.repeats else "the model's"]
+            cells += [f"{1000 * value:.2f}" for value in values]
+            cells.append(f"{group.median(side, lambda sample: sample.fetched):.0%}" if side != DENSE else "")
+            cells.append(f"{statistics.median(group.ratios(side, DENSE, step)):.2f}" if side != DENSE else "")
             table.add_row(side, *cells)
         table.add_section()
     return table

@@ -76,13 +76,22 @@ class Engine:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - the standard output is vLLM's from here on
 
         self._engine = LLM(**settings["engine"]).llm_engine
-        self._params = SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True, detokenize=False)
+        token = settings.get("token")
+        self._params = SamplingParams(
+            max_tokens=10**6,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logit_bias=None if token is None else {token: 100.0},
+        )
         self._requests: list[str] = []
         core = self._engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._watch: Stopwatch | None = None
+        self._figures: Any = dict
         if settings["timed"]:
             runner = core.model_executor.driver_worker.worker.model_runner
+            self._figures = runner._ucm_sparse_method.figures
             self._watch = Stopwatch(runner._ucm_sparse_method, self._scheduler._ucm_sparse_method)
 
     def prefill(self, prompts: list[list[int]], asked: object = None) -> dict[str, Any]:
@@ -112,8 +121,10 @@ class Engine:
 
         Returns:
             For each step its seconds, those in attention and those in the method (0 without one); the tokens; the
-            blocks that the requests hold.
+            blocks that the requests hold; of the tokens between sinks and window that they read, the share whose block
+            was fetched for it (0 for a method that fetches none).
         """
+        before = self._figures()
         told: dict[str, list[Any]] = {"step": [], ATTENTION: [], METHOD: [], "tokens": []}
         for _ in range(steps):
             if self._watch:
@@ -125,7 +136,10 @@ class Engine:
                 told["tokens"] += list(output.outputs[0].token_ids)[-1:]
             for name in (ATTENTION, METHOD):
                 told[name].append(self._watch.seconds[name] if self._watch else 0.0)
-        return {**told, "held": self._held()}
+        after = {name: value - before[name] for name, value in self._figures().items()}
+        size = self._engine.vllm_config.cache_config.block_size
+        fetched = size * after.get("fetched_blocks", 0) / max(1, after.get("read_tokens", 0))
+        return {**told, "held": self._held(), "fetched": fetched}
 
     def finish(self) -> bool:
         """End the requests; whether all blocks are free again but the null block."""
