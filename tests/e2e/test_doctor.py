@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 SCHEDULER = {
     "before_allocation",
     "engine_core_started",
+    "kv_cache_memory",
     "limit_new_tokens",
     "request_freed",
     "request_preempted",

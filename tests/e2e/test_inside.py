@@ -24,6 +24,7 @@ FILES = (
     f"{LAYERS}/test_block_topk_on_a_layer.py",
     f"{LAYERS}/test_block_topk_schedules.py",
     f"{LAYERS}/test_graphs.py",
+    f"{LAYERS}/test_memory.py",
     f"{LAYERS}/test_real_layers.py",
     f"{LAYERS}/test_rerope_schedules.py",
     f"{LAYERS}/test_rotary.py",

@@ -142,6 +142,12 @@ def test_only_layers_without_a_window_are_restricted(environments: Environments,
     assert (read < held, failures) == (True, 0)
 
 
+def test_summaries_are_allocated_at_the_start_from_the_kv_caches_memory(engines: dict[str, Run]) -> None:
+    log = engines["small"].log
+    taken = log.index("for the KV cache of a worker, BlockTopK takes")
+    assert taken < log.index("BlockTopK: summaries of blocks take") < log.index("run BlockTopK as the scheduler does")
+
+
 def test_both_names_are_one_method(engines: dict[str, Run]) -> None:
     assert "[UCM.Sparse] GSAOnDevice is active on the worker side" in engines["full"].log
     assert "[UCM.Sparse] BlockTopK is active on the scheduler side" in engines["small"].log

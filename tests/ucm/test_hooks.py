@@ -655,10 +655,31 @@ def test_names_that_are_handed_on_are_the_originals() -> None:
     assert hooks.clear_row is compat.clear_row
 
 
+class Keeping(SparseMethod):
+    """Keeps 24 bytes of each block."""
+
+    def bytes_beside_block(self, layers: Any) -> int:
+        return 8 * len(layers)
+
+
+def test_memory_of_kv_caches_is_left_to_a_method() -> None:
+    """By worker; one without layers has no caches. A block of three layers of 1000 bytes leaves 3000 of 3024 bytes."""
+    specs = [{f"layer {n}": SimpleNamespace(page_size_bytes=1000) for n in range(3)}, {}]
+    available = [3024 * 7 + 5, 100]
+    assert hooks.kv_cache_memory(VllmConfig(), specs, available) is available
+    config = VllmConfig({"ucm_sparse_config": {f"{__name__}:Keeping": {}}})
+    left = hooks.kv_cache_memory(config, specs, available)
+    assert left == [21004, 100]
+    assert left[0] // 3000 == 7
+    config = VllmConfig({"ucm_sparse_config": {"ucm.sparse.base:SparseMethod": {}}})
+    assert hooks.kv_cache_memory(config, specs, available) == available
+
+
 #: The hooks that the table does not cover, each with its test.
 OWN_TESTS: dict[str, Callable[[], None]] = {
     "clear_row": test_names_that_are_handed_on_are_the_originals,
     "engine_core_started": test_without_a_method_nothing_is_attached_and_no_config_is_read_twice,
+    "kv_cache_memory": test_memory_of_kv_caches_is_left_to_a_method,
     "scheduler_init": test_each_side_gets_its_own_instance,
     "worker_init": test_each_side_gets_its_own_instance,
 }
@@ -666,7 +687,7 @@ OWN_TESTS: dict[str, Callable[[], None]] = {
 
 def test_every_hook_has_a_test_and_every_method_a_hook() -> None:
     assert sorted([case.hook for case in CASES] + list(OWN_TESTS)) == sorted(hooks.__all__)
-    others = {"layer_seen", "layers_seen", "figures"}
+    others = {"layer_seen", "layers_seen", "figures", "bytes_beside_block"}
     assert {call.split()[0] for case in CASES for call in case.calls} | others == set(METHODS)
 
 

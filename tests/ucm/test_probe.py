@@ -114,8 +114,10 @@ def test_a_fresh_report_has_every_hook_in_order_at_zero(tmp_path: Path) -> None:
             "worker_started",
             "layer_seen",
             "layers_seen",
+            "bytes_beside_block",
             "options_type",
             "needed_hooks",
+            "serves_latent",
             "optional_hooks",
         ),
         *(

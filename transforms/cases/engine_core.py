@@ -5,3 +5,9 @@ class EngineCore:
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
         _ucm_hooks.engine_core_started(self)  # ucm: engine_core.started
+
+    def _initialize_kv_caches(self, vllm_config):
+        kv_cache_specs = self.model_executor.get_kv_cache_specs()
+        available_gpu_memory = self.model_executor.determine_available_memory()
+        assert len(kv_cache_specs) == len(available_gpu_memory)
+        available_gpu_memory = _ucm_hooks.kv_cache_memory(vllm_config, kv_cache_specs, available_gpu_memory)  # ucm: engine_core.memory

@@ -139,7 +139,11 @@ def add_parser(commands: Any) -> None:
         "--config", type=Path, metavar="FILE", help="also check a settings file, as an engine does when it starts"
     )
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="with --run: the model's directory; default: a tiny random model"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="the model's directory: with --config, also check whether its attention is hooked; with --run, run it "
+        "(default: a tiny random model)",
     )
     parser.add_argument(
         "--timeout",
@@ -156,9 +160,11 @@ def handle(options: argparse.Namespace) -> int:
     Raises:
         UcmError: If the options contradict each other, or the model does not exist.
     """
-    if not options.run and (options.model is not None or options.timeout is not None):
-        raise UcmError("--model and --timeout need --run", fix="add --run, or remove these options")
-    report = examine(options.config)
+    if not options.run and options.timeout is not None:
+        raise UcmError("--timeout needs --run", fix="add --run, or remove the option")
+    if not options.run and options.config is None and options.model is not None:
+        raise UcmError("--model needs --run or --config", fix="add one of them, or remove the option")
+    report = examine(options.config, options.model)
     if options.run:
         report = _run(report, options)
     _print([json.dumps(as_data(report), indent=1) if options.json else render(report, colour=wants_colour())])

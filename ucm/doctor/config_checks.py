@@ -8,20 +8,24 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ucm.doctor.findings import Finding, Status
-from ucm.errors import PIP, ConfigError, SparseMethodError
+from ucm.errors import PIP, ConfigError, SparseMethodError, UcmError
 from ucm.integration.vllm.sparse.config import FILE_KEY, sparse_method_config
 from ucm.sparse.base import require_hooks
 from ucm.sparse.factory import OFFLOADING, method_class
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucm.config.settings import ConnectorConfig
     from ucm.doctor.environment import Vllm
+    from ucm.overlay.manifest import Manifest
 
 CHECK, SPARSE, BLENDING = "configuration", "sparse settings", "blending"
 #: The prefix of the name of a tier's check.
@@ -204,6 +208,40 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
     what = f"the method {name} is installed, and its options are valid"
     valid = Finding(SPARSE, Status.OK, what, tuple(method.advice(options)))
     return [valid, *(_check_offloaded(file) if name in OFFLOADING else [])]
+
+
+def check_latent(file: Path, model: Path, manifests: Sequence[Manifest]) -> list[Finding]:
+    """Check that a model with latent attention (MLA) can run with the configured sparse method and the overlays.
+
+    Args:
+        file: Valid settings.
+        model: The model's directory.
+        manifests: Those of the installed overlays.
+
+    Raises:
+        UcmError: If the directory contains no model.
+    """
+    path = model / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UcmError(f"{path} cannot be read: {error}", fix="give a model's directory") from error
+    # The field by which vLLM knows such a model, too.
+    if (config.get("text_config") or config).get("kv_lora_rank") is None or os.environ.get("VLLM_MLA_DISABLE") == "1":
+        return []
+    from ucm.integration.vllm.handshake import require_latent_hooks  # noqa: PLC0415 - for few models
+    from ucm.integration.vllm.sparse.requirements import latent_attention  # noqa: PLC0415
+
+    transfer = SimpleNamespace(kv_connector_extra_config={FILE_KEY: str(file.absolute())})
+    found = sparse_method_config(SimpleNamespace(kv_transfer_config=transfer))
+    try:
+        if found is not None and not method_class(found[0]).serves_latent:
+            raise latent_attention(str(path)).error()
+        require_latent_hooks(manifests)
+    except SparseMethodError as error:
+        what, *details = str(error).splitlines()
+        return [Finding(SPARSE, Status.ERROR, what, (f"{path} has latent attention", *details), (error.fix,))]
+    return []
 
 
 def _refused(check: str, error: ConfigError, file: Path) -> Finding:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ucm
 from ucm.doctor.config_checks import CHECK as CONFIG
-from ucm.doctor.config_checks import SPARSE, asks_for_sparse_attention, check_config, check_connector
+from ucm.doctor.config_checks import SPARSE, asks_for_sparse_attention, check_config, check_connector, check_latent
 from ucm.doctor.environment import (
     ImportHooks,
     StartUpFile,
@@ -113,11 +113,15 @@ class Report:
         return list(dict.fromkeys(line for finding in graded for line in finding.todo))
 
 
-def examine(config: Path | None = None) -> Report:
+def examine(config: Path | None = None, model: Path | None = None) -> Report:
     """Run all static checks, without importing vLLM or torch into this process.
 
     Args:
         config: A settings file to check too.
+        model: The directory of the model that will run with it, if known.
+
+    Raises:
+        UcmError: If the directory contains no model.
     """
     early = own_modules_of_vllm()
     runtimes, files, hooks, on = other_runtimes(), start_up_files(), import_hooks(), switches()
@@ -128,6 +132,8 @@ def examine(config: Path | None = None) -> Report:
     active = hooks.position is not None
     states = states_of(manifest, vllm.directory if vllm else None, disabled, active=active) if manifest else []
     settings = check_config(config) if config is not None else []
+    if config is not None and model is not None and asks_for_sparse_attention(settings) and not has_error(settings):
+        settings += check_latent(config, model, [found.manifest for found in overlays if found.manifest])
     findings = [
         check_python(),
         check_runtime(runtimes),

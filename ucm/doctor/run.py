@@ -105,6 +105,7 @@ class Hook:
 
 HOOKS = (
     Hook("scheduler_init", Role.SCHEDULER),
+    Hook("kv_cache_memory", Role.SCHEDULER),
     Hook("engine_core_started", Role.SCHEDULER),
     Hook("request_added", Role.SCHEDULER, ("request_added",)),
     Hook("limit_new_tokens", Role.SCHEDULER, ("limit_new_tokens",)),

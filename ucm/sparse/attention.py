@@ -147,6 +147,10 @@ class AttentionView(Protocol):
         """
         ...
 
+    def bound_cache(self, layer_name: str) -> Tensor | None:
+        """Return the layer's KV cache; None before vLLM has allocated it."""
+        ...
+
     def block_size(self, layer_name: str, kv_cache: Tensor) -> int:
         """The number of tokens in a block of the metadata's block table and of ``kv_cache``."""
         ...
@@ -317,10 +321,6 @@ class PartsView(AttentionView, Protocol):
             SparseMethodError: If there is none, it is not a plain one, or its table is shorter than the longest
                 context. The message says what to do.
         """
-        ...
-
-    def bound_cache(self, layer_name: str) -> Tensor | None:
-        """Return the layer's KV cache; None before vLLM has allocated it."""
         ...
 
     def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:

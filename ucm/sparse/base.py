@@ -62,6 +62,7 @@ class SparseMethod:
         options_type: The class that declares the settings, so that they can be checked without an engine; None if the
             method checks them itself.
         needed_hooks: The groups of rewritten modules that the method requires, as their switches name them.
+        serves_latent: Whether the method serves latent attention (MLA); see `AttentionView.require_engine`.
         revision: Raise it when the same options produce different KV than before.
         optional_hooks: Whether the method also runs under an overlay without some of the hooks that it implements.
             Otherwise such an overlay refuses it.
@@ -74,6 +75,7 @@ class SparseMethod:
     decided: bool = False
     options_type: ClassVar[type[MethodOptions] | None] = None
     needed_hooks: ClassVar[tuple[str, ...]] = ()
+    serves_latent: ClassVar[bool] = False
     revision: ClassVar[int] = 1
     optional_hooks: ClassVar[bool] = False
 
@@ -148,6 +150,18 @@ class SparseMethod:
         return []
 
     # The scheduler side: one call per event, in EngineCore.
+
+    def bytes_beside_block(self, layers: Mapping[str, Any]) -> int:
+        """Return how many bytes a worker allocates on its device beside each block of its KV cache.
+
+        They are taken from the memory for KV caches before vLLM divides it into blocks. Called for each worker, on an
+        instance that gets no other call. Allocate in `layers_seen`, so that no step runs out of memory.
+
+        Args:
+            layers: vLLM's ``KVCacheSpec`` of each layer of the worker, by name.
+        """
+        del layers
+        return 0
 
     def scheduler_started(self, scheduler: Any) -> None:
         """The scheduler, vLLM's ``Scheduler``, and its KV-cache manager exist. Called once, before any request."""
@@ -229,7 +243,11 @@ class SparseMethod:
         """
 
     def layers_seen(self) -> None:
-        """`layer_seen` was called for all layers with a KV cache of this worker: the place to refuse them together."""
+        """`layer_seen` was called for all layers of this worker with a KV cache, which is allocated.
+
+        The place to refuse them together, and to allocate what belongs to their blocks. Called once, before the first
+        request, when the scheduler's side asks the workers.
+        """
 
     def update_states(self, runner: Any, scheduler_output: SchedulerOutput) -> None:
         """A step has arrived. The runner's batch is still that of the previous step."""

@@ -39,6 +39,7 @@ _ROLES = tuple(Role)
 #: Methods that the seam itself calls, not a rule's insertion.
 _OF_THE_SEAM = (
     *("scheduler_started", "worker_started", "asks_workers", "confirms", "figures", "layer_seen", "layers_seen"),
+    "bytes_beside_block",
 )
 #: The counted methods, in their order in `SparseMethod`.
 HOOKS = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -267,3 +268,46 @@ def test_what_the_authentication_key_is_worth_is_said(tmp_path: Path) -> None:
     (found,) = check_config(file)
     assert found.status is Status.ERROR
     assert "the key has 4 characters, but needs at least 32" in "\n".join((found.what, *found.details))
+
+
+@pytest.mark.parametrize("place", [{}, {"text_config": {"kv_lora_rank": 512}}], ids=["of text", "of text and images"])
+def test_a_model_with_latent_attention(complete: Site, tmp_path: Path, place: dict[str, object]) -> None:
+    """It needs hooks that an overlay has only on request, and a method that serves it."""
+    file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {BlockTopK: {}}\n")
+    (tmp_path / "config.json").write_text(json.dumps(place or {"kv_lora_rank": 512}))
+    arguments = ("--json", "--config", str(file), "--model", str(tmp_path))
+    assert "sparse settings" not in complete.doctor(*arguments).statuses()
+    _leave_out(complete, "mla_begin")
+    answer = complete.doctor(*arguments)
+    assert answer.code == 1
+    found = next(f for f in answer.data["findings"] if (f["check"], f["status"]) == ("sparse settings", "error"))
+    assert found["what"] == "latent attention needs hooks that this overlay was built without"
+    assert f"{tmp_path}/config.json has latent attention" in found["details"]
+    assert "build-overlay -- 0.32.0 --hooks all" in str(answer.data["next"])
+    assert complete.doctor(*arguments, VLLM_MLA_DISABLE="1").code == 0
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": None, "kv_lora_rank": None}))
+    assert complete.doctor(*arguments).code == 0
+
+
+def test_a_method_that_does_not_serve_latent_attention(complete: Site, tmp_path: Path) -> None:
+    file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {SinkWindow: {}}\n")
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))
+    answer = complete.doctor("--json", "--config", str(file), "--model", str(tmp_path))
+    assert answer.code == 1
+    assert "only BlockTopK (GSAOnDevice) serves latent attention (MLA)" in answer.out
+
+
+def test_a_directory_without_a_model_beside_sparse_settings(complete: Site, tmp_path: Path) -> None:
+    file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {BlockTopK: {}}\n")
+    answer = complete.doctor("--config", str(file), "--model", str(tmp_path))
+    assert (answer.code, answer.out) == (2, "")
+    assert f"{tmp_path}/config.json cannot be read" in answer.err
+
+
+def _leave_out(site: Site, hook: str) -> None:
+    """Make the overlay one that was built without a hook."""
+    path = site.packages / "ucm_vllm_overlay" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for module in manifest["modules"]:
+        module["hooks"] = [name for name in module["hooks"] if name != hook]
+    path.write_text(json.dumps({**manifest, "left_out": [hook]}))

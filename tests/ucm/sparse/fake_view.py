@@ -36,6 +36,7 @@ class FakeView:
         required: The required layers, with whether their keys will be read.
         unreadable: Layers whose keys cannot be read.
         windowed: Layers with a sliding window of their own.
+        bound: The KV cache of all layers, once it is allocated.
         in_place: Whether kernels may read keys in the cache; `reads` does not have these.
     """
 
@@ -46,6 +47,7 @@ class FakeView:
     windowed: tuple[str, ...] = ()
     in_place: bool = False
     engine_required: bool = False
+    bound: torch.Tensor | None = None
 
     def batch(self, runner: Any, scheduler_output: Any, input_batch: Any) -> StepBatch:
         del runner, scheduler_output
@@ -69,6 +71,10 @@ class FakeView:
 
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         self.required.add((layer_name, reads_keys))
+
+    def bound_cache(self, layer_name: str) -> torch.Tensor | None:
+        del layer_name
+        return self.bound
 
     def block_size(self, layer_name: str, kv_cache: torch.Tensor) -> int:
         del layer_name

@@ -615,11 +615,12 @@ def prompt_lengths(runner: Any) -> Any:
 
 
 def bound_kv_cache(layer: Any) -> Any:
-    """Return the KV cache of an attention layer; None until it has one."""
+    """Return the KV cache of an attention layer, one tensor or a pair of them; None until it has one."""
     bound = getattr(layer, "kv_cache", None)
-    if isinstance(bound, list | tuple):  # in older releases, one for each virtual engine
+    if isinstance(bound, list):  # in older releases, one for each virtual engine
         bound = bound[0] if bound else None
-    return bound if getattr(bound, "ndim", 0) > 1 else None
+    first = bound[0] if isinstance(bound, tuple) and bound else bound
+    return bound if getattr(first, "ndim", 0) > 1 else None
 
 
 def rotary_table(module: Any) -> Any:

@@ -26,9 +26,10 @@ from ucm.sparse.base import SparseMethod
 from ucm.sparse.factory import method_class
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ucm.overlay.finder import State
+    from ucm.overlay.manifest import Manifest
 
 #: The time limit for all workers together, in seconds; a method may compile its kernels meanwhile.
 DEADLINE = 180.0
@@ -189,18 +190,22 @@ def require_built_hooks(method: type[SparseMethod]) -> None:
         _require_built(f"{method.__name__} implements hooks", implemented)
 
 
-def require_latent_hooks() -> None:
+def require_latent_hooks(manifests: Sequence[Manifest] | None = None) -> None:
     """Refuse an engine with latent attention if its overlay does not hook it, which is opt-in.
+
+    Args:
+        manifests: The manifests of its overlays; None for those of this process.
 
     Raises:
         SparseMethodError: Naming a missing hook, and the command that builds an overlay with it.
     """
-    _require_built("latent attention needs hooks", ["mla_begin"])
+    _require_built("latent attention needs hooks", ["mla_begin"], manifests)
 
 
-def _require_built(what: str, wanted: Collection[str]) -> None:
-    """Refuse hooks that are missing in this process's overlays."""
-    manifests = [known.manifest for known in _states()]
+def _require_built(what: str, wanted: Collection[str], manifests: Sequence[Manifest] | None = None) -> None:
+    """Refuse hooks that are missing in overlays; by default, in this process's."""
+    if manifests is None:
+        manifests = [known.manifest for known in _states()]
     called = {hook for manifest in manifests for module in manifest.modules.values() for hook in module.hooks}
     for manifest in manifests:
         missing = [

@@ -31,6 +31,7 @@ __all__ = [
     "execute_finished",
     "ffn_begin",
     "ffn_finished",
+    "kv_cache_memory",
     "kv_write_begin",
     "kv_write_finished",
     "layer_begin",
@@ -116,6 +117,17 @@ def scheduler_init(scheduler: Any) -> None:
         method.scheduler_started(scheduler)
 
     _started(scheduler.vllm_config, Role.SCHEDULER, scheduler, start)
+
+
+def kv_cache_memory(vllm_config: Any, kv_cache_specs: list[Any], available: list[int]) -> list[int]:
+    """The memory for KV caches is known, in bytes by worker: take from it what a method needs beside the caches."""
+    from ucm.integration.vllm.sparse.config import sparse_method_config  # noqa: PLC0415 - as in `_started`
+
+    if sparse_method_config(vllm_config) is None:
+        return available
+    from ucm.integration.vllm.sparse.memory import left_for_kv_caches  # noqa: PLC0415
+
+    return left_for_kv_caches(vllm_config, kv_cache_specs, available)
 
 
 def engine_core_started(engine_core: Any) -> None:

@@ -44,6 +44,9 @@ class KeyMeans(Representatives):
         #: ``[num_blocks, num_kv_heads, head_size]``
         self._kept = keys.new_zeros((num_blocks, *keys.shape[2:]))
 
+    def _stored(self) -> tuple[Tensor, ...]:
+        return (self._kept,)
+
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
         """Store the means of these keys."""
         self._kept[block_ids] = keys.mean(1)

@@ -69,6 +69,9 @@ class KeyCodes(Representatives):
         whole = block_size % LANES == 0 and head_size % LANES == 0  # vLLM's on a CPU are
         self._kernel = kernel_for_engine(words) if keys.device.type == "cpu" and whole else None
 
+    def _stored(self) -> tuple[Tensor, ...]:
+        return self._codes, self._scales, self._means
+
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
         """Compute the codes of some blocks from these keys."""
         by_head = keys.permute(2, 0, 1, 3).float()

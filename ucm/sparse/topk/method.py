@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from ucm.config.settings import format_size
 from ucm.errors import ConfigError, SparseMethodError
 from ucm.integration.vllm.compat import optional
 from ucm.logger import get_logger
@@ -114,6 +115,7 @@ class BlockTopK(SparseMethod):
 
     options_type: ClassVar[type[BlockTopKOptions]] = BlockTopKOptions
     needed_hooks = NEEDED
+    serves_latent = True
 
     def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
         super().__init__(vllm_config, role, options)
@@ -124,7 +126,8 @@ class BlockTopK(SparseMethod):
         self._latent = bool(optional(vllm_config, "model_config.use_mla", False))
         #: The layers with a sliding window of their own.
         self._windowed: set[str] = set()
-        self._restricts = False  # whether a layer was seen that steps restrict
+        #: The layers that steps restrict.
+        self._restricted: dict[str, None] = {}
         #: The first of the last layers that are dense.
         self._first_last = sys.maxsize
         self._planner: SelectionPlanner | None = None
@@ -178,7 +181,7 @@ class BlockTopK(SparseMethod):
 
     def worker_started(self) -> None:
         """Refuse an unsupported engine, and a budget that leaves no block to choose."""
-        self.attention.require_engine(latent=True)
+        self.attention.require_engine(latent=self.serves_latent)
         self._require_restricted_layers()
         block_size = optional(self.vllm_config, "cache_config.block_size")
         if block_size:
@@ -234,17 +237,60 @@ class BlockTopK(SparseMethod):
         else:
             restricted = not self._is_dense(layer_name)
             self.attention.require(layer_name, reads_keys=restricted)
-            self._restricts |= restricted
+            if restricted:
+                self._restricted[layer_name] = None
 
     def layers_seen(self) -> None:
-        """Refuse a model of which nothing is restricted; a stage of a pipeline may have no restricted layer."""
+        """Allocate the representatives; refuse a model without restricted layers, which a pipeline's stage may be."""
         stages = optional(self.vllm_config, "parallel_config.pipeline_parallel_size", 1)
-        if self._windowed and not self._restricts and stages == 1:
+        if self._windowed and not self._restricted and stages == 1:
             raise SparseMethodError(
                 "all layers that the options do not leave dense have a sliding window, so nothing would be restricted",
                 where=f"ucm_sparse_config.{self._name}.dense_layers and dense_last_layers",
                 fix="set them to smaller numbers, or run this model without a sparse method",
             )
+        self._allocate()
+
+    def bytes_beside_block(self, layers: Mapping[str, Any]) -> int:
+        """Return the bytes of a block's representatives in all restricted layers."""
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        self._require_restricted_layers()
+        found = 0
+        for name, spec in layers.items():
+            if optional(spec, "sliding_window") is None and not self._is_dense(name):
+                shape = 1, spec.block_size, spec.num_kv_heads, spec.head_size
+                keys = torch.empty(shape, dtype=spec.dtype, device="meta")
+                found += SELECTORS[self._options.selector](1, keys).nbytes
+        return found
+
+    def _allocate(self) -> None:
+        """Allocate the representatives of all blocks in all restricted layers, so that no step runs out of memory.
+
+        Raises:
+            SparseMethodError: If they do not fit beside the KV cache.
+        """
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        allocated = 0
+        for name in self._restricted:
+            kv_cache = self.attention.bound_cache(name)
+            if kv_cache is None:
+                continue
+            try:
+                device = kv_cache[0].device  # one tensor, or one for keys and one for values
+                any_block = torch.zeros(1, dtype=torch.int64, device=device)
+                allocated += self._representatives_of(name, kv_cache, any_block).nbytes
+            except RuntimeError as error:  # torch's, and its OutOfMemoryError
+                raise SparseMethodError(
+                    f"the summaries of blocks do not fit beside the KV cache: after {format_size(allocated)} of them, "
+                    f"{error}",
+                    where=f"layer {name}, one of {len(self._restricted)} restricted layers",
+                    fix="leave more memory free (--gpu-memory-utilization, or a lower --num-gpu-blocks-override if it "
+                    "is set), or restrict fewer layers (dense_layers)",
+                ) from error
+        if allocated:
+            self._logger.info("[UCM.Sparse] %s: summaries of blocks take %s", self._name, format_size(allocated))
 
     def requests_finished(self, runner: Any, request_ids: Iterable[str]) -> None:
         """Drop the state of ended requests."""

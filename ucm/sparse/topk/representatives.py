@@ -116,6 +116,15 @@ class Representatives(ABC):
         ]
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the representatives of all blocks."""
+        return sum(int(of.nbytes) for of in self._stored())
+
+    @abstractmethod
+    def _stored(self) -> tuple[Tensor, ...]:
+        """Return the tensors with an entry for each block."""
+
     @abstractmethod
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
         """Compute the representatives of blocks from these keys, ``[n, block_size, num_kv_heads, head_size]``."""
@@ -165,6 +174,9 @@ class KeyBounds(Representatives):
         _, self._block_size, num_kv_heads, head_size = keys.shape
         #: ``[num_kv_heads, num_blocks, 2 * head_size]``: the largest values, then the smallest.
         self._bounds = keys.new_empty((num_kv_heads, num_blocks, 2 * head_size))
+
+    def _stored(self) -> tuple[Tensor, ...]:
+        return (self._bounds,)
 
     def put(self, block_ids: Tensor, keys: Tensor) -> None:
         """Compute the bounds of some blocks from these keys."""

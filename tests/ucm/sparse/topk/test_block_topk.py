@@ -415,6 +415,38 @@ def test_the_last_layers_may_be_dense_too() -> None:
     only_the_middle_layer_is_restricted(made)
 
 
+def test_representatives_are_allocated_before_the_first_step(selector: str) -> None:
+    """As many bytes as were taken from the KV cache for them; no step allocates further ones."""
+    made = method(selector=selector)
+    view_of(made).bound = cache()
+    for layer in LAYERS:
+        made.layer_seen(layer)
+    made.layers_seen()
+    spec = SimpleNamespace(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=HEAD, dtype=torch.float32)
+    windowed = SimpleNamespace(**vars(spec), sliding_window=64)
+    asked = method(selector=selector).bytes_beside_block({**dict.fromkeys(LAYERS, spec), "other": windowed})
+    held = dict(made._representatives)
+    assert list(held) == LAYERS[1:]
+    assert sum(of.nbytes for of in held.values()) == asked * BLOCKS > 0
+    batch = step(("a", 30, 1, 8))
+    run(made, batch, metadata(batch, [LONG]), cache())
+    assert made._representatives == held
+
+
+def test_representatives_that_do_not_fit_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of so many blocks that torch itself refuses the memory for their summaries."""
+    made = method()
+    view_of(made).bound = cache()
+    monkeypatch.setattr(FakeView, "num_blocks", lambda *_: 1 << 45)
+    made.layer_seen(LAYERS[1])
+    with pytest.raises(
+        SparseMethodError, match=r"do not fit beside the KV cache: after 0 B of them, .*alloc"
+    ) as caught:
+        made.layers_seen()
+    assert LAYERS[1] in caught.value.where
+    assert "--gpu-memory-utilization" in caught.value.fix
+
+
 def test_layers_with_a_window_of_their_own_stay_as_they_are() -> None:
     """The first and the last one; the layer between them is restricted, and sets the size of blocks."""
     made = method(dense_layers=0)

@@ -314,6 +314,11 @@ class AttentionLayers:
             requirements.require_plain_keys(layer_name, layer)
             self._reads_keys.add(layer_name)
 
+    def bound_cache(self, layer_name: str) -> Tensor | None:
+        """See `AttentionView.bound_cache`."""
+        bound: Tensor | None = bound_kv_cache(self._layer(layer_name)[0])
+        return bound
+
     def block_size(self, layer_name: str, kv_cache: Tensor) -> int:
         """See `AttentionView.block_size`."""
         layer, backend = self._layer(layer_name)
@@ -378,11 +383,6 @@ class AttentionLayers:
         if self._rotaries is None:
             self._rotaries = Rotaries(self._runner, self._config.model_config)
         return self._rotaries.of(layer_name, layer)
-
-    def bound_cache(self, layer_name: str) -> Tensor | None:
-        """See `PartsView.bound_cache`."""
-        bound: Tensor | None = bound_kv_cache(self._layer(layer_name)[0])
-        return bound
 
     def head_layout(self, layer_name: str, kv_cache: Tensor) -> HeadLayout | None:
         """See `PartsView.head_layout`."""
