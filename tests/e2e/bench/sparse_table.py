@@ -63,8 +63,9 @@ def goals(groups: Mapping[str, Sequence[Group]]) -> Iterator[Figure]:
             fetched = group.median(side, lambda sample: sample.fetched)
             tokens = "one token repeated" if group.repeats else "the model's tokens"
             name = f"{side}, {group.length} tokens, {group.budget:.0%}, {tokens}: a decode step, time to dense"
-            goal = None if side != "ESA" else MOST_ALIKE if group.repeats else MOST_UNLIKE
-            yield Figure(name, statistics.median(each), "", goal, {"each": each, "fetched": fetched})
+            most = MOST_ALIKE if group.repeats else MOST_UNLIKE
+            detail = {"each": each, "fetched": fetched}
+            yield Figure(name, statistics.median(each), "", most if side == "ESA" else None, detail)
     for group in groups.get("full", []):
         for side in _compared(group, NO_METHOD):
             each = group.ratios(side, NO_METHOD, step)

@@ -76,7 +76,8 @@ def test_caches_and_summaries_together_fit_into_what_vllm_has(
 
 def test_without_summaries_the_cache_has_all_of_it(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = layers(*[full()] * 4)
-    for configured in ({}, {"ucm_sparse_config": {"SinkWindow": {}}}):
+    choices: list[dict[str, Any]] = [{}, {"ucm_sparse_config": {"SinkWindow": {}}}]
+    for configured in choices:
         monkeypatch.setattr(config, "additional_config", configured)
         assert hooks.kv_cache_memory(config, [specs, {}], [8 * GIB, 0]) == [8 * GIB, 0]
 
