@@ -117,6 +117,12 @@ class KVCacheManager:
 class EngineCore:
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
+
+    def _initialize_kv_caches(self, vllm_config):
+        kv_cache_specs = self.model_executor.get_kv_cache_specs()
+        available_gpu_memory = self.model_executor.determine_available_memory()
+        assert len(kv_cache_specs) == len(available_gpu_memory)
+        return available_gpu_memory
 ''',
     "vllm/model_executor/layers/attention/attention.py": '''\
 """Attention operators in miniature."""
