@@ -88,6 +88,9 @@ class Device:
     def require(self, layer_name: str, *, reads_keys: bool = False) -> None:
         raise NotImplementedError
 
+    def bound_cache(self, layer_name: str) -> Any:
+        raise NotImplementedError
+
     def block_size(self, layer_name: str, kv_cache: Any) -> int:
         del layer_name, kv_cache
         return self.size
