@@ -101,8 +101,9 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_error_has_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(config: Path | None = None) -> None:
+    def fail(config: Path | None = None, model: Path | None = None) -> None:
         assert config is None
+        assert model is None
         raise UcmError("it is broken", where="here", fix="mend it")
 
     monkeypatch.setattr("ucm.doctor.command.examine", fail)

@@ -35,7 +35,7 @@ BACKENDS = (
 EVERYWHERE = {
     *("additional-config", "block-size", "compilation-config", "enable-lora", "enable-sleep-mode", "enforce-eager"),
     *("hf-overrides", "kv-cache-dtype", "kv-transfer-config", "max-model-len", "no-enable-prefix-caching"),
-    *("scheduler-cls", "speculative-config"),
+    *("gpu-memory-utilization", "num-gpu-blocks-override", "scheduler-cls", "speculative-config"),
 }
 #: Options of other programs, for instance `ucm doctor` and `build-overlay`.
 NOT_VLLMS = {"config", "hooks", "json", "run", "shm-size"}
