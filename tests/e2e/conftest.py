@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.shared import Shared
+from tests.e2e.tests_inside import run_inside
 
 if TYPE_CHECKING:
     from tests.e2e.prefix_runs import PrefixRuns
@@ -71,3 +72,11 @@ def prefix_runs(environments: Environments, shared: Shared) -> PrefixRuns:
     from tests.e2e.prefix_runs import PrefixRuns  # noqa: PLC0415
 
     return PrefixRuns(environments, shared)
+
+
+@pytest.fixture(scope="module")
+def wrong(request: pytest.FixtureRequest, environments: Environments) -> dict[str, str]:
+    """The problems of the files that the selected tests of a module name, all run inside vLLM in one interpreter."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if isinstance(item, pytest.Function)]
+    return run_inside(environments.overlay.python, [str(of["file"]) for of in params if "file" in of])

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE, problems
-
-if TYPE_CHECKING:
-    from tests.e2e.scenarios import Environments
+from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE
 
 pytestmark = pytest.mark.e2e
 
@@ -35,11 +30,6 @@ FILES = (
     f"{SPARSE}/test_example_method.py",
     f"{SPARSE}/test_method_conformance.py",
 )
-
-
-@pytest.fixture(scope="module")
-def wrong(request: pytest.FixtureRequest, environments: Environments) -> dict[str, str]:
-    return problems(request, environments.overlay.python)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.environment import with_triton
-from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE, problems, run_inside
+from tests.e2e.tests_inside import CONNECTOR, LAYERS, SPARSE, run_inside
 
 if TYPE_CHECKING:
     from tests.e2e.scenarios import Environments
@@ -52,11 +52,6 @@ OF_KERNELS: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
     ((f"{SPARSE}/topk/test_on_device.py", f"{SPARSE}/topk/test_block_topk.py"), {"TRITON_INTERPRET": "1"}),
     ((f"{SPARSE}/topk/test_kernels.py",), {}),
 )
-
-
-@pytest.fixture(scope="module")
-def wrong(request: pytest.FixtureRequest, environments: Environments) -> dict[str, str]:
-    return problems(request, environments.overlay.python)
 
 
 @pytest.mark.parametrize("file", FILES)

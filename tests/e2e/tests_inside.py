@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
-import pytest
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -61,13 +59,6 @@ def run_inside(python: Path, files: Sequence[str], only: str = "", **variables: 
     if done.returncode and not any(told.values()):
         return dict.fromkeys(files, done.stdout + done.stderr)
     return {file: wrong for file, wrong in told.items() if wrong}
-
-
-def problems(request: pytest.FixtureRequest, python: Path) -> dict[str, str]:
-    """Run the files that the selected tests of the requesting file name, all in one interpreter; see `run_inside`."""
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if isinstance(item, pytest.Function)]
-    return run_inside(python, [str(of["file"]) for of in params if "file" in of])
 
 
 def check_inside(python: Path, file: str | Path) -> None:
