@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ucm.doctor.environment import Vllm
     from ucm.overlay.manifest import Manifest
 
-CHECK, SPARSE, BLENDING = "configuration", "sparse settings", "blending"
+CHECK, SPARSE, LATENT, BLENDING = "configuration", "sparse settings", "latent attention", "blending"
 #: The prefix of the name of a tier's check.
 TIER = "tier"
 _WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
@@ -210,17 +210,20 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
     return [valid, *(_check_offloaded(file) if name in OFFLOADING else [])]
 
 
-def check_latent(file: Path, model: Path, manifests: Sequence[Manifest]) -> list[Finding]:
+def check_latent(file: Path, model: Path | None, manifests: Sequence[Manifest]) -> list[Finding]:
     """Check that a model with latent attention (MLA) can run with the configured sparse method and the overlays.
 
     Args:
         file: Valid settings.
-        model: The model's directory.
+        model: The model's directory; None: not known, which is a finding.
         manifests: Those of the installed overlays.
 
     Raises:
         UcmError: If the directory contains no model.
     """
+    if model is None:
+        what = "not checked, because that needs the model: add --model DIR, its directory"
+        return [Finding(LATENT, Status.OK, what)]
     path = model / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -132,7 +132,7 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
     active = hooks.position is not None
     states = states_of(manifest, vllm.directory if vllm else None, disabled, active=active) if manifest else []
     settings = check_config(config) if config is not None else []
-    if config is not None and model is not None and asks_for_sparse_attention(settings) and not has_error(settings):
+    if config is not None and asks_for_sparse_attention(settings) and not has_error(settings):
         settings += check_latent(config, model, [found.manifest for found in overlays if found.manifest])
     findings = [
         check_python(),

@@ -289,6 +289,18 @@ def test_a_model_with_latent_attention(complete: Site, tmp_path: Path, place: di
     assert complete.doctor(*arguments).code == 0
 
 
+def test_without_a_model_nothing_is_known_of_its_attention(complete: Site, tmp_path: Path) -> None:
+    file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {SinkWindow: {}}\n")
+    answer = complete.doctor("--json", "--config", str(file))
+    found = answer.finding("latent attention")
+    assert (answer.code, found["status"]) == (0, "ok")
+    assert found["what"] == "not checked, because that needs the model: add --model DIR, its directory"
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    assert "latent attention" not in complete.doctor("--json", "--config", str(file), "--model", str(tmp_path)).out
+    file = write(tmp_path, "store: {pipeline: Empty}\n")
+    assert "latent attention" not in complete.doctor("--json", "--config", str(file)).out
+
+
 def test_a_method_that_does_not_serve_latent_attention(complete: Site, tmp_path: Path) -> None:
     file = write(tmp_path, "store: {pipeline: Empty}\nucm_sparse_config: {SinkWindow: {}}\n")
     (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))

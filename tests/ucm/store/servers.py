@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _PATIENCE = 120.0
+#: Below those that Linux gives to a program that asks for any port.
+PORTS = range(10_000, 32_768)
+_PORTS = itertools.islice(itertools.cycle(PORTS), secrets.randbelow(len(PORTS)), None)
 #: Milliseconds after which a cluster declares a silent node dead; on a busy machine a healthy one may be silent long.
 NODE_TIMEOUT = 120_000
 
@@ -41,10 +46,16 @@ def require(program: str, package: str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port that no program uses.
+
+    The kernel gives none of these to a program that asks for any port, as each client does: nobody takes it before the
+    server does. Each process starts at another one, because several run at a time.
+    """
+    while True:
+        port = next(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
@@ -67,7 +78,7 @@ def free_cluster_port() -> int:
     """Return a free port; the one 10000 above, with which nodes of a cluster talk to each other, is free as well."""
     while True:
         port = free_port()
-        if port <= 55535:
+        if port + 10_000 in PORTS:
             with contextlib.suppress(OSError), socket.socket() as listener:
                 listener.bind(("127.0.0.1", port + 10_000))
                 return port

@@ -223,6 +223,14 @@ class Scene:
         request.num_computed_tokens += count
         return plan
 
+    def run_ahead(self) -> Request:
+        """Run a request until its second block is full, the last token of which the scheduler does not know yet."""
+        new = request(TOKENS[:7])
+        self.admit(new)
+        self.run(new, 7, self.rows)
+        assert self.run(new, 1).saves == []
+        return new
+
 
 def request(tokens: Sequence[int], request_id: str = "r", **more: Any) -> Request:
     found = Request(request_id, list(tokens), 100)

@@ -26,10 +26,7 @@ def test_blocks_are_saved_with_the_step_that_fills_them() -> None:
 def test_a_token_that_is_not_known_yet_fills_no_block() -> None:
     """Asynchronous scheduling computes tokens before the scheduler knows their values."""
     scene = Scene(batches=2)
-    new = request(TOKENS[:7])
-    scene.admit(new)
-    scene.run(new, 7, scene.rows)
-    assert scene.run(new, 1).saves == []
+    new = scene.run_ahead()
     new.output.append(7)
     key = scene.keys.chain(TOKENS[:8], SIZE)[1]
     assert moved(scene.run(new, 1).saves) == [(key, scene.rows[0][1])]
@@ -37,10 +34,7 @@ def test_a_token_that_is_not_known_yet_fills_no_block() -> None:
 
 def test_a_request_that_ends_has_its_last_blocks_saved_later() -> None:
     scene = Scene(batches=2)
-    new = request(TOKENS[:7])
-    scene.admit(new)
-    scene.run(new, 7, scene.rows)
-    scene.run(new, 1)
+    new = scene.run_ahead()
     new.output.append(7)
     scene.side.finished(new)
     key = scene.keys.chain(TOKENS[:8], SIZE)[1]
@@ -50,10 +44,7 @@ def test_a_request_that_ends_has_its_last_blocks_saved_later() -> None:
 
 def test_but_not_from_a_block_that_was_given_away() -> None:
     scene = Scene(batches=2)
-    new = request(TOKENS[:7])
-    scene.admit(new)
-    scene.run(new, 7, scene.rows)
-    scene.run(new, 1)
+    new = scene.run_ahead()
     new.output.append(7)
     scene.side.finished(new)
     other = request([90, 91], "other")
