@@ -82,6 +82,24 @@ def copied(reader: SlabReader, place: int, first: int = 0) -> list[bytes]:
     return [bytes(memory) for memory in memories]
 
 
+def test_in_the_owners_process_a_reader_maps_nothing(slab: Slab, reader: SlabReader) -> None:
+    row, _ = slab.claim(0, KEYS[0]) or pytest.fail("no room")
+    slab.memory(row, 0, SIZES)[0][:] = b"x" * SIZES[0]
+
+    def mappings() -> int:
+        with open("/proc/self/maps", encoding="ascii") as lines:  # noqa: PTH123 - a file of the kernel
+            return sum("ucm-staging" in line for line in lines)
+
+    before = mappings()
+    assert reader.attach(slab.address, 0, {})
+    assert mappings() == before + 1  # its report's page
+    into = bytearray(SIZES[0])
+    reader.wait(reader.load([BlockTransfer(KEYS[0], [memoryview(into)])], [slab.offset(row)], ["disk"]))
+    assert into == b"x" * SIZES[0]
+    with pytest.raises(TypeError, match="read-only"):
+        slab.whole()[0] = 0
+
+
 def test_another_process_attaches_answers_and_outlives_the_owner(reader: SlabReader) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -22,6 +22,7 @@ import stat
 import struct
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ class Slab:
         token = secrets.token_bytes(16)
         self._memory[: len(token)] = token
         self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token)
+        _of_this_process[token] = self
         self._row_bytes = 0
         self._rows = 0
         self._fresh = 0  # index of the first row that was never used
@@ -189,6 +191,10 @@ class Slab:
             found.append(self._memory[at : at + size])
             at += size
         return found
+
+    def whole(self) -> memoryview:
+        """Return all of the slab's memory, read-only."""
+        return self._memory.toreadonly()
 
     def knows(self, group: int, key: BlockKey) -> bool:
         """Return whether a block is staged or being staged; cheaper than `holds`, and no promise."""
@@ -358,8 +364,9 @@ class CopyTask(TransferTask):
 class SlabReader:
     """A worker's side of a slab: copies blocks out of it on its own threads.
 
-    The slab stays mapped. The first copy of a row is as fast as reading it from the file, because the kernel maps its
-    pages; later copies run at the speed of memory, and rows are reused often.
+    The slab stays mapped. In a process of its own, a worker's first copy of a row is as fast as reading it from the
+    file, because the kernel maps its pages; later copies run at the speed of memory, and rows are reused often. A worker
+    in the owner's process uses the owner's mapping, whose pages are there.
     """
 
     def __init__(self) -> None:
@@ -394,7 +401,8 @@ class SlabReader:
                 os.pwrite(file, text, at + _RECORD.size)
                 os.pwrite(file, _RECORD.pack(len(text), checksum(text)), at)
                 self._report = mmap.mmap(file, PAGE, offset=at + _REPORT_AT)
-                self._memory = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ))
+                own = _of_this_process.get(address.token)
+                self._memory = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ)) if own is None else own.whole()
             finally:
                 os.close(file)
         except OSError:
@@ -463,6 +471,10 @@ class SlabReader:
                 task.succeeded(block.key, tier, nbytes)
             else:
                 task.failed(block.key, failure)
+
+
+#: The slabs of this process, by token.
+_of_this_process: weakref.WeakValueDictionary[bytes, Slab] = weakref.WeakValueDictionary()
 
 
 def _copy(task: Task) -> CopyTask:

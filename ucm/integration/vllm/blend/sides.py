@@ -233,7 +233,7 @@ class BlendSchedulerSide:
             found.saves = []
         written = self.scheduler.written(found)
         plan.fresh_block_ids |= written
-        plan.looks = bool(found.blends or found.saves)
+        plan.looks |= bool(found.blends or found.saves)
         plan.late_saves = left_alone(plan.late_saves, written, self._exact.counters)
         return found
 

@@ -220,6 +220,9 @@ class LiveWeights:
     - after vLLM's prefix cache was emptied, as is done when weights are changed, and after a pause beside which reading
       everything takes no time: every byte.
 
+    An idle engine checks while it waits for a lookup, so that the load need not; if another pause follows that is long
+    enough for a change, the load checks again, as closely as after the first pause.
+
     Args:
         model: A torch module. Its parameters are watched and its persistent buffers, which checkpoints hold as well.
             Other buffers are not, because a forward may write to them.
@@ -232,20 +235,25 @@ class LiveWeights:
         self._positions: dict[int, Any] = {}
         self._looked = time.monotonic()
         self._pause = 0.0  # the longest since values were last read, in seconds
+        self._early_pause = 0.0  # the longest before early checks
         self._digest_takes = float("inf")
         self._on_host = all(tensor.device.type == "cpu" for tensor in self._all())
         self._note()
         if not self._on_host:
             self._digest()  # to know how long it takes: the first one may have compiled kernels
 
-    def changed(self, *, wholly: bool = False) -> bool:
+    def changed(self, *, wholly: bool = False, early: bool = False) -> bool:
         """Return whether the weights changed since this last returned True, or since the start.
 
         Args:
             wholly: Check every byte, however recent the last check is.
+            early: The check precedes the step that moves blocks, by which time the weights may have changed again.
         """
         pause, self._pause = self._pause, 0.0
         doubted = pause > PAUSE
+        if doubted:
+            pause = max(pause, self._early_pause)
+        self._early_pause = max(pause, self._early_pause) if early else 0.0
         wholly = wholly or (doubted and self._thorough) or self._is_cheap_after(pause)
         values = wholly or doubted or self._on_host
         same = self._places() == self._seen_places

@@ -354,8 +354,22 @@ class PrefixCacheScheduler:
             if not pending:
                 self._key_source.wait(IDLE_SECONDS)
             elif not any(lookup.finished for lookup in pending):
-                self.stager.wait(pending, IDLE_SECONDS)
+                self._wait_usefully(pending, plan)
         return plan
+
+    def _wait_usefully(self, pending: Sequence[Lookup], plan: StepPlan) -> None:
+        """Let the workers check their weights while lookups run, or wait, if they have been told to already.
+
+        A load checks the weights in any case, before it begins. After a pause this may mean every byte, which then
+        needs no time of its own.
+        """
+        unchecked = [lookup for lookup in pending if not lookup.checked]
+        if unchecked:
+            plan.looks = True
+            for lookup in unchecked:
+                lookup.checked = True
+        else:
+            self.stager.wait(pending, IDLE_SECONDS)
 
     def _take_blocks(self, scheduler_output: SchedulerOutput) -> set[int]:
         """Note the blocks of the scheduled requests; return the blocks that the step may write."""

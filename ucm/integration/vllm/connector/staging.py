@@ -81,6 +81,7 @@ class Lookup:
     begun: bool = False
     progressed: bool = False  #: a medium has answered
     late: bool = False  #: given up or released before it ended
+    checked: bool = False  #: the workers were told to check their weights while it runs
 
 
 class Stager:

@@ -181,6 +181,38 @@ def test_every_value_is_looked_at_after_a_pause_that_is_long_compared_with_that(
     assert seen == [False, True]
 
 
+@pytest.mark.parametrize("place", [LiveWeights, elsewhere])
+@pytest.mark.parametrize("second", [0.5, 2.0])
+def test_a_load_relies_on_an_early_check_only_if_no_second_pause_follows(
+    monkeypatch: pytest.MonkeyPatch, place: Callable[[Any], LiveWeights], second: float
+) -> None:
+    """The second pause, in units of `PAUSE`, is too short for every byte to be read only because of it."""
+    made = torch.nn.Linear(4096, 64, bias=False)
+    weights = place(made)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def pause(seconds: float) -> None:
+        nonlocal now
+        weights.stepped()
+        now += seconds
+        weights.step()
+        weights._digest_takes = 0.02  # by this clock it would take no time
+
+    pause(3600.0)
+    assert not weights.changed(early=True)
+    pause(0.001)
+    assert not weights.changed(early=True)
+    made.weight.data[5, 7] += 1
+    pause(second * identity.PAUSE)
+    assert weights.changed() == (second > 1)
+    if second < 1:  # a later pause finds it, after the load has used up the early check
+        pause(2 * identity.PAUSE)
+        assert not weights.changed()
+        pause(3600.0)
+        assert weights.changed()
+
+
 def test_what_takes_long_to_read_is_not_read_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = LiveWeights(made)
