@@ -365,8 +365,8 @@ class SlabReader:
     """A worker's side of a slab: copies blocks out of it on its own threads.
 
     The slab stays mapped. In a process of its own, a worker's first copy of a row is as fast as reading it from the
-    file, because the kernel maps its pages; later copies run at the speed of memory, and rows are reused often. A worker
-    in the owner's process uses the owner's mapping, whose pages are there.
+    file, because the kernel maps its pages; later copies run at the speed of memory, and rows are reused often. A
+    worker in the owner's process uses the owner's mapping, whose pages are there.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,6 @@ import random
 import re
 import time
 from collections import Counter
-from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec, patch
 
@@ -124,7 +123,14 @@ def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
         return sorted(visible(engine).values())
 
     assert serve_one(0) == [7, 7]
-    watching[1].changed.side_effect = chain([True], repeat(False))
+
+    def change_before(*, early_check: bool) -> None:
+        unseen = iter([True])
+        watching[1].changed.side_effect = lambda *, early, **_of: early == early_check and next(unseen, False)
+
+    change_before(early_check=False)
     assert serve_one(40) == [7, 7]
     assert serve_one(80) == [14, 14]
+    change_before(early_check=True)  # nothing of the request is computed yet
+    assert serve_one(120) == [21, 21]
     engine.close()
