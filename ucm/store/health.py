@@ -265,6 +265,7 @@ class Pool:
                 get_logger(__name__).exception("[UCM.Store] a job of %s failed unexpectedly", self._name)
             finally:
                 self._began.pop(me, None)
+            del job  # with the memory that it refers to, which the caller may want to free while this thread waits
             if time.monotonic() - began >= self._patience and self._is_one_too_many():
                 return
         with self._lock:  # once all other threads have ended, only stuck ones may remain in the list

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 #: Tokens of a prompt, and how many prompts are saved.
 LENGTH, PROMPTS = 4_096, 6
 MOST_MEGABYTES = 100.0
-#: Seconds within which running saves end.
-SAVING = 3.0
+#: Seconds within which running saves end, and after which an idle engine has given back what it keeps for a while.
+SAVING, IDLE = 3.0, 180.0
 #: Makes the C library return large freed pieces, of which it otherwise retains a varying hundred megabytes.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 _SIZE = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
@@ -110,21 +110,23 @@ def beyond(release: str) -> Iterator[Figure]:
     write_long(python)
     root = BUILD / "bench" / "memory"
     shutil.rmtree(root, ignore_errors=True)
-    without = 0.0
+    without: dict[str, float] = {}
     for number, name in enumerate((NO_CONNECTOR, OURS, OURS_LAYERWISE)):
         place = _place(root / str(number), PROMPTS * kv_bytes(LENGTH))
         setup = dataclasses.replace(make_setup(name, release, place), python=python, variables=GIVE_BACK)
-        used = _used(setup, place, root / str(number)) / 1e6
+        used = _used(setup, place, root / str(number))
         if name == NO_CONNECTOR:
             without = used
-        else:
-            detail = {"megabytes": used, "without": without}
-            yield Figure(f"{name}: host memory beyond no connector", used - without, "MB", MOST_MEGABYTES, detail)
+            continue
+        for when, megabytes in used.items():
+            detail = {"megabytes": megabytes, "without": without[when]}
+            what = f"{name}: host memory beyond no connector, {when}"
+            yield Figure(what, megabytes - without[when], "MB", MOST_MEGABYTES, detail)
     shutil.rmtree(root, ignore_errors=True)
 
 
-def _used(setup: Setup, place: Place, scratch: Path) -> int:
-    """Return the bytes in use after some prompts were computed, saved, and hit again."""
+def _used(setup: Setup, place: Place, scratch: Path) -> dict[str, float]:
+    """Return the megabytes in use after some prompts were computed, saved, and hit again, at once and a while later."""
     side = Side(setup, place, scratch, Quiet())
     side.start()
     try:
@@ -132,7 +134,9 @@ def _used(setup: Setup, place: Place, scratch: Path) -> int:
         side.ask(*prompts)
         time.sleep(SAVING)
         side.ask(*prompts)
-        return resident(side.engine.process.pid)
+        found = {"at once": resident(side.engine.process.pid) / 1e6}
+        time.sleep(IDLE)
+        return {**found, "idle": resident(side.engine.process.pid) / 1e6}
     finally:
         side.stop()
 

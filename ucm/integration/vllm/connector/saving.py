@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
+import weakref
 from collections import Counter, deque
+from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from ucm.background import enter_background
 from ucm.store.base import BlockTransfer, IncompleteBlockError, Task, TaskResult, too_far_behind
 
 if TYPE_CHECKING:
@@ -41,8 +43,7 @@ class SaveRoom:
         self._refused: set[BlockKey] = set()
         self._free: dict[int, list[Buffer]] = {}  # by the size of the rows in bytes
         self._free_bytes = 0
-        self._since = time.monotonic()
-        self._most = self._most_before = 0  # peak of taken bytes in this period and in the last one
+        self._most = self._most_before = 0  # peak of taken bytes since the last call of `trim`, and before it
 
     @property
     def held_bytes(self) -> int:
@@ -85,10 +86,14 @@ class SaveRoom:
                 self._free.setdefault(row.nbytes, []).append(row)
                 self._free_bytes += row.nbytes
                 self._taken -= row.nbytes
-            now = time.monotonic()
-            if now - self._since >= KEEP_SECONDS:
-                self._trim(max(self._most, self._most_before) - self._taken)
-                self._since, self._most_before, self._most = now, self._most, self._taken
+
+    def trim(self) -> None:
+        """Free rows beyond the most that were taken at once since the last call but one."""
+        with self._lock:
+            most = max(self._most, self._most_before)
+            self._most_before, self._most = self._most, self._taken
+        while self._free_one(most):
+            pass
 
     def forget(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Forget which of the keys were refused, so that they can be saved again; return them."""
@@ -117,15 +122,19 @@ class SaveRoom:
     def _rows_per_extent(self, nbytes: int) -> int:
         return max(1, min(EXTENT_BYTES, self._limit) // nbytes)
 
-    def _trim(self, keep: int) -> None:
-        """Free allocations without used rows, until ``keep`` free bytes are left."""
-        for nbytes, rows in self._free.items():
-            whole = self._rows_per_extent(nbytes)
-            idle = {extent for extent, count in Counter(id(row.obj) for row in rows).items() if count == whole}
-            while idle and self._free_bytes - whole * nbytes >= keep:
-                gone = idle.pop()
-                rows[:] = [row for row in rows if id(row.obj) != gone]
-                self._free_bytes -= whole * nbytes
+    def _free_one(self, most: int) -> bool:
+        """Free an allocation without taken rows if ``most`` bytes are left; return whether there was one."""
+        with self._lock:
+            for nbytes, rows in self._free.items():
+                extent = self._rows_per_extent(nbytes) * nbytes
+                if self._taken + self._free_bytes - extent < most:
+                    continue
+                for idle, count in Counter(id(row.obj) for row in rows).items():
+                    if count * nbytes == extent:
+                        rows[:] = [row for row in rows if id(row.obj) != idle]
+                        self._free_bytes -= extent
+                        return True
+        return False
 
 
 class SaveTask(Task):
@@ -133,7 +142,6 @@ class SaveTask(Task):
 
     Args:
         keys: The blocks.
-        rows: The indexes of the blocks that have a row, each with its row.
         sizes: The layer slices' sizes in bytes.
         first_slice: The index of the first layer slice.
     """
@@ -141,12 +149,10 @@ class SaveTask(Task):
     def __init__(
         self,
         keys: Sequence[BlockKey],
-        rows: Sequence[tuple[int, Buffer]] = (),
         sizes: Sequence[int] = (),
         first_slice: int = 0,
     ) -> None:
         self.keys = keys
-        self.rows = rows
         self.sizes = sizes
         self.first_slice = first_slice
         self.copied = threading.Event()  #: the KV cache is no longer read, and nothing more is handed to the store
@@ -160,6 +166,9 @@ class SaveTask(Task):
 class Saver:
     """Hands rows to a store and reclaims them once written, without waiting for the store.
 
+    An engine without requests has no steps in which its saves are checked. A thread that lives while memory is held
+    reclaims and frees it then.
+
     Args:
         store: The store.
         limit: Bytes that may wait to be written.
@@ -168,20 +177,32 @@ class Saver:
     def __init__(self, store: KVStore, limit: int) -> None:
         self._store = store
         self._room = SaveRoom(limit)
+        self._lock = Lock()
+        self._tasks: weakref.WeakSet[SaveTask] = weakref.WeakSet()
+        self._frees = False  # whether the thread runs
+        self._closed = threading.Event()
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that were saved and are not written yet."""
         return self._room.taken_bytes
 
-    def begin(self, keys: Sequence[BlockKey], sizes: Sequence[int], first_slice: int) -> SaveTask:
-        """Begin a save with rows for the blocks' layer slices; blocks without a row fail."""
+    def begin(
+        self, keys: Sequence[BlockKey], sizes: Sequence[int], first_slice: int
+    ) -> tuple[SaveTask, list[tuple[int, Buffer]]]:
+        """Begin a save; blocks without a row for their layer slices fail.
+
+        Returns:
+            The task, and the indexes of the other blocks, each with its row. Who keeps a row keeps its memory.
+        """
         rows = self._room.take(keys, sum(sizes))
-        task = SaveTask(keys, rows, sizes, first_slice)
+        task = SaveTask(keys, sizes, first_slice)
+        if rows:
+            self._watch(task)
         if len(rows) < len(keys):
             let_in, full = {place for place, _ in rows}, self._room.error()
             task.failed = {key: full for place, key in enumerate(keys) if place not in let_in}
-        return task
+        return task, rows
 
     def write(self, task: SaveTask, rows: Sequence[tuple[int, Buffer]]) -> None:
         """Start to write some rows of a task; their content must not change any more."""
@@ -221,22 +242,61 @@ class Saver:
     def check(self, task: SaveTask) -> bool:
         """Reclaim written rows, and return whether the whole task is finished."""
         copied = task.copied.is_set()
-        for _ in range(len(task.writing)):
-            writing, rows = task.writing.popleft()
-            if not self._store.check(writing):
-                task.writing.append((writing, rows))
-                continue
-            self._take(task, self._store.wait(writing), rows)
-        return copied and not task.writing
+        with self._lock:
+            for _ in range(len(task.writing)):
+                writing, rows = task.writing[0]
+                if self._store.check(writing):
+                    self._take(task, self._store.wait(writing), rows)
+                    task.writing.popleft()
+                else:
+                    task.writing.rotate(-1)
+            return copied and not task.writing
 
     def wait(self, task: SaveTask) -> TaskResult:
         """Wait for a task and return its result."""
         task.copied.wait()
-        while task.writing:
-            writing, rows = task.writing.popleft()
-            self._take(task, self._store.wait(writing), rows)
+        while True:
+            with self._lock:
+                if not task.writing:
+                    break
+                writing, rows = task.writing.popleft()
+            result = self._store.wait(writing)
+            with self._lock:
+                self._take(task, result, rows)
         done = {key: tier for key, tier in task.done.items() if key not in task.failed}
         return TaskResult(done, task.failed, task.nbytes, task.seconds)
+
+    def close(self) -> None:
+        """End the thread that frees memory."""
+        self._closed.set()
+
+    def _watch(self, task: SaveTask) -> None:
+        """Remember a task, and start the thread that frees memory, unless it runs."""
+        with self._lock:
+            self._tasks.add(task)
+            if self._frees or self._closed.is_set():
+                return
+            thread = threading.Thread(target=self._free, name="ucm-free", daemon=True)
+            with suppress(RuntimeError):  # the system allows no more threads: the next save tries again
+                thread.start()
+                self._frees = True
+
+    def _free(self) -> None:
+        enter_background()
+        while not self._closed.wait(KEEP_SECONDS):
+            self._check_all()
+            self._room.trim()
+            with self._lock:
+                if not self._room.held_bytes:
+                    self._frees = False
+                    return
+
+    def _check_all(self) -> None:
+        with self._lock:
+            tasks = list(self._tasks)
+        for task in tasks:
+            with suppress(Exception):  # of a third-party store: the next step gets it as well, and logs it
+                self.check(task)
 
     def _take(self, task: SaveTask, result: TaskResult, rows: list[Buffer]) -> None:
         task.done.update(result.done)

@@ -128,13 +128,13 @@ class HostTransfer(GroupTransfer):
         """Copy some layers of blocks and start to write them."""
         memory = self._memory
         first, end = memory.slice_count(layers.start), memory.slice_count(layers.stop)
-        task = self._saver.begin(keys, memory.geometry.slice_sizes[first:end], first)
-        for place, row in task.rows:
+        task, rows = self._saver.begin(keys, memory.geometry.slice_sizes[first:end], first)
+        for place, row in rows:
             at = 0
             for layer_slice in memory.buffers(block_ids[place], layers):
                 row[at : at + layer_slice.nbytes] = layer_slice
                 at += layer_slice.nbytes
-        self._saver.write(task, task.rows)
+        self._saver.write(task, rows)
         task.copied.set()
         return task
 
@@ -173,6 +173,7 @@ class HostTransfer(GroupTransfer):
 
     def close(self) -> None:
         """Close the store."""
+        self._saver.close()
         self.store.close()
 
     def _blocks(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> list[BlockTransfer]:
@@ -313,11 +314,12 @@ class StagedTransfer(GroupTransfer):
 
     def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
         """Save some layers of blocks from the device; blocks for which there is no room fail at once."""
-        task = self._saver.begin(keys, self._memory.geometry.slice_sizes[layers.start : layers.stop], layers.start)
-        if not task.rows:
+        sizes = self._memory.geometry.slice_sizes[layers.start : layers.stop]
+        task, rows = self._saver.begin(keys, sizes, layers.start)
+        if not rows:
             task.copied.set()
             return task
-        left = deque(task.rows)
+        left = deque(rows)
 
         def ended(error: Exception | None) -> None:
             if error is not None:
@@ -370,6 +372,7 @@ class StagedTransfer(GroupTransfer):
         """Finish queued transfers and close the store."""
         self._loader.close()
         self._gatherer.close()
+        self._saver.close()
         self._store.close()
 
     def _load(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
-from types import SimpleNamespace
+import threading
+import time
+import weakref
 from typing import TYPE_CHECKING
 from unittest.mock import create_autospec
 
+import pytest
+
 from ucm.integration.vllm.connector import saving
-from ucm.integration.vllm.connector.saving import EXTENT_BYTES, SaveRoom
-from ucm.store.base import BlockKey
+from ucm.integration.vllm.connector.saving import EXTENT_BYTES, Saver, SaveRoom, SaveTask
+from ucm.store.base import BlockGeometry, BlockKey, KVStore
+from ucm.store.config import StoreConfig
+from ucm.store.factory import open_store
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
+    from pathlib import Path
 
+GEOMETRY = BlockGeometry((4096,) * 4, b"0123456789abcdef")
 KEYS = [BlockKey(number.to_bytes(16, "big")) for number in range(6)]
 
 
@@ -79,16 +88,94 @@ def test_where_the_system_has_no_memory_a_block_is_not_let_in(monkeypatch: pytes
     assert let_in(room, KEYS[:1], 1000) == [0]
 
 
-def test_memory_that_a_burst_took_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_memory_that_a_burst_took_is_given_back() -> None:
     room = SaveRoom(limit=1 << 40)
     block = EXTENT_BYTES // 2
     burst = [row for _, row in room.take(KEYS, block)]
     room.give_back(burst)
     assert room.held_bytes == 6 * block
-    for _ in range(3):
-        now[0] += saving.KEEP_SECONDS
+    for _ in range(2):
+        room.trim()
         room.give_back([row for _, row in room.take(KEYS[:1], block)])
+    assert room.held_bytes == 6 * block  # as many may be needed again
+    room.trim()
     assert room.held_bytes == 2 * block
     assert let_in(room, KEYS, block) == list(range(6))
+
+
+@pytest.fixture
+def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saver]:
+    monkeypatch.setattr(saving, "KEEP_SECONDS", 0.05)
+    store = open_store(StoreConfig(directories=(str(tmp_path),)), "saver", GEOMETRY)
+    made = Saver(store, 1 << 30)
+    yield made
+    made.close()
+    store.close()
+
+
+def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
+    """Save a block, and check its task no more, like an engine that has no request left.
+
+    Returns:
+        The task, and a reference to the memory of its rows.
+    """
+    task, rows = saver.begin(KEYS[:1], GEOMETRY.slice_sizes, 0)
+    saver.write(task, rows)
+    task.copied.set()
+    return task, weakref.ref(rows[0][1].obj)
+
+
+def until_nothing_is_held(saver: Saver) -> None:
+    end = time.monotonic() + 20
+    while saver._room.held_bytes or saver._frees:
+        assert time.monotonic() < end, saver._room.held_bytes
+        time.sleep(0.01)
+
+
+def test_an_engine_without_requests_gives_its_memory_back(saver: Saver) -> None:
+    for number in range(3):  # the thread ends with the memory, and starts again
+        task, memory = save(saver)
+        assert saver._room.held_bytes
+        assert memory() is not None
+        until_nothing_is_held(saver)
+        assert memory() is None
+        assert saver.waiting_bytes == 0
+        assert saver.check(task)
+        assert list(saver.wait(task).done) == KEYS[:1], number
+        saver.wait(saver.commit(saver.begin_commit(KEYS[:1])))
+
+
+def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(saver: Saver) -> None:
+    task, _ = save(saver)
+    saver.wait(task)
+    gone = weakref.ref(task)
+    del task
+    gc.collect()
+    assert gone() is None
+    until_nothing_is_held(saver)
+
+
+def test_what_a_store_raises_ends_neither_the_thread_nor_the_task(saver: Saver) -> None:
+    real = saver._store
+    saver._store = broken = create_autospec(KVStore, instance=True)
+    broken.save.side_effect = real.save
+    broken.check.side_effect = OSError("broken")
+    task, _ = save(saver)
+    end = time.monotonic() + 20
+    while broken.check.call_count < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="broken"):
+        saver.check(task)
+    saver._store = real
+    until_nothing_is_held(saver)
+    assert list(saver.wait(task).done) == KEYS[:1]
+
+
+def test_a_closed_saver_has_no_thread(saver: Saver) -> None:
+    save(saver)
+    saver.close()
+    end = time.monotonic() + 20
+    while any(thread.name == "ucm-free" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
