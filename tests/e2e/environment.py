@@ -113,7 +113,7 @@ def with_triton(release: str) -> Environment:
         make_venv(below.python, directory, [])
         site = _site(python)
         _read_from(site, below)
-        subprocess.run([*_pip(python), "install", "--quiet", "--no-deps", TRITON], check=True)
+        subprocess.run([*_pip(python), "install", "--quiet", "--no-compile", "--no-deps", TRITON], check=True)
         _install_back_end(site)
         complete.touch()
     return Environment(release, directory, _site(python))

@@ -111,7 +111,7 @@ def _share_cuda(python: Path, metadata: Path) -> None:
     known = {path.name.partition("-")[0] for path in CUDA.glob("lib/python*/site-packages/*.dist-info")}
     missing = [need for need in libraries if need.partition("=")[0].replace("-", "_") not in known]
     if missing:
-        _pip(python, "--no-deps", "--no-compile", *missing, into=CUDA)
+        _pip(python, "--no-deps", *missing, into=CUDA)
     (found,) = CUDA.glob("lib/python*/site-packages/nvidia")
     # The path where torch looks for them, relative to its own libraries.
     (metadata.parents[1] / "nvidia").symlink_to(found)
@@ -130,7 +130,9 @@ def needs(requirements: list[str]) -> list[str]:
 def _pip(python: Path, *arguments: str, into: Path | None = None) -> None:
     """Install with one environment's pip, optionally into another environment."""
     target = ["--python", str(into / "bin" / "python")] if into else []
-    command = [str(python), "-m", "pip", *target, "install", "--quiet", "--disable-pip-version-check", *arguments]
+    # Most of the modules are never imported; those that are, are compiled then.
+    options = ["--quiet", "--no-compile", "--disable-pip-version-check"]
+    command = [str(python), "-m", "pip", *target, "install", *options, *arguments]
     print("+", *command[1:], flush=True)
     subprocess.run(command, check=True)
 

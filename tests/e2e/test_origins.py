@@ -70,6 +70,7 @@ def test_the_log_names_each_with_its_process(runs: Runs, manifest: Manifest) -> 
         assert logged == set(report["modules"]) & set(manifest.modules)
 
 
+@pytest.mark.newest_only
 def test_the_kill_switch_leaves_pure_upstream(runs: Runs, manifest: Manifest) -> None:
     shadowed = _shadowed(runs["disabled"], manifest)
     assert set(shadowed) == set(NEEDED)

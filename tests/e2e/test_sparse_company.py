@@ -3,6 +3,7 @@
 Alone, in a random crowd, after hits in vLLM's own cache and in the connector's store, in other chunks, preempted, as
 the second turn of a conversation, and with two ranks. Each method has two engines in one process, and one with two
 ranks. Variants of a method differ in our code and not in what they need of vLLM: they run on the newest release only.
+So do two ranks: a rank is a worker as any other, with its heads.
 """
 
 from __future__ import annotations
@@ -286,5 +287,6 @@ def test_a_second_turn_does_not_depend_on_what_is_found_of_the_first(company: Co
     assert tokens(found) == tokens(fresh)
 
 
+@pytest.mark.newest_only
 def test_with_two_ranks(company: Company, two_ranks: list[list[int]]) -> None:
     assert two_ranks == company.answers

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 CORE = pytest.param("probe", marks=pytest.mark.core)
-SAME_AS_PLAIN = ("overlay", CORE, "disabled", "attention off", "scheduler off")
+#: Without any of its files loaded, no rule of a release matters; groups of rules alone are another overlay.
+DISABLED = pytest.param("disabled", marks=pytest.mark.newest_only)
+SAME_AS_PLAIN = ("overlay", CORE, DISABLED, "attention off", "scheduler off")
 REQUESTS = {name: [*itertools.chain(*batches)] for name, batches in phases().items()}
 
 
