@@ -42,20 +42,21 @@ AGAIN = ("boundary", "chunked", "prefix", CROWD)
 def phases() -> dict[str, list[list[Request]]]:
     """Return the batches of each phase; a batch is submitted when the previous one has ended."""
     shared = prompt(5 * BLOCK, "shared")
-    cut = [{**request(prompt(60 + n, "cut"), 60), "abort_after": 2 + 4 * n} for n in range(3)]
+    cut = [{**request(prompt(60 + n, "cut"), 60), "abort_after": 2 + 3 * n} for n in range(3)]
     texts = [prompt(length, CHUNKS) for length in (70, 90)]
     apart = [request(text, 1, extra_args=_marked([0, len(text)])) for text in texts]
     both = [*prompt(9, ORDERED), *texts[1], *texts[0], *prompt(30, ORDERED)]
     return {
         CHUNKS: [[one] for one in apart],
-        "short": [[request(prompt(n, "short"), 8) for n in (1, 2, 20)]],
-        "boundary": [[request(prompt(n, "boundary"), BLOCK + 1) for n in (31, 32, 33)]],
-        "chunked": [[request(prompt(n, "chunked"), 12) for n in (150, 180)], [request(prompt(300, "chunked"), 20)]],
-        "prefix": [[request(shared)], [request([*shared, *prompt(n, "prefix")]) for n in (1, BLOCK, 70)]],
-        CROWD: [[request(prompt(66 + 9 * n, "crowd"), 40) for n in range(3)]],
-        SEEDED: [[request(prompt(30, f"seeded {n}"), 10, temperature=0.8, seed=n) for n in range(3)]],
-        ABORTED: [[*cut, request(prompt(90, "not aborted"), 30)]],
-        ORDERED: [[request(both, extra_args=_marked([9, 99], [99, 169]))]],
+        "short": [[request(prompt(n, "short"), 6) for n in (1, 2, 20)]],
+        "boundary": [[request(prompt(n, "boundary"), 4) for n in (30, 31, 32, 33)]],
+        "chunked": [[request(prompt(n, "chunked"), 10) for n in (150, 180)], [request(prompt(300, "chunked"), 14)]],
+        "prefix": [[request(shared, 4)], [request([*shared, *prompt(n, "prefix")], 10) for n in (1, BLOCK, 70)]],
+        # Together they fit up to the end of these blocks, which each reaches after some steps.
+        CROWD: [[request(prompt(86 + 3 * n, "crowd"), 16) for n in range(3)]],
+        SEEDED: [[request(prompt(30, f"seeded {n}"), 8, temperature=0.8, seed=n) for n in range(3)]],
+        ABORTED: [[*cut, request(prompt(90, "not aborted"), 14)]],
+        ORDERED: [[request(both, 8, extra_args=_marked([9, 99], [99, 169]))]],
     }
 
 
