@@ -78,6 +78,7 @@ def ask(
     settings: Sequence[Setting],
     *,
     count: int,
+    of_full: int | None = None,
     dtype: str = "float32",
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Result]:
@@ -87,18 +88,21 @@ def ask(
         environment: A vLLM with the overlay.
         settings: What to ask.
         count: Questions for each.
+        of_full: So many of them, at all depths, for a method with a full budget; default: all.
         dtype: Of the model and its KV cache.
         options: By method, what replaces the options of `tests.e2e.needle.settings`.
     """
     model = write_model(environment.python)
     asked = {length: questions(length, count) for length in sorted({setting.length for setting in settings})}
+    full = slice(None, None, count // (of_full or count))
+    chosen = [asked[of.length][full] if of.budget == 1 and of.method != DENSE else asked[of.length] for of in settings]
     runs = [
         {
             "method": setting.config(options or {}),
-            "prompts": [question.prompt for question in asked[setting.length]],
+            "prompts": [question.prompt for question in given],
             "tokens": VALUE,
         }
-        for setting in settings
+        for setting, given in zip(settings, chosen, strict=True)
     ]
     spec = {"engine": {"model": str(model), "dtype": dtype, **ENGINE}, "runs": runs}
     patience = len(runs) * (START_PATIENCE + count * QUESTION_PATIENCE)
@@ -106,8 +110,8 @@ def ask(
     missing = {"error": f"the process ended before\n{log[-3000:]}"}
     told += [missing] * (len(settings) - len(told))
     return [
-        Result(setting, asked[setting.length], one.get("tokens", []), one.get("error", ""), one.get("seconds", 0.0))
-        for setting, one in zip(settings, told, strict=True)
+        Result(setting, given, one.get("tokens", []), one.get("error", ""), one.get("seconds", 0.0))
+        for setting, given, one in zip(settings, chosen, told, strict=True)
     ]
 
 

@@ -35,6 +35,11 @@ STEPS = [
     [(10, 3), (30, 1)],
 ]
 WINDOW = 100
+#: Each is a kernel of its own, and takes seconds to compile: of either dtype both pairings, a whole head and a part.
+ROTATED = [
+    *(("float32", STYLES[number]) for number in (0, 1, 2)),
+    *(("bfloat16", STYLES[number]) for number in (0, 2, 3)),
+]
 
 
 @pytest.fixture(autouse=True, params=["compiled", "torch"])
@@ -156,7 +161,7 @@ def test_attention_is_the_reference_s(
     check(real, rows, Way(WINDOW), Style(), monkeypatch)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("real", "style"), ROTATED, indirect=["real"], ids=str)
 @pytest.mark.parametrize("way", [Way(WINDOW), Way(WINDOW, 4.0), Way(WINDOW, 3.5, 128)])
 def test_every_style_of_rotation(real: RealLayer, way: Way, style: Style, monkeypatch: pytest.MonkeyPatch) -> None:
     check(real, STEPS[2], way, style, monkeypatch)
