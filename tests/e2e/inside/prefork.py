@@ -16,7 +16,10 @@ import runpy
 import select
 import socket
 import sys
+import time
 
+#: Seconds between two looks of a process for what another one of its engine has to tell.
+PAUSE = 0.0005
 #: More than the longest environment.
 LONGEST = 1 << 20
 
@@ -82,9 +85,19 @@ def fork_processes() -> None:
     multiprocessing.get_context = forking  # type: ignore[assignment]
 
 
+def sleep_while_waiting() -> None:
+    """Let an engine's processes sleep while they wait for each other; vLLM has them look without a pause.
+
+    An engine of three processes kept two processors busy, however many engines share them here.
+    """
+    broadcast = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    broadcast.sched_yield = lambda: time.sleep(PAUSE)  # type: ignore[attr-defined]
+
+
 if __name__ == "__main__":
     for name in ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"):
         importlib.import_module(name)
+    sleep_while_waiting()
     with socket.socket(fileno=int(sys.argv[1])) as connected:
         sys.argv = serve(connected)
     runpy.run_path(sys.argv[0], run_name="__main__")
