@@ -59,8 +59,9 @@ def test_what_is_put_into_a_mapping_is_checked_as_well(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(real=lambda *_, **__: None))
 
 
-#: Attributes that hold a function and replace none: a proxy, a layer, a configuration, and a module that is built here.
-HOLDERS = ("spoil", "cpu_linear", "hf_overrides", "get_current_vllm_config_or_none")
+#: Attributes that hold a function and replace none: a proxy, a layer, a configuration, a module that is built here, and
+#: what an autospec does, which checks its own calls.
+HOLDERS = ("spoil", "cpu_linear", "hf_overrides", "get_current_vllm_config_or_none", "side_effect")
 
 
 def test_no_test_assigns_a_function_to_an_object() -> None:
