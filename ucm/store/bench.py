@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -121,8 +122,14 @@ def bench(
     workload: Workload,
     progress: Callable[[str], None] = lambda _: None,
     elsewhere: Callable[[], Mapping[str, float]] = dict,
+    *,
+    tidy: bool = True,
 ) -> Figures:
     """Measure a store in a temporary namespace.
+
+    Files that are written again are emptied and moved aside, and deleted at the end. ext4 without a journal passes over
+    inodes that were deleted a minute ago or less when it creates a file; if they are many, this takes longer than the
+    write.
 
     Args:
         config: The store. The plain files lie on the file system of its first directory, or of the Dram tier's, or
@@ -130,6 +137,8 @@ def bench(
         workload: The blocks to move.
         progress: Called with the name of each operation before it is measured.
         elsewhere: Called at the end of each round; returns the seconds of operations that another process measured.
+        tidy: Whether to delete files and blocks at the end; if not, the next measurement is not slowed down, and the
+            caller deletes the directories.
 
     Returns:
         The figures of ``elsewhere``; of ``memcpy``, ``write``, ``read hot`` and ``read cold`` by one thread and, as
@@ -152,8 +161,15 @@ def bench(
         layouts = [Layout(root, namespace) for root in {*roots, config.dram_directory} if Path(root).is_dir()]
         plain = Path(roots[0], f"bench-plain-{owner_name()}")
         plain.mkdir(mode=DIRECTORY_MODE)
-        cleanup.callback(shutil.rmtree, plain, ignore_errors=True)
-        cleanup.callback(remove_blocks, config, namespace, workload.keys)
+        asides = {
+            root: Path(root, f"bench-aside-{owner_name()}") for root in {roots[0], *(one.root for one in layouts)}
+        }
+        for aside in asides.values():
+            aside.mkdir(mode=DIRECTORY_MODE)
+        if tidy:
+            for directory in (plain, *asides.values()):
+                cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+            cleanup.callback(remove_blocks, config, namespace, workload.keys)
         pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.save_threads}}
         slab, reader = Slab(workload.nbytes + workload.blocks * PAGE, 1), SlabReader()
         stack.callback(reader.close)
@@ -163,7 +179,7 @@ def bench(
         ]
         for server in servers:
             stack.callback(server.close)
-        run = _Run(config, workload, store, plain, layouts, servers, pools)
+        run = _Run(config, workload, store, plain, layouts, asides, servers, pools)
         run.stage(slab, reader)
         for number in range(workload.rounds):
             for operation, action in run.operations(number):
@@ -184,11 +200,13 @@ class _Run:
         store: KVStore,
         plain: Path,
         layouts: list[Layout],
+        asides: Mapping[str, Path],
         servers: list[Tier],
         pools: dict[int, ThreadPoolExecutor],
     ) -> None:
         self._config, self._workload, self._store = config, workload, store
         self._plain, self._layouts, self._servers, self._pools = plain, layouts, servers, pools
+        self._asides, self._count = asides, count()
         # Aligned, as a KV cache is: see `aligned_buffer`.
         self._source, self._target = (np.frombuffer(aligned_buffer(workload.nbytes), np.uint8) for _ in range(2))
         self._source[:] = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), np.uint8)
@@ -304,7 +322,9 @@ class _Run:
 
     def _delete(self, *, stored: bool = False) -> None:
         for path in self._files(stored=stored):
-            path.unlink()
+            os.truncate(path, 0)
+            aside = next(aside for root, aside in self._asides.items() if path.is_relative_to(root))
+            path.rename(aside / str(next(self._count)))
         for layout in self._layouts if stored else ():
             delete_blocks(layout, self._keys)
         for tier in self._servers if stored else ():

@@ -1,7 +1,8 @@
 """Transfers of blocks of several shapes, beside plain files and copies, and beside the file store of uc-manager.
 
 Checksums are included on our side; uc-manager has none. In each round, all do the same in turn. uc-manager's store
-runs in a process of its own; what it loads is compared there.
+runs in a process of its own; what it loads is compared there. It bypasses the page cache, so ours is also measured with
+``direct_io``, beside it in the same rounds. Nothing is deleted before the end; see `ucm.store.bench.bench`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -28,7 +30,7 @@ from ucm.store.bench import MIB, Figures, Workload, bench, beside, for_bench
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator
     from pathlib import Path
 
 #: Blocks and their bytes, with as many layer slices each.
@@ -95,18 +97,24 @@ def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Fig
         else:
             stack.callback(peer.stop)
             elsewhere = peer.measure
-        files = bench(config, work, elsewhere=elsewhere)
+        files = bench(config, work, elsewhere=elsewhere, tidy=False)
+        direct = bench(replace(config, direct_io=True), work, elsewhere=elsewhere, tidy=False)
     with TemporaryDirectory(prefix="ucm-bench-", dir="/dev/shm") as memory:
         in_memory = replace(config, pipeline="Dram", dram_directory=memory)
         copies = bench(in_memory, work)
     yield from _judge(f"files, {shape}", config, files, table)
+    yield from _judge(f"files past the page cache, {shape}", config, direct, table, {"save", "load cold"})
     yield from _judge(f"memory, {shape}", in_memory, copies, table)
 
 
-def _judge(what: str, config: StoreConfig, found: Figures, table: Table) -> Iterator[Figure]:
+def _judge(
+    what: str, config: StoreConfig, found: Figures, table: Table, only: Container[str] | None = None
+) -> Iterator[Figure]:
     detail = {name: found.rate(name)[1] for name in found.seconds}
     for operation, (plain, share) in beside(config).items():
-        if operation not in found.seconds or (operation == "staged" and config.pipeline != "Dram"):
+        if operation not in (found.seconds if only is None else only):
+            continue
+        if operation == "staged" and config.pipeline != "Dram":
             continue
         theirs = f"{PEER} {operation}"
         rates = [f"{detail[name]:.2f}" if name in detail else "" for name in (operation, plain, theirs)]
@@ -123,13 +131,16 @@ def packed(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> I
     """Compare plain files of one block each with plain files of many blocks, for what a packed layout would bring."""
     directory = root / "packed"
     directory.mkdir(parents=True)
+    aside, number_aside = root / "packed-aside", count()
+    aside.mkdir()
     memory = memoryview(os.urandom(blocks * nbytes))
     into = memoryview(bytearray(blocks * nbytes))
     seconds: dict[str, list[float]] = {}
     for number in range(rounds):
         for per_file in (1, PACKED) if number % 2 else (PACKED, 1):
             for path in directory.iterdir():
-                path.unlink()
+                os.truncate(path, 0)
+                path.rename(aside / str(next(number_aside)))
             files = [(directory / str(at), range(at, at + per_file)) for at in range(0, blocks, per_file)]
             for operation, flags, move, memories in (
                 ("write", os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.pwrite, memory),

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,10 @@ class Store:
         # The module below finds its symbols here.
         ctypes.CDLL(str(package / "shared/metrics/libmetrics.so"), mode=os.RTLD_NOW | os.RTLD_GLOBAL)
         pipeline = import_module("ucm.store.pipeline.ucmpipelinestore")
-        self._root, self._blocks = Path(root), blocks
+        self._root, self._blocks, self._count = Path(root), blocks, count()
+        # Not deleted, as on the other side, because deleted inodes slow down the creation of files.
+        self._aside = Path(f"{root}-aside")
+        self._aside.mkdir()
         size = slices * slice_nbytes
         config = {
             "storage_backends": [root],
@@ -64,7 +68,8 @@ class Store:
             ValueError: A block is missing or has other bytes.
         """
         for path in self._files():
-            path.unlink()
+            os.truncate(path, 0)
+            path.rename(self._aside / str(next(self._count)))
         keys = np.frombuffer(secrets.token_bytes(16 * self._blocks), np.uint8)
         seconds = {"save": self._timed(self._store.Dump, keys, self._from)}
         if not all(self._store.Lookup(keys)):
