@@ -127,9 +127,8 @@ def bench(
 ) -> Figures:
     """Measure a store in a temporary namespace.
 
-    Files that are written again are emptied and moved aside, and deleted at the end. ext4 without a journal passes over
-    inodes that were deleted a minute ago or less when it creates a file; if they are many, this takes longer than the
-    write.
+    Files that are written again are emptied and moved aside. When ext4 without a journal creates a file, it passes over
+    inodes that were deleted in the last minutes; if they are many, this takes longer than the write.
 
     Args:
         config: The store. The plain files lie on the file system of its first directory, or of the Dram tier's, or
@@ -161,14 +160,8 @@ def bench(
         layouts = [Layout(root, namespace) for root in {*roots, config.dram_directory} if Path(root).is_dir()]
         plain = Path(roots[0], f"bench-plain-{owner_name()}")
         plain.mkdir(mode=DIRECTORY_MODE)
-        asides = {
-            root: Path(root, f"bench-aside-{owner_name()}") for root in {roots[0], *(one.root for one in layouts)}
-        }
-        for aside in asides.values():
-            aside.mkdir(mode=DIRECTORY_MODE)
         if tidy:
-            for directory in (plain, *asides.values()):
-                cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+            cleanup.callback(shutil.rmtree, plain, ignore_errors=True)
             cleanup.callback(remove_blocks, config, namespace, workload.keys)
         pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in {config.load_threads, config.save_threads}}
         slab, reader = Slab(workload.nbytes + workload.blocks * PAGE, 1), SlabReader()
@@ -179,7 +172,9 @@ def bench(
         ]
         for server in servers:
             stack.callback(server.close)
-        run = _Run(config, workload, store, plain, layouts, asides, servers, pools)
+        run = _Run(config, workload, store, plain, layouts, servers, pools)
+        if tidy:
+            cleanup.callback(run.tidy)
         run.stage(slab, reader)
         for number in range(workload.rounds):
             for operation, action in run.operations(number):
@@ -200,13 +195,13 @@ class _Run:
         store: KVStore,
         plain: Path,
         layouts: list[Layout],
-        asides: Mapping[str, Path],
         servers: list[Tier],
         pools: dict[int, ThreadPoolExecutor],
     ) -> None:
         self._config, self._workload, self._store = config, workload, store
         self._plain, self._layouts, self._servers, self._pools = plain, layouts, servers, pools
-        self._asides, self._count = asides, count()
+        self._asides: dict[str, Path] = {}  # by root
+        self._count = count()
         # Aligned, as a KV cache is: see `aligned_buffer`.
         self._source, self._target = (np.frombuffer(aligned_buffer(workload.nbytes), np.uint8) for _ in range(2))
         self._source[:] = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), np.uint8)
@@ -323,13 +318,26 @@ class _Run:
     def _delete(self, *, stored: bool = False) -> None:
         for path in self._files(stored=stored):
             os.truncate(path, 0)
-            aside = next(aside for root, aside in self._asides.items() if path.is_relative_to(root))
-            path.rename(aside / str(next(self._count)))
+            path.rename(self._aside(path) / str(next(self._count)))
         for layout in self._layouts if stored else ():
             delete_blocks(layout, self._keys)
         for tier in self._servers if stored else ():
             for key in self._keys:
                 tier.remove(key, time.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a RemoteTier
+
+    def _aside(self, path: Path) -> Path:
+        """Return the directory for files that are not needed, on the file system of ``path``; create it if need be."""
+        roots = {str(self._plain.parent), *(str(layout.root) for layout in self._layouts)}
+        root = max((root for root in roots if path.is_relative_to(root)), key=len)
+        if root not in self._asides:
+            self._asides[root] = Path(root, f"bench-aside-{owner_name()}")
+            self._asides[root].mkdir(mode=DIRECTORY_MODE)
+        return self._asides[root]
+
+    def tidy(self) -> None:
+        """Delete the files that were moved aside."""
+        for aside in self._asides.values():
+            shutil.rmtree(aside, ignore_errors=True)
 
     def _drop(self) -> None:
         """Drop all files from the page cache."""

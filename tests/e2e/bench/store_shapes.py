@@ -30,7 +30,7 @@ from ucm.store.bench import MIB, Figures, Workload, bench, beside, for_bench
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 #: Blocks and their bytes, with as many layer slices each.
@@ -103,28 +103,39 @@ def _shape(shape: str, work: Workload, root: Path, table: Table) -> Iterator[Fig
         in_memory = replace(config, pipeline="Dram", dram_directory=memory)
         copies = bench(in_memory, work)
     yield from _judge(f"files, {shape}", config, files, table)
-    yield from _judge(f"files past the page cache, {shape}", config, direct, table, {"save", "load cold"})
+    yield from _beside_peer(f"files past the page cache, {shape}", direct, ("save", "load cold"), table)
     yield from _judge(f"memory, {shape}", in_memory, copies, table)
 
 
-def _judge(
-    what: str, config: StoreConfig, found: Figures, table: Table, only: Container[str] | None = None
-) -> Iterator[Figure]:
+def _judge(what: str, config: StoreConfig, found: Figures, table: Table) -> Iterator[Figure]:
     detail = {name: found.rate(name)[1] for name in found.seconds}
     for operation, (plain, share) in beside(config).items():
-        if operation not in (found.seconds if only is None else only):
+        if operation not in found.seconds or (operation == "staged" and config.pipeline != "Dram"):
             continue
-        if operation == "staged" and config.pipeline != "Dram":
-            continue
-        theirs = f"{PEER} {operation}"
-        rates = [f"{detail[name]:.2f}" if name in detail else "" for name in (operation, plain, theirs)]
-        table.add_row(what, f"{operation}, beside {plain}", *rates)
+        table.add_row(what, f"{operation}, beside {plain}", *_rates(detail, operation, plain))
         yield Figure(
             f"{what}: {operation}, seconds to {plain}", 1 / found.ratio(operation, plain)[1], "", 1 / share, detail
         )
-        if theirs in detail:
-            ratio = 1 / found.ratio(operation, theirs)[1]
-            yield Figure(f"{what}: {operation}, seconds to {PEER}", ratio, "", 1.0, detail)
+        yield from _to_peer(what, operation, found, detail)
+
+
+def _beside_peer(what: str, found: Figures, operations: Sequence[str], table: Table) -> Iterator[Figure]:
+    """Compare some operations with the peer's alone; plain files pass through the page cache."""
+    detail = {name: found.rate(name)[1] for name in found.seconds}
+    for operation in operations:
+        table.add_row(what, operation, *_rates(detail, operation, ""))
+        yield from _to_peer(what, operation, found, detail)
+
+
+def _to_peer(what: str, operation: str, found: Figures, detail: dict[str, float]) -> Iterator[Figure]:
+    theirs = f"{PEER} {operation}"
+    if theirs in detail:
+        ratio = 1 / found.ratio(operation, theirs)[1]
+        yield Figure(f"{what}: {operation}, seconds to {PEER}", ratio, "", 1.0, detail)
+
+
+def _rates(detail: dict[str, float], operation: str, plain: str) -> list[str]:
+    return [f"{detail[name]:.2f}" if name in detail else "" for name in (operation, plain, f"{PEER} {operation}")]
 
 
 def packed(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> Iterator[Figure]:
