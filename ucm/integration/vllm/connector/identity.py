@@ -220,8 +220,9 @@ class LiveWeights:
     - after vLLM's prefix cache was emptied, as is done when weights are changed, and after a pause beside which reading
       everything takes no time: every byte.
 
-    An idle engine checks while it waits for a lookup, so that the load need not; if another pause follows that is long
-    enough for a change, the load checks again, as closely as after the first pause.
+    An idle engine checks while it waits for a lookup, so that the load need not. The load checks again, as closely as
+    after the first pause, if another pause follows that is long enough for a change, or if the lookup takes long
+    compared with the check.
 
     Args:
         model: A torch module. Its parameters are watched and its persistent buffers, which checkpoints hold as well.
@@ -236,6 +237,7 @@ class LiveWeights:
         self._looked = time.monotonic()
         self._pause = 0.0  # the longest since values were last read, in seconds
         self._early_pause = 0.0  # the longest before early checks
+        self._early_at = float("inf")  # the time of the last early check
         self._digest_takes = float("inf")
         self._on_host = all(tensor.device.type == "cpu" for tensor in self._all())
         self._note()
@@ -250,10 +252,12 @@ class LiveWeights:
             early: The check precedes the step that moves blocks, by which time the weights may have changed again.
         """
         pause, self._pause = self._pause, 0.0
-        doubted = pause > PAUSE
+        now = time.monotonic()
+        is_old = DIGEST_SHARE * (now - self._early_at) >= min(self._digest_takes, DIGEST_SECONDS)
+        doubted = pause > PAUSE or is_old
         if doubted:
             pause = max(pause, self._early_pause)
-        self._early_pause = max(pause, self._early_pause) if early else 0.0
+        self._early_pause, self._early_at = (max(pause, self._early_pause), now) if early else (0.0, float("inf"))
         wholly = wholly or (doubted and self._thorough) or self._is_cheap_after(pause)
         values = wholly or doubted or self._on_host
         same = self._places() == self._seen_places

@@ -354,14 +354,14 @@ class PrefixCacheScheduler:
             if not pending:
                 self._key_source.wait(IDLE_SECONDS)
             elif not any(lookup.finished for lookup in pending):
-                self._wait_usefully(pending, plan)
+                self._check_or_wait(pending, plan)
         return plan
 
-    def _wait_usefully(self, pending: Sequence[Lookup], plan: StepPlan) -> None:
-        """Let the workers check their weights while lookups run, or wait, if they have been told to already.
+    def _check_or_wait(self, pending: Sequence[Lookup], plan: StepPlan) -> None:
+        """Let the workers check their weights, once for each lookup; then wait for the lookups.
 
-        A load checks the weights in any case, before it begins. After a pause this may mean every byte, which then
-        needs no time of its own.
+        A load checks the weights in any case. After a pause that may mean every byte, and an early check spares the
+        load this.
         """
         unchecked = [lookup for lookup in pending if not lookup.checked]
         if unchecked:

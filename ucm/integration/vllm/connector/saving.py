@@ -6,17 +6,18 @@ import mmap
 import threading
 import weakref
 from collections import Counter, deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
-from ucm.store.base import BlockTransfer, IncompleteBlockError, Task, TaskResult, too_far_behind
+from ucm.logger import get_logger
+from ucm.store.base import BlockTransfer, IncompleteBlockError, StoreError, Task, TaskResult, too_far_behind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from ucm.store.base import BlockKey, Buffer, KVStore, StoreError, StoreFullError
+    from ucm.store.base import BlockKey, Buffer, KVStore, StoreFullError
 
 #: Bytes handed to the store at once; this is how much memory a stuck write blocks.
 WRITE_BYTES = 8 << 20
@@ -25,12 +26,14 @@ EXTENT_BYTES = 8 << 20
 #: Rows that were not needed for this many seconds, at most twice as many, are given back to the system. The first use
 #: of a page costs ten times as much as copying it.
 KEEP_SECONDS = 60.0
+#: How long `Saver.close` waits for its thread, in seconds.
+CLOSE_SECONDS = 5.0
 
 
 class SaveRoom:
     """Allocates rows up to a limit of bytes, and remembers the blocks that it refused.
 
-    One thread takes rows; any thread gives them back.
+    One thread takes rows; any thread gives them back, or trims.
 
     Args:
         limit: Bytes of blocks that may wait or be in progress.
@@ -43,7 +46,7 @@ class SaveRoom:
         self._refused: set[BlockKey] = set()
         self._free: dict[int, list[Buffer]] = {}  # by the size of the rows in bytes
         self._free_bytes = 0
-        self._most = self._most_before = 0  # peak of taken bytes since the last call of `trim`, and before it
+        self._most = 0  # peak of taken bytes since the last call of `trim`
 
     @property
     def held_bytes(self) -> int:
@@ -88,12 +91,13 @@ class SaveRoom:
                 self._taken -= row.nbytes
 
     def trim(self) -> None:
-        """Free rows beyond the most that were taken at once since the last call but one."""
+        """Free rows beyond the most that were taken at once since the last call."""
         with self._lock:
-            most = max(self._most, self._most_before)
-            self._most_before, self._most = self._most, self._taken
-        while self._free_one(most):
-            pass
+            most, self._most = self._most, self._taken
+            sizes = list(self._free)
+        for nbytes in sizes:
+            freed = self._trim(nbytes, most)
+            freed.clear()  # here, because freeing memory takes time that no other thread should wait for the lock
 
     def forget(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Forget which of the keys were refused, so that they can be saved again; return them."""
@@ -122,19 +126,19 @@ class SaveRoom:
     def _rows_per_extent(self, nbytes: int) -> int:
         return max(1, min(EXTENT_BYTES, self._limit) // nbytes)
 
-    def _free_one(self, most: int) -> bool:
-        """Free an allocation without taken rows if ``most`` bytes are left; return whether there was one."""
+    def _trim(self, nbytes: int, most: int) -> list[Buffer]:
+        """Remove and return free rows of one size, whole allocations; at least ``most`` bytes remain in all."""
         with self._lock:
-            for nbytes, rows in self._free.items():
-                extent = self._rows_per_extent(nbytes) * nbytes
-                if self._taken + self._free_bytes - extent < most:
-                    continue
-                for idle, count in Counter(id(row.obj) for row in rows).items():
-                    if count * nbytes == extent:
-                        rows[:] = [row for row in rows if id(row.obj) != idle]
-                        self._free_bytes -= extent
-                        return True
-        return False
+            rows = self._free[nbytes]
+            extent = self._rows_per_extent(nbytes) * nbytes
+            spare = (self._taken + self._free_bytes - most) // extent
+            if spare <= 0:
+                return []
+            unused = [idle for idle, count in Counter(id(row.obj) for row in rows).items() if count * nbytes == extent]
+            gone = set(unused[:spare])
+            self._free[nbytes] = [row for row in rows if id(row.obj) not in gone]
+            self._free_bytes -= len(gone) * extent
+            return [row for row in rows if id(row.obj) in gone]
 
 
 class SaveTask(Task):
@@ -166,8 +170,8 @@ class SaveTask(Task):
 class Saver:
     """Hands rows to a store and reclaims them once written, without waiting for the store.
 
-    An engine without requests has no steps in which its saves are checked. A thread that lives while memory is held
-    reclaims and frees it then.
+    A thread that lives while memory is held frees what is not needed. It also reclaims written rows, because an engine
+    without requests has no steps in which its saves are checked.
 
     Args:
         store: The store.
@@ -179,7 +183,7 @@ class Saver:
         self._room = SaveRoom(limit)
         self._lock = Lock()
         self._tasks: weakref.WeakSet[SaveTask] = weakref.WeakSet()
-        self._frees = False  # whether the thread runs
+        self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
     @property
@@ -244,12 +248,12 @@ class Saver:
         copied = task.copied.is_set()
         with self._lock:
             for _ in range(len(task.writing)):
-                writing, rows = task.writing[0]
-                if self._store.check(writing):
+                writing, rows = task.writing.popleft()
+                with self._fails(task):
+                    if not self._store.check(writing):
+                        task.writing.append((writing, rows))
+                        continue
                     self._take(task, self._store.wait(writing), rows)
-                    task.writing.popleft()
-                else:
-                    task.writing.rotate(-1)
             return copied and not task.writing
 
     def wait(self, task: SaveTask) -> TaskResult:
@@ -260,26 +264,31 @@ class Saver:
                 if not task.writing:
                     break
                 writing, rows = task.writing.popleft()
-            result = self._store.wait(writing)
-            with self._lock:
-                self._take(task, result, rows)
+            with self._fails(task):
+                result = self._store.wait(writing)
+                with self._lock:
+                    self._take(task, result, rows)
         done = {key: tier for key, tier in task.done.items() if key not in task.failed}
         return TaskResult(done, task.failed, task.nbytes, task.seconds)
 
     def close(self) -> None:
-        """End the thread that frees memory."""
+        """End the thread that frees memory, which uses the store; a thread that is stuck in it is abandoned."""
         self._closed.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(CLOSE_SECONDS)
 
     def _watch(self, task: SaveTask) -> None:
         """Remember a task, and start the thread that frees memory, unless it runs."""
         with self._lock:
             self._tasks.add(task)
-            if self._frees or self._closed.is_set():
+            if self._thread is not None or self._closed.is_set():
                 return
             thread = threading.Thread(target=self._free, name="ucm-free", daemon=True)
             with suppress(RuntimeError):  # the system allows no more threads: the next save tries again
                 thread.start()
-                self._frees = True
+                self._thread = thread
 
     def _free(self) -> None:
         enter_background()
@@ -288,15 +297,25 @@ class Saver:
             self._room.trim()
             with self._lock:
                 if not self._room.held_bytes:
-                    self._frees = False
+                    self._thread = None
                     return
 
     def _check_all(self) -> None:
         with self._lock:
             tasks = list(self._tasks)
         for task in tasks:
-            with suppress(Exception):  # of a third-party store: the next step gets it as well, and logs it
-                self.check(task)
+            if self._closed.is_set():
+                return
+            self.check(task)
+
+    @contextmanager
+    def _fails(self, task: SaveTask) -> Iterator[None]:
+        """Fail a task's blocks if the store raises, as a third-party one may; it may still write their rows then."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - of any kind: the engine goes on
+            get_logger(__name__).exception("[UCM.Save] a store failed unexpectedly")
+            task.failed.update(dict.fromkeys(task.keys, StoreError(f"{type(error).__name__}: {error}")))
 
     def _take(self, task: SaveTask, result: TaskResult, rows: list[Buffer]) -> None:
         task.done.update(result.done)

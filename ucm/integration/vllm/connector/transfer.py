@@ -475,6 +475,7 @@ class _Lane:
                     self.stream.synchronize()  # started copies must not outlive the task
                 failure = error
             ended(failure)
+            del item, work, ended, event, failure  # with their rows of memory, while this thread waits
 
 
 def _chunks(

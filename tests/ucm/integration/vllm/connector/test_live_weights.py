@@ -213,6 +213,30 @@ def test_a_load_relies_on_an_early_check_only_if_no_second_pause_follows(
         assert weights.changed()
 
 
+@pytest.mark.parametrize("place", [LiveWeights, elsewhere])
+@pytest.mark.parametrize("steps", [100, 1000])
+def test_a_load_relies_on_an_early_check_only_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, place: Callable[[Any], LiveWeights], steps: int
+) -> None:
+    """An idle engine steps without pauses while it waits for a slow lookup."""
+    made = torch.nn.Linear(4096, 64, bias=False)
+    weights = place(made)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    weights.stepped()
+    now += 3600.0
+    weights.step()
+    assert not weights.changed(early=True)
+    monkeypatch.setattr(weights, "_digest_takes", 0.02)
+    for step in range(steps):
+        weights.stepped()
+        now += 0.002
+        weights.step()
+        if step == steps // 2:
+            made.weight.data[5, 7] += 1
+    assert weights.changed() == (steps == 1000)
+
+
 def test_what_takes_long_to_read_is_not_read_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = LiveWeights(made)

@@ -14,7 +14,7 @@ import pytest
 
 from ucm.integration.vllm.connector import saving
 from ucm.integration.vllm.connector.saving import EXTENT_BYTES, Saver, SaveRoom, SaveTask
-from ucm.store.base import BlockGeometry, BlockKey, KVStore
+from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 
@@ -93,14 +93,28 @@ def test_memory_that_a_burst_took_is_given_back() -> None:
     block = EXTENT_BYTES // 2
     burst = [row for _, row in room.take(KEYS, block)]
     room.give_back(burst)
-    assert room.held_bytes == 6 * block
-    for _ in range(2):
-        room.trim()
-        room.give_back([row for _, row in room.take(KEYS[:1], block)])
+    room.trim()
     assert room.held_bytes == 6 * block  # as many may be needed again
+    room.give_back([row for _, row in room.take(KEYS[:1], block)])
     room.trim()
     assert room.held_bytes == 2 * block
+    room.trim()
+    assert room.held_bytes == 0
     assert let_in(room, KEYS, block) == list(range(6))
+
+
+def test_an_allocation_with_a_row_that_is_taken_stays() -> None:
+    room = SaveRoom(limit=1 << 40)
+    block = EXTENT_BYTES // 4
+    rows = [row for _, row in room.take(KEYS, block)]
+    room.give_back(rows[1:])
+    for _ in range(2):
+        room.trim()
+    assert (room.taken_bytes, room.held_bytes) == (block, EXTENT_BYTES)
+    room.give_back(rows[:1])
+    room.trim()
+    room.trim()
+    assert room.held_bytes == 0
 
 
 @pytest.fixture
@@ -127,7 +141,7 @@ def save(saver: Saver) -> tuple[SaveTask, weakref.ref[object]]:
 
 def until_nothing_is_held(saver: Saver) -> None:
     end = time.monotonic() + 20
-    while saver._room.held_bytes or saver._frees:
+    while saver._room.held_bytes or saver._thread:
         assert time.monotonic() < end, saver._room.held_bytes
         time.sleep(0.01)
 
@@ -155,27 +169,35 @@ def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(saver: Saver) -> N
     until_nothing_is_held(saver)
 
 
-def test_what_a_store_raises_ends_neither_the_thread_nor_the_task(saver: Saver) -> None:
+@pytest.mark.parametrize("call", ["check", "wait"])
+def test_what_a_store_raises_fails_the_blocks_and_their_rows_are_not_used_again(saver: Saver, call: str) -> None:
     real = saver._store
     saver._store = broken = create_autospec(KVStore, instance=True)
     broken.save.side_effect = real.save
-    broken.check.side_effect = OSError("broken")
+    getattr(broken, call).side_effect = OSError("broken")
     task, _ = save(saver)
-    end = time.monotonic() + 20
-    while broken.check.call_count < 2:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    with pytest.raises(OSError, match="broken"):
-        saver.check(task)
-    saver._store = real
-    until_nothing_is_held(saver)
-    assert list(saver.wait(task).done) == KEYS[:1]
+    result = saver.wait(task) if call == "wait" else None
+    assert saver.check(task)
+    if result is None:
+        result = saver.wait(task)
+    assert (str(result.failed[KEYS[0]]), result.done) == ("OSError: broken", {})
+    assert saver.waiting_bytes == GEOMETRY.nbytes
 
 
-def test_a_closed_saver_has_no_thread(saver: Saver) -> None:
-    save(saver)
+def test_closing_waits_for_the_thread_because_the_store_is_closed_next(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, entered = [], threading.Event()
+
+    def check(task: Task) -> bool:
+        checks.append(task)
+        entered.set()
+        time.sleep(0.2)
+        return False
+
+    monkeypatch.setattr(saver._store, "check", check)
+    tasks = [save(saver) for _ in range(3)]
+    assert entered.wait(20)
     saver.close()
-    end = time.monotonic() + 20
-    while any(thread.name == "ucm-free" for thread in threading.enumerate()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert not any(thread.name == "ucm-free" for thread in threading.enumerate())
+    assert len(checks) < len(tasks)

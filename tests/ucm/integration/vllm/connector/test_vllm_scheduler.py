@@ -25,6 +25,7 @@ from ucm.integration.vllm.connector.identity import LiveWeights
 from ucm.integration.vllm.ucm_connector import UCMConnector
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 ENGINES = {
@@ -124,13 +125,15 @@ def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
 
     assert serve_one(0) == [7, 7]
 
-    def change_before(*, early_check: bool) -> None:
+    def change_before(*, early_check: bool) -> Iterator[bool]:
         unseen = iter([True])
         watching[1].changed.side_effect = lambda *, early, **_of: early == early_check and next(unseen, False)
+        return unseen
 
     change_before(early_check=False)
     assert serve_one(40) == [7, 7]
     assert serve_one(80) == [14, 14]
-    change_before(early_check=True)  # nothing of the request is computed yet
+    unseen = change_before(early_check=True)  # nothing of the request is computed yet
     assert serve_one(120) == [21, 21]
+    assert next(unseen, None) is None
     engine.close()
