@@ -33,12 +33,14 @@ class Scenario:
         engine: Arguments of ``LLM``.
         switches: Environment variables.
         batches: Its requests; default: the whole workload.
+        forked: Whether it is forked from a process that has imported vLLM; not if imports are the subject.
     """
 
     prepare: Callable[[Environments, Path], Environment]
     engine: dict[str, Any] = field(default_factory=dict)
     switches: dict[str, str] = field(default_factory=dict)
     batches: dict[str, list[list[Request]]] | None = None
+    forked: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,11 @@ def _edited(environments: Environments, directory: Path) -> Environment:
 
 
 SCENARIOS = {
-    "plain": Scenario(_plain, switches=IN_PROCESS),
+    "plain": Scenario(_plain, switches=IN_PROCESS, forked=True),
     "overlay": Scenario(_overlay, switches={"UCM_PATCH_VERBOSE": "1"}),
-    "probe": Scenario(_all_hooks, {"additional_config": {"ucm_sparse_config": {"Probe": {"report_dir": "{}/probe"}}}}),
+    "probe": Scenario(
+        _all_hooks, {"additional_config": {"ucm_sparse_config": {"Probe": {"report_dir": "{}/probe"}}}}, forked=True
+    ),
     "disabled": Scenario(_overlay, switches={"UCM_DISABLE_PATCHES": "1", "UCM_PATCH_VERBOSE": "1"}),
     "attention off": Scenario(_overlay, switches={"UCM_DISABLE_ATTENTION_PATCH": "1", **IN_PROCESS}),
     "scheduler off": Scenario(_overlay, switches={"UCM_DISABLE_SCHEDULER_PATCH": "1", **IN_PROCESS}),
@@ -144,7 +148,7 @@ class Runs:
         switches = {key: value.format(**paths) for key, value in scenario.switches.items()}
         engine = _filled(scenario.engine, str(directory))
         return run_engine(
-            environment, directory, engine=engine, switches=switches, batches=scenario.batches, forked=False
+            environment, directory, engine=engine, switches=switches, batches=scenario.batches, forked=scenario.forked
         )
 
 
