@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ucm.store.servers import MooncakeServer, RedisServer, S3Server, cluster, wait_until_whole
+from tests.ucm.store.servers import EndedAtOnceError, MooncakeServer, RedisServer, S3Server, cluster, wait_until_whole
 from ucm.logger import get_logger
 from ucm.store import health, tier
 from ucm.store.config import StoreConfig
@@ -100,7 +100,14 @@ def redis_server(redis_of_session: RedisServer) -> RedisServer:
 
 @pytest.fixture(scope="session")
 def s3_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"))
+    for attempt in range(3):
+        # Beside other test processes it sometimes ends at once; each attempt has other ports.
+        try:
+            server = S3Server(tmp_path_factory.mktemp("s3"))
+            break
+        except EndedAtOnceError:
+            if attempt == 2:
+                raise
     yield server
     server.kill()
 

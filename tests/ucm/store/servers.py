@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -84,6 +85,10 @@ def free_cluster_port() -> int:
                 return port
 
 
+class EndedAtOnceError(Exception):
+    """A server could not be started; its message has the end of the server's own output."""
+
+
 class Server:
     """A program that listens on a port of this host.
 
@@ -109,12 +114,15 @@ class Server:
         return False
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + _PATIENCE
-        while not self.answers():
-            assert self.process.poll() is None, f"{type(self).__name__} ended at once"
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        with tempfile.TemporaryFile() as log:
+            self.process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=log)
+            deadline = time.monotonic() + _PATIENCE
+            while not self.answers():
+                if self.process.poll() is not None:
+                    log.seek(0)
+                    raise EndedAtOnceError(f"{type(self).__name__} ended at once: {log.read()[-2000:].decode()}")
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
 
     def kill(self) -> None:
         if self.process is not None:
