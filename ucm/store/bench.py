@@ -13,10 +13,10 @@ import shutil
 import tempfile
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -201,7 +201,6 @@ class _Run:
         self._config, self._workload, self._store = config, workload, store
         self._plain, self._layouts, self._servers, self._pools = plain, layouts, servers, pools
         self._asides: dict[str, Path] = {}  # by root
-        self._count = count()
         # Aligned, as a KV cache is: see `aligned_buffer`.
         self._source, self._target = (np.frombuffer(aligned_buffer(workload.nbytes), np.uint8) for _ in range(2))
         self._source[:] = np.frombuffer(np.random.default_rng(0).bytes(workload.nbytes), np.uint8)
@@ -317,8 +316,7 @@ class _Run:
 
     def _delete(self, *, stored: bool = False) -> None:
         for path in self._files(stored=stored):
-            os.truncate(path, 0)
-            path.rename(self._aside(path) / str(next(self._count)))
+            set_aside(path, self._aside(path))
         for layout in self._layouts if stored else ():
             delete_blocks(layout, self._keys)
         for tier in self._servers if stored else ():
@@ -346,6 +344,12 @@ class _Run:
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+def set_aside(path: Path, into: Path) -> None:
+    """Empty a file and move it to a directory of the same file system, where no name is taken; see `bench`."""
+    os.truncate(path, 0)
+    path.rename(into / uuid.uuid4().hex)
 
 
 def for_bench(config: StoreConfig) -> StoreConfig:

@@ -14,7 +14,6 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import count
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from tests.e2e.bench.figure import Figure
 from tests.e2e.bench.peers_install import UC_MANAGER, uc_manager_python
 from tests.e2e.bench.ttft_engine import EngineFailedError, TimedEngine
 from transforms.pipeline.package import BUILD
-from ucm.store.bench import MIB, Figures, Workload, bench, beside, for_bench
+from ucm.store.bench import MIB, Figures, Workload, bench, beside, for_bench, set_aside
 from ucm.store.config import StoreConfig
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def packed(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> I
     """Compare plain files of one block each with plain files of many blocks, for what a packed layout would bring."""
     directory = root / "packed"
     directory.mkdir(parents=True)
-    aside, number_aside = root / "packed-aside", count()
+    aside = root / "packed-aside"
     aside.mkdir()
     memory = memoryview(os.urandom(blocks * nbytes))
     into = memoryview(bytearray(blocks * nbytes))
@@ -150,8 +149,7 @@ def packed(root: Path, blocks: int, nbytes: int, rounds: int, table: Table) -> I
     for number in range(rounds):
         for per_file in (1, PACKED) if number % 2 else (PACKED, 1):
             for path in directory.iterdir():
-                os.truncate(path, 0)
-                path.rename(aside / str(next(number_aside)))
+                set_aside(path, aside)
             files = [(directory / str(at), range(at, at + per_file)) for at in range(0, blocks, per_file)]
             for operation, flags, move, memories in (
                 ("write", os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.pwrite, memory),

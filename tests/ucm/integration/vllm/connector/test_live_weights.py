@@ -181,57 +181,60 @@ def test_every_value_is_looked_at_after_a_pause_that_is_long_compared_with_that(
     assert seen == [False, True]
 
 
+class Clock:
+    """Time that passes only in pauses, and in which reading every byte takes 20 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def pause(self, weights: LiveWeights, seconds: float) -> None:
+        """Let time pass between two steps."""
+        weights.stepped()
+        self.now += seconds
+        weights.step()
+        weights._digest_takes = 0.02  # measured by this clock it is 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 @pytest.mark.parametrize("place", [LiveWeights, elsewhere])
 @pytest.mark.parametrize("second", [0.5, 2.0])
 def test_a_load_relies_on_an_early_check_only_if_no_second_pause_follows(
-    monkeypatch: pytest.MonkeyPatch, place: Callable[[Any], LiveWeights], second: float
+    clock: Clock, place: Callable[[Any], LiveWeights], second: float
 ) -> None:
     """The second pause, in units of `PAUSE`, is too short for every byte to be read only because of it."""
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = place(made)
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-
-    def pause(seconds: float) -> None:
-        nonlocal now
-        weights.stepped()
-        now += seconds
-        weights.step()
-        weights._digest_takes = 0.02  # by this clock it would take no time
-
-    pause(3600.0)
+    clock.pause(weights, 3600.0)
     assert not weights.changed(early=True)
-    pause(0.001)
+    clock.pause(weights, 0.001)
     assert not weights.changed(early=True)
     made.weight.data[5, 7] += 1
-    pause(second * identity.PAUSE)
+    clock.pause(weights, second * identity.PAUSE)
     assert weights.changed() == (second > 1)
     if second < 1:  # a later pause finds it, after the load has used up the early check
-        pause(2 * identity.PAUSE)
+        clock.pause(weights, 2 * identity.PAUSE)
         assert not weights.changed()
-        pause(3600.0)
+        clock.pause(weights, 3600.0)
         assert weights.changed()
 
 
 @pytest.mark.parametrize("place", [LiveWeights, elsewhere])
 @pytest.mark.parametrize("steps", [100, 1000])
 def test_a_load_relies_on_an_early_check_only_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, place: Callable[[Any], LiveWeights], steps: int
+    clock: Clock, place: Callable[[Any], LiveWeights], steps: int
 ) -> None:
     """An idle engine steps without pauses while it waits for a slow lookup."""
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = place(made)
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    weights.stepped()
-    now += 3600.0
-    weights.step()
+    clock.pause(weights, 3600.0)
     assert not weights.changed(early=True)
-    monkeypatch.setattr(weights, "_digest_takes", 0.02)
     for step in range(steps):
-        weights.stepped()
-        now += 0.002
-        weights.step()
+        clock.pause(weights, 0.002)
         if step == steps // 2:
             made.weight.data[5, 7] += 1
     assert weights.changed() == (steps == 1000)
