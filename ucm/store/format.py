@@ -68,6 +68,8 @@ _KEY_AT = 56
 #: A tag's bytes, and those of the fingerprint of the authentication key and of the tag before the header's checksum.
 _TAG_BYTES, _SIGNED_BYTES = 16, 24
 _ALIGNMENT = 64
+#: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are faster without.
+LARGE_BYTES = 32 << 10
 
 #: What a header has to check a layer slice: its checksum or, if blocks are authenticated, its checksum and its tag.
 Seal: TypeAlias = Any
@@ -428,6 +430,31 @@ def aligned_buffer(nbytes: int) -> Buffer:
     memory = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     return memory[begin : begin + nbytes].data
+
+
+def scatter(source: Buffer, target: Sequence[Buffer]) -> None:
+    """Copy consecutive bytes into several buffers."""
+    at = 0
+    for view in target:
+        nbytes = view.nbytes
+        if nbytes < LARGE_BYTES:
+            view.cast("B")[:] = source[at : at + nbytes]
+        else:
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(source, np.uint8, nbytes, at))
+        at += nbytes
+
+
+def gather(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
+    """Copy several buffers into consecutive bytes."""
+    at = 0
+    for buffer in source:
+        view = memoryview(buffer)
+        nbytes = view.nbytes
+        if nbytes < LARGE_BYTES:
+            target[at : at + nbytes] = view.cast("B")
+        else:
+            np.copyto(np.frombuffer(target, np.uint8, nbytes, at), np.frombuffer(view, np.uint8))
+        at += nbytes
 
 
 def known_codec(codec: HeaderCodec | None) -> HeaderCodec:

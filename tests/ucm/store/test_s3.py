@@ -25,7 +25,7 @@ from ucm.store.base import StoreTimeoutError, StoreUnavailableError
 from ucm.store.config import StoreConfig
 from ucm.store.factory import ask_tier, open_store
 from ucm.store.format import namespace_digest
-from ucm.store.remote.s3_client import S3Client, scatter
+from ucm.store.remote.s3_client import S3Client, place_parts
 from ucm.store.remote.tiers import Part, S3Options
 from ucm.testing.blocks import EVEN, Memory, fetch, key, save
 
@@ -203,11 +203,11 @@ def test_a_wrong_length_counts_more_than_a_part_that_did_not_come(wrong: int) ->
     received: list[memoryview | StoreError] = [memoryview(b"abcd")] * 3
     received[wrong], received[wrong - 1] = memoryview(b""), StoreUnavailableError("it broke")
     parts = [Part(4 * number, [memoryview(bytearray(4))]) for number in range(3)]
-    found = scatter(parts, received)
+    found = place_parts(parts, received)
     assert isinstance(found, list)
     assert found[wrong] == 0
     received[wrong] = memoryview(b"abcd")
-    assert scatter(parts, received) is received[wrong - 1]
+    assert place_parts(parts, received) is received[wrong - 1]
 
 
 def test_objects_of_other_formats_are_neither_found_nor_touched(store: KVStore, s3_server: S3Server) -> None:

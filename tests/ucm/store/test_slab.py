@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store.base import BlockTransfer
+from ucm.store.format import LARGE_BYTES
 from ucm.store.memory import slab as slabs
-from ucm.store.memory.segment import LARGE_BYTES
 from ucm.store.memory.slab import PAGE, Slab, SlabAddress, SlabReader, State
 from ucm.testing.blocks import key
 

@@ -16,9 +16,9 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockForeignError, BlockMissingError, StoreError, StoreFullError, StoreTimeoutError
-from ucm.store.format import UNIT, known_codec
+from ucm.store.format import UNIT, gather, known_codec, scatter
 from ucm.store.memory.directory import prepare_dram
-from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, directory_of, gather, scatter, segment_nbytes
+from ucm.store.memory.segment import LOCK_FILE, SEGMENTS, Segment, directory_of, segment_nbytes
 from ucm.store.posix.files import store_error
 from ucm.store.posix.layout import Layout, check_namespace, is_stale, namespaces, unlink_private
 from ucm.store.posix.paths import (

@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.store.base import BlockCorruptError, BlockForeignError, BlockKey, BlockMissingError
-from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, decode, header_nbytes, verify
+from ucm.store.format import MAX_KEY_BYTES, UNIT, aligned_buffer, decode, header_nbytes, scatter, verify
 from ucm.store.posix.layout import owner_name, unlink_private
 from ucm.store.posix.paths import list_directory, make_directory, open_file, rename, status_of, unlink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -60,8 +60,6 @@ _WHOLE, _DELETED = 1, 2
 _ENTRY_BYTES = _ENTRY.itemsize
 #: What precedes the key in the table's entry of a visible block, by the length of the key.
 _WHOLE_KEY = [bytes([_WHOLE, nbytes, 0, 0, 0, 0, 0, 0]) for nbytes in range(MAX_KEY_BYTES + 1)]
-#: From this size on, numpy copies a layer slice and lets other threads run meanwhile; smaller ones are faster without.
-LARGE_BYTES = 32 << 10
 
 
 def directory_of(layout: Layout) -> str:
@@ -368,31 +366,6 @@ class Segment:
     def _changed(self) -> None:
         changes = int.from_bytes(self.map[_CHANGES_AT : _CHANGES_AT + 8], "little")
         self.map[_CHANGES_AT : _CHANGES_AT + 8] = (changes + 1).to_bytes(8, "little")
-
-
-def scatter(source: Buffer, target: Sequence[Buffer]) -> None:
-    """Copy consecutive bytes into several buffers."""
-    at = 0
-    for view in target:
-        nbytes = view.nbytes
-        if nbytes < LARGE_BYTES:
-            view.cast("B")[:] = source[at : at + nbytes]
-        else:
-            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(source, np.uint8, nbytes, at))
-        at += nbytes
-
-
-def gather(source: Sequence[Buffer | bytearray], target: Buffer) -> None:
-    """Copy several buffers into consecutive bytes."""
-    at = 0
-    for buffer in source:
-        view = memoryview(buffer)
-        nbytes = view.nbytes
-        if nbytes < LARGE_BYTES:
-            target[at : at + nbytes] = view.cast("B")
-        else:
-            np.copyto(np.frombuffer(target, np.uint8, nbytes, at), np.frombuffer(view, np.uint8))
-        at += nbytes
 
 
 def segments(layout: Layout) -> Iterator[Segment]:

@@ -33,9 +33,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.store.base import StoreError, StoreUnavailableError, TransferTask
-from ucm.store.format import checksum
+from ucm.store.format import checksum, scatter
 from ucm.store.health import Pool
-from ucm.store.memory.segment import scatter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -33,7 +33,17 @@ from ucm.store.base import (
     StoreFullError,
     StoreUnavailableError,
 )
-from ucm.store.format import UNIT, SliceCheck, aligned_buffer, check_place, check_slices, decode, header_nbytes
+from ucm.store.format import (
+    UNIT,
+    SliceCheck,
+    aligned_buffer,
+    check_place,
+    check_slices,
+    decode,
+    gather,
+    header_nbytes,
+    scatter,
+)
 from ucm.store.posix.index import log_removals
 from ucm.store.posix.layout import is_quarantined, owner_name
 from ucm.store.posix.paths import (
@@ -120,22 +130,14 @@ def read_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], offset: 
             break
         done = begin + step
         begin = done - done % ALIGNMENT  # after a short read, continue from an aligned offset
-    at = lead
-    for buffer in buffers:
-        target = np.frombuffer(buffer, dtype=np.uint8)
-        np.copyto(target, np.frombuffer(bounce, dtype=np.uint8, count=target.size, offset=at))
-        at += target.size
+    scatter(bounce[lead:], [memoryview(buffer) for buffer in buffers])
     return max(0, min(done - lead, nbytes))
 
 
 def write_direct(descriptor: int, buffers: Sequence[Buffer | bytearray], nbytes: int) -> None:
     """Write a whole file that was opened with O_DIRECT."""
     bounce = _bounce(nbytes)
-    at = 0
-    for buffer in buffers:
-        source = np.frombuffer(buffer, dtype=np.uint8)
-        np.copyto(np.frombuffer(bounce, dtype=np.uint8, count=source.size, offset=at), source)
-        at += source.size
+    gather(buffers, bounce)
     write_from(descriptor, [bounce], 0, len(bounce))
     os.ftruncate(descriptor, nbytes)
 

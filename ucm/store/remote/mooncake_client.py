@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ucm.store.base import StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
-from ucm.store.format import aligned_buffer
+from ucm.store.format import aligned_buffer, gather, scatter
 from ucm.store.health import Breaker, Pool, RefusableJob
-from ucm.store.remote.tiers import Client, copy_into, missing
+from ucm.store.remote.tiers import Client, missing
 
 # It logs every connection to stderr; its native part reads this when the first client is made.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -154,7 +154,7 @@ class MooncakeClient(Client):
         for some, begun, wanted, lengths in zip(parts, into, sizes, found, strict=True):
             if lengths == wanted:
                 for part, begin in zip(some, begun, strict=True):
-                    copy_into(part.memory, staging.memory[begin : begin + part.nbytes])
+                    scatter(staging.memory[begin : begin + part.nbytes], part.memory)
         self._give(staging)
         return found
 
@@ -183,7 +183,7 @@ class MooncakeClient(Client):
         if staging is None:
             return memoryview(bytes(min(size, (nbytes or 1) - 1)))
         content = aligned_buffer(size)
-        copy_into([content], staging.memory[:size])
+        scatter(staging.memory[:size], [content])
         self._give(staging)
         return content
 
@@ -194,10 +194,7 @@ class MooncakeClient(Client):
 
         def send(store: Any) -> None:
             with self._staged(store, nbytes) as staging:
-                at = 0
-                for view in views:
-                    copy_into([staging.memory[at : at + view.nbytes]], view)
-                    at += view.nbytes
+                gather(views, staging.memory)
                 until = time.monotonic() + _EVICTION_SECONDS
                 code = _LATE
                 while time.monotonic() < deadline:  # then nobody waits any more, and the content may have changed

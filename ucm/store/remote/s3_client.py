@@ -22,8 +22,9 @@ from obstore.store import S3Store
 
 from ucm.errors import ConfigError
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
+from ucm.store.format import scatter
 from ucm.store.health import Breaker
-from ucm.store.remote.tiers import Client, copy_into
+from ucm.store.remote.tiers import Client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -127,7 +128,7 @@ class S3Client(Client):
                 self._transfers,
             )
         )
-        return [scatter(some, list(islice(received, len(some)))) for some in parts]
+        return [place_parts(some, list(islice(received, len(some)))) for some in parts]
 
     def fetch(self, name: str, nbytes: int | None, deadline: float) -> Buffer:
         """Return an object by one GET."""
@@ -238,7 +239,7 @@ async def _cancel_all() -> None:
 CLIENT = S3Client
 
 
-def scatter(parts: Sequence[Part], received: Sequence[Buffer | StoreError]) -> list[int] | StoreError:
+def place_parts(parts: Sequence[Part], received: Sequence[Buffer | StoreError]) -> list[int] | StoreError:
     """Copy a value's parts into place.
 
     Returns:
@@ -252,7 +253,7 @@ def scatter(parts: Sequence[Part], received: Sequence[Buffer | StoreError]) -> l
         elif content.nbytes != part.nbytes:
             return lengths
         else:
-            copy_into(part.memory, content)
+            scatter(content, part.memory)
     return failure or lengths
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ucm.errors import PIP, ConfigError
@@ -312,14 +311,6 @@ class RemoteTier(ValueTier):
         if codec.is_sound(header, block.key, block.first_slice, block.slices):
             return None
         return codec.refusal_of(header, block.key)
-
-
-def copy_into(memory: Sequence[Buffer], content: Buffer) -> None:
-    """Copy bytes into buffers of the same length in all, without the lock of the interpreter."""
-    at = 0
-    for view in memory:
-        np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(content[at : at + view.nbytes], np.uint8))
-        at += view.nbytes
 
 
 def missing(name: str) -> BlockMissingError:
