@@ -69,6 +69,9 @@ MODEL = {
     "eos_token_id": 2,
 }
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+#: Files and processes have times of 10 ms resolution, and a connector does not trust a file that may be newer than its
+#: process.
+_OLDER_SECONDS = 0.1
 #: The child's environment variables, unless the operator has set them.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -396,6 +399,7 @@ def prepare_model(model: Path | None, directory: Path) -> dict[str, str]:
     model = directory / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    time.sleep(_OLDER_SECONDS)
     return {"model": str(model), "load_format": "dummy"}
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.ucm.doctor.site import RELEASE, write_vllm
-from ucm.doctor.run import Expectation, Hook, HookResult, Run, check_run
+from ucm.doctor.run import Expectation, Hook, HookResult, Run, check_run, prepare_model
+from ucm.hashing.file_contents import changed_since
 from ucm.sparse.base import Role
 from ucm.sparse.probe import ProcessReport
 
@@ -156,3 +158,14 @@ def test_one_of_two_workers_is_named() -> None:
     result = HookResult(Expectation(Hook("execute_begin", Role.WORKER), 1), {8: 3, 9: 0})
     (found,) = check_run(Run("finished", 1.0, 7, processes=workers, hooks=[result]))
     assert found.what == "Worker-9 (pid 9): execute_begin fired 0 of at least 1 times"
+
+
+def test_the_tiny_model_is_older_than_the_engine_that_loads_it(tmp_path: Path) -> None:
+    """Otherwise the engine's connector would load and save nothing: the file might have changed since it was loaded."""
+    started = "from ucm.hashing.file_contents import process_started; print(process_started())"
+    for number in range(5):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        model = Path(prepare_model(None, directory)["model"])
+        child = subprocess.run([sys.executable, "-c", started], capture_output=True, check=True)
+        assert not changed_since(model / "config.json", float(child.stdout))

@@ -22,8 +22,6 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
