@@ -25,6 +25,8 @@ INSTALL_VLLM = ("python", "-m", "tests.e2e.install_vllm")
 #: Engines are single-threaded and often wait, so three run at a time on two cores. Tests of one file run in one process
 #: and share fixtures.
 THREE_AT_A_TIME = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+#: Many unit tests wait for servers and other processes, so there are three test processes for two cores.
+UNIT_PROCESSES = str(max(2, 3 * (os.cpu_count() or 2) // 2))
 
 
 def install(session: nox.Session, group: str) -> None:
@@ -114,7 +116,7 @@ def tests(session: nox.Session) -> None:
         session.run("pytest", *session.posargs)
         return
     with beside(session, *INSTALL_VLLM, E2E_RELEASES[0]):
-        session.run("pytest", "-n", "auto", "-m", "not e2e")
+        session.run("pytest", "-n", UNIT_PROCESSES, "-m", "not e2e")
         session.run("python", "-m", "transforms", "regenerate")
     session.run("pytest", *THREE_AT_A_TIME, "-m", "core", "tests/e2e", env={"UCM_E2E_RELEASE": E2E_RELEASES[0]})
 
