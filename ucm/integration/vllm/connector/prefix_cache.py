@@ -277,7 +277,7 @@ class PrefixCacheScheduler:
             self._counters.looked_up(request.num_tokens - num_computed_tokens, found, seconds)
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug(
-                    "[UCM.Load] request %s: %d of %d tokens found behind the first %d in %.1f ms, %s",
+                    "[UCM.Load] request %s: %d of %d tokens found after the first %d in %.1f ms, %s",
                     request.request_id,
                     found,
                     request.num_tokens,
