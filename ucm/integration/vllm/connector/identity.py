@@ -237,7 +237,7 @@ class LiveWeights:
         self._looked = time.monotonic()
         self._pause = 0.0  # the longest since values were last read, in seconds
         self._early_pause = 0.0  # the longest before early checks
-        self._early_at = float("inf")  # the time of the last early check
+        self._early_at = float("inf")  # the time of the early check that a load relies on
         self._digest_takes = float("inf")
         self._on_host = all(tensor.device.type == "cpu" for tensor in self._all())
         self._note()
@@ -257,7 +257,12 @@ class LiveWeights:
         doubted = pause > PAUSE or is_old
         if doubted:
             pause = max(pause, self._early_pause)
-        self._early_pause, self._early_at = (max(pause, self._early_pause), now) if early else (0.0, float("inf"))
+        if early:
+            self._early_pause = max(pause, self._early_pause)
+            # A check that reads few values, because one before has just read all, does not make that one last longer.
+            self._early_at = now if doubted else min(now, self._early_at)
+        else:
+            self._early_pause, self._early_at = 0.0, float("inf")
         wholly = wholly or (doubted and self._thorough) or self._is_cheap_after(pause)
         values = wholly or doubted or self._on_host
         same = self._places() == self._seen_places

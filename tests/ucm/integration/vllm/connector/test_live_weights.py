@@ -240,6 +240,25 @@ def test_a_load_relies_on_an_early_check_only_for_a_while(
     assert weights.changed() == (steps == 1000)
 
 
+@pytest.mark.parametrize("place", [LiveWeights, elsewhere])
+def test_an_early_check_of_few_values_does_not_prolong_one_of_all(
+    clock: Clock, place: Callable[[Any], LiveWeights]
+) -> None:
+    """Further requests arrive while the first one's slow lookup runs, and each brings an early check."""
+    made = torch.nn.Linear(4096, 64, bias=False)
+    weights = place(made)
+    clock.pause(weights, 3600.0)
+    assert not weights.changed(early=True)
+    made.weight.data[5, 7] += 1
+    found = []
+    for step in range(1000):
+        clock.pause(weights, 0.002)
+        if step % 100 == 50:
+            found.append(weights.changed(early=True))
+    found.append(weights.changed())
+    assert any(found)
+
+
 def test_what_takes_long_to_read_is_not_read_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.nn.Linear(4096, 64, bias=False)
     weights = LiveWeights(made)
