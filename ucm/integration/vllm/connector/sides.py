@@ -120,6 +120,7 @@ class SchedulerSide:
         needs_slab = transfer.is_kv_consumer or (self._ranks > 1 and not self.hears_workers)
         self._slab = Slab(settings.staging or default_bytes(), self._ranks) if needs_slab else None
         self._offered = 0  # the first step that sent the slab's address to the ranks
+        self._heard = 0  # the last step at which the ranks' reports were read from the slab
         self._opening: threading.Thread | None = None
         self._opened: Callable[[], None] | None = None
         self._ready_by = 0.0  # when requests stop waiting for the stores, as ``time.monotonic()``
@@ -186,12 +187,14 @@ class SchedulerSide:
                 get_logger(__name__).info("[UCM.Connector] namespace %s, nothing is looked up", where)
         if self.scheduler.prepares or self._opened is not None:
             self._prepare()
+        if not self.hears_workers and self._slab is not None and self._heard != self.scheduler.step:
+            # Once per step, and before it promises blocks, because not every load can be taken back.
+            self._heard = self.scheduler.step
+            self.reported(WeightsReport.of_records(self._slab.reports().values(), self._ranks))
 
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step."""
         self.poll()
-        if not self.hears_workers and self._slab is not None:
-            self.reported(WeightsReport.of_records(self._slab.reports().values(), self._ranks))
         plan = self.scheduler.plan(scheduler_output)
         plan.authentication = self._authentication
         if self._slab is not None and self._opening is None:

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections import Counter
+from threading import Event
 from typing import TYPE_CHECKING, Any
 from unittest.mock import create_autospec, patch
 
@@ -27,6 +28,8 @@ from ucm.integration.vllm.ucm_connector import UCMConnector
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from ucm.store.base import BlockKey
 
 ENGINES = {
     "staged": Setting(),
@@ -136,4 +139,47 @@ def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
     unseen = change_before(early_check=True)  # nothing of the request is computed yet
     assert serve_one(120) == [21, 21]
     assert next(unseen, None) is None
+    engine.close()
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_what_an_early_check_finds_is_known_before_blocks_are_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, reports: bool
+) -> None:
+    """Layer by layer, an engine cannot recompute what was promised, and would end."""
+    if not reports:
+        monkeypatch.delattr(KVConnectorBase_V1, "build_connector_worker_meta")
+        monkeypatch.setattr(UCMConnector, "build_connector_worker_meta", lambda _self: None)
+    chance = random.Random(3)  # noqa: S311 - no secret
+    setting = Setting(layerwise=True)
+    before = VllmEngine(setting, tmp_path, chance, setting.truth())
+    before.submit(list(range(1, 31)), 1)
+    before.drain()
+    before.close()
+    engine = VllmEngine(setting, tmp_path, chance, setting.truth())
+    engine.submit(list(range(40, 50)), 1)
+    engine.drain()
+    weights: Any = create_autospec(LiveWeights, instance=True)
+    [worker] = engine.workers
+    worker._worker_side._weights = weights
+    [store] = engine._looking
+    looked, finds = store.lookup_on_prefix, Event()
+
+    def look_up(keys: list[BlockKey]) -> int:
+        assert finds.wait(PATIENCE)
+        return looked(keys)
+
+    def changed(*, early: bool, **_of: bool) -> bool:
+        found = early and not finds.is_set()
+        if found:
+            finds.set()
+            time.sleep(0.1)  # until the lookup has ended
+        return found
+
+    weights.changed.side_effect = changed
+    monkeypatch.setattr(store, "lookup_on_prefix", look_up)
+    engine.submit(list(range(1, 31)), 1)
+    engine.drain()
+    assert finds.is_set()
+    assert not engine.happened["loads"]
     engine.close()
