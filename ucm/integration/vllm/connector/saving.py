@@ -216,7 +216,8 @@ class Saver:
             transfers = [
                 BlockTransfer(task.keys[place], _slices(row, task.sizes), task.first_slice) for place, row in some
             ]
-            task.writing.append((self._store.save(transfers), [row for _, row in some]))
+            with self._fails(task):
+                task.writing.append((self._store.save(transfers), [row for _, row in some]))
 
     def drop(self, task: SaveTask, rows: Iterable[tuple[int, Buffer]], error: StoreError) -> None:
         """Drop some rows of a task and fail their blocks."""
@@ -233,15 +234,22 @@ class Saver:
 
     def commit(self, task: SaveTask) -> SaveTask:
         """Make blocks visible; discard the failed ones."""
-        if task.failed:
-            self._store.discard(list(task.failed))
-        task.writing.append((self._store.commit([key for key in task.keys if key not in task.failed]), []))
+        with self._fails(task):
+            if task.failed:
+                self._store.discard(list(task.failed))
+            task.writing.append((self._store.commit([key for key in task.keys if key not in task.failed]), []))
         task.copied.set()
         return task
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Note that blocks will not be committed, so that they can be saved again."""
         self._room.forget(keys)
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Drop blocks that will not be committed; a store that raises does not matter, since nothing finds them."""
+        self.forget(keys)
+        with self._fails(SaveTask(keys)):
+            self._store.discard(keys)
 
     def check(self, task: SaveTask) -> bool:
         """Reclaim written rows, and return whether the whole task is finished."""

@@ -144,8 +144,7 @@ class HostTransfer(GroupTransfer):
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Drop saved blocks."""
-        self._saver.forget(keys)
-        self.store.discard(keys)
+        self._saver.discard(keys)
 
     def throttle(self, *, active: bool) -> None:
         """Pass the hint to the store, because the forward runs on the host's processors."""

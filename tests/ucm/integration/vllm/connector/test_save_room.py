@@ -14,7 +14,7 @@ import pytest
 
 from ucm.integration.vllm.connector import saving
 from ucm.integration.vllm.connector.saving import EXTENT_BYTES, Saver, SaveRoom, SaveTask
-from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
+from ucm.store.base import BlockGeometry, BlockKey, KVStore, StoreError, Task
 from ucm.store.config import StoreConfig
 from ucm.store.factory import open_store
 
@@ -169,11 +169,11 @@ def test_a_task_that_nobody_holds_is_no_reason_to_keep_memory(saver: Saver) -> N
     until_nothing_is_held(saver)
 
 
-@pytest.mark.parametrize("call", ["check", "wait"])
+@pytest.mark.parametrize("call", ["save", "check", "wait"])
 def test_what_a_store_raises_fails_the_blocks_and_their_rows_are_not_used_again(saver: Saver, call: str) -> None:
     real = saver._store
     saver._store = broken = create_autospec(KVStore, instance=True)
-    broken.save.side_effect = real.save
+    broken.save.side_effect, broken.check.side_effect = real.save, real.check
     getattr(broken, call).side_effect = OSError("broken")
     task, _ = save(saver)
     result = saver.wait(task) if call == "wait" else None
@@ -182,6 +182,18 @@ def test_what_a_store_raises_fails_the_blocks_and_their_rows_are_not_used_again(
         result = saver.wait(task)
     assert (str(result.failed[KEYS[0]]), result.done) == ("OSError: broken", {})
     assert saver.waiting_bytes == GEOMETRY.nbytes
+
+
+@pytest.mark.parametrize("call", ["commit", "discard"])
+def test_blocks_that_a_store_cannot_commit_or_discard_fail(saver: Saver, call: str) -> None:
+    saver._store = broken = create_autospec(KVStore, instance=True)
+    getattr(broken, call).side_effect = OSError("broken")
+    task = SaveTask(KEYS[:2])
+    task.failed = {KEYS[1]: StoreError("it was not saved")}
+    result = saver.wait(saver.commit(task))
+    assert str(result.failed[KEYS[0]]) == "OSError: broken"
+    assert (set(result.failed), result.done) == ({*KEYS[:2]}, {})
+    saver.discard(KEYS[:2])
 
 
 def test_closing_waits_for_the_thread_because_the_store_is_closed_next(
