@@ -24,7 +24,7 @@ from ucm.store.base import (
     StoreUnavailableError,
     TierStats,
 )
-from ucm.store.format import aligned_buffer, known_codec, verify
+from ucm.store.format import aligned_buffer, gather, known_codec, scatter, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -387,9 +387,7 @@ class ValueTier(Tier):
                 return self.damaged(block.key, refusal, deadline)
         except StoreError as error:
             return error
-        for number, layer_slice in enumerate(block.slices, block.first_slice):
-            at = codec.offsets[number]
-            layer_slice.cast("B")[:] = content[at : at + layer_slice.nbytes]
+        scatter(content[codec.offsets[block.first_slice] :], block.slices)
         return False
 
 
@@ -408,11 +406,7 @@ class ValueWriter(BlockWriter):
 
     def write(self, buffers: Sequence[Buffer | bytearray], offset: int, nbytes: int) -> None:
         """Copy bytes into the collected block."""
-        del nbytes
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            self._memory[offset : offset + view.nbytes] = view
-            offset += view.nbytes
+        gather(buffers, self._memory[offset : offset + nbytes])
 
     def pause(self) -> None:
         """Do nothing: no resources are held."""

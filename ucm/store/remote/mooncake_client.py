@@ -189,12 +189,11 @@ class MooncakeClient(Client):
 
     def put(self, name: str, buffers: Sequence[Buffer | bytearray], deadline: float) -> None:
         """Store a value by one call; a value that exists already stays."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        nbytes = sum(view.nbytes for view in views)
+        nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
 
         def send(store: Any) -> None:
             with self._staged(store, nbytes) as staging:
-                gather(views, staging.memory)
+                gather(buffers, staging.memory)
                 until = time.monotonic() + _EVICTION_SECONDS
                 code = _LATE
                 while time.monotonic() < deadline:  # then nobody waits any more, and the content may have changed

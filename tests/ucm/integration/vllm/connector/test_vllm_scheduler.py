@@ -90,6 +90,12 @@ def test_a_request_that_there_are_no_blocks_for_does_not_stop_those_that_load(tm
     engine.close()
 
 
+def silence_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers send nothing to the scheduler, as before vLLM 0.18.0."""
+    monkeypatch.delattr(KVConnectorBase_V1, "build_connector_worker_meta")
+    monkeypatch.setattr(UCMConnector, "build_connector_worker_meta", lambda _self: None)
+
+
 def visible(engine: VllmEngine) -> Counter[Path]:
     """Return the number of stored blocks of each rank."""
     until = time.monotonic() + PATIENCE
@@ -108,11 +114,10 @@ def test_a_change_that_one_rank_alone_sees_is_in_no_ranks_blocks(
 ) -> None:
     """For instance if later pipeline stages keep their weights, but their inputs change.
 
-    Without ``reports``, workers send nothing to the scheduler, as before vLLM 0.18.0.
+    Without ``reports``, see `silence_workers`.
     """
     if not reports:
-        monkeypatch.delattr(KVConnectorBase_V1, "build_connector_worker_meta")
-        monkeypatch.setattr(UCMConnector, "build_connector_worker_meta", lambda _self: None)
+        silence_workers(monkeypatch)
     chance = random.Random(3)  # noqa: S311 - no secret
     setting = Setting(ranks=2, asynchronous=asynchronous, layerwise=layerwise)
     engine = VllmEngine(setting, tmp_path, chance, setting.truth())
@@ -148,8 +153,7 @@ def test_what_an_early_check_finds_is_known_before_blocks_are_promised(
 ) -> None:
     """Layer by layer, an engine cannot recompute what was promised, and would end."""
     if not reports:
-        monkeypatch.delattr(KVConnectorBase_V1, "build_connector_worker_meta")
-        monkeypatch.setattr(UCMConnector, "build_connector_worker_meta", lambda _self: None)
+        silence_workers(monkeypatch)
     chance = random.Random(3)  # noqa: S311 - no secret
     setting = Setting(layerwise=True)
     before = VllmEngine(setting, tmp_path, chance, setting.truth())
