@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-from typing import TYPE_CHECKING
-
 import nox
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "venv"
@@ -19,14 +10,6 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests"]
 
 GROUPS = nox.project.load_toml("pyproject.toml")
-#: Releases for the end-to-end tests: the newest with a CPU build, and the oldest that works with the same torch.
-E2E_RELEASES = ("0.32.0", "0.27.1")
-INSTALL_VLLM = ("python", "-m", "tests.e2e.install_vllm")
-#: Engines are single-threaded and often wait, so three run at a time on two cores. Tests of one file run in one process
-#: and share fixtures.
-THREE_AT_A_TIME = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
-#: Many unit tests wait for servers and other processes, so there are three test processes for two cores.
-UNIT_PROCESSES = str(max(2, 3 * (os.cpu_count() or 2) // 2))
 
 
 def install(session: nox.Session, group: str) -> None:
@@ -36,9 +19,16 @@ def install(session: nox.Session, group: str) -> None:
 
 @nox.session(name="build-overlay")
 def build_overlay(session: nox.Session) -> None:
-    """Build the wheels of reviewed overlays: `-- RELEASE …`, `-- all`; default: the newest."""
+    """Build the wheels of reviewed overlays: `-- installed --python PATH`, `-- RELEASE …`; default: the newest."""
     install(session, "build")
     session.run("python", "-m", "transforms", "build-overlay", *session.posargs)
+
+
+@nox.session(name="build-tools")
+def build_tools(session: nox.Session) -> None:
+    """Build the wheel with which other projects build overlays of their own, without this repository."""
+    install(session, "build")
+    session.run("python", "-m", "transforms", "build-tools", *session.posargs)
 
 
 @nox.session
@@ -53,6 +43,20 @@ def drift(session: nox.Session) -> None:
     """Try every rule on a release, reviewed or new: `-- RELEASE`, `-- all`."""
     install(session, "build")
     session.run("python", "-m", "transforms", "drift", *session.posargs)
+
+
+@nox.session
+def adopt(session: nox.Session) -> None:
+    """Adopt new releases, and list what is left to decide: `-- RELEASE … [--engines]`; `-- published`: the table."""
+    install(session, "test" if "--engines" in session.posargs else "build")
+    session.run("python", "-m", "tests.adopt", *session.posargs)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Let each rule insert nothing, and demand that its tests fail: `-- RELEASE …`, `-- --engines --rule ID`."""
+    install(session, "test")
+    session.run("python", "-m", "tests.mutants", *session.posargs)
 
 
 @nox.session
@@ -86,39 +90,24 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--quiet", env={"NO_MKDOCS_2_WARNING": "true", "PYTHONPATH": "."})
     # The site in a browser, and the licences of this session's packages. pytest's usual settings need packages that are
     # not installed here.
-    options = ("-q", "-rs", "--config-file=/dev/null", "--rootdir=.", "--noconftest", "-p", "no:cacheprovider")
-    session.run("python", "-m", "pytest", *options, "tests/site_in_browser.py", "tests/test_licences.py")
-
-
-@contextlib.contextmanager
-def beside(session: nox.Session, *command: str) -> Iterator[None]:
-    """Run a command in the background of a ``with`` statement, in the session's environment; wait for it at the end."""
-    process = subprocess.Popen([f"{session.bin}/{command[0]}", *command[1:]], start_new_session=True)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
-    if process.wait():
-        session.error(f"failed: {' '.join(command)}")
+    options = ("-q", "-rs", "--config-file=/dev/null", "--rootdir=.", "--noconftest")
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.not_judged")
+    session.run("python", "-m", "pytest", *options, *plugins, "tests/site_in_browser.py", "tests/test_licences.py")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the unit tests, compare all locks, and run the core of the end-to-end tests on a real vLLM.
 
-    With arguments, run only pytest, with these arguments: `-- tests/ucm -k finder`.
+    As root with apt, it installs what the tests need of the system first; UCM_SYSTEM_PACKAGES=no forbids that. Tests of
+    what is not there are skipped. With arguments, run only pytest, with these arguments: `-- tests/ucm -k finder`.
     """
+    session.run("python", "-m", "tests.system")
     install(session, "test")
     if session.posargs:
         session.run("pytest", *session.posargs)
-        return
-    with beside(session, *INSTALL_VLLM, E2E_RELEASES[0]):
-        session.run("pytest", "-n", UNIT_PROCESSES, "-m", "not e2e")
-        session.run("python", "-m", "transforms", "regenerate")
-    session.run("pytest", *THREE_AT_A_TIME, "-m", "core", "tests/e2e", env={"UCM_E2E_RELEASE": E2E_RELEASES[0]})
+    else:
+        session.run("python", "-m", "tests.parts", "tests")
 
 
 @nox.session
@@ -129,18 +118,9 @@ def e2e(session: nox.Session) -> None:
     `-- 0.32.0` includes the core. Any other release, for instance 0.16.0 or 0.12.0, runs the tests marked `older`:
     tokens with each connector and method, and `ucm doctor --run`.
     """
+    session.run("python", "-m", "tests.system")
     install(session, "test")
-    releases = session.posargs or E2E_RELEASES
-    for release, following in zip(releases, [*releases[1:], None], strict=True):
-        which = "e2e and not older" if release == E2E_RELEASES[0] else "e2e and not older and not newest_only"
-        if release not in E2E_RELEASES:
-            which = "older"
-        elif release == E2E_RELEASES[0] and not session.posargs:
-            which += " and not core"
-        options = [*THREE_AT_A_TIME, "--durations=20", "-m", which]
-        installing = beside(session, *INSTALL_VLLM, following) if following else contextlib.nullcontext()
-        with installing:
-            session.run("pytest", *options, "tests/e2e", env={"UCM_E2E_RELEASE": release})
+    session.run("python", "-m", "tests.parts", "e2e", *session.posargs)
 
 
 @nox.session
@@ -158,9 +138,16 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def flaky(session: nox.Session) -> None:
+    """Run the unit tests many times on a busy machine, in other orders: `-- --rounds 10 --seed 1 [PATH …]`."""
+    install(session, "flaky")
+    session.run("python", "-m", "tests.flaky", *session.posargs)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
-    """Generate some text on a real vLLM 0.32.0 with the overlay, and show which hooks fired."""
-    install(session, "build")
+    """Chat about a document on a real vLLM 0.32.0 with UCM, restart it, and ask again."""
+    install(session, "demo")
     session.run("python", "-m", "tests.e2e.demo", *session.posargs)
 
 
@@ -182,7 +169,7 @@ def campaign(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure the costs and savings of the overlay and the prefix cache, compared with plain vLLM and with peers.
 
-    Arguments select sections: `-- ttft`, `-- scheduler start build`. The table shows the goal of each figure.
+    Arguments select sections: `-- real`, `-- scheduler start build`. The table shows the goal of each figure.
     """
     install(session, "test")
     session.run("python", "-m", "tests.e2e.bench", *session.posargs)

@@ -10,7 +10,7 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 MODULE = Module(
     id="attention",
@@ -47,7 +47,7 @@ NO_RETURNING_OP = Absent(
     "the operator that returns its output was removed: every backend writes to unified_attention_with_output's buffer",
 )
 NO_KV_WRITE_OP = Absent(
-    Releases(before="0.16.0"), "there is no separate operator for the KV write: impl.forward does it"
+    Releases(before="0.15.0"), "there is no separate operator for the KV write: impl.forward does it"
 )
 NO_MLA_OP = (
     Absent(Releases(before="0.11.1"), "MLA has no separate operator: it runs through unified_attention_with_output"),
@@ -198,7 +198,10 @@ CENSUS = (
         rules=("attention.kv-begin",),
         elsewhere=(
             Elsewhere(
-                ("vllm/model_executor/layers/attention/attention.py:Attention.forward",),
+                (
+                    "vllm/model_executor/layers/attention/attention.py:Attention.forward",
+                    "vllm/attention/layer.py:Attention.forward",
+                ),
                 Consequence.REACHES,
                 "the layer calls the hooked operator, directly or as a custom operator of torch",
             ),
@@ -254,7 +257,7 @@ TRANSFORM = Transform(
         "block table. No plugin interface of vLLM reaches the attention operators.",
         how="One call before and one after the only impl.forward of each operator, inside all decorators. The first "
         "may return other tensors and other attention metadata. The separate KV-write operator gets the same pair "
-        "because, from 0.16.0 on, it writes the cache before the attention operator runs.",
+        "because, from 0.15.0 on, it writes the cache before the attention operator runs.",
         processes=(Process.WORKER,),
         upstream=Upstream(
             UpstreamStatus.NOT_SUBMITTED,
@@ -296,6 +299,7 @@ TRANSFORM = Transform(
         ),
     ),
     cases=cases_beside(__file__, "attention"),
+    engine_tests=(EngineTest("tests/e2e/test_hooks.py::test_model_hooks_fire_once_per_layer_and_forward"),),
     needs=("worker",),
     opt_in=(
         "attention.mla-begin",

@@ -7,7 +7,7 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.members import Method
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 MODULE = Module(id="block_table", group="model_runner", paths=(ModulePath("vllm/v1/worker/block_table.py"),))
 
@@ -40,5 +40,6 @@ TRANSFORM = Transform(
     not_counted="The rules add to two classes a method that later releases have; there are no other such places.",
     rules=(_rule("clear-row", "BlockTable"), _rule("clear-row-groups", "MultiGroupBlockTable")),
     cases=cases_beside(__file__, "block_table"),
+    engine_tests=(EngineTest("tests/e2e/test_block_table.py::test_a_row_is_emptied_as_vllm_does"),),
     opt_in=("block_table",),
 )

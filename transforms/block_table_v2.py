@@ -10,14 +10,15 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
-from transforms.model_runner_v2 import ABSENT
+from transforms.engine.transform import EngineTest, Transform
+from transforms.model_runner_v2 import ABSENT, UNUSED
 
 MODULE = Module(
     id="block_table_v2",
     group="model_runner_v2",
     paths=(ModulePath("vllm/v1/worker/gpu/block_table.py"),),
     absent=ABSENT,
+    unused=UNUSED,
 )
 CODE = "new_block_ids, overwrite = _ucm_hooks.v2_append_block_ids(self, req_index, new_block_ids, overwrite)"
 
@@ -36,7 +37,7 @@ CENSUS = (
             ),
             Elsewhere(
                 (
-                    "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.update_states",
+                    "vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.*",
                     "vllm/v1/worker/gpu/block_table.py:BlockTables.append_block_ids",
                 ),
                 Consequence.REFUSED,
@@ -71,6 +72,7 @@ TRANSFORM = Transform(
     rules=(rule("block_table_v2.append", Scope("BlockTables.append_block_ids"), AtStart(CODE)),),
     census=CENSUS,
     cases=cases_beside(__file__, "block_table_v2"),
+    engine_tests=(EngineTest("tests/e2e/test_v2_runner.py::test_hooks_fire_as_often_as_they_must"),),
     needs=("worker",),
     opt_in=("block_table_v2",),
 )

@@ -8,7 +8,7 @@ from transforms.engine.edits import AtStart
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 MODULE = Module(
     id="kv_cache_manager", group="kv_cache_manager", paths=(ModulePath("vllm/v1/core/kv_cache_manager.py"),)
@@ -52,7 +52,15 @@ TRANSFORM = Transform(
         removal="vLLM lets a plugin register a single-type KV-cache manager that frees blocks of running requests.",
     ),
     census=CENSUS,
-    rules=(rule("kv_cache_manager.before-allocation", Scope("KVCacheManager.allocate_slots"), AtStart(ASK)),),
+    rules=(
+        rule(
+            "kv_cache_manager.before-allocation",
+            Scope("KVCacheManager.allocate_slots"),
+            AtStart(ASK),
+            diverts="a request that has lost blocks is refused the allocation before upstream counts or takes a block",
+        ),
+    ),
     cases=cases_beside(__file__, "kv_cache_manager"),
+    engine_tests=(EngineTest("tests/e2e/test_hooks.py::test_hooks_fire_where_they_belong_and_nowhere_else"),),
     needs=("scheduler",),
 )

@@ -10,14 +10,14 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 MODULE = Module(
     id="mla",
     group="attention",
     paths=(
-        ModulePath("vllm/model_executor/layers/attention/mla_attention.py", Releases(since="0.16.0")),
-        ModulePath("vllm/v1/attention/backends/mla/common.py", Releases(before="0.16.0")),
+        ModulePath("vllm/model_executor/layers/attention/mla_attention.py", Releases(since="0.15.0")),
+        ModulePath("vllm/v1/attention/backends/mla/common.py", Releases(before="0.15.0")),
     ),
 )
 
@@ -186,6 +186,7 @@ TRANSFORM = Transform(
         rule("mla.op-finished", OP, after(OP_FORWARD, OP_FINISHED), absent=(OP_ELSEWHERE,)),
     ),
     cases=cases_beside(__file__, "mla"),
+    engine_tests=(EngineTest("tests/e2e/test_probe_models.py::test_latent_attention_calls_its_hooks_in_each_forward"),),
     needs=("worker",),
     opt_in=("mla",),
     census=CENSUS,

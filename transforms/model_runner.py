@@ -10,7 +10,7 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 MODULE = Module(id="model_runner", group="model_runner", paths=(ModulePath("vllm/v1/worker/gpu_model_runner.py"),))
 
@@ -165,6 +165,7 @@ TRANSFORM = Transform(
         ),
     ),
     cases=cases_beside(__file__, "model_runner"),
+    engine_tests=(EngineTest("tests/e2e/test_hooks.py::test_hooks_fire_where_they_belong_and_nowhere_else"),),
     needs=("worker",),
     opt_in=("model_runner.blocks-updated",),
     census=CENSUS,

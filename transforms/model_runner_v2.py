@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from transforms import refusals
 from transforms.engine.cases import cases_beside
 from transforms.engine.census import Census, Consequence, Elsewhere
 from transforms.engine.edits import AtEnd, AtStart, after, before
@@ -9,10 +10,10 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
-ABSENT = (
-    Absent(Releases(before="0.12.0"), "the V2 model runner does not exist"),
+ABSENT = (Absent(Releases(before="0.12.0"), "the V2 model runner does not exist"),)
+UNUSED = (
     Absent(
         Releases("0.12.0", "0.16.0"),
         "the V2 model runner is experimental, has no KV connectors, and is off unless VLLM_USE_V2_MODEL_RUNNER=1",
@@ -23,6 +24,7 @@ MODULE = Module(
     group="model_runner_v2",
     paths=(ModulePath("vllm/v1/worker/gpu/model_runner.py"),),
     absent=ABSENT,
+    unused=UNUSED,
 )
 
 EXECUTE = Scope("GPUModelRunner.execute_model")
@@ -59,6 +61,13 @@ CENSUS = (
                 Consequence.REACHES,
                 "the scheduler's function to end requests from outside; it frees them through the hooked _free_request",
             ),
+            Elsewhere(
+                ("vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.*_requests",),
+                Consequence.REFUSED,
+                "in these releases the V2 runner is experimental and has no hooks; a method refuses to run on it",
+                refused_by=refusals.RUNNER,
+                releases=Releases("0.12.0", "0.16.0"),
+            ),
         ),
     ),
 )
@@ -91,6 +100,7 @@ TRANSFORM = Transform(
         ),
     ),
     cases=cases_beside(__file__, "model_runner_v2"),
+    engine_tests=(EngineTest("tests/e2e/test_v2_runner.py::test_hooks_fire_as_often_as_they_must"),),
     needs=("worker",),
     opt_in=("model_runner_v2.requests-added", "model_runner_v2.requests-updated"),
     census=CENSUS,

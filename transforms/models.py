@@ -7,7 +7,7 @@ from transforms.engine.edits import after, before
 from transforms.engine.governance import Governance, Process, Upstream, UpstreamStatus
 from transforms.engine.rule import Module, ModulePath, Rule, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 LAYER_CALL = "hidden_states, residual = layer(positions, hidden_states, residual, ...)"
 LAYER_BEGIN = "hidden_states, residual = _ucm_hooks.layer_begin(layer, positions, hidden_states, residual)"
@@ -38,6 +38,11 @@ NOT_COUNTED = (
 )
 
 
+#: The tests on engines.
+LLAMA = "tests/e2e/test_hooks.py::test_model_hooks_fire_once_per_layer_and_forward"
+MODELS = "tests/e2e/test_probe_models.py::test_each_layer_calls_its_hooks_in_each_forward"
+
+
 def _layer_rules(transform: str, model: str) -> tuple[Rule, ...]:
     scope = Scope(f"{model}.forward")
     return (
@@ -54,7 +59,7 @@ def _ffn_rules(transform: str, layer: str) -> tuple[Rule, ...]:
     )
 
 
-def _transform(name: str, layer: str, model: str | None) -> Transform:
+def _transform(name: str, layer: str, model: str | None, test: str = MODELS) -> Transform:
     layer_rules = _layer_rules(name, model) if model else ()
     return Transform(
         id=name,
@@ -63,6 +68,7 @@ def _transform(name: str, layer: str, model: str | None) -> Transform:
         not_counted=NOT_COUNTED,
         rules=(*layer_rules, *_ffn_rules(name, layer)),
         cases=cases_beside(__file__, name),
+        engine_tests=(EngineTest(test),),
         needs=("worker",),
         opt_in=(name,),
     )
@@ -70,7 +76,7 @@ def _transform(name: str, layer: str, model: str | None) -> Transform:
 
 #: Qwen3Model inherits its loop from Qwen2Model, so its module contains none to change.
 TRANSFORMS = (
-    _transform("llama", "LlamaDecoderLayer", "LlamaModel"),
+    _transform("llama", "LlamaDecoderLayer", "LlamaModel", LLAMA),
     _transform("qwen2", "Qwen2DecoderLayer", "Qwen2Model"),
     _transform("qwen3", "Qwen3DecoderLayer", None),
     _transform("qwen3_moe", "Qwen3MoeDecoderLayer", "Qwen3MoeModel"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from transforms import (
     attention,
     block_table,
@@ -14,13 +12,14 @@ from transforms import (
     model_runner,
     model_runner_v2,
     models,
+    names,
     scheduler,
     scheduler_output,
     worker,
 )
 from transforms.engine.registry import Package, Registry
+from transforms.place import ROOT
 
-ROOT = Path(__file__).parents[1]
 #: The seam's source.
 HOOKS = ROOT / "ucm" / "integration" / "vllm" / "hooks.py"
 
@@ -50,4 +49,5 @@ REGISTRY = Registry(
     overlays=ROOT / "overlays",
     distribution="ucm-vllm-overlay",
     has_bare_ids=True,
+    census=names.CENSUSES,
 )

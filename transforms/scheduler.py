@@ -10,7 +10,7 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 MODULE = Module(id="scheduler", group="scheduler", paths=(ModulePath("vllm/v1/core/sched/scheduler.py"),))
 
@@ -28,6 +28,8 @@ RUNNING = (
 RUNNING_BEFORE = "num_new_tokens = request.num_tokens_with_spec - request.num_computed_tokens"
 #: The same for a waiting request, whose computed tokens are a local variable.
 WAITING = "num_new_tokens = request.num_tokens - num_computed_tokens"
+#: A test of a method that limits a step's tokens.
+FLAT = "tests/e2e/test_sparse_esa.py::test_the_blocks_of_a_request_stay_flat"
 PREEMPT = "{}.status = RequestStatus.PREEMPTED"
 
 
@@ -245,6 +247,11 @@ TRANSFORM = Transform(
         ENDED,
     ),
     cases=cases_beside(__file__, "scheduler"),
+    engine_tests=(
+        EngineTest("tests/e2e/test_hooks.py::test_scheduler_hooks_count_what_the_engine_counts"),
+        EngineTest(FLAT, ("scheduler.running-tokens", "scheduler.waiting-tokens")),
+        EngineTest("tests/e2e/test_hooks.py::test_fields_of_the_step_reach_the_worker", ("scheduler.output",)),
+    ),
     opt_in=("scheduler.request-added",),
     census=CENSUS,
 )

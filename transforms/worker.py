@@ -9,7 +9,7 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.releases import Releases
 from transforms.engine.rule import Module, ModulePath, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 MODULE = Module(
     id="worker",
@@ -80,4 +80,5 @@ TRANSFORM = Transform(
     ),
     census=CENSUS,
     cases=cases_beside(__file__, "worker"),
+    engine_tests=(EngineTest("tests/e2e/test_hooks.py::test_each_side_runs_in_its_process"),),
 )

@@ -10,7 +10,7 @@ from transforms.engine.governance import Governance, Process, Upstream, Upstream
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 BEGIN = (
     "query, key, value, attn_metadata = "
@@ -20,6 +20,8 @@ FINISHED = "_ucm_hooks.attention_finished(layer_name, query, kv_cache, attn_meta
 FORWARD = "self.impl.forward(self, query, key, value, kv_cache, attn_metadata, ...)"
 OPERATOR = Scope("unified_ascend_attention_with_output")
 
+#: Why no test runs latent attention on an engine.
+NOT_RUN = "Latent attention of vLLM Ascend needs an NPU; test_ascend_modules.py runs the changed functions."
 MLA_OPERATOR = Scope("mla_forward")
 MLA_BEGIN = (
     "hidden_states, _, _, attn_metadata = _ucm_hooks.attention_begin("
@@ -100,6 +102,7 @@ ATTENTION = Transform(
         rule("ascend.attention.finished", OPERATOR, after(FORWARD, FINISHED)),
     ),
     cases=cases_beside(__file__, "attention"),
+    engine_tests=(EngineTest("tests/e2e/test_ascend.py::test_each_step_of_its_runner_calls_its_hooks"),),
     needs=("worker",),
     census=CENSUS,
 )
@@ -135,6 +138,7 @@ MLA_OPERATOR_TRANSFORM = Transform(
         rule("ascend.mla_operator.finished", MLA_OPERATOR, after(MLA_FORWARD, MLA_FINISHED)),
     ),
     cases=cases_beside(__file__, "mla_operator"),
+    not_run=NOT_RUN,
     needs=("worker",),
     opt_in=("ascend.mla_operator",),
     not_counted="Calls of a backend's forward are counted under ascend.attention.",
@@ -181,6 +185,7 @@ MLA = Transform(
     governance=MLA_RECORD,
     rules=(*_half_rules("prefill", PREFILL), *_half_rules("decode", DECODE)),
     cases=cases_beside(__file__, "mla"),
+    not_run=NOT_RUN,
     needs=("worker",),
     opt_in=("ascend.mla",),
     census=(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transforms.ascend import attention, runner, schedulers
 from transforms.engine.registry import Package, Registry
-from transforms.registry import HOOKS, ROOT
+from transforms.place import ROOT
+from transforms.registry import HOOKS
 
 VLLM_ASCEND = Package(
     "vllm_ascend",

@@ -15,7 +15,7 @@ from transforms.engine.members import Method
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 
 APPEND_ROW = "self.input_batch.block_table.append_row(...)"
 STATES = "_ucm_hooks.update_states(self, scheduler_output)"
@@ -219,6 +219,7 @@ MODEL_RUNNER = Transform(
         *_forward_rules(),
     ),
     cases=cases_beside(__file__, "model_runner"),
+    engine_tests=(EngineTest("tests/e2e/test_ascend.py::test_each_step_of_its_runner_calls_its_hooks"),),
     needs=("worker",),
     opt_in=("ascend.model_runner.blocks-updated",),
     census=CENSUS,
@@ -245,6 +246,7 @@ UPDATE_STATES = Transform(
     ),
     rules=_update_rules("ascend.update_states", "_update_states"),
     cases=cases_beside(__file__, "update_states"),
+    engine_tests=(EngineTest("tests/e2e/test_ascend.py::test_each_step_of_its_runner_calls_its_hooks"),),
     needs=("worker",),
     opt_in=("ascend.update_states.blocks-updated",),
     not_counted="State updates are counted with the runners, under ascend.model_runner.",
@@ -277,6 +279,7 @@ BLOCK_TABLE = Transform(
     ),
     rules=(_clear_rule("clear-row", "BlockTable"), _clear_rule("clear-row-groups", "MultiGroupBlockTable")),
     cases=cases_beside(__file__, "block_table"),
+    not_run="Its method is run on tensors by test_ascend_modules.py; an engine with it needs an NPU.",
     needs=("worker",),
     opt_in=("ascend.block_table",),
     not_counted="The rules add to two classes a method that later releases have; there are no other such places.",

@@ -13,23 +13,27 @@ from transforms.engine.members import Field
 from transforms.engine.releases import Absent, Releases
 from transforms.engine.rule import Module, ModulePath, Rule, Upstreamed, Variant, rule
 from transforms.engine.scope import Scope
-from transforms.engine.transform import Transform
+from transforms.engine.transform import EngineTest, Transform
 from transforms.scheduler import ADDED, FREED, INIT, LIMITED, NOTED, PREEMPT, PREEMPTED, steps
 
 RECOMPUTE = "self.kv_cache_manager.free(recomputed_req)"
+#: The tests on engines with its schedulers.
+STEPS = "tests/e2e/test_ascend.py::test_the_hooks_of_a_step_and_of_a_preemption"
+PREEMPTED_ESA = "tests/e2e/test_ascend.py::test_esa_answers_alike_after_a_preemption"
 FIELD = "ucm_sparse_meta: object = None"
 
 CORE = "vllm_ascend/core/"
 BALANCE = "vllm_ascend/patch/platform/patch_balance_schedule.py"
+DELIVERY = "vllm_ascend/patch/platform/patch_kv_delivery_preemption.py"
 FROM_VLLM = "every preemption goes through vLLM's own _preempt_request, which is hooked"
 INHERITED = Absent(Releases(since="0.13.0"), "the scheduler derives from vLLM's and inherits its hooked methods")
-ADDED_ABSENT = Absent(Releases(since="0.30.0rc1"), "a new request goes through vLLM's own add_request")
+ADDED_ABSENT = Absent(Releases(since="0.25.1rc1"), "a new request goes through vLLM's own add_request")
 DRAFTS_ABSENT = (
     Absent(Releases(before="0.12.0rc1"), "draft tokens of a waiting request are not counted yet"),
-    Absent(Releases(since="0.30.0rc1"), "draft tokens of a waiting request are no longer counted"),
+    Absent(Releases(since="0.25.1rc1"), "draft tokens of a waiting request are no longer counted"),
 )
 RECOMPUTED_ABSENT = Absent(
-    Releases(since="0.30.0rc1"),
+    Releases(since="0.25.1rc1"),
     "a request to be recomputed elsewhere ends through finish_requests, like any other",
 )
 
@@ -48,6 +52,7 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
     opt_in: tuple[str, ...] = (),
     also_absent: tuple[Absent, ...] = (),
     reads_beside: bool = False,
+    engine_tests: tuple[EngineTest, ...] = (),
 ) -> Transform:
     """Make the transform of one scheduler.
 
@@ -64,6 +69,7 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
         opt_in: Those of them that no shipped feature uses.
         also_absent: More releases without it.
         reads_beside: Whether it reads files next to itself.
+        engine_tests: The tests on engines of some of its rules.
     """
     rules = [*steps(id, cls, output)[2 if whole else 0 :]]
     if inline:
@@ -78,7 +84,7 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
             how="The same calls as in vLLM's, at the same statements: "
             + ("" if whole else "when a request's tokens are counted, ")
             + "when the step is built"
-            + (", and when a request is preempted." if inline else f"; {FROM_VLLM}."),
+            + (", and when a request is preempted." if inline or more else f"; {FROM_VLLM}."),
             processes=(Process.ENGINE_CORE,),
             upstream=Upstream(
                 UpstreamStatus.NOT_SUBMITTED,
@@ -89,6 +95,7 @@ def _scheduler(  # noqa: PLR0913 - how the schedulers differ
         ),
         rules=(*rules, *more),
         cases=cases_beside(__file__, id.removeprefix("ascend.")),
+        engine_tests=(EngineTest(STEPS), *engine_tests),
         opt_in=opt_in,
         census=census,
         not_counted=""
@@ -143,19 +150,20 @@ def _own(name: str) -> str:
     return f"ascend.{name}scheduler"
 
 
-NAMES = ("", "recompute_", "dynamic_batch_", "profiling_chunk_", "balance_", "dyntra_lb_")
+NAMES = ("", "recompute_", "dynamic_batch_", "profiling_chunk_", "balance_", "kv_delivery_", "dyntra_lb_")
 OUTPUTS = tuple(f"{_own(name)}.output" for name in NAMES)
 TOKENS = tuple(f"{_own(name)}.{of}-tokens" for name in NAMES if name for of in ("running", "waiting"))
-PREEMPTIONS = tuple(f"{_own(name)}.preempted" for name in ("", "recompute_", "dynamic_batch_"))
+PREEMPTIONS = tuple(f"{_own(name)}.preempted" for name in ("", "recompute_", "dynamic_batch_", "kv_delivery_"))
 CENSUS = (
     Census(
         "ascend.scheduler.schedulers",
         "schedulers with their own step, and overrides of hooked methods",
         ("def schedule", "def _preempt_request", "def _free_request"),
-        rules=(*OUTPUTS, "ascend.recompute_scheduler.freed"),
+        rules=(*OUTPUTS, "ascend.recompute_scheduler.freed", "ascend.kv_delivery_scheduler.preempted"),
         elsewhere=(
             Elsewhere(
                 (
+                    "vllm_ascend/core/short_request_first_scheduler.py:ShortRequestFirstSchedulerMixin._preempt_request",
                     "vllm_ascend/core/batch_job_aware_scheduler.py:BatchJobAwareScheduler.*",
                     "vllm_ascend/core/dyntra_lb_scheduler.py:DyntraLBPolicyMixin.*",
                 ),
@@ -207,11 +215,14 @@ CENSUS = (
                     f"{CORE}dyntra_lb_scheduler.py:DyntraLBPolicyMixin._preempt_request",
                     f"{CORE}recompute_scheduler.py:RecomputeScheduler._preempt_or_recompute",
                     f"{CORE}scheduler_profiling_chunk.py:ProfilingChunkScheduler.schedule",
+                    f"{CORE}short_request_first_scheduler.py:ShortRequestFirstSchedulerMixin._preempt_request",
                     f"{BALANCE}:BalanceScheduler.schedule",
+                    f"{DELIVERY}:KVDeliveryScheduler.schedule",
+                    f"{DELIVERY}:KVDeliveryScheduler.reset_prefix_cache",
                 ),
                 Consequence.REACHES,
-                "it preempts through vLLM's own _preempt_request; in 0.18.0 one also restores the status of a "
-                "preempted request once its KV is loaded, which frees no blocks",
+                "it preempts through _preempt_request, its own or vLLM's, which is hooked; in 0.18.0 one also "
+                "restores the status of a preempted request once its KV is loaded, which frees no blocks",
             ),
             Elsewhere(
                 (f"{CORE}recompute_scheduler.py:RecomputeScheduler.schedule",),
@@ -246,6 +257,7 @@ CENSUS = (
                     f"{CORE}recompute_scheduler.py:RecomputeScheduler.finish_requests",
                     f"{CORE}recompute_scheduler.py:RecomputeScheduler.update_from_output",
                     "vllm_ascend/patch/platform/patch_0_9_1/patch_core.py:finish_requests",
+                    f"{DELIVERY}:KVDeliveryScheduler.update_from_output",
                     f"{CORE}batch_job_aware_scheduler.py:BatchJobAwareScheduler._free_request",
                     f"{CORE}dyntra_lb_scheduler.py:DyntraLBPolicyMixin._free_request",
                 ),
@@ -297,6 +309,12 @@ TRANSFORMS = (
         output="RecomputeSchedulerOutput",
         more=_recompute_rules(),
         opt_in=("ascend.recompute_scheduler.request-added",),
+        engine_tests=(
+            EngineTest(PREEMPTED_ESA, ("ascend.recompute_scheduler.waiting-tokens",)),
+            EngineTest(
+                f"{PREEMPTED_ESA}[DraftsRecomputeScheduler]", ("ascend.recompute_scheduler.waiting-tokens-of-drafts",)
+            ),
+        ),
     ),
     _scheduler(
         "ascend.dynamic_batch_scheduler",
@@ -305,7 +323,7 @@ TRANSFORMS = (
         Absent(Releases(before="0.13.0rc1"), "the scheduler for batches of varying size does not exist yet"),
         inline=True,
         reads_beside=True,
-        also_absent=(Absent(Releases(since="0.30.0rc1"), "the scheduler for batches of varying size was removed"),),
+        also_absent=(Absent(Releases(since="0.24.0rc1"), "the scheduler for batches of varying size was removed"),),
     ),
     _scheduler(
         "ascend.profiling_chunk_scheduler",
@@ -318,11 +336,26 @@ TRANSFORMS = (
         "BalanceScheduler",
         BALANCE,
         Absent(Releases(before="0.13.0rc1"), "the scheduler that balances between ranks does not exist yet"),
+        engine_tests=(EngineTest(PREEMPTED_ESA, ("ascend.balance_scheduler.waiting-tokens",)),),
+    ),
+    _scheduler(
+        "ascend.kv_delivery_scheduler",
+        "KVDeliveryScheduler",
+        DELIVERY,
+        Absent(Releases(before="0.26.0rc1"), "vLLM's own scheduler runs, or one derived from it"),
+        also_absent=(Absent(Releases(since="0.27.1rc1"), "vLLM's own scheduler delivers KV before it preempts"),),
+        more=(
+            rule(
+                "ascend.kv_delivery_scheduler.preempted",
+                Scope("KVDeliveryScheduler._preempt_request"),
+                after(PREEMPT.format("request"), PREEMPTED.format("request")),
+            ),
+        ),
     ),
     _scheduler(
         "ascend.dyntra_lb_scheduler",
         "DyntraLBScheduler",
         f"{CORE}dyntra_lb_scheduler.py",
-        Absent(Releases(before="0.30.0rc1"), "the scheduler that balances by pausing requests does not exist yet"),
+        Absent(Releases(before="0.27.1rc1"), "the scheduler that balances by pausing requests does not exist yet"),
     ),
 )

@@ -4,6 +4,11 @@
 class EngineCore:
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
+        if vllm_config.cache_config.enable_prefix_caching:
+            caching_hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+            init_none_hash(caching_hash_fn)
+            caching_hash_fn = _ucm_hooks.block_hash_function(vllm_config, caching_hash_fn)  # ucm: engine_core.block-hashes
+            self.request_block_hasher = get_request_block_hasher(16, caching_hash_fn)
         _ucm_hooks.engine_core_started(self)  # ucm: engine_core.started
 
     def _initialize_kv_caches(self, vllm_config):

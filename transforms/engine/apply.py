@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, cast
 
 from transforms.engine.candidates import nearest_definitions, nearest_statements, places
 from transforms.engine.edits import Beside
+from transforms.engine.flow import is_passed_by
 from transforms.engine.marks import MARK
 from transforms.engine.patterns import pattern
 from transforms.engine.report import Outcome, Status
+from transforms.engine.scope import Scope
 from transforms.engine.tree import Path, get, replace
 
 if TYPE_CHECKING:
@@ -109,6 +111,8 @@ def _refusal(module: cst.Module, rule: Rule, path: str, release: str, attempt: A
             return _outcome(rule, Status.FORBIDDEN, path, attempt, detail, places(module, hits))
     for hit in attempt.hits:
         obstacle = edit.obstacle(scope, hit)
+        if not obstacle and is_passed_by(module, (*attempt.scopes[0], *hit)):
+            obstacle = "control never reaches it"
         if obstacle:
             detail = f"nothing can be inserted at `{edit.anchor}`: {obstacle}"
             return _absent(rule, path, release) or _outcome(
@@ -149,8 +153,10 @@ def _failure(
     if absent:
         return absent
     if not best.scopes:
+        name = best.variant.scope.name
         detail = f"there is no {best.variant.scope}"
-        return _outcome(rule, Status.MISSING, path, best, detail, nearest_definitions(module, best.variant.scope.name))
+        status = Status.MISSING if Scope(name.partition(".")[0]).find(module) else Status.ENDED
+        return _outcome(rule, status, path, best, detail, nearest_definitions(module, name))
     detail = f"`{best.variant.edit.anchor}` matches {len(best.hits)} times; {rule.expect} expected"
     near = nearest_statements(module, best.scopes[0], best.variant.edit.anchor)
     return _outcome(rule, Status.MISSING, path, best, detail, near)

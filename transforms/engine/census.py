@@ -1,8 +1,8 @@
-"""A census: every place in a package of a kind that rules hook, and the consequence where no rule does.
+"""A census: every place in a package of a kind that matters, and the consequence where no rule hooks it.
 
 A release can do in a second place what a rule hooks in the first; the rule still fits, but misses it. A census finds
 all such places. Each one is either hooked by a rule or classified by a person, with a reason; any other fails the
-build.
+build. A census without rules counts what the runtime must know although nothing is inserted there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 from transforms.engine.errors import RuleDefinitionError
-from transforms.engine.governance import FEWEST_WORDS
+from transforms.engine.governance import check_reason
 from transforms.engine.releases import ALL_RELEASES, Releases
 from transforms.engine.sites import site_pattern
 
@@ -23,7 +23,9 @@ class Consequence(Enum):
     REACHES = "reaches a hook"  #: what runs there also passes a hooked place
     REFUSED = "refused"  #: the runtime refuses to serve with what runs there, and names it
     HARMLESS = "no concern"  #: what happens there does not matter to any hook
-    GAP = "gap"  #: it bypasses the hooks, and nothing refuses it
+    CONTENT = "keyed by content"  #: what it finds follows from what it is computed from
+    NAMED = "found by a name"  #: what it finds follows from a name, so the runtime must know what the name stood for
+    GAP = "gap"  #: it bypasses the hooks or what watches names, and nothing refuses it
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,7 @@ class Elsewhere:
 
     def __post_init__(self) -> None:
         where = ", ".join(self.sites)
-        if len(self.reason.split()) < FEWEST_WORDS:
-            raise RuleDefinitionError(
-                "the reason of a classification is too short",
-                where=where,
-                fix=f"write at least {FEWEST_WORDS} words that a reviewer can check",
-            )
+        check_reason(self.reason, "the reason of a classification", where)
         if (self.consequence is Consequence.REFUSED) != bool(self.refused_by):
             raise RuleDefinitionError("`refused_by` goes with the consequence REFUSED, and only with it", where=where)
         if not self.sites or any(site.count(":") != 1 for site in self.sites):

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
 from transforms.engine.errors import RuleDefinitionError
 
-#: The minimum number of words in a text field; fewer cannot answer its question.
-FEWEST_WORDS = 6
+#: The minimum number of different words in a text field; fewer cannot answer its question. Names, words of one or two
+#: letters and words that repeat one letter do not count.
+FEWEST_WORDS = 4
+WORD = re.compile(r"(?<![^\W\d_])([^\W\d_])(?!\1+(?![^\W\d_]))[^\W\d_]{2,}")
+PLACEHOLDER = re.compile(
+    r"\b(?:TODO|TBD|FIXME|XXX|lorem ipsum|foo bar|asdf|blah|qwerty|placeholder|to be (?:done|filled|written))\b",
+    re.IGNORECASE,
+)
+
+
+def check_reason(text: str, what: str, where: str) -> None:
+    """Reject a text that cannot answer a reviewer's question.
+
+    Args:
+        text: The text.
+        what: What it is, for the error message.
+        where: The rule, transform or sites that it belongs to.
+
+    Raises:
+        RuleDefinitionError: If it has too few different words, or is a placeholder.
+    """
+    if len({found[0].lower() for found in WORD.finditer(text)}) < FEWEST_WORDS:
+        raise RuleDefinitionError(
+            f"{what} is too short to answer its question",
+            where=where,
+            fix=f"write at least {FEWEST_WORDS} different words that a reviewer can check",
+        )
+    if found := PLACEHOLDER.search(text):
+        raise RuleDefinitionError(f"{what} is a placeholder: {found[0]!r}", where=where, fix="write the reason")
 
 
 class Process(Enum):
@@ -32,7 +60,7 @@ class UpstreamStatus(Enum):
 
 
 #: The results that only the linked discussion shows.
-LINKED = (UpstreamStatus.SUBMITTED, UpstreamStatus.REJECTED, UpstreamStatus.CLOSED)
+LINKED = (UpstreamStatus.SUBMITTED, UpstreamStatus.ACCEPTED, UpstreamStatus.REJECTED, UpstreamStatus.CLOSED)
 
 
 @dataclass(frozen=True)
@@ -68,23 +96,23 @@ class Governance:
     upstream: Upstream
     removal: str
 
-    def check(self, transform: str) -> None:
+    def check(self, transform: str, *, shown: bool = False) -> None:
         """Reject an incomplete record.
+
+        Args:
+            transform: The transform's id, for the error message.
+            shown: Whether its rules find in the sources that a release has what they insert.
 
         Raises:
             RuleDefinitionError: If a field is empty or too short, or a link is missing or not an https address.
         """
         texts = {"why": self.why, "how": self.how, "removal": self.removal, "upstream.reason": self.upstream.reason}
         for name, text in texts.items():
-            if len(text.split()) < FEWEST_WORDS:
-                raise RuleDefinitionError(
-                    f"the governance record's `{name}` is too short to answer its question",
-                    where=f"transform {transform}",
-                    fix=f"write at least {FEWEST_WORDS} words that a reviewer can check",
-                )
+            check_reason(text, f"the governance record's `{name}`", f"transform {transform}")
         if not self.processes:
             raise RuleDefinitionError("the governance record names no process", where=f"transform {transform}")
-        if self.upstream.status in LINKED and not self.upstream.link:
+        linked = (*LINKED, *([] if shown else [UpstreamStatus.RELEASED]))
+        if self.upstream.status in linked and not self.upstream.link:
             raise RuleDefinitionError(
                 f"the upstream status `{self.upstream.status.value}` has no link that shows it",
                 where=f"transform {transform}",

@@ -5,6 +5,8 @@ It leads a reader from any inserted line to its rule, and lets a second run reco
 
 from __future__ import annotations
 
+import io
+import tokenize
 from typing import cast
 
 import libcst as cst
@@ -12,6 +14,8 @@ import libcst as cst
 from transforms.engine.tree import code_of, statement_nodes
 
 MARK = "# ucm: "
+#: What parsing Python can raise: a syntax, a null byte, an unknown encoding, and nesting that is too deep.
+UNREADABLE = (SyntaxError, ValueError, LookupError, RecursionError, MemoryError)
 
 
 def marked_statements(code: str, rule: str) -> list[cst.BaseStatement]:
@@ -44,3 +48,23 @@ def _mark_of(node: cst.CSTNode) -> str | None:
     else:
         return None
     return comment.value if comment else None
+
+
+def decoded(source: bytes) -> str:
+    """Return a module's text, in the encoding that it declares, without a byte order mark; line ends are kept.
+
+    Raises:
+        SyntaxError: It declares an encoding that there is not, or is in another one.
+    """
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    return source.decode(encoding)
+
+
+def marked_lines(rewritten: bytes) -> dict[str, list[int]]:
+    """Return the line numbers of each rule's marks in a rewritten module."""
+    found: dict[str, list[int]] = {}
+    for number, line in enumerate(io.StringIO(decoded(rewritten), newline="\n"), 1):
+        _, mark, rule = line.partition(MARK)
+        if mark:
+            found.setdefault(rule.strip(), []).append(number)
+    return found

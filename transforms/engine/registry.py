@@ -14,6 +14,7 @@ from transforms.engine.errors import RuleDefinitionError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transforms.engine.census import Census
     from transforms.engine.transform import Seam, Transform
 
 
@@ -52,6 +53,7 @@ class Registry:
         distribution: The name of the wheels.
         requires: The wheel's requirement that installs the seam.
         has_bare_ids: Whether the transforms' ids omit the owner's name.
+        census: Searches for places that no rule hooks and that the runtime must know; a transform has its own.
     """
 
     owner: str
@@ -63,10 +65,12 @@ class Registry:
     distribution: str
     requires: tuple[str, ...] = ()
     has_bare_ids: bool = False
+    census: tuple[Census, ...] = ()
 
     def __post_init__(self) -> None:
         ids, seams = [t.id for t in self.transforms], {t.seam for t in self.transforms}
         paths = Counter(p.path for t in self.transforms for p in t.module.paths)
+        counted = Counter(c.id for c in (*(c for t in self.transforms for c in t.census), *self.census))
         problems = {
             "an owner's name is not one lower-case word": [] if self.owner.isidentifier() else [self.owner],
             "a registry has no transforms": [] if ids else [self.owner],
@@ -74,6 +78,7 @@ class Registry:
             "a transform's id does not start with its owner's name": []
             if self.has_bare_ids
             else [i for i in ids if not i.startswith(f"{self.owner}.")],
+            "a census' id is used twice": [i for i, n in counted.items() if n > 1],
             "two transforms are for one module": [path for path, n in paths.items() if n > 1],
             "a module is not one of the package's": [p for p in paths if not p.startswith(f"{self.package.name}/")],
             "the transforms call more than one seam": sorted(s.module for s in seams) if len(seams) > 1 else [],

@@ -12,6 +12,7 @@ class Status(Enum):
     APPLIED = "applied"
     PRESENT = "present"
     MISSING = "missing"
+    ENDED = "ended"  #: the rule's file or class is gone
     AMBIGUOUS = "ambiguous"
     FORBIDDEN = "forbidden"
     UPSTREAMED = "upstreamed"
@@ -20,7 +21,7 @@ class Status(Enum):
     @property
     def failed(self) -> bool:
         """Whether this outcome fails the build."""
-        return self in {Status.MISSING, Status.AMBIGUOUS, Status.FORBIDDEN}
+        return self in {Status.MISSING, Status.ENDED, Status.AMBIGUOUS, Status.FORBIDDEN}
 
 
 @dataclass(frozen=True)

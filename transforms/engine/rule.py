@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import libcst as cst
+
+from transforms.engine.edits import AtEnd, AtStart, Beside
 from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.flow import diversions, leaves
+from transforms.engine.governance import check_reason
+from transforms.engine.members import Keyword
 from transforms.engine.releases import ALL_RELEASES, Absent, Releases
 
 if TYPE_CHECKING:
@@ -29,7 +35,8 @@ class Module:
         id: Its name in this project.
         group: The unit that can be switched off in a process.
         paths: Its paths, newest first.
-        absent: Releases that do not have it.
+        absent: Releases that do not have it, or lack what the rules change; where it exists, the rules are tried.
+        unused: Releases that have it, in which no rule is tried.
         reads_beside: Whether it reads files next to itself; the overlay's is then loaded under the original's path.
     """
 
@@ -38,6 +45,7 @@ class Module:
     paths: tuple[ModulePath, ...]
     absent: tuple[Absent, ...] = ()
     reads_beside: bool = False
+    unused: tuple[Absent, ...] = ()
 
     def candidates(self, release: str) -> list[str]:
         """Return its paths, those known for this release first; an unknown release is tried with all."""
@@ -88,6 +96,7 @@ class Rule:
         never: Patterns that must not occur in the scope, because they show that the code's meaning has changed.
         absent: Releases in which the anchor does not exist.
         upstreamed: Evidence that a release no longer needs the rule.
+        diverts: Why its insertion may end the function or the pass of a loop early, or loops; empty if it does neither.
     """
 
     id: str
@@ -96,6 +105,7 @@ class Rule:
     never: tuple[str, ...] = ()
     absent: tuple[Absent, ...] = field(default=())
     upstreamed: Upstreamed | None = None
+    diverts: str = ""
 
     def __post_init__(self) -> None:
         if not self.variants or self.expect < 1:
@@ -103,6 +113,33 @@ class Rule:
         names = [variant.name for variant in self.variants]
         if len(set(names)) != len(names):
             raise RuleDefinitionError("two variants of a rule have one name", where=self.id)
+        self._check_flow()
+
+    def _check_flow(self) -> None:
+        """Refuse insertions after which nothing runs, and those that may leave early without saying why."""
+        found: set[str] = set()
+        for variant in self.variants:
+            if not isinstance(variant.edit, Beside | AtStart | AtEnd | Keyword):
+                continue
+            inserted = cst.parse_module(variant.edit.code)
+            kinds = diversions(inserted)
+            if "yield" in kinds:
+                raise RuleDefinitionError(
+                    "an insertion with `yield` would make a generator of the function", where=self.id
+                )
+            if any(map(leaves, inserted.body)):
+                raise RuleDefinitionError(
+                    "an insertion ends its function or loop unconditionally: nothing after it would run, also no "
+                    "insertion of others",
+                    where=self.id,
+                    fix="let upstream's code run, and change its arguments or its result",
+                )
+            found |= kinds
+        if found:
+            what = f"an insertion can keep control from what follows it ({', '.join(sorted(found))}); its `diverts`"
+            check_reason(self.diverts, what, self.id)
+        if self.diverts and not found:
+            raise RuleDefinitionError("`diverts` goes with an insertion that jumps or loops", where=self.id)
 
     def absence(self, release: str) -> str | None:
         """Return why the anchor does not exist in a release, or None."""
@@ -117,6 +154,7 @@ def rule(
     expect: int = 1,
     never: tuple[str, ...] = (),
     absent: tuple[Absent, ...] = (),
+    diverts: str = "",
 ) -> Rule:
     """Make a rule whose anchor has one form in all releases."""
-    return Rule(id, (Variant(scope, edit),), expect, never, absent)
+    return Rule(id, (Variant(scope, edit),), expect, never, absent, diverts=diverts)

@@ -1,16 +1,22 @@
 """Find patterns in a source by qualified name, fast enough for a whole package.
 
 The patterns are written like those of `transforms.engine.patterns`, with the same wildcards: ``_`` for any expression,
-``...`` for any further arguments. Two more forms match definitions, whatever their bodies contain:
+``...`` for any further arguments. Two more forms match definitions, whatever their bodies contain, and one matches what
+finds something by a value:
 
     _.kv_cache_manager.allocate_slots(...)
     _.status = RequestStatus.PREEMPTED
     def schedule
     class (Scheduler)
+    key (mm_hash)
 
-``def name`` matches a function or method of that name, ``class (Base)`` a class with a base of that name. The search
-changes nothing, so it uses the standard library's `ast`, which parses ten times faster than LibCST. It parses only
-sources that contain all words of a pattern.
+``def name`` matches a function or method of that name, ``class (Base)`` a class with a base of that name. ``key
+(name)`` matches where a variable or attribute of that name is a key: as a subscript, of a dictionary or set, before
+``in``, as the first argument of a container's method (`CONTAINER_METHODS`), or within a tuple or list, which are
+hashed.
+
+The search changes nothing, so it uses the standard library's `ast`, which parses ten times faster than LibCST. It
+parses only sources that contain all words of a pattern.
 """
 
 from __future__ import annotations
@@ -23,27 +29,36 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from transforms.engine.errors import RuleDefinitionError
+from transforms.engine.marks import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 DEFINITION = re.compile(r"def (\w+)")
 SUBCLASS = re.compile(r"class \((\w+)\)")
+KEY = re.compile(r"key \((\w+)\)")
+#: Methods of dictionaries, sets, caches and hashes whose first argument is a key.
+CONTAINER_METHODS = frozenset(
+    {"__contains__", "__getitem__", "add", "append", "discard", "get", "move_to_end", "pop", "remove", "setdefault"}
+    | {"touch", "update"}
+)
 DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 WORD = re.compile(r"[^\W\d]\w*")
-NO_WORDS = frozenset({"_", "def", "class"})
+NO_WORDS = frozenset({"_", "def", "class", "key"})
 #: The name of code outside of functions and classes.
 TOP_LEVEL = "<module>"
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+#: The nodes that may have a key.
+KEYED = (ast.Call, ast.Compare, ast.Dict, ast.DictComp, ast.List, ast.Set, ast.SetComp, ast.Subscript, ast.Tuple)
 
 
 class SitePattern:
     """A compiled pattern.
 
     Args:
-        text: An expression, a statement, ``def name`` or ``class (Base)``.
+        text: An expression, a statement, ``def name``, ``class (Base)`` or ``key (name)``.
 
     Attributes:
         text: The source of the pattern.
@@ -55,10 +70,11 @@ class SitePattern:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        definition, subclass = DEFINITION.fullmatch(text), SUBCLASS.fullmatch(text)
+        definition, subclass, key = (form.fullmatch(text) for form in (DEFINITION, SUBCLASS, KEY))
         self._defined = definition[1] if definition else ""
         self._base = subclass[1] if subclass else ""
-        self._node = _parse("..." if definition or subclass else text)
+        self._key = key[1] if key else ""
+        self._node = _parse("..." if definition or subclass or key else text)
         words = [word for word in WORD.findall(text) if word not in NO_WORDS]
         if not words:
             raise RuleDefinitionError("a pattern names nothing, so it would match everywhere", where=repr(text))
@@ -70,7 +86,7 @@ class SitePattern:
         elif subclass:
             self._searches = [re.compile(rf"\bclass\s+\w+\s*\([^)]*\b{self._base}\b".encode())]
         self.kinds: tuple[type[ast.AST], ...] = (
-            FUNCTIONS if definition else (ast.ClassDef,) if subclass else (type(self._node),)
+            FUNCTIONS if definition else (ast.ClassDef,) if subclass else KEYED if key else (type(self._node),)
         )
 
     def may_occur(self, source: bytes) -> bool:
@@ -83,6 +99,8 @@ class SitePattern:
             return any(_last_name(base) == self._base for base in node.bases)
         if isinstance(node, FUNCTIONS) and self._defined:
             return node.name == self._defined
+        if self._key:
+            return any(_last_name(found) == self._key for found in _keys(node))
         return _same(self._node, node)
 
 
@@ -107,17 +125,39 @@ def find_sites(source: bytes, wanted: Mapping[str, Sequence[str]], path: str) ->
     Raises:
         RuleDefinitionError: If the source does not parse.
     """
+    counts: dict[str, Counter[str]] = {}
+    for thing, name, _ in _matches(source, wanted, path):
+        counts.setdefault(thing, Counter())[name] += 1
+    return {thing: dict(names) for thing, names in counts.items()}
+
+
+def site_lines(source: bytes, patterns: Sequence[str], name: str, path: str) -> list[int]:
+    """Return the lines of the matches of some patterns in one class or function, in order.
+
+    Args:
+        source: The source.
+        patterns: The patterns.
+        name: The qualified name of the innermost class or function around the matches.
+        path: The source's path, for error messages.
+
+    Raises:
+        RuleDefinitionError: If the source does not parse.
+    """
+    found = _matches(source, {"": patterns}, path)
+    return sorted(getattr(node, "lineno", 1) for _, where, node in found if where == name)
+
+
+def _matches(source: bytes, wanted: Mapping[str, Sequence[str]], path: str) -> Iterator[tuple[str, str, ast.AST]]:
+    """Yield each group and node that match, with the qualified name around the node, unordered."""
     by_kind: dict[type[ast.AST], list[tuple[str, SitePattern]]] = {}
     for thing, texts in wanted.items():
         for found in map(site_pattern, texts):
             if found.may_occur(source):
                 for kind in found.kinds:
                     by_kind.setdefault(kind, []).append((thing, found))
-    counts: dict[str, Counter[str]] = {}
     for name, node in _named_nodes(_parsed(source, path)) if by_kind else ():
         for thing in {thing for thing, found in by_kind.get(type(node), ()) if found.matches(node)}:
-            counts.setdefault(thing, Counter())[name] += 1
-    return {thing: dict(names) for thing, names in counts.items()}
+            yield thing, name, node
 
 
 def _parsed(source: bytes, path: str) -> ast.Module:
@@ -125,8 +165,10 @@ def _parsed(source: bytes, path: str) -> ast.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # warnings about vLLM's own strings do not matter here
             return ast.parse(source, path)
-    except (SyntaxError, ValueError) as error:
-        raise RuleDefinitionError(f"a source does not parse: {error}", where=path) from error
+    except UNREADABLE as error:
+        raise RuleDefinitionError(
+            f"a source does not parse: {error}", where=path, fix="check that the sources are complete"
+        ) from error
 
 
 def _named_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
@@ -182,6 +224,26 @@ def _same_arguments(wanted: ast.Call, found: ast.Call) -> bool:
 def _spaced(dotted: str) -> str:
     """Return a regular expression for a dotted name; its parts may be on different lines."""
     return r"\s*\.\s*".join(dotted.split("."))
+
+
+def _keys(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the expressions that are keys in a node; of a tuple or list, the elements."""
+    if isinstance(node, ast.Subscript):
+        yield node.slice
+    elif isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in CONTAINER_METHODS:
+            yield from node.args[:1]
+    elif isinstance(node, ast.Compare):
+        if isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            yield node.left
+    elif isinstance(node, ast.Dict):
+        yield from filter(None, node.keys)
+    elif isinstance(node, ast.DictComp):
+        yield node.key
+    elif isinstance(node, ast.SetComp):
+        yield node.elt
+    elif isinstance(node, (ast.List, ast.Set, ast.Tuple)):
+        yield from node.elts
 
 
 def _last_name(node: ast.expr) -> str:

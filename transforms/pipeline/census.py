@@ -1,4 +1,4 @@
-"""The census of a release: every place in its package of a kind that rules hook, with its classification.
+"""The census of a release: every place in its package of a kind that matters, with its classification.
 
 ``overlays/vllm-X/census.json`` records the sites as module paths, qualified names and counts. It also records hashes of
 the package's Python files and of the patterns, and is valid as long as neither changes. The transforms classify the
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transforms.engine.census import Consequence
+from transforms.engine.errors import OverlayError
 from transforms.engine.report import Status
 from transforms.engine.sites import find_sites
 from transforms.pipeline.lock import RESTORE, LockError, dump, read_lock
@@ -20,23 +21,30 @@ from transforms.pipeline.product import UCM
 from transforms.pipeline.sources.tree import sha256
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from transforms.engine.census import Census, Elsewhere
     from transforms.engine.report import Outcome
     from transforms.pipeline.lock import Lock
     from transforms.pipeline.product import Product
+    from transforms.pipeline.rewrite import Overlay
     from transforms.pipeline.sources.tree import SourceTree
 
 SCHEMA = 1
 FILE = "census.json"
 NEIGHBOURS = 3
+#: What the ids of the names census start with; see `transforms.names`.
+NAMES = "names."
 
 #: Counts by census, path and qualified name.
 Found = dict[str, dict[str, dict[str, int]]]
 #: How often each rule matched, by the path and the qualified name of its scope.
 Hooks = dict[tuple[str, str], dict[str, int]]
+
+
+class UnclassifiedError(OverlayError):
+    """A release has places of the kinds that rules hook, about which nobody has decided."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,7 @@ def judge(found: Found, hooks: Hooks, release: str, product: Product = UCM) -> l
     """Return every site of a release with its classification, in the order of the censuses."""
     return [
         _site(census, path, name, count, hooks, release)
-        for census in _censuses(product)
+        for census in product.censuses
         for path, names in found.get(census.id, {}).items()
         for name, count in names.items()
     ]
@@ -209,7 +217,7 @@ def obsolete(sites: Mapping[str, Sequence[Site]], product: Product = UCM) -> lis
     }
     return [
         (census, pattern)
-        for census in _censuses(product)
+        for census in product.censuses
         for said in census.elsewhere
         for pattern in said.sites
         if (census.id, id(said), pattern) not in used
@@ -225,17 +233,42 @@ def neighbours(site: Site, sites: Sequence[Site]) -> list[Site]:
 def advice(site: Site, sites: Sequence[Site], title: str) -> list[str]:
     """Explain an unclassified site and what to do about it, as lines of text."""
     transform = site.census.id.rpartition(".")[0]
-    to_do = (
-        f"read it in {title}. Give a rule of {transform} this place, or say in {site.census.id} what follows "
-        "(CONTRIBUTING.md, 'Try a new vLLM release')"
-    )
+    hook = f"Give a rule of {transform} this place, or say" if site.census.rules else "Say"
+    to_do = f"read it in {title}. {hook} in {site.census.id} what follows (CONTRIBUTING.md, 'Try a new vLLM release')"
     known = [f"    known: {other.describe()}" for other in neighbours(site, sites)]
     return [f"new place: {site.describe()} ({site.census.what})", *known, f"    to do: {to_do}"]
+
+
+def check_classified(found: Found, overlay: Overlay) -> None:
+    """Refuse an overlay whose release has places of the kinds that rules hook which nobody has looked at.
+
+    Raises:
+        UnclassifiedError: Naming each place and the nearest known ones.
+    """
+    product = overlay.product
+    sites = judge(found, hooks_of_outcomes(overlay.outcomes, product), overlay.release, product)
+    unknown = [site for site in sites if not site.is_known]
+    if unknown:
+        told = [line for site in unknown for line in advice(site, sites, overlay.title)]
+        raise UnclassifiedError(
+            f"{len(unknown)} places in {overlay.title} are of kinds that are counted, and nobody has decided on them; "
+            "what runs there could pass the hooks by, or find KV by a name:\n    " + "\n    ".join(told),
+            where=str(overlay.directory),
+            fix=f"hook or classify each; `nox -s drift -- {overlay.named}` shows them",
+        )
 
 
 def scope_names(product: Product = UCM) -> dict[tuple[str, str], str]:
     """Return the qualified names of the rules' scopes, by rule id and variant name."""
     return {(r.id, v.name): v.scope.name for t in product.transforms for r in t.rules for v in r.variants}
+
+
+def by_kind(sites: Sequence[Site]) -> dict[str, list[Site]]:
+    """Return the sites of the transforms' censuses, and those of the names census, under ``hooks`` and ``names``."""
+    kinds: dict[str, list[Site]] = {}
+    for site in sites:
+        kinds.setdefault("names" if site.census.id.startswith(NAMES) else "hooks", []).append(site)
+    return kinds
 
 
 def census_summary(sites: Sequence[Site]) -> str:
@@ -266,12 +299,8 @@ def _hooks(applied: Iterable[tuple[str, str, str, int]], product: Product) -> Ho
     return hooks
 
 
-def _censuses(product: Product) -> Iterator[Census]:
-    return (census for transform in product.transforms for census in transform.census)
-
-
 def _patterns(product: Product) -> dict[str, tuple[str, ...]]:
-    return {census.id: census.patterns for census in _censuses(product)}
+    return {census.id: census.patterns for census in product.censuses}
 
 
 def _digest_of(product: Product) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from transforms.engine.errors import OverlayError
-from transforms.engine.marks import MARK
+from transforms.engine.marks import MARK, UNREADABLE
 from transforms.engine.transform import DEFAULT_SEAM, Seam
 
 if TYPE_CHECKING:
@@ -118,13 +118,13 @@ def _parsed(source: bytes) -> tuple[ast.Module, tuple[ast.AST, ...]]:
 
 
 def changed_definitions(source: bytes, seams: Collection[Seam] = (DEFAULT_SEAM,)) -> dict[str, list[str]]:
-    """Return the functions, and the classes with new fields, that rules changed in a rewritten module.
+    """Return what rules changed in a rewritten module: functions, classes with new fields, and the module's variables.
 
     Returns:
-        The hooks that each calls, by qualified name. A nested function counts as the outer one.
+        The hooks that each uses, by qualified name. A nested function counts as the outer one.
     """
-    uses = [use for use in hook_uses(source, seams) if use.call is not None]
-    marks = {line for line, text in enumerate(source.decode().splitlines(), 1) if MARK in text}
+    uses = hook_uses(source, seams)
+    marks = {line for line, text in enumerate(source.splitlines(), 1) if MARK.encode() in text}
     changes = marks | {use.line for use in uses}
     found: dict[str, list[str]] = {}
     for name, node in _definitions(_parsed(source)[0]):
@@ -135,11 +135,14 @@ def changed_definitions(source: bytes, seams: Collection[Seam] = (DEFAULT_SEAM,)
     return {name: hooks for name, hooks in found.items() if not any(other.startswith(f"{name}.") for other in found)}
 
 
-def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    """Yield a module's functions and classes and the classes' functions, also those under an ``if`` or ``try``."""
+def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
+    """Yield a module's functions, classes, the classes' functions, and variables, also under an ``if`` or ``try``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function | ast.ClassDef):
             yield prefix + child.name, child
+        elif not prefix and isinstance(child, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            yield from ((target.id, child) for target in targets if isinstance(target, ast.Name))
         if isinstance(child, ast.ClassDef):
             yield from _definitions(child, f"{prefix}{child.name}.")
         elif isinstance(child, ast.stmt | ast.excepthandler) and not isinstance(child, Function):
@@ -149,7 +152,7 @@ def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Functio
 def _check_compiles(module: RewrittenModule) -> None:
     try:
         compile(_parsed(module.rewritten)[0], module.path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
+    except UNREADABLE as error:
         raise _error(module, f"does not compile: {error}") from error
 
 
@@ -176,19 +179,30 @@ def _names(node: _Named) -> set[str]:
     return {f"{node.value.id}.{node.attr}"} if isinstance(node.value, ast.Name) else set()
 
 
+def check_hook_uses(source: bytes, signatures: Signatures) -> str:
+    """Return what is wrong with the first wrong use of a hook in a source; empty if all are right."""
+    return next((problem for use in hook_uses(source, signatures) if (problem := _wrong_use(use, signatures))), "")
+
+
+def _wrong_use(use: HookUse, signatures: Signatures) -> str:
+    known = signatures[use.seam]
+    if use.hook not in known:
+        return f"calls a hook that {use.seam.module.replace('.', '/')}.py does not have: {use.hook}"
+    arguments = known[use.hook]
+    if use.call is not None and arguments is not None and not _accepts(arguments, use.call):
+        return f"calls {use.hook} with arguments that it does not take"
+    return ""
+
+
 def _check_hooks(module: RewrittenModule, uses: Sequence[HookUse], signatures: Signatures) -> None:
     for use in uses:
-        known = signatures[use.seam]
-        if use.hook not in known:
-            file = use.seam.module.replace(".", "/")
-            raise _error(module, f"calls a hook that {file}.py does not have: {use.hook}", use.line)
-        arguments = known[use.hook]
-        if use.call is not None and arguments is not None and not _accepts(arguments, use.call):
-            raise _error(module, f"calls {use.hook} with arguments that it does not take", use.line)
+        if problem := _wrong_use(use, signatures):
+            raise _error(module, problem, use.line)
     within = {hook for hooks in changed_definitions(module.rewritten, signatures).values() for hook in hooks}
     for use in uses:
-        if use.call is not None and use.hook not in within:
-            raise _error(module, f"calls {use.hook} outside every function", use.line)
+        if use.hook not in within:
+            problem = f"uses {use.hook} outside of every function, class and variable, where nothing shows that it ran"
+            raise _error(module, problem, use.line)
 
 
 def _accepts(arguments: ast.arguments, call: ast.Call) -> bool:

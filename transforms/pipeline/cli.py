@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from transforms.engine.errors import OverlayError
-from transforms.pipeline.build import build_overlay, make_overlay
+from transforms.pipeline.adopt import Row, adopt, published, releases_page, row
+from transforms.pipeline.build import Order, check_complete, complete, make_overlay, order_for, ordered
 from transforms.pipeline.census import (
     FILE,
     Site,
@@ -27,25 +29,38 @@ from transforms.pipeline.drift.machine import as_data
 from transforms.pipeline.drift.model import Drift, measure
 from transforms.pipeline.drift.page import write_drift
 from transforms.pipeline.drift.terminal import print_censuses, print_matrix, print_release
-from transforms.pipeline.generate import regenerate, write_generated
+from transforms.pipeline.generate import RELEASES, regenerate, write_changed, write_generated
+from transforms.pipeline.installed import look
 from transforms.pipeline.lock import accept
-from transforms.pipeline.package import BUILD, Built, build_runtime
+from transforms.pipeline.package import build_tools
 from transforms.pipeline.parallel import each_release
-from transforms.pipeline.product import UCM, parse, products
+from transforms.pipeline.product import UCM, parse, products, unpublished
 from transforms.pipeline.project import PLACE, Skeleton
 from transforms.pipeline.review.model import Verdict, make_review, summary
 from transforms.pipeline.review.page import write_review
 from transforms.pipeline.review.terminal import print_review
 from transforms.pipeline.sources.open import open_sources
+from transforms.pipeline.trial import check_cases
+from transforms.place import BUILD, IS_CHECKOUT, command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transforms.pipeline.installed import Python
+    from transforms.pipeline.package import Built
     from transforms.pipeline.product import Product
     from transforms.pipeline.rewrite import Overlay
 
 #: For progress and errors; results go to standard output.
 console = Console(stderr=True, highlight=False)
+#: The word for what an interpreter has.
+INSTALLED = "installed"
+#: The word for all published releases.
+PUBLISHED = "published"
+NEWEST = (
+    "Building for {release}, the newest reviewed release, because none was named. For the vLLM that you run: "
+    "nox -s build-overlay -- installed --python /path/to/its/python"
+)
 #: The width of results that are written to a file or pipe.
 FILE_WIDTH = 100
 
@@ -56,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except OverlayError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        say(f"error: {error}", "red")
         return 1
     except KeyboardInterrupt:
-        console.print("stopped", markup=False)
+        say("stopped")
         return 130
     return code
 
@@ -70,9 +85,15 @@ def _parser() -> argparse.ArgumentParser:
 
     build = commands.add_parser("build-overlay", help="build the wheels of reviewed overlays")
     build.add_argument(
-        "releases", nargs="*", metavar="RELEASE", help="releases; default: the newest reviewed one; `all`: all of them"
+        "releases",
+        nargs="*",
+        metavar="RELEASE",
+        help="releases; `installed`: what --python has; `all`: all reviewed ones; default: the newest reviewed one",
     )
-    build.add_argument("--out", type=Path, default=BUILD, metavar="DIR", help="default: build/")
+    build.add_argument("--python", type=Path, metavar="PATH", help="with `installed`: the interpreter that runs vLLM")
+    build.add_argument(
+        "--out", type=Path, default=BUILD, metavar="DIR", help="the wheels go into DIR/wheels/; default: build/"
+    )
     build.add_argument(
         "--hooks",
         choices=("default", "all"),
@@ -81,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_origin(build)
     build.set_defaults(run=_build)
+
+    if IS_CHECKOUT:
+        tools = commands.add_parser("build-tools", help="build the wheel of these commands, for other projects")
+        tools.add_argument("--out", type=Path, default=BUILD, metavar="DIR", help="default: build/")
+        tools.set_defaults(run=_build_tools)
 
     drift = commands.add_parser("drift", help="try every rule on releases, reviewed or new, and report what moved")
     drift.add_argument(
@@ -108,6 +134,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     census.set_defaults(run=_census, origin=None, release=None)
 
+    adopting = commands.add_parser("adopt", help="try everything on new releases; write their locks if nothing is open")
+    adopting.add_argument(
+        "releases",
+        nargs="+",
+        metavar="RELEASE",
+        help="releases; `published`: a table of all published ones for the docs",
+    )
+    adopting.set_defaults(run=_adopt)
+
     generate = commands.add_parser("regenerate", help="write every lock, diff and generated page again")
     generate.add_argument("releases", nargs="*", metavar="RELEASE", help="releases; default: all reviewed ones")
     generate.set_defaults(run=_regenerate)
@@ -116,10 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("directory", type=Path, metavar="DIR", help="a directory to create")
     init.add_argument("--owner", required=True, help="one lower-case word, the prefix of its releases: OWNER-0.32.0")
     init.add_argument(
-        "--at", default=PLACE, metavar="PATH:NAME", help="the function that its first rule hooks; default: %(default)s"
+        "--at", metavar="PATH:NAME", help=f"the function that its first rule hooks; default, for vLLM: {PLACE}"
     )
     init.add_argument("--project", default="", help="the package's name on the index, if it is not its import name")
-    init.add_argument("--release", metavar="X.Y.Z", help="a release of that package; default: the newest reviewed vLLM")
+    init.add_argument("--release", metavar="X.Y.Z", help="a release of that package; default: the newest reviewed one")
     init.set_defaults(run=_init)
     return parser
 
@@ -177,26 +212,57 @@ def newest_reviewed() -> str:
 
 
 def _build(options: argparse.Namespace) -> int:
-    releases = chosen_releases(options)
-    jobs = [(release, options.origin, options.out, options.hooks == "all") for release in releases]
-    built = list(each_release(_build_one, jobs, console))
-    runtime = build_runtime(options.out)
-    for path in (runtime, *(one.wheel for one in built)):
+    all_hooks = options.hooks == "all"
+    executable, install = Path("/path/to/that/python"), "/path/to/that/python -m pip install"
+    if options.python is not None or INSTALLED in options.releases:
+        python = _interpreter(options)
+        orders, why = order_for(python, all_hooks=all_hooks)
+        executable, install = python.executable, python.install
+    else:
+        releases = chosen_releases(options)
+        orders = ordered(releases, options.origin, all_hooks=all_hooks)
+        why = [] if options.releases or releases == [None] else [NEWEST.format(release=releases[0])]
+    for line in why:
+        say(line)
+    built = list(each_release(_build_one, [(one.named, one, options.out, all_hooks) for one in orders], console))
+    folders = complete(built)
+    for path in (path for wheels in folders.values() for path in wheels):
         print(path)  # noqa: T201 - the result
-    console.print(
-        "\nInstall both wheels beside the release that they are for, with the Python that runs it:\n"
-        f"    /path/to/that/python -m pip install {runtime} {built[-1].wheel}\n"
-        f"Then run `/path/to/that/python -m ucm doctor`. The overlay's source is in {built[-1].source}.",
-        markup=False,
-        soft_wrap=True,
+    beside = {one.wheel.parent: _beside(order) for order, one in zip(orders, built, strict=True)}
+    commands = "".join(f"    {install} {shlex.quote(str(folder))}/*.whl{beside[folder]}\n" for folder in folders)
+    which = "all wheels of the folder" if len(folders) == 1 else "all wheels of one of the folders"
+    say(
+        f"\nInstall {which} beside the release that they are for, with the Python that runs it:\n{commands}"
+        f"Then run `{executable} -m ucm doctor`. The overlay's source is in {built[-1].source}."
     )
     return 0
 
 
-def _build_one(job: tuple[str | None, str | None, Path, bool]) -> Built:
-    named, origin, out, all_hooks = job
-    product, release = _parsed(named)
-    return build_overlay(release, origin, product=product, out=out, all_hooks=all_hooks)
+def _beside(order: Order) -> str:
+    """Return what pip must install with an overlay: the projects of its seams that are on no index."""
+    product, _ = _parsed(order.named)
+    return "".join(f" {shlex.quote(place)}" for place in unpublished(product))
+
+
+def _build_tools(options: argparse.Namespace) -> int:
+    wheel = build_tools(options.out / "wheels" / "tools")
+    print(wheel)  # noqa: T201 - the result
+    say(f"Install it where rules are written: python -m pip install {shlex.quote(str(wheel))}")
+    return 0
+
+
+def _interpreter(options: argparse.Namespace) -> Python:
+    if options.releases != [INSTALLED] or options.python is None or options.origin or options.release:
+        raise OverlayError(
+            "`installed` and --python belong together, and no other release or origin is given beside them",
+            fix="write `nox -s build-overlay -- installed --python /path/to/its/python`",
+        )
+    return look(options.python)
+
+
+def _build_one(job: tuple[str | None, Order, Path, bool]) -> Built:
+    _, one, out, all_hooks = job
+    return one.build(out, all_hooks=all_hooks)
 
 
 def _parsed(named: str | None) -> tuple[Product, str | None]:
@@ -213,7 +279,7 @@ def _drift(options: argparse.Namespace) -> int:
     else:
         print_matrix(drifts, output())
     if options.page:
-        console.print(f"page: {write_drift(drifts)}", markup=False, soft_wrap=True)
+        say(f"page: {write_drift(drifts)}")
     return 0 if all(drift.passes for drift in drifts) else 1
 
 
@@ -237,26 +303,46 @@ def _review(options: argparse.Namespace) -> int:
     for line in [*summary(review), f"page: {page}"]:
         print(line)  # noqa: T201 - the result
     if options.accept:
+        check_cases(product)
         sources = open_sources(overlay.release, options.origin, package=product.package)
-        _accept(overlay, census_text(sources, product))
+        census = census_text(sources, product)
+        check_complete(overlay, json.loads(census)["sites"], sources)
+        _accept(overlay, census)
     elif review.verdict is not Verdict.SAME:
         given = f" --from {options.origin}" if options.origin else ""
-        console.print(f"to accept it: nox -s review -- {overlay.named}{given} --accept", markup=False, soft_wrap=True)
+        say(f"to accept it: nox -s review -- {overlay.named}{given} --accept")
     return 0
 
 
 def _accept(overlay: Overlay, census: str) -> None:
     target = accept(overlay)
     (target / FILE).write_text(census, encoding="utf-8")
-    write_generated()
-    for path in sorted(target.iterdir()):
+    generated = write_generated(overlay.product)
+    for path in [*sorted(target.iterdir()), *generated]:
         print(f"wrote: {path}")  # noqa: T201 - the result
-    console.print(
-        f"The fingerprints and docs/transforms.md were updated, too. Commit everything, then run: "
-        f"nox -s build-overlay -- {overlay.named}",
-        markup=False,
-        soft_wrap=True,
-    )
+    say(f"Commit these files, then run: nox -s build-overlay -- {overlay.named}")
+
+
+def _adopt(options: argparse.Namespace) -> int:
+    if options.releases == [PUBLISHED]:
+        jobs = [(one.named(release), release) for one in products() for release in published(one)]
+        rows = list(each_release(_row, jobs, console))
+        titles = {one: [row for product, row in rows if product == one] for one in dict.fromkeys(p for p, _ in rows)}
+        for path in write_changed({RELEASES: releases_page(titles)}):
+            print(path)  # noqa: T201 - the result
+        return 0
+    adoptions = []
+    for named in options.releases:
+        product, release = parse(named)
+        adoptions.append(adopt(named, product, release))
+        print(adoptions[-1].markdown())  # noqa: T201 - the result
+    return 1 if any(one.decisions for one in adoptions) else 0
+
+
+def _row(job: tuple[str, str]) -> tuple[str, Row]:
+    named, release = job
+    product, _ = parse(named)
+    return product.package.title, row(named, product, release)
 
 
 def _census(options: argparse.Namespace) -> int:
@@ -264,14 +350,13 @@ def _census(options: argparse.Namespace) -> int:
     taken = list(each_release(_census_one, [(release,) for release in releases], console, "census of"))
     paths = {named: census_path(release, product) for named in releases for product, release in [parse(named)]}
     other = [named for named, text, _ in taken if _kept(paths[named]) != text]
-    for named, text, _ in taken:
-        paths[named].write_text(text, encoding="utf-8")
+    write_changed({paths[named]: text for named, text, _ in taken})
     searched = {parse(named)[0] for named in releases}
     stale = [found for product in searched for found in obsolete(judged(product), product)]
     print_censuses({named: sites for named, _, sites in taken}, stale, output())
     if other:
         updated = f"{FILE} was out of date for {', '.join(other)} and has been updated"
-        console.print(f"{updated}; check it with git diff, and commit it", markup=False, soft_wrap=True)
+        say(f"{updated}; check it with git diff, and commit it")
     unknown = any(not site.is_known for _, _, sites in taken for site in sites)
     return 1 if other or unknown or stale else 0
 
@@ -288,17 +373,19 @@ def _census_one(job: tuple[str]) -> tuple[str, str, list[Site]]:
 
 
 def _init(options: argparse.Namespace) -> int:
-    release = options.release or newest_reviewed()
-    skeleton = Skeleton(options.owner, release, options.at, options.project)
+    skeleton = Skeleton(options.owner, options.release or "", options.at or "", options.project)
     for path in skeleton.write(options.directory):
         print(path)  # noqa: T201 - the result
-    console.print(
-        f"\nInstall it in this environment: {sys.executable} -m pip install -e {options.directory}\n"
-        f"Then: python -m transforms drift {options.owner}-{release}. Its README has the other commands.",
-        markup=False,
-        soft_wrap=True,
+    say(
+        f"\nInstall it in this environment: {sys.executable} -m pip install -e {shlex.quote(str(options.directory))}\n"
+        f"Then: python -m transforms drift {options.owner}-{skeleton.tried}. Its README has the other commands."
     )
     return 0
+
+
+def say(text: str, style: str | None = None) -> None:
+    """Print progress, advice or an error, with commands that exist where it is shown."""
+    console.print(command(text), style=style, markup=False, soft_wrap=True)
 
 
 def output() -> Console:
@@ -314,9 +401,9 @@ def _regenerate(options: argparse.Namespace) -> int:
     for path in changed:
         print(path)  # noqa: T201 - the result
     if changed:
-        console.print("these files were out of date and have been updated: check them, and commit them", markup=False)
+        say("these files were out of date and have been updated: check them, and commit them")
         return 1
-    console.print("every lock, diff and generated page is up to date", markup=False)
+    say("every lock, diff and generated page is up to date")
     return 0
 
 

@@ -20,6 +20,7 @@ from difflib import Match, SequenceMatcher
 from functools import partial
 from typing import TYPE_CHECKING
 
+from transforms.engine.marks import UNREADABLE, decoded
 from transforms.pipeline.hunks import Hunk, owners
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def unified_lines(before: Sequence[str], after: Sequence[str], context: int) -> 
 
 def _lines(source: bytes) -> list[str]:
     """Split text as git and patch do: only a line feed ends a line."""
-    return list(io.StringIO(source.decode(), newline="\n"))
+    return list(io.StringIO(decoded(source), newline="\n"))
 
 
 def _scopes(source: bytes) -> list[tuple[int, int, str]]:
@@ -152,7 +153,7 @@ def _scopes(source: bytes) -> list[tuple[int, int, str]]:
         warnings.simplefilter("ignore", SyntaxWarning)  # about escapes in vLLM's strings
         try:
             module = ast.parse(source)
-        except (SyntaxError, ValueError):
+        except UNREADABLE:
             return []
     found: list[tuple[int, int, str]] = []
     waiting: list[tuple[ast.AST, str]] = [(module, "")]

@@ -6,30 +6,40 @@ CI runs this and then `git diff --exit-code`: nobody edits `overlays/` by hand.
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
 from typing import TYPE_CHECKING
 
 from transforms.engine.errors import OverlayError
 from transforms.pipeline.build import make_overlay
 from transforms.pipeline.census import census_path, census_text
-from transforms.pipeline.lock import accepted_files, read_lock
+from transforms.pipeline.lock import accepted_files, check_not_shipped, read_lock
 from transforms.pipeline.parallel import each_release
 from transforms.pipeline.product import UCM, parse, products
 from transforms.pipeline.rebindings import rebindings_page
 from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.transforms_page import transforms_page
+from transforms.place import IS_CHECKOUT, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from rich.console import Console
 
     from transforms.pipeline.product import Product
 
-ROOT = Path(__file__).parents[2]
 FINGERPRINTS = ROOT / "ucm" / "overlay" / "fingerprints.json"
+README = ROOT / "README.md"
 #: The page of each product of this repository, by the owner of its rules.
 PAGES = ROOT / "docs"
+#: The page of all published releases, which `adopt published` draws.
+RELEASES = PAGES / "releases.md"
+
+#: How the README counts the reviewed releases.
+RANGE = re.compile(r"\b\d+ releases \(\d[\w.]* to \d[\w.]*\)")
+ALL = re.compile(r"\ball \d+ overlays\b")
+#: A release in the table of published ones, up to its state.
+ROW = re.compile(r"(\| ([\w.]+) \|.*\|) [^|]+ \|")
 
 
 class RegenerationError(OverlayError):
@@ -63,19 +73,31 @@ def regenerate(releases: Sequence[str], console: Console) -> list[Path]:
 
 
 def write_changed(files: Mapping[Path, str]) -> list[Path]:
-    """Write files; return those whose content changed, relative to the repository."""
+    """Write files.
+
+    Returns:
+        Those whose content changed, relative to the repository.
+
+    Raises:
+        LockError: If one that changed is in the wheel of the tooling.
+    """
     changed = []
     for path, text in files.items():
         if not path.exists() or path.read_bytes() != text.encode():
+            check_not_shipped(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            changed.append(_shown(path))
+            changed.append(shown(path))
     return changed
 
 
-def write_generated() -> list[Path]:
-    """Write the files that depend only on the locks and the transforms; return those that changed."""
-    return write_changed(generated())
+def write_generated(product: Product = UCM) -> list[Path]:
+    """Write this repository's files that depend only on its locks and transforms; return those that changed.
+
+    Args:
+        product: The product whose lock was written. Another owner's changes none of them.
+    """
+    return write_changed(generated()) if IS_CHECKOUT and product in products() else []
 
 
 def generated() -> dict[Path, str]:
@@ -86,7 +108,29 @@ def generated() -> dict[Path, str]:
         for product in products()
         if product.package.rebinds and product.reviewed()
     }
-    return {FINGERPRINTS: fingerprints(), **pages, **rebound}
+    readme = {README: counted(README.read_text(encoding="utf-8"))} if README.exists() else {}
+    listed = {RELEASES: marked(RELEASES.read_text(encoding="utf-8"))} if RELEASES.exists() else {}
+    return {FINGERPRINTS: fingerprints(), **readme, **pages, **rebound, **listed}
+
+
+def marked(text: str) -> str:
+    """Return the page of all published releases with those that have a lock now marked as reviewed."""
+    reviewed = {product.package.title: product.reviewed() for product in products()}
+    lines, title = [], ""
+    for line in text.splitlines():
+        title = line.removeprefix("## ") if line.startswith("## ") else title
+        row = ROW.fullmatch(line)
+        lines.append(f"{row[1]} reviewed |" if row and row[2] in reviewed.get(title, ()) else line)
+    return "\n".join(lines) + "\n"
+
+
+def counted(text: str) -> str:
+    """Return a text with the number and the range of the reviewed releases of vLLM as they are now."""
+    reviewed = UCM.reviewed()
+    if not reviewed:
+        return text
+    count = f"{len(reviewed)} releases ({reviewed[0]} to {reviewed[-1]})"
+    return ALL.sub(f"all {len(reviewed)} overlays", RANGE.sub(count, text))
 
 
 def page_of(product: Product) -> str:
@@ -94,7 +138,7 @@ def page_of(product: Product) -> str:
     return "transforms.md" if product.is_default else f"transforms_{'_'.join(product.owners)}.md"
 
 
-def _shown(path: Path) -> Path:
+def shown(path: Path) -> Path:
     """Return a path for printing: relative to the repository if it is in it."""
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 

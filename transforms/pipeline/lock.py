@@ -6,18 +6,18 @@ For each module, ``overlays/vllm-X/lock.json`` lists the hashes of the upstream 
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from typing import TYPE_CHECKING, Any, cast
 
 from transforms.engine.errors import OverlayError
-from transforms.engine.marks import MARK
+from transforms.engine.marks import marked_lines
 from transforms.engine.report import Status
 from transforms.pipeline.conflicts import conflicts
 from transforms.pipeline.diff import overlay_diff
 from transforms.pipeline.product import UCM
 from transforms.pipeline.sources.tree import sha256
+from transforms.place import IS_CHECKOUT, ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,16 +106,6 @@ def built_lock(lock: Lock, *, all_hooks: bool) -> Lock:
     return {**lock, "modules": modules}
 
 
-def marked_lines(rewritten: bytes) -> dict[str, list[int]]:
-    """Return the line numbers of each rule's marks in a rewritten module."""
-    found: dict[str, list[int]] = {}
-    for number, line in enumerate(io.StringIO(rewritten.decode(), newline="\n"), 1):
-        _, mark, rule = line.partition(MARK)
-        if mark:
-            found.setdefault(rule.strip(), []).append(number)
-    return found
-
-
 def read_lock(release: str, product: Product = UCM) -> Lock | None:
     """Return the reviewed lock of a release, or None.
 
@@ -202,12 +192,27 @@ def accept(overlay: Overlay) -> Path:
         The overlay's directory.
 
     Raises:
-        LockError: If it would replace the lock of a published vLLM with that of a modified one.
+        LockError: If it would replace the lock of a published vLLM with that of a modified one, or one of the tooling.
     """
+    check_not_shipped(overlay.directory)
     for path, text in accepted_files(overlay).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return overlay.directory
+
+
+def check_not_shipped(path: Path) -> None:
+    """Refuse to write into the wheel of the tooling.
+
+    Raises:
+        LockError: If the path is in it.
+    """
+    if not IS_CHECKOUT and path.is_relative_to(ROOT):
+        raise LockError(
+            "UCM's own overlays are part of the tooling, which is not changed",
+            where=str(path),
+            fix="do this in a checkout of UCM's repository, or write rules of your own with `init`",
+        )
 
 
 def accepted_files(overlay: Overlay) -> dict[Path, str]:

@@ -22,8 +22,9 @@ from transforms.pipeline.checks import changed_definitions, hook_uses
 from transforms.pipeline.conflicts import shared_groups
 from transforms.pipeline.lock import built_lock
 from transforms.pipeline.pages import templates
-from transforms.pipeline.product import UCM
+from transforms.pipeline.product import OWN, UCM
 from transforms.pipeline.sbom import make_sbom
+from transforms.place import BUILD, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from transforms.pipeline.product import Product
     from transforms.pipeline.rewrite import Overlay
 
-ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build"
 RUNTIME = "ucm-runtime"
+#: The wheel of this package itself.
+TOOLS = "ucm-overlay-tools"
 #: The variable in which hatchling looks for the time.
 EPOCH = "SOURCE_DATE_EPOCH"
 #: The modification time of every file in a wheel, in seconds since 1970; zip cannot represent times before 1980.
@@ -91,34 +92,51 @@ def overlay_version(release: str, serial: int, *, all_hooks: bool = False, produ
     return f"{version.base_version}{before}{f'.post{post}' if post else ''}{development}{local}"
 
 
-def build_package(overlay: Overlay, lock: Lock, out: Path = BUILD, *, all_hooks: bool = False) -> Built:
+def folder_name(product: Product, release: str, *, all_hooks: bool = False) -> str:
+    """Return the name of the folders of an overlay: ``packages/NAME`` for its source, ``wheels/NAME`` for its wheel."""
+    own = f"{product.package.project}-{release}"
+    # Other owners' overlays of vLLM need a name of their own; the owner `ascend` is in its project's name already.
+    parts = [own] if product.publisher in OWN and not product.others else [*product.owners, own]
+    return "-".join([*parts, *(["all-hooks"] if all_hooks else [])])
+
+
+def build_package(
+    overlay: Overlay, lock: Lock, out: Path = BUILD, *, all_hooks: bool = False, folder: str = ""
+) -> Built:
     """Render an overlay's source package and build its wheel.
 
     Args:
         overlay: The overlay, already compared with its lock.
         lock: Its reviewed lock.
-        out: The output directory: ``packages/`` for the source, ``wheels/`` for the wheel, ``wheels/all-hooks/`` for
-            one with all hooks.
+        out: The output directory: ``packages/`` for the source, ``wheels/`` for the wheel; both have one folder per
+            overlay.
         all_hooks: Whether the wheel also contains the opt-in rules.
+        folder: The folder below ``wheels/``; default: the overlay's own. Wheels that are installed together share one.
 
     Raises:
         PackageError: If hatchling fails.
     """
-    name, wheels = f"{overlay.product.package.project}-{overlay.release}", out / "wheels"
-    name = name if overlay.product.is_default else "-".join((*overlay.product.owners, name))
-    if all_hooks:
-        name, wheels = f"{name}-all-hooks", wheels / "all-hooks"
+    name = folder_name(overlay.product, overlay.release, all_hooks=all_hooks)
     source = render(overlay, lock, out / "packages" / name, all_hooks=all_hooks)
-    return Built(build_wheel(source, wheels), source)
+    return Built(build_wheel(source, out / "wheels" / (folder or name)), source)
 
 
-def build_runtime(out: Path = BUILD) -> Path:
+def build_runtime(folder: Path) -> Path:
     """Build the wheel of the runtime that every overlay calls.
 
     Raises:
         PackageError: If hatchling fails.
     """
-    return build_wheel(ROOT, out / "wheels")
+    return build_wheel(ROOT, folder)
+
+
+def build_tools(folder: Path) -> Path:
+    """Build the wheel of this package, with which other projects build overlays; only a checkout can.
+
+    Raises:
+        PackageError: If hatchling fails.
+    """
+    return build_wheel(ROOT / "transforms", folder)
 
 
 def render(overlay: Overlay, lock: Lock, target: Path, *, all_hooks: bool = False) -> Path:
@@ -148,7 +166,7 @@ def render(overlay: Overlay, lock: Lock, target: Path, *, all_hooks: bool = Fals
 
 
 def build_wheel(source: Path, out: Path) -> Path:
-    """Build the wheel of a source package with hatchling.
+    """Build the wheel of a source package with hatchling; it replaces other versions of the same distribution.
 
     Raises:
         PackageError: If hatchling fails; the message has its output.
@@ -157,7 +175,7 @@ def build_wheel(source: Path, out: Path) -> Path:
     before = os.environ.get(EPOCH)
     os.environ[EPOCH] = DATE
     try:
-        return Path(next(WheelBuilder(str(source)).build(directory=str(out.resolve()), versions=["standard"])))
+        wheel = Path(next(WheelBuilder(str(source)).build(directory=str(out.resolve()), versions=["standard"])))
     except Exception as error:
         raise PackageError(
             "hatchling could not build the wheel",
@@ -168,6 +186,9 @@ def build_wheel(source: Path, out: Path) -> Path:
         del os.environ[EPOCH]
         if before is not None:
             os.environ[EPOCH] = before
+    for other in set(out.resolve().glob(f"{wheel.name.partition('-')[0]}-*.whl")) - {wheel}:
+        other.unlink()  # pip installs a whole folder, and takes one version of a distribution
+    return wheel
 
 
 def runtime_version() -> str:
@@ -179,7 +200,7 @@ def runtime_version() -> str:
 
 
 def _context(overlay: Overlay, lock: Lock, left_out: list[str], *, all_hooks: bool) -> dict[str, Any]:
-    runtime, product = runtime_version(), overlay.product
+    product = overlay.product
     return {
         "distribution": product.publisher.distribution,
         "package": product.module,
@@ -197,7 +218,7 @@ def _context(overlay: Overlay, lock: Lock, left_out: list[str], *, all_hooks: bo
         "left_out": left_out,
         "release": overlay.release,
         "runtime": RUNTIME,
-        "runtime_requirement": f"{RUNTIME}>={runtime}",
+        "runtime_version": runtime_version(),
         "requires": [one for registry in product.registries for one in registry.requires],
         "pth_name": f"{product.module}.pth",
         "start_name": f"{product.module}.start",

@@ -9,12 +9,16 @@ rules and then Acme's, and ``0.32.0`` alone is UCM's.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
+from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from transforms import registry
@@ -25,6 +29,7 @@ from transforms.engine.registry import Registry
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transforms.engine.census import Census
     from transforms.engine.registry import Package
     from transforms.engine.transform import Transform
 
@@ -75,6 +80,12 @@ class Product:
         """The transforms of all owners, in order."""
         return tuple(transform for one in self.registries for transform in one.transforms)
 
+    @cached_property
+    def censuses(self) -> tuple[Census, ...]:
+        """The censuses of all transforms, then those of the owners."""
+        of_transforms = (census for transform in self.transforms for census in transform.census)
+        return (*of_transforms, *(census for one in self.registries for census in one.census))
+
     @property
     def module(self) -> str:
         """The name of the package in a wheel."""
@@ -115,8 +126,9 @@ def compose(*registries: Registry) -> Product:
     if len(packages) != 1:
         raise ProductError(
             "registries for different packages cannot be applied in one build",
-            where=", ".join(f"{one.owner}: {one.package.name}" for one in registries),
-            fix="build one overlay of each package; both can be installed",
+            where=", ".join(f"{one.owner}: {one.package}" for one in registries),
+            fix="build one overlay of each package, both can be installed; if they mean the same package, import one "
+            "`Package`, for instance from transforms.registry or transforms.ascend.registry",
         )
     for one, other in combinations(registries, 2):
         shared = {t.module.group for t in one.transforms} & {t.module.group for t in other.transforms}
@@ -157,6 +169,12 @@ def registries() -> dict[str, Registry]:
 def _loaded(point: metadata.EntryPoint) -> Registry:
     try:
         loaded: Any = point.load()
+    except OverlayError as error:
+        raise ProductError(
+            error.what,
+            where=", ".join(filter(None, (error.where, f"the entry point {point.name} = {point.value}"))),
+            fix=error.fix or "correct the project that installs it, or uninstall it",
+        ) from error
     except Exception as error:
         raise ProductError(
             f"a registry cannot be loaded: {error!r}",
@@ -191,6 +209,25 @@ def parse(named: str) -> tuple[Product, str]:
             fix=f"install the project that has it, with an entry point `{GROUP}`, in the environment of this command",
         )
     return compose(*(known[word] for word in words)), release
+
+
+def unpublished(product: Product) -> list[str]:
+    """Return the directories and archives from which the projects of a product's seams were installed.
+
+    An overlay's wheel requires these projects, and no package index has them.
+    """
+    names = [Requirement(one).name for registry in product.registries for one in registry.requires]
+    return list(dict.fromkeys(place for name in names if (place := _installed_from(name))))
+
+
+def _installed_from(name: str) -> str:
+    """Return the local path from which a project was installed; empty if there is none."""
+    try:
+        told = metadata.distribution(name).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return ""
+    url = urlsplit(json.loads(told)["url"]) if told else None
+    return url2pathname(url.path) if url and url.scheme == "file" else ""
 
 
 def products() -> list[Product]:

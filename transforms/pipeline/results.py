@@ -74,8 +74,8 @@ class Results:
             data = json.loads(zlib.decompress(file.read_bytes()))
             outcomes = tuple(map(_outcome, data["outcomes"]))
             changing = tuple(one for one in transforms if one.id in data["changing"])
-            default = None if data["default"] is None else data["default"].encode()
-            rewritten, opt_in = data["rewritten"].encode(), tuple(data["opt_in"])
+            default = None if data["default"] is None else data["default"].encode("latin-1")
+            rewritten, opt_in = data["rewritten"].encode("latin-1"), tuple(data["opt_in"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError, zlib.error):
             return None
         self.found.add(path)
@@ -86,10 +86,10 @@ class Results:
         for module in modules:
             if not self._known or module.path in self.found:
                 continue
-            data = {
+            data = {  # bytes as text: a module may be in any encoding
                 "changing": [transform.id for transform in module.transforms],
-                "rewritten": module.rewritten.decode(),
-                "default": None if module.default is None else module.default.decode(),
+                "rewritten": module.rewritten.decode("latin-1"),
+                "default": None if module.default is None else module.default.decode("latin-1"),
                 "opt_in": module.opt_in,
                 "outcomes": [{**asdict(one), "status": one.status.value} for one in module.outcomes],
             }

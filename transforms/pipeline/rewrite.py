@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from transforms.engine.apply import apply_rules
+from transforms.engine.marks import UNREADABLE
 from transforms.engine.report import Outcome, Status
 from transforms.pipeline.product import UCM
-from transforms.pipeline.sources.tree import SourceError
+from transforms.pipeline.sources.tree import SourceError, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from transforms.engine.releases import Absent
     from transforms.engine.transform import Transform
     from transforms.pipeline.product import Product
     from transforms.pipeline.results import Results
@@ -135,7 +138,7 @@ def rewrite(tree: SourceTree, product: Product = UCM, results: Results | None = 
 
 def module_path(transform: Transform, tree: SourceTree) -> str | None:
     """Return the path of a transform's module in a release; None if the release has none, or one that is not used."""
-    if _absence(transform, tree.release):
+    if _reason(transform.module.unused, tree.release):
         return None
     return next((path for path in transform.module.candidates(tree.release) if tree.exists(path)), None)
 
@@ -146,10 +149,21 @@ def _rewrite_module(
     """Return a module with the insertions of its transforms; ``transforms`` is empty if they insert nothing."""
     try:
         parsed = cst.parse_module(source)
-    except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
-        raise SourceError(
-            "an upstream module does not parse", where=f"{path}: {error}", fix="check that the sources are complete"
-        ) from error
+        printed = parsed.bytes
+    except (cst.ParserSyntaxError, *UNREADABLE) as error:
+        raise unreadable(path, error) from error
+    if printed != source:
+        what = "an upstream module would change in more than its insertions"
+        raise SourceError(what, where=path, fix="end its lines with \\n or \\r\\n, not with \\r, in the sources")
+    try:
+        return _inserted(transforms, path, source, parsed, release, product)
+    except RecursionError as error:
+        raise unreadable(path, error) from error
+
+
+def _inserted(
+    transforms: Sequence[Transform], path: str, source: bytes, parsed: cst.Module, release: str, product: Product
+) -> RewrittenModule:
     changed, outcomes, changing = _applied(transforms, parsed, path, release)
     rewritten = _with_notice(changed.bytes, release, product)
     module = RewrittenModule(tuple(changing), path, source, rewritten, tuple(outcomes), rewritten)
@@ -168,22 +182,33 @@ def _applied(
     outcomes: list[Outcome] = []
     changing = []
     for transform in transforms:
-        changed, own = apply_rules(module, transform.all_rules, path, release)
+        changed, found = apply_rules(module, transform.all_rules, path, release)
+        reason = _reason(transform.module.absent, release)
+        own = [_against_record(outcome, reason) for outcome in found]
         if any(_is_change(outcome, transform) for outcome in own):
             module = changed
             outcomes += own
             changing.append(transform)
         else:
-            outcomes += [_left_out(outcome) for outcome in own]
+            outcomes += [_left_out(outcome, reason) for outcome in own]
     return module, outcomes, changing
 
 
 def _with_notice(source: bytes, release: str, product: Product) -> bytes:
-    """Insert the notice of changes after the source's leading comments (its licence header)."""
-    lines = source.splitlines(keepends=True)
-    header = next((i for i, line in enumerate(lines) if not line.startswith(b"#")), len(lines))
-    notice = NOTICE.format(overlay=product.publisher.title, package=product.package.title, release=release)
-    return b"".join([*lines[:header], notice.encode(), *lines[header:]])
+    """Insert the notice of changes after the source's leading comments: its licence header, and its encoding.
+
+    A byte order mark stays first, a declaration of the encoding stays in the first two lines, and the notice's lines
+    end as the source's do.
+    """
+    mark = codecs.BOM_UTF8 if source.startswith(codecs.BOM_UTF8) else b""
+    lines = source.removeprefix(mark).splitlines(keepends=True)
+    blank = 1 if len(lines) > 1 and not lines[0].strip() and lines[1].lstrip().startswith(b"#") else 0
+    header = next((i for i, line in enumerate(lines) if i >= blank and not line.startswith(b"#")), len(lines))
+    notice = NOTICE.format(overlay=product.publisher.title, package=product.package.title, release=release).encode()
+    end = b"\r\n" if lines and lines[0].endswith(b"\r\n") else b"\n"
+    before = b"".join(lines[:header])
+    before += end if before and not before.endswith(b"\n") else b""
+    return b"".join([mark, before, notice.replace(b"\n", end), *lines[header:]])
 
 
 def _is_change(outcome: Outcome, transform: Transform) -> bool:
@@ -191,21 +216,35 @@ def _is_change(outcome: Outcome, transform: Transform) -> bool:
     return outcome.status not in {Status.UPSTREAMED, Status.NOT_APPLICABLE} and outcome.rule != f"{transform.id}.import"
 
 
-def _left_out(outcome: Outcome) -> Outcome:
+def _left_out(outcome: Outcome, reason: str | None) -> Outcome:
     """Return the outcome of a rule in a module that is not shadowed because it would gain only the import."""
     if outcome.status is not Status.APPLIED:
         return outcome
+    if reason is not None:
+        return Outcome(outcome.rule, Status.NOT_APPLICABLE, "", detail=reason)
     detail = "no other rule inserts anything into this module, so nothing would call a hook"
     return Outcome(outcome.rule, Status.NOT_APPLICABLE, outcome.path, detail=detail)
 
 
-def _absence(transform: Transform, release: str) -> str | None:
-    return next((a.reason for a in transform.module.absent if release in a.releases), None)
+def _against_record(outcome: Outcome, reason: str | None) -> Outcome:
+    """Return a failure as the record explains it: a rule may have ended in a release that is said to lack its module.
+
+    Any other failure shows that the record is wrong, because the release has what the rule looks for.
+    """
+    if not outcome.status.failed or reason is None:
+        return outcome
+    if outcome.status is Status.ENDED:
+        return Outcome(outcome.rule, Status.NOT_APPLICABLE, "", detail=reason)
+    return replace(outcome, detail=f"{outcome.detail}; the record is wrong for this release, which has it: {reason}")
+
+
+def _reason(absences: Sequence[Absent], release: str) -> str | None:
+    return next((a.reason for a in absences if release in a.releases), None)
 
 
 def _without_module(transform: Transform, release: str) -> list[Outcome]:
-    reason = _absence(transform, release)
-    status = Status.NOT_APPLICABLE if reason else Status.MISSING
+    reason = _reason((*transform.module.unused, *transform.module.absent), release)
+    status = Status.NOT_APPLICABLE if reason else Status.ENDED
     looked = ", ".join(transform.module.candidates(release))
     detail = reason or f"the release has none of {looked}"
     return [Outcome(rule.id, status, "", detail=detail) for rule in transform.all_rules]

@@ -10,6 +10,7 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from transforms.engine.marks import decoded
 from transforms.engine.report import Status
 from transforms.pipeline.census import scope_names
 from transforms.pipeline.diff import unified_lines
@@ -134,7 +135,7 @@ def surroundings(
 
 def definitions(source: bytes) -> dict[str, list[str]]:
     """Return the lines of every class and function, including decorators, by qualified name; the last one counts."""
-    lines = source.decode().split("\n")
+    lines = decoded(source).split("\n")
     found: dict[str, list[str]] = {}
     waiting: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
     while waiting:

@@ -38,6 +38,7 @@ def transforms_page(product: Product = UCM) -> str:
             notes=notes,
             code=code,
             censuses=_censuses(releases, product),
+            own=[census for registry in product.registries for census in registry.census],
         )
     )
 
@@ -59,7 +60,7 @@ class CensusRow:
 
 def _censuses(releases: list[str], product: Product) -> dict[str, list[CensusRow]]:
     """Return the rows of each census: the hooked places, then the others in the order of the classifications."""
-    found: dict[str, dict[str, dict[str, set[str]]]] = {c.id: {} for t in product.transforms for c in t.census}
+    found: dict[str, dict[str, dict[str, set[str]]]] = {census.id: {} for census in product.censuses}
     for release, sites in judged(product).items():
         for site in sites:
             for follows in _follows(site):
@@ -69,8 +70,7 @@ def _censuses(releases: list[str], product: Product) -> dict[str, list[CensusRow
             CensusRow(tuple(sorted(places)), follows, _spans(releases, set().union(*places.values())))
             for follows, places in sorted(found[census.id].items(), key=lambda item: _order(census, item[0]))
         ]
-        for transform in product.transforms
-        for census in transform.census
+        for census in product.censuses
     }
 
 

@@ -12,7 +12,7 @@ releases   a list, one object per release:
   problem    why the checks of the rewritten modules failed, or why there are no sources; ""
   rules      a list in the order of the transforms:
     id, transform
-    status      applied, present, missing, ambiguous, forbidden, upstreamed, not applicable
+    status      applied, present, missing, ended, ambiguous, forbidden, upstreamed, not applicable
     path        the module; "" if the release has none
     scope, variant, hits    the scope of the anchor, the variant that matched, and its number of matches
     lines       where the insertions start in the rewritten module

@@ -18,6 +18,7 @@ from transforms.pipeline.product import UCM
 from transforms.pipeline.rewrite import rewrite
 from transforms.pipeline.sources.open import open_sources
 from transforms.pipeline.surroundings import Surroundings, surroundings
+from transforms.pipeline.trial import check_cases
 
 if TYPE_CHECKING:
     from transforms.pipeline.product import Product
@@ -165,6 +166,7 @@ def _census(tree: SourceTree, overlay: Overlay) -> list[Site]:
 
 def _problem(overlay: Overlay) -> str:
     try:
+        check_cases(overlay.product)
         check_overlay(overlay)
     except OverlayError as error:
         return str(error)

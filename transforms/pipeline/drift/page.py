@@ -10,8 +10,8 @@ from transforms.engine.report import Status
 from transforms.pipeline.census import advice, census_summary
 from transforms.pipeline.changes import Change
 from transforms.pipeline.drift.terminal import MOVED, NO_SOURCES, SYMBOLS, explain, symbol
-from transforms.pipeline.package import BUILD
 from transforms.pipeline.pages import write_page
+from transforms.place import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

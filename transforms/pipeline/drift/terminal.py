@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from transforms.engine.report import Status
-from transforms.pipeline.census import advice, census_summary
+from transforms.pipeline.census import advice, by_kind, census_summary
 from transforms.pipeline.changes import Change
+from transforms.place import command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ SYMBOLS: dict[Status, tuple[str, str]] = {
     Status.NOT_APPLICABLE: ("·", "dim"),
     Status.UPSTREAMED: ("↑", "cyan"),
     Status.MISSING: ("✗", "bold red"),
+    Status.ENDED: ("∅", "bold red"),
     Status.AMBIGUOUS: ("?", "bold red"),
     Status.FORBIDDEN: ("!", "bold red"),
     Status.PRESENT: ("=", "bold red"),
@@ -119,16 +121,20 @@ def _print_verdict(drift: Drift, console: Console) -> None:
         for line in advice(site, drift.census, drift.title):
             console.print(Text(line, "red"), soft_wrap=True)
     if drift.census:
-        console.print(Text(f"census: {census_summary(drift.census)}", "" if not drift.unclassified else "red"))
+        for kind, some in by_kind(drift.census).items():
+            style = "" if all(site.is_known for site in some) else "red"
+            console.print(Text(f"census of {kind}: {census_summary(some)}", style))
     counts = drift.counts
     console.print(Text(", ".join(f"{counts[status]} {status.value}" for status in SYMBOLS if counts[status])))
     legend = "  ".join(f"{character} {status.value}" for status, (character, _) in SYMBOLS.items())
     console.print(Text(f"{legend}  {MOVED} applied, and changed since the release before", style="dim"))
     console.print(Text(f"{drift.title}: {_verdict(drift)}", _verdict_style(drift.passes)))
     if drift.passes and not drift.reviewed:
-        console.print(Text(f"next: nox -s review -- {drift.release}"))
+        console.print(Text(command(f"next: nox -s review -- {drift.release}")))
     elif not drift.passes:
-        console.print(Text("next: CONTRIBUTING.md, 'Try a new vLLM release'; releases before 0.9.0 were never tried"))
+        console.print(
+            Text(command(f"next: nox -s adopt -- {drift.release} lists what to decide, and the edits that do it"))
+        )
 
 
 def _verdict(drift: Drift) -> str:
@@ -181,7 +187,8 @@ def print_censuses(
         console: The console to print on.
     """
     for release, sites in censuses.items():
-        console.print(Text(f"{release}: {census_summary(sites)}"), soft_wrap=True)
+        for kind, some in by_kind(sites).items():
+            console.print(Text(f"{release}, {kind}: {census_summary(some)}"), soft_wrap=True)
     for release, sites in censuses.items():
         for site in sites:
             if not site.is_known:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from transforms.pipeline.changes import Change
-from transforms.pipeline.package import BUILD
+from transforms.pipeline.package import folder_name
 from transforms.pipeline.pages import write_page
 from transforms.pipeline.review.highlight import highlighted
 from transforms.pipeline.review.regions import lines_of, regions
+from transforms.place import BUILD, command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,14 +80,18 @@ class ShownRegion:
 
 
 def write_review(review: Review, out: Path = BUILD) -> Path:
-    """Write the page of a review below a directory, as ``review/vllm-X/index.html``, and return its path."""
+    """Write the page of a review, as ``review/vllm-X/index.html`` below a directory, and return its path.
+
+    Pages of other owners have their names in front: ``review/acme-vllm-X/index.html``.
+    """
     reasons = groupby(review.lock["not_inserted"], key=lambda entry: (entry["status"], entry["reason"]))
     return write_page(
-        out / "review" / review.overlay.directory.relative_to(review.overlay.product.overlays.parent) / "index.html",
+        out / "review" / folder_name(review.overlay.product, review.overlay.release) / "index.html",
         "review.html.j2",
         review=review,
         shown=[(module, _regions(module, review)) for module in review.modules],
         not_inserted=[(*reason, [entry["rule"] for entry in entries]) for reason, entries in reasons],
+        accept=command(f"nox -s review -- {review.release} --accept"),
         telling=TELLING,
         to_read=[(rule, c) for rule, c in review.changes.rules.items() if c.change in TELLING],
         changes=list(Change),

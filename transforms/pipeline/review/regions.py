@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from transforms.engine.marks import decoded
 from transforms.pipeline.diff import module_diff
 from transforms.pipeline.hunks import Hunk, owners, parse_diff
 
@@ -57,7 +58,7 @@ class Region:
 
 def lines_of(source: bytes) -> list[str]:
     """Return a source's lines, counted as in the diff."""
-    return [line.removesuffix("\n") for line in io.StringIO(source.decode(), newline="\n")]
+    return [line.removesuffix("\n") for line in io.StringIO(decoded(source), newline="\n")]
 
 
 def regions(module: RewrittenModule, context: int) -> list[Region]:

@@ -8,6 +8,7 @@ import os
 import tarfile
 import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from packaging.version import InvalidVersion, Version
@@ -101,14 +102,35 @@ def open_sdist(path: Path, release: str | None, cache: Cache, package: Package =
     target = cache.root / "sdists" / digest
     try:
         if not target.is_dir():
-            partial = target.with_suffix(".part")
-            with tarfile.open(path) as archive:
-                archive.extractall(partial, filter="data")
-            partial.rename(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=target.parent, suffix=".part") as partial, tarfile.open(path) as archive:
+                _unpack(archive, Path(partial, "all"))
+                try:
+                    Path(partial, "all").rename(target)
+                except OSError:
+                    if not target.is_dir():  # else another process was first
+                        raise
         top = next(entry for entry in target.iterdir() if (entry / package.name).is_dir())
     except (OSError, EOFError, zlib.error, tarfile.TarError, StopIteration) as error:
         raise SourceError(f"this is not a readable {package.title} sdist: {error}", where=str(path)) from error
     return DirectoryTree(_release(release, top, package), top, Artefact("sdist", path.name, digest), package)
+
+
+def _unpack(archive: tarfile.TarFile, target: Path) -> None:
+    """Write the regular files of an archive; others are not read. Python's own filters are not in all releases of 3.11.
+
+    Raises:
+        tarfile.TarError: A file would be outside the target.
+    """
+    root = target.resolve()
+    for member in archive:
+        if not (member.isfile() and (content := archive.extractfile(member))):
+            continue
+        path = (root / member.name).resolve()
+        if not path.is_relative_to(root):
+            raise tarfile.TarError(f"{member.name} leads out of it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.read())
 
 
 def _release(given: str | None, root: Path, package: Package) -> str:

@@ -18,6 +18,15 @@ class SourceError(OverlayError):
     """The sources of a release could not be found, read or trusted."""
 
 
+def unreadable(path: str, error: BaseException) -> SourceError:
+    """Return the error for a module that Python, or LibCST, cannot parse or print."""
+    if isinstance(error, RecursionError | MemoryError):
+        what, fix = "an upstream module has an expression that is nested too deeply", "split it in the sources"
+    else:
+        what, fix = "an upstream module does not parse", "check that the sources are complete and as published"
+    return SourceError(what, where=f"{path}: {error}", fix=fix)
+
+
 @dataclass(frozen=True)
 class Artefact:
     """The artefact that a source tree was read from.
