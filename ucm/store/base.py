@@ -16,18 +16,19 @@ short word that labels the failure counters.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from threading import Event, Lock
 from typing import TYPE_CHECKING, ClassVar, NewType, TypeAlias
 
+from ucm.clock import SYSTEM
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
+
+    from ucm.clock import Clock
 
 #: A block's name within its namespace: the 16 to 64 bytes of a digest.
 BlockKey = NewType("BlockKey", bytes)
@@ -124,11 +125,13 @@ class BlockTransfer:
         key: The block's key.
         slices: The memory of consecutive layer slices; each as long as the geometry says.
         first_slice: The index of the first layer slice.
+        depth: How many blocks its chain has before it; of blocks used alike, the deepest are evicted first.
     """
 
     key: BlockKey
     slices: Sequence[Buffer]
     first_slice: int = 0
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,17 @@ class KVStore(ABC):
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Drop saved layer slices that will not be committed, for instance those of an aborted request."""
 
+    def renew(self, keys: Sequence[BlockKey]) -> None:
+        """Note that all blocks of a chain are used, from its first one on, although they are not loaded.
+
+        Their times of last use are renewed in the background, at most once per ``touch_seconds``. Call this for the
+        whole chain: a block without those before it is worth nothing.
+
+        Args:
+            keys: The chain; the keys of missing blocks are ignored.
+        """
+        del keys
+
     def throttle(self, *, active: bool) -> None:
         """Hint that background work should stay off the processors while the caller computes.
 
@@ -268,17 +282,19 @@ class TransferTask(Task):
 
     Args:
         transfers: The number of transfers; with 0 the task is finished.
+        clock: The store's clock.
     """
 
-    def __init__(self, transfers: int) -> None:
-        self._started = time.perf_counter()
-        self._lock = Lock()
+    def __init__(self, transfers: int, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
+        self._started = clock.monotonic()
+        self._lock = clock.lock()
         self._left = transfers
         self._done: dict[BlockKey, str] = {}
         self._failed: dict[BlockKey, StoreError] = {}
         self._nbytes = 0
         self._seconds = 0.0
-        self._event = Event()
+        self._event = clock.event()
         self._then: Callable[[], None] | None = None
         if not transfers:
             self._event.set()
@@ -302,7 +318,7 @@ class TransferTask(Task):
             # A key with several transfers succeeds only if all of them do.
             for key in self._failed:
                 self._done.pop(key, None)
-            self._seconds = time.perf_counter() - self._started
+            self._seconds = self._clock.monotonic() - self._started
             self._event.set()
             if self._then is not None:
                 self._then()

@@ -101,7 +101,7 @@ class StoreConfig:
             enough.
         rest_seconds: The length of a rest; the next call after it tries the medium.
         quarantine_keep: The number of damaged blocks kept for inspection in each directory and namespace.
-        touch_seconds: The age of a block's time of last use from which on a load renews it.
+        touch_seconds: The span of seconds in which a block's time of last use is renewed once, to the span's end.
         stale_seconds: The age from which on a temporary file of a writer on another host is deleted.
         options: The options of a third-party store, which gets this configuration.
     """

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from contextlib import suppress
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.background import enter_background
+from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreUnavailableError
 from ucm.store.format import aligned_buffer
@@ -19,6 +18,7 @@ from ucm.store.guard import unexpected
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ucm.clock import Clock, Thread
     from ucm.store.base import BlockKey, BlockTransfer, Buffer
     from ucm.store.format import HeaderCodec
     from ucm.store.guard import Guard
@@ -64,20 +64,20 @@ class Promoter:
             for key in keys:
                 self._first.save_later(key, partial(self._first.tier.prefetch, key))
 
-    def promote(self, key: BlockKey) -> None:
+    def promote(self, key: BlockKey, depth: int = 0) -> None:
         """Copy a block from a lower tier, unless it is being copied already or too many are."""
         with self._lock:
             if self._closed or key in self._waiting or len(self._waiting) >= _MOST_WAITING:
                 return
             self._waiting.add(key)
         with suppress(ValueError):  # closed meanwhile
-            self._lower[0].save_later(key, partial(self._fetch, 0, key), partial(self._forget, key))
+            self._lower[0].save_later(key, partial(self._fetch, 0, key, depth), partial(self._forget, key))
 
     def keep(self, block: BlockTransfer) -> None:
         """Copy a block that was just loaded from a lower tier; its memory is copied before this returns."""
         codec = self._codec
         if codec is None or len(block.slices) < len(codec.geometry.slice_sizes):
-            self.promote(block.key)
+            self.promote(block.key, block.depth)
             return
         with self._lock:
             if self._closed or block.key in self._waiting or self._nbytes + codec.file_nbytes > self._limit:
@@ -95,7 +95,7 @@ class Promoter:
         with suppress(ValueError):  # closed meanwhile
             self._first.save_later(
                 block.key,
-                partial(self._write_loaded, codec, block.key, content),
+                partial(self._write_loaded, codec, block.key, block.depth, content),
                 partial(self._forget, block.key, codec.file_nbytes),
             )
 
@@ -104,9 +104,9 @@ class Promoter:
         with self._lock:
             self._closed = True
 
-    def _fetch(self, number: int, key: BlockKey) -> None:
+    def _fetch(self, number: int, key: BlockKey, depth: int) -> None:
         """Read a block from a lower tier and queue it to be written."""
-        following, job = None, partial(self._fetch, number + 1, key)
+        following, job = None, partial(self._fetch, number + 1, key, depth)
         try:
             content = self._lower[number].read_file(key)
         except StoreError as error:
@@ -115,22 +115,22 @@ class Promoter:
             if not isinstance(error, BlockMissingError):
                 self._first.counters.failed("promote", error)
         else:
-            following, job = self._first, partial(self._write, key, content)
+            following, job = self._first, partial(self._write, key, content, depth)
         if following is None or self._closed:
             self._forget(key)
         else:
             with suppress(ValueError):  # closed meanwhile
                 following.save_later(key, job, partial(self._forget, key))
 
-    def _write_loaded(self, codec: HeaderCodec, key: BlockKey, content: Buffer) -> None:
+    def _write_loaded(self, codec: HeaderCodec, key: BlockKey, depth: int, content: Buffer) -> None:
         slices = [content[begin:end] for begin, end in zip(codec.offsets, codec.offsets[1:], strict=False)]
         content[: codec.nbytes] = codec.encode(key, codec.seal(slices))
-        self._write(key, content, codec.file_nbytes)
+        self._write(key, content, depth, codec.file_nbytes)
 
-    def _write(self, key: BlockKey, content: Buffer, counted: int = 0) -> None:
+    def _write(self, key: BlockKey, content: Buffer, depth: int, counted: int = 0) -> None:
         try:
             if not self._closed:
-                self._first.put(key, content)
+                self._first.put(key, content, depth)
         except StoreError as error:
             self._first.counters.failed("promote", error)
         except Exception as error:  # noqa: BLE001 - otherwise the block would count as being copied for ever
@@ -142,6 +142,14 @@ class Promoter:
         with self._lock:
             self._waiting.discard(key)
             self._nbytes -= nbytes
+
+
+class _Waiting(NamedTuple):
+    """A block that waits to be written behind."""
+
+    key: BlockKey
+    depth: int  #: how many blocks its chain has before it
+    tries: int = 0
 
 
 class WriteBehind:
@@ -157,21 +165,31 @@ class WriteBehind:
         nbytes: The size of a block in bytes.
         nice: How far to lower the thread's priority.
         turn: Called before each block; returns when the block may be written.
+        clock: The store's clock.
     """
 
     def __init__(
-        self, above: Sequence[Guard], tier: Guard, limit: int, nbytes: int, nice: int, turn: Callable[[], None]
+        self,
+        above: Sequence[Guard],
+        tier: Guard,
+        limit: int,
+        nbytes: int,
+        nice: int,
+        turn: Callable[[], None],
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self._above = tuple(above)
         self._tier = tier
         self._most = max(1, limit // max(1, nbytes))
         self._nbytes = nbytes
         self._nice = nice
         self._turn = turn
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[BlockKey, int]] = deque()  # keys with their number of tries
+        self._changed = clock.condition()
+        self._waiting: deque[_Waiting] = deque()
         self._in_hand = 0
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._closed = False
 
     @property
@@ -181,14 +199,14 @@ class WriteBehind:
             blocks = len(self._waiting) + self._in_hand
         return blocks, blocks * self._nbytes
 
-    def add(self, key: BlockKey) -> None:
-        """Queue a block; drop it if the queue is full."""
+    def add(self, key: BlockKey, depth: int = 0) -> None:
+        """Queue a block, with its depth in its chain; drop it if the queue is full."""
         with self._changed:
             full = len(self._waiting) + self._in_hand >= self._most
             if not full and not self._closed:
-                self._waiting.append((key, 0))
+                self._waiting.append(_Waiting(key, depth))
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="ucm-behind", daemon=True)
+                    self._thread = self._clock.thread(self._run, "ucm-behind")
                     self._thread.start()
                 self._changed.notify_all()
         if full:
@@ -210,9 +228,9 @@ class WriteBehind:
         """Write waiting blocks until the deadline; drop and count the rest.
 
         Args:
-            until: The deadline, as ``time.monotonic()``.
+            until: The deadline, by the clock's ``monotonic()``.
         """
-        while self._tier.takes and (left := until - time.monotonic()) > 0:
+        while self._tier.takes and (left := until - self._clock.monotonic()) > 0:
             if self.flush(min(left, _LOOK_SECONDS)):
                 break
         with self._changed:
@@ -235,7 +253,7 @@ class WriteBehind:
                 self._in_hand = 0
                 self._changed.notify_all()
 
-    def _next(self) -> list[tuple[BlockKey, int]]:
+    def _next(self) -> list[_Waiting]:
         """Return the next waiting blocks once the tier accepts writes; empty when the store is closed."""
         with self._changed:
             while not self._closed:
@@ -246,27 +264,28 @@ class WriteBehind:
                 self._changed.wait(_LOOK_SECONDS if self._waiting else None)
             return []
 
-    def _feed(self, batch: list[tuple[BlockKey, int]]) -> None:
-        there = self._tier.contains([key for key, _ in batch])
-        for number, ((key, tries), has) in enumerate(zip(batch, there, strict=True)):
+    def _feed(self, batch: list[_Waiting]) -> None:
+        there = self._tier.contains([block.key for block in batch])
+        for number, (block, has) in enumerate(zip(batch, there, strict=True)):
             if self._closed:
                 return
             if not self._tier.takes:
                 self._again(batch[number:])
                 return
-            if not has and not self._write(key) and tries + 1 < _TRIES:
-                self._again([(key, tries + 1), *batch[number + 1 :]])
+            if not has and not self._write(block) and block.tries + 1 < _TRIES:
+                self._again([block._replace(tries=block.tries + 1), *batch[number + 1 :]])
                 return
             with self._changed:
                 self._in_hand -= 1
 
-    def _again(self, batch: list[tuple[BlockKey, int]]) -> None:
+    def _again(self, batch: list[_Waiting]) -> None:
         with self._changed:
             self._waiting.extendleft(reversed(batch))
             self._in_hand -= len(batch)
 
-    def _write(self, key: BlockKey) -> bool:
+    def _write(self, block: _Waiting) -> bool:
         """Copy one block; return False if the medium does not answer and the block must be tried again."""
+        key = block.key
         self._turn()
         for source in self._above:
             try:
@@ -277,7 +296,7 @@ class WriteBehind:
                 source.counters.failed("load", error)
                 continue
             try:
-                self._tier.put(key, content)
+                self._tier.put(key, content, block.depth)
             except StoreError as error:
                 self._tier.counters.failed("save", error)
                 return not isinstance(error, StoreUnavailableError)

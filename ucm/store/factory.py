@@ -6,8 +6,6 @@ import math
 import os
 import shutil
 import threading
-import time
-from concurrent.futures import wait
 from contextlib import closing, suppress
 from functools import partial
 from importlib import import_module
@@ -18,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ucm.background import call_later
-from ucm.errors import PIP, ConfigError
+from ucm.clock import SYSTEM
+from ucm.errors import ConfigError, install_extra
 from ucm.logger import get_logger
 from ucm.store.base import (
     BlockKey,
@@ -47,6 +46,7 @@ from ucm.store.tiered import TieredStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ucm.clock import Clock
     from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockGeometry, BlockTransfer
     from ucm.store.config import StoreConfig
@@ -132,11 +132,12 @@ class OpeningTask(Task):
 
     Args:
         keys: The blocks to transfer.
+        clock: The store's clock.
     """
 
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, keys: Sequence[BlockKey], *, clock: Clock = SYSTEM) -> None:
         self._keys = keys
-        self._ended = threading.Event()
+        self._ended = clock.event()
         self.begun: tuple[KVStore, Task] | None = None  #: the store's own task, once it has one
         self.result = TaskResult({}, {}, 0, 0.0)  #: the result of a refused task
 
@@ -167,16 +168,18 @@ class OpeningStore(KVStore):
     Args:
         make: Opens the store.
         patience: How many seconds transfers wait for the store.
+        clock: The clock that ``make`` gives to the store.
     """
 
-    def __init__(self, make: Callable[[], KVStore], patience: float) -> None:
+    def __init__(self, make: Callable[[], KVStore], patience: float, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._make = make
         self._lock = threading.Lock()
         self._store: KVStore | None = None
         self._why: StoreError = StoreTimeoutError("the store is still being opened: its medium does not answer")
         self._waiting = 0
         self._closed = False
-        self._pool = Pool("ucm-open", 1, patience=patience, rest=math.inf)
+        self._pool = Pool("ucm-open", 1, patience=patience, rest=math.inf, clock=clock)
         self._pool.submit([self._open])
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -236,13 +239,13 @@ class OpeningStore(KVStore):
 
     def flush(self, seconds: float) -> bool:
         """Wait for the store to open, and flush it."""
-        until, store = time.monotonic() + seconds, self._ready()
+        until, store = self._clock.monotonic() + seconds, self._ready()
         if store is None:
-            opened = threading.Event()
+            opened = self._clock.event()
             self._later(lambda _: opened.set(), lambda _: opened.set())
             if not opened.wait(seconds) or self._store is None:
                 return False
-        return self._opened().flush(max(0.0, until - time.monotonic()))
+        return self._opened().flush(max(0.0, until - self._clock.monotonic()))
 
     def stats(self) -> Mapping[str, TierStats]:
         """Return the store's statistics; empty until the store is open."""
@@ -277,7 +280,7 @@ class OpeningStore(KVStore):
         store = self._ready()
         if store is not None:
             return call(store)
-        task = OpeningTask(keys)
+        task = OpeningTask(keys, clock=self._clock)
         self._later(partial(task.begin, call=call), task.refuse)
         return task
 
@@ -300,12 +303,13 @@ class OpeningStore(KVStore):
         self._pool.submit([RefusableJob(end, partial(end, refused=True))])
 
 
-def opens_within(make: Callable[[], KVStore], seconds: float) -> bool:
+def opens_within(make: Callable[[], KVStore], seconds: float, *, clock: Clock = SYSTEM) -> bool:
     """Open and close a store, to detect wrong options or directories early.
 
     Args:
         make: Opens the store.
         seconds: How long to wait.
+        clock: The clock that ``make`` gives to the store.
 
     Returns:
         Whether that ended in time; otherwise a thread continues with it.
@@ -313,9 +317,8 @@ def opens_within(make: Callable[[], KVStore], seconds: float) -> bool:
     Raises:
         ConfigError: The store cannot be opened.
     """
-    trial = call_later(lambda: make().close(), "ucm-open")
-    wait([trial], seconds)
-    if not trial.done():
+    trial = call_later(lambda: make().close(), "ucm-open", clock=clock)
+    if not trial.wait(seconds):
         return False
     trial.result()
     return True
@@ -332,15 +335,19 @@ _CLASSES = {
 _WHERE = "store: pipeline"
 
 
-def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | None) -> KVStore:
+def open_store(
+    config: StoreConfig, namespace: str, geometry: BlockGeometry | None, *, clock: Clock = SYSTEM
+) -> KVStore:
     """Open one namespace of a store.
 
-    A third-party store is a class that is called with these three arguments; a third-party tier is a ``Tier``.
+    A third-party store is a class that is called with the first three arguments; a third-party tier is a ``Tier``,
+    which receives the clock in its ``TierPlace``.
 
     Args:
         config: The store's options.
         namespace: The name shared by all engines that share blocks; of ``a-z 0-9 . _ / -``.
         geometry: The geometry of a block; None for an instance that only looks up and prefetches.
+        clock: What time passes by, and whose threads the store uses.
 
     Raises:
         ConfigError: An option is wrong, or names something that does not exist; the message says which.
@@ -358,8 +365,8 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
                 where=f"store: tiers: {name}",
                 fix="remove them, or add the tier to the pipeline",
             )
-    if "Posix" in names and not {"Dram", "Cache"}.isdisjoint(names):
-        check_apart(config.dram_directory, config.directories)
+    if "Posix" in names:
+        check_apart(config.directories, None if {"Dram", "Cache"}.isdisjoint(names) else config.dram_directory)
     authenticator = authenticator_of(config)
     try:
         codec = HeaderCodec(namespace, geometry, authenticator) if geometry is not None else None
@@ -375,8 +382,8 @@ def open_store(config: StoreConfig, namespace: str, geometry: BlockGeometry | No
         )
     whole = [name for name, back_end in back_ends.items() if not is_tier(back_end)]
     if not whole:
-        places = {name: TierPlace(name, namespace, geometry, codec, config, authenticator) for name in names}
-        return TieredStore(_open_tiers(back_ends, places), codec, config)
+        places = {name: TierPlace(name, namespace, geometry, codec, config, authenticator, clock) for name in names}
+        return TieredStore(_open_tiers(back_ends, places), codec, config, clock=clock)
     if authenticator is not None and whole != ["Empty"]:
         raise ConfigError(
             f"{whole[0]} stores blocks in its own way, and UCM cannot authenticate them",
@@ -428,7 +435,7 @@ def authenticator_of(config: StoreConfig, *, of_tool: bool = False) -> Authentic
         raise ConfigError(
             f"authentication needs blake3, which comes with vLLM: {error}",
             where="store: authentication_key_file",
-            fix=f"install the extra: {PIP} install 'ucm-runtime[authentication]'",
+            fix=f"install it: {install_extra('authentication')}",
         ) from error
     found: Authenticator = module.read_authenticator(
         config.authentication_key_file, _owners(config) if of_tool and os.geteuid() == 0 else frozenset()
@@ -465,7 +472,7 @@ def remove_blocks(config: StoreConfig, namespace: str, keys: Sequence[BlockKey])
             tier = open_tier(config, name, namespace)
             with suppress(StoreError), closing(tier):
                 for key in keys:
-                    tier.remove(key, time.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a ValueTier
+                    tier.remove(key, tier.clock.monotonic() + tier.timeout)  # type: ignore[attr-defined] # a ValueTier
 
 
 def ask_tier(config: StoreConfig, name: str) -> str:
@@ -486,14 +493,14 @@ def ask_tier(config: StoreConfig, name: str) -> str:
         return "a whole store, which an engine opens"
     tier = open_tier(config, name)
     try:
-        began = time.monotonic()
+        began = tier.clock.monotonic()
         nothing = BlockKey(bytes(MIN_KEY_BYTES))
         if isinstance(tier, ValueTier):  # first, because a server may answer a lookup without saying why it fails
             with suppress(BlockMissingError):
                 tier.fetch(nothing, began + tier.timeout)
                 raise StoreUnavailableError(f"{name} returns a value that nobody stored: another server answers there")
-        tier.contains([nothing], time.monotonic() + tier.timeout)
-        seconds = time.monotonic() - began
+        tier.contains([nothing], tier.clock.monotonic() + tier.timeout)
+        seconds = tier.clock.monotonic() - began
         failures = tier.stats().failures
         if failures:
             raise StoreUnavailableError(f"{name} does not answer correctly: {', '.join(failures)}; the log has more")

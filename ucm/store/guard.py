@@ -7,12 +7,11 @@ computation waits for that lock.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ucm.clock import SYSTEM
 from ucm.store.base import StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.format import UNIT, header_nbytes
 from ucm.store.health import Breaker, Pool, RefusableJob
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeVar
 
+    from ucm.clock import Clock
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.health import Job
@@ -39,10 +39,15 @@ GRACE = 0.03
 
 
 class Throttle:
-    """Delays jobs while their caller computes."""
+    """Delays jobs while their caller computes.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    Args:
+        clock: What the delays pass by.
+    """
+
+    def __init__(self, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
+        self._changed = clock.condition()
         self._active = False
         #: The monotonic time from which jobs may run if nothing is computed.
         self._free_from = 0.0
@@ -51,7 +56,7 @@ class Throttle:
         """Start to delay jobs, or stop after ``GRACE``."""
         with self._changed:
             self._active = active
-            self._free_from = time.monotonic() + GRACE
+            self._free_from = self._clock.monotonic() + GRACE
             self._changed.notify_all()
 
     def hurry(self) -> None:
@@ -67,10 +72,10 @@ class Throttle:
         Args:
             waiting: Bytes queued, including this job's.
         """
-        latest = time.monotonic() + LONGEST_DELAY * (1 - waiting / MOST_WAITING)
+        latest = self._clock.monotonic() + LONGEST_DELAY * (1 - waiting / MOST_WAITING)
         with self._changed:
-            while (now := time.monotonic()) < (until := latest if self._active else min(latest, self._free_from)):
-                self._changed.wait(until - now)
+            while (left := (latest if self._active else min(latest, self._free_from)) - self._clock.monotonic()) > 0:
+                self._changed.wait(left)
 
 
 class Guard:
@@ -82,21 +87,24 @@ class Guard:
         tier: The tier.
         config: The store's options.
         before_save: Called before each write job; see ``Pool``.
+        clock: The clock of deadlines, rests and threads.
     """
 
-    def __init__(self, tier: Tier, config: StoreConfig, before_save: Job | None = None) -> None:
+    def __init__(
+        self, tier: Tier, config: StoreConfig, before_save: Job | None = None, *, clock: Clock = SYSTEM
+    ) -> None:
+        self._clock = clock
         self.tier = tier
         self.name = tier.name
         self.counters = tier.counters
         failures, rest = config.failures_until_rest, config.rest_seconds
-        self._breaker = tier.breaker or Breaker(f"the tier {tier.name}", failures, rest)
-        self._writes = Breaker(f"writing to the tier {tier.name}", failures, rest)  # a full server can still be read
+        self._breaker = tier.breaker or Breaker(f"the tier {tier.name}", failures, rest, clock=clock)
+        # A full server can still be read.
+        self._writes = Breaker(f"writing to the tier {tier.name}", failures, rest, clock=clock)
         patience = max(config.stuck_seconds, 2 * tier.transfer_timeout if not tier.rests_by_itself else 0.0)
-        self._loads = [Pool("ucm-load", config.load_threads, patience=patience, rest=rest) for _ in range(tier.lanes)]
-        self._saves = [
-            Pool("ucm-save", config.save_threads, config.save_nice, before_save, patience=patience, rest=rest)
-            for _ in range(tier.lanes)
-        ]
+        pool = partial(Pool, patience=patience, rest=rest, clock=clock)
+        self._loads = [pool("ucm-load", config.load_threads) for _ in range(tier.lanes)]
+        self._saves = [pool("ucm-save", config.save_threads, config.save_nice, before_save) for _ in range(tier.lanes)]
         self._load_threads = config.load_threads
 
     # Threads.
@@ -170,7 +178,7 @@ class Guard:
         """Return whether each block exists; none does in a tier that does not answer."""
         found: list[bool] = []
         if keys and self.allows():
-            found = self._look_up(lambda: self.tier.contains(keys, time.monotonic() + self.tier.timeout), found)
+            found = self._look_up(lambda: self.tier.contains(keys, self._deadline(self.tier.timeout)), found)
         self.counters.looked_up(len(keys), found.count(True))
         return found or [False] * len(keys)
 
@@ -178,7 +186,7 @@ class Guard:
         """Return how many of the first blocks exist without a gap; 0 for a tier that does not answer."""
         hits = 0
         if keys and self.allows():
-            hits = self._look_up(lambda: self.tier.prefix(keys, time.monotonic() + self.tier.timeout), hits)
+            hits = self._look_up(lambda: self.tier.prefix(keys, self._deadline(self.tier.timeout)), hits)
         self.counters.looked_up(min(hits + 1, len(keys)), hits)
         return hits
 
@@ -189,7 +197,7 @@ class Guard:
         outcomes: list[Outcome] = []
 
         def read() -> None:
-            outcomes.extend(self.tier.read_many(blocks, time.monotonic() + self.tier.transfer_timeout))
+            outcomes.extend(self.tier.read_many(blocks, self._deadline(self.tier.transfer_timeout)))
             worst = next((found for found in outcomes if isinstance(found, StoreUnavailableError)), None)
             if worst is not None:
                 raise worst
@@ -202,11 +210,18 @@ class Guard:
 
     def read_file(self, key: BlockKey) -> Buffer:
         """Return a whole block in its stored form; see ``Tier.read_file``."""
-        return self._asked("load", lambda: self.tier.read_file(key, time.monotonic() + self.tier.transfer_timeout))
+        return self._asked("load", lambda: self.tier.read_file(key, self._deadline(self.tier.transfer_timeout)))
 
-    def put(self, key: BlockKey, content: Buffer) -> None:
-        """Store a whole block and count it; see ``Tier.put``."""
-        self._asked("save", lambda: self.tier.put(key, content, time.monotonic() + self.tier.transfer_timeout))
+    def put(self, key: BlockKey, content: Buffer, depth: int = 0) -> None:
+        """Store a whole block and count it; see ``Tier.put``.
+
+        Args:
+            key: The block's key.
+            content: Its header and layer slices.
+            depth: How many blocks its chain has before it.
+        """
+        self._asked("save", lambda: self.tier.put(key, content, self._deadline(self.tier.transfer_timeout)))
+        self.tier.renew([key], depth, is_new=True)
         self.counters.saved(content.nbytes - header_nbytes(bytes(content[:UNIT])))
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
@@ -237,6 +252,9 @@ class Guard:
             raise self._writes.refusal(self.name)
         return self._timed(operation, call)
 
+    def _deadline(self, seconds: float) -> float:
+        return self._clock.monotonic() + seconds
+
     def _look_up(self, call: Callable[[], T], nothing: T) -> T:
         """Run a lookup; count its failure, and return that nothing was found."""
         try:
@@ -247,7 +265,7 @@ class Guard:
 
     def _timed(self, operation: str, call: Callable[[], T]) -> T:
         """Time an operation and report its outcome to the breaker."""
-        began = time.monotonic()
+        began = self._clock.monotonic()
         try:
             found = call()
         except StoreUnavailableError as error:
@@ -268,7 +286,7 @@ class Guard:
                 self._writes.succeeded()
             return found
         finally:
-            self.counters.took(operation, time.monotonic() - began)
+            self.counters.took(operation, self._clock.monotonic() - began)
 
     def _tell(self, error: StoreError | None) -> None:
         if self.tier.rests_by_itself:

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from threading import Condition
+from queue import Empty
 from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
+from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import StoreError, StoreTimeoutError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from ucm.clock import Clock, Queue, Thread
 
 Job = Callable[[], None]
 
@@ -43,13 +44,15 @@ class Breaker:
         what: The medium's name in the log.
         failures: The number of consecutive failures that starts a rest.
         seconds: The length of a rest.
+        clock: What a rest passes by.
     """
 
-    def __init__(self, what: str, failures: int, seconds: float) -> None:
+    def __init__(self, what: str, failures: int, seconds: float, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._what = what
         self._limit = failures
         self._seconds = seconds
-        self._changed = Condition()
+        self._changed = clock.condition()
         self._row = 0
         self._cause: StoreError = StoreUnavailableError("nothing failed yet")
         self._until = 0.0
@@ -65,7 +68,7 @@ class Breaker:
         if self._row < self._limit:
             return True
         with self._changed:
-            now = time.monotonic()
+            now = self._clock.monotonic()
             if now >= self._until:
                 self._until = now + self._seconds
                 self._patient_until = now + _PROBE_SECONDS
@@ -79,7 +82,7 @@ class Breaker:
     @property
     def rests(self) -> bool:
         """Whether calls would be refused; unlike ``allows``, this does not make the caller the probe."""
-        return self._row >= self._limit and time.monotonic() < self._until
+        return self._row >= self._limit and self._clock.monotonic() < self._until
 
     @property
     def probing(self) -> bool:
@@ -110,7 +113,7 @@ class Breaker:
                 self._row = max(self._row, self._limit)
             if self._probing or not was_resting:  # calls in progress when the rest began do not replace its cause
                 self._cause = error
-            self._until = time.monotonic() + self._seconds
+            self._until = self._clock.monotonic() + self._seconds
             row, probed, self._probing = self._row, self._probing, False
             self._changed.notify_all()
         if probed or (not was_resting and row >= self._limit):
@@ -150,6 +153,7 @@ class Pool:
         before: Called before each job; returns when the job may run.
         patience: Seconds in one job after which a thread counts as stuck.
         rest: Seconds from finding all threads stuck until one more is started; infinite: never.
+        clock: What patience and rest pass by; its threads run the jobs.
     """
 
     def __init__(
@@ -161,18 +165,20 @@ class Pool:
         *,
         patience: float = math.inf,
         rest: float = 30.0,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self._name = name
         self._count = threads
         self._nice = nice
         self._before = before
         self._patience = patience
         self._rest = rest
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._lock = clock.lock()
+        self._threads: list[Thread] = []
         self._began: dict[int, float] = {}  # start time of each busy thread's job
         self._rest_until = 0.0
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._queue: Queue[Job | None] = clock.queue()
         self._closed = False
 
     def submit(self, jobs: Iterable[Job]) -> None:
@@ -186,7 +192,7 @@ class Pool:
                 raise ValueError("the store is closed")
             while len(self._threads) < self._count:
                 self._start()
-            if self._is_stuck() and self._rest_until and time.monotonic() >= self._rest_until:
+            if self._is_stuck() and self._rest_until and self._clock.monotonic() >= self._rest_until:
                 self._rest_until = 0.0
                 if len(self._threads) < self._count + _MOST_EXTRA:
                     self._start()
@@ -201,7 +207,7 @@ class Pool:
         with self._lock:
             if not self._is_stuck():
                 return
-            now = time.monotonic()
+            now = self._clock.monotonic()
             if not self._rest_until:
                 self._rest_until = now + self._rest
                 get_logger(__name__).warning(
@@ -236,13 +242,15 @@ class Pool:
         self.relieve()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread = self._clock.thread(self._run, f"{self._name}-{len(self._threads)}")
         self._threads.append(thread)
         thread.start()
 
     def _is_stuck(self) -> bool:
         began = list(self._began.values())
-        return bool(began) and len(began) >= len(self._threads) and time.monotonic() - max(began) >= self._patience
+        if not began or len(began) < len(self._threads):
+            return False
+        return self._clock.monotonic() - max(began) >= self._patience
 
     def _drain(self) -> list[Job | None]:
         found: list[Job | None] = []
@@ -256,7 +264,7 @@ class Pool:
         enter_background(self._nice)
         me = threading.get_ident()
         while (job := self._queue.get()) is not None:
-            self._began[me] = began = time.monotonic()
+            self._began[me] = began = self._clock.monotonic()
             try:
                 if self._before is not None:
                     self._before()
@@ -266,16 +274,20 @@ class Pool:
             finally:
                 self._began.pop(me, None)
             del job  # with the memory that it refers to, which the caller may want to free while this thread waits
-            if time.monotonic() - began >= self._patience and self._is_one_too_many():
+            if self._clock.monotonic() - began >= self._patience and self._is_one_too_many():
                 return
         with self._lock:  # once all other threads have ended, only stuck ones may remain in the list
-            self._threads.remove(threading.current_thread())
+            self._leave()
 
     def _is_one_too_many(self) -> bool:
         """Return whether this thread, which was stuck, has been replaced by another one."""
         with self._lock:
             self._rest_until = 0.0
             if len(self._threads) > self._count:
-                self._threads.remove(threading.current_thread())
+                self._leave()
                 return True
             return False
+
+    def _leave(self) -> None:
+        me = threading.get_ident()
+        self._threads = [thread for thread in self._threads if thread.ident != me]

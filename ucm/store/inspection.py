@@ -64,7 +64,7 @@ def stored_blocks(root: str, namespace: str | None = None, *, in_memory: bool = 
     Args:
         root: The root.
         namespace: The namespace; None: all.
-        in_memory: Whether the root is a Dram tier's, whose blocks lie in segments alone; see ``former_blocks``.
+        in_memory: Whether the root is a Dram tier's, whose blocks lie in segments alone.
 
     Raises:
         OSError: The root cannot be listed.
@@ -163,30 +163,12 @@ def damaged_files(layout: Layout) -> list[SideFile]:
     return [file for file in side_files(layout.quarantine) if is_quarantined(file.path.rpartition("/")[2])]
 
 
-def former_blocks(layout: Layout) -> list[SideFile]:
-    """Return the files of a Dram tier of earlier releases, one per block; this release does not read or evict them.
-
-    An engine of an earlier release still uses them: their times of last use tell.
-
-    Raises:
-        OSError: The namespace cannot be listed.
-    """
-    return [
-        SideFile(f"{bucket}/{name}", status.st_size, status.st_mtime)
-        for bucket in buckets(layout)
-        for name, status in list_directory(bucket)
-        if key_of(bucket, name) is not None
-    ]
-
-
-def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False) -> list[SideFile]:
+def left_behind(layout: Layout, stale_seconds: float) -> list[SideFile]:
     """Return unfinished files whose owners are gone, and all files of a namespace whose only process is dead.
 
     Args:
         layout: The namespace.
         stale_seconds: See ``StoreConfig``.
-        in_memory: Whether the namespace is in a Dram tier; then ``former_blocks`` that were not used for
-            ``stale_seconds`` belong to them.
 
     Raises:
         OSError: The namespace cannot be listed.
@@ -199,7 +181,7 @@ def left_behind(layout: Layout, stale_seconds: float, *, in_memory: bool = False
         for directory in (layout.temporary, layout.quarantine)
         for file in side_files(directory)
         if is_stale(file.path.rpartition("/")[2], now - file.written, stale_seconds)
-    ] + [file for file in (former_blocks(layout) if in_memory else []) if now - file.written > stale_seconds]
+    ]
 
 
 def _all_files(layout: Layout) -> list[SideFile]:
@@ -229,16 +211,13 @@ class MemoryStock:
     segments: int
     nbytes: int  #: of the segments
     blocks: int
-    former: int  #: ``former_blocks`` that are left behind
-    former_nbytes: int
 
 
-def take_stock_of_memory(root: str, stale_seconds: float) -> MemoryStock:
+def take_stock_of_memory(root: str) -> MemoryStock:
     """Count the contents of a Dram tier's directory.
 
     Args:
         root: The directory.
-        stale_seconds: As in ``left_behind``.
 
     Raises:
         OSError: It cannot be listed.
@@ -246,9 +225,7 @@ def take_stock_of_memory(root: str, stale_seconds: float) -> MemoryStock:
     layouts = list(namespaces(root))
     sizes = [status.st_size for layout in layouts for _, status in list_directory(directory_of(layout))]
     blocks = sum(1 for layout in layouts for segment in segments(layout) for _ in segment.blocks())
-    since = time.time() - stale_seconds
-    former = [file.nbytes for layout in layouts for file in former_blocks(layout) if file.written < since]
-    return MemoryStock(len(sizes), sum(sizes), blocks, len(former), sum(former))
+    return MemoryStock(len(sizes), sum(sizes), blocks)
 
 
 def take_stock(
@@ -260,7 +237,7 @@ def take_stock(
         layout: The namespace.
         stale_seconds: See ``StoreConfig``.
         step: Called after each block.
-        in_memory: As in ``left_behind``.
+        in_memory: Whether the namespace is in a Dram tier.
 
     Raises:
         OSError: The namespace cannot be listed.
@@ -274,9 +251,8 @@ def take_stock(
         step()
     temporaries, quarantined = side_files(layout.temporary), damaged_files(layout)
     stock.temporaries, stock.quarantined = len(temporaries), len(quarantined)
-    former = former_blocks(layout) if in_memory else []
-    stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined, *former))
-    stock.left_behind = len(left_behind(layout, stale_seconds, in_memory=in_memory))
+    stock.side_nbytes = sum(file.nbytes for file in (*temporaries, *quarantined))
+    stock.left_behind = len(left_behind(layout, stale_seconds))
     return stock
 
 

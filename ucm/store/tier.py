@@ -7,7 +7,6 @@ derives from ``ucm.store.base.KVStore``.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
+from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import (
     BlockCorruptError,
@@ -29,6 +29,7 @@ from ucm.store.format import aligned_buffer, gather, known_codec, scatter, verif
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ucm.clock import Clock
     from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockGeometry, BlockKey, BlockTransfer, Buffer
     from ucm.store.config import StoreConfig
@@ -162,6 +163,7 @@ class TierPlace:
         codec: The codec of stored blocks; None if the geometry is None.
         config: The options of the whole store.
         authenticator: Authenticates blocks; None: they have checksums alone. The codec has it as well.
+        clock: The clock of the store's deadlines; what a tier waits for waits by it as well.
     """
 
     name: str
@@ -170,6 +172,7 @@ class TierPlace:
     codec: HeaderCodec | None
     config: StoreConfig
     authenticator: Authenticator | None = None
+    clock: Clock = SYSTEM
 
 
 class Tier(ABC):
@@ -177,9 +180,10 @@ class Tier(ABC):
 
     The class of a third-party tier is called with an instance of its ``Options`` and a ``TierPlace``.
 
-    A *deadline* is a ``time.monotonic()`` value by which a call ends, with ``StoreTimeoutError`` or with nothing found.
-    A tier whose medium cannot be interrupted, for instance a file system, ignores it in transfers: the store ensures
-    that only the call's own thread waits for it. A lookup always meets its deadline.
+    A *deadline* is the ``monotonic()`` of the store's clock (in an engine ``time.monotonic()``) by which a call ends,
+    with ``StoreTimeoutError`` or with nothing found. A tier whose medium cannot be interrupted, for instance a file
+    system, ignores it in transfers: the store ensures that only the call's own thread waits for it. A lookup always
+    meets its deadline.
 
     Args:
         name: The tier's name in results and statistics.
@@ -187,6 +191,7 @@ class Tier(ABC):
         transfer_timeout: Seconds that a batch of loads, or one save, may take.
         breaker: The breaker shared by tiers of the same medium, which stops calls while it fails; None: a separate
             one.
+        clock: The clock of the deadlines, ``TierPlace.clock``.
     """
 
     Options: ClassVar[type[TierOptions]] = TierOptions
@@ -201,12 +206,19 @@ class Tier(ABC):
     lanes: int = 1
 
     def __init__(
-        self, name: str, timeout: float = 1.0, transfer_timeout: float = 10.0, breaker: Breaker | None = None
+        self,
+        name: str,
+        timeout: float = 1.0,
+        transfer_timeout: float = 10.0,
+        breaker: Breaker | None = None,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
         self.name = name
         self.timeout = timeout
         self.transfer_timeout = transfer_timeout
         self.breaker = breaker
+        self.clock = clock
         self.counters = TierCounters(name)
 
     @classmethod
@@ -253,6 +265,22 @@ class Tier(ABC):
     def touch(self, key: BlockKey) -> None:
         """Set a block's time of last use to now, if it exists; a tier that never evicts can do nothing."""
         del key
+
+    def renew(self, keys: Sequence[BlockKey], first: int = 0, *, is_new: bool = False) -> None:
+        """Renew the times of last use of blocks that follow each other in a chain, as far as they exist.
+
+        Called for every use of a chain, so a tier should do this in the background and not more often than necessary.
+        See ``used_until``.
+
+        Args:
+            keys: The blocks, in order.
+            first: How many blocks the chain has before them.
+            is_new: They were just written, which is a use, too, whatever was renewed before.
+        """
+        del first
+        if not is_new:
+            for key in reversed(keys):
+                self.touch(key)
 
     @abstractmethod
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
@@ -312,7 +340,7 @@ class ValueTier(Tier):
         transfer_timeout: float = 10.0,
         breaker: Breaker | None = None,
     ) -> None:
-        super().__init__(name, timeout, transfer_timeout, breaker)
+        super().__init__(name, timeout, transfer_timeout, breaker, clock=place.clock)
         self.codec, self.authenticator, self.namespace = place.codec, place.authenticator, place.namespace
 
     @abstractmethod
@@ -364,7 +392,7 @@ class ValueTier(Tier):
 
     def writer(self, key: BlockKey, file_nbytes: int) -> BlockWriter | None:
         """Return a writer that collects the block in memory; None if the tier has the block already."""
-        if self.contains([key], time.monotonic() + self.timeout)[0]:
+        if self.contains([key], self.clock.monotonic() + self.timeout)[0]:
             return None
         return ValueWriter(self, key, file_nbytes)
 
@@ -413,11 +441,40 @@ class ValueWriter(BlockWriter):
 
     def commit(self) -> None:
         """Store the block."""
-        self._tier.put_value(self._key, [self._memory], time.monotonic() + self._tier.transfer_timeout)
+        tier = self._tier
+        tier.put_value(self._key, [self._memory], tier.clock.monotonic() + tier.transfer_timeout)
 
     def abort(self) -> None:
         """Free the memory."""
         self._memory = memoryview(b"")
+
+
+#: Nanoseconds between the times of last use of a block and of the next one in its chain, if used in the same span.
+_APART = 1_000
+#: The longest time by which a time of last use may be ahead, in seconds.
+_MOST_AHEAD = 86_400.0
+
+
+def used_until(now: float, touch_seconds: float, depth: int) -> int:
+    """Return the time of last use of a block that is used or written now: when the current span of seconds ends.
+
+    So a block need be renewed only once per span, and all blocks used in one span are ordered by their depth alone. A
+    use of a chain is one of every block before its end, hence:
+
+    - no block of a chain is ever newer than one before it, whoever used them, and the chain is evicted from its end;
+    - a block that is written to the end of a chain in use is not newer than the chain, however slowly that is computed.
+
+    Args:
+        now: The time, in seconds since the epoch.
+        touch_seconds: See ``StoreConfig``.
+        depth: How many blocks the chain has before this one.
+
+    Returns:
+        Nanoseconds since the epoch.
+    """
+    span = min(touch_seconds, _MOST_AHEAD)
+    end = (now // span + 1) * span if span else now
+    return int(end * 1e6) * 1_000 - depth * _APART
 
 
 class RecentKeys:
@@ -426,9 +483,11 @@ class RecentKeys:
     Args:
         limit: The most keys held; 0 or 1 hold none.
         seconds: How long a key is held at least, unless there are too many; at most twice as long.
+        clock: What time passes by.
     """
 
-    def __init__(self, limit: int, seconds: float) -> None:
+    def __init__(self, limit: int, seconds: float, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._half = limit // 2
         self._seconds = seconds
         self._young: set[BlockKey] = set()
@@ -439,7 +498,7 @@ class RecentKeys:
         """Return the younger and the older set for one lookup; add new keys to the younger one."""
         if not self._half:
             return set(), set()
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if now >= self._turn + self._seconds:
             self._young, self._old = set(), set()
             self._turn = now + self._seconds

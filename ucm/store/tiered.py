@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from functools import partial
 from operator import attrgetter
-from threading import Lock
 from typing import TYPE_CHECKING
 
+from ucm.clock import SYSTEM
 from ucm.store.base import BlockMissingError, IncompleteBlockError, KVStore, StoreError, TransferTask, too_far_behind
 from ucm.store.copying import CLOSE_SECONDS, Promoter, WriteBehind
 from ucm.store.format import MAX_KEY_BYTES, MIN_KEY_BYTES, known_codec
@@ -18,6 +17,7 @@ from ucm.store.health import RefusableJob
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucm.clock import Clock, Lock
     from ucm.store.base import BlockKey, BlockTransfer, Task, TaskResult, TierStats
     from ucm.store.config import StoreConfig
     from ucm.store.format import HeaderCodec, Seal
@@ -72,12 +72,14 @@ class Assembly:
 
     Args:
         key: The block's key.
+        depth: How many blocks its chain has before it.
         codec: The codec of the block's stored form.
         tiers: The tiers to try, in order.
+        lock: The block's own; whoever writes it holds the lock, also while the medium hangs.
     """
 
-    def __init__(self, key: BlockKey, codec: HeaderCodec, tiers: Sequence[Guard]) -> None:
-        self.key = key
+    def __init__(self, key: BlockKey, depth: int, codec: HeaderCodec, tiers: Sequence[Guard], lock: Lock) -> None:
+        self.key, self.depth = key, depth
         self.pending = 0  #: transfers queued or in progress
         self.commit: TransferTask | None = None  #: the commit task waiting for this block
         self.discarded = False
@@ -85,7 +87,7 @@ class Assembly:
         self.is_expected = False  #: whether the tiers were told to expect the block
         self._codec = codec
         self._tiers = tiers
-        self._lock = Lock()
+        self._lock = lock
         self._seals: list[Seal] = [None] * len(codec.geometry.slice_sizes)
         self._tier: Guard | None = None  # the tier that has the block or receives it
         self._writer: BlockWriter | None = None  # None if the tier already had the block
@@ -146,6 +148,8 @@ class Assembly:
                 raise IncompleteBlockError(what, where=error.where, fix=error.fix) from error
             tier, writer = self._known_tier(), self._writer
             if writer is None:
+                for each in self._tiers:
+                    each.tier.renew([self.key], self.depth)
                 return tier.name, 0
             if None in self._seals:
                 missing = f"{self._seals.count(None)} of its {len(self._seals)} layer slices"
@@ -161,6 +165,7 @@ class Assembly:
                 raise
             nbytes = self._codec.geometry.nbytes
             tier.counters.saved(nbytes)
+            tier.tier.renew([self.key], self.depth, is_new=True)
             return tier.name, nbytes
 
     def abort(self) -> None:
@@ -223,22 +228,26 @@ class TieredStore(KVStore):
         tiers: The tiers, fastest first.
         codec: The codec of a block's file; None for an instance that only looks up and prefetches.
         config: The store's options.
+        clock: The clock that the tiers were opened with.
     """
 
-    def __init__(self, tiers: Sequence[Tier], codec: HeaderCodec | None, config: StoreConfig) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], codec: HeaderCodec | None, config: StoreConfig, *, clock: Clock = SYSTEM
+    ) -> None:
+        self._clock = clock
         self._tiers = tuple(tiers)
         self._codec = codec
         self._queue_limit = config.save_queue_bytes
         self._idle_limit = config.stale_seconds
-        self._lock = Lock()
+        self._lock = clock.lock()
         self._assemblies: dict[BlockKey, Assembly] = {}
         self._queued_bytes = 0
-        self._saved = time.monotonic()  # time of the last save
+        self._saved = self._clock.monotonic()  # time of the last save
         self._used = self._swept = 0.0  # seconds of use until the last save, and until the last sweep
         self._closed = False
         self._loading = 0  # load tasks in progress
-        self._throttle = Throttle()
-        self._guards = tuple(Guard(tier, config, self._take_turn) for tier in self._tiers)
+        self._throttle = Throttle(clock=clock)
+        self._guards = tuple(Guard(tier, config, self._take_turn, clock=clock) for tier in self._tiers)
         self._promoter = Promoter(self._guards, codec, config.write_behind_bytes)
         self._behind = tuple(
             tuple(
@@ -249,6 +258,7 @@ class TieredStore(KVStore):
                     codec.file_nbytes,
                     config.save_nice,
                     self._take_turn_behind,
+                    clock=clock,
                 )
                 for _ in range(guard.tier.lanes)
             )
@@ -293,7 +303,7 @@ class TieredStore(KVStore):
         for block in blocks:
             check_transfer(block, codec)
             check_memory(block)
-        task = TransferTask(len(blocks))
+        task = TransferTask(len(blocks), clock=self._clock)
         if blocks:
             with self._lock:
                 self._loading += 1
@@ -306,18 +316,19 @@ class TieredStore(KVStore):
         self._check_open()
         codec = known_codec(self._codec)
         sizes = [check_transfer(block, codec) for block in blocks]
-        task = TransferTask(len(blocks))
+        task = TransferTask(len(blocks), clock=self._clock)
         accepted: list[tuple[Assembly, BlockTransfer, int]] = []
         refused = []
         new = []
         with self._lock:
-            now = time.monotonic()
+            now = self._clock.monotonic()
             self._used += min(now - self._saved, _SWEEP_SECONDS)
             self._saved, used = now, self._used
             for block, nbytes in zip(blocks, sizes, strict=True):
                 assembly = self._assemblies.get(block.key)
                 if assembly is None:
-                    assembly = self._assemblies[block.key] = Assembly(block.key, codec, self._guards)
+                    assembly = Assembly(block.key, block.depth, codec, self._guards, self._clock.lock())
+                    self._assemblies[block.key] = assembly
                 assembly.touched = used
                 if self._queued_bytes and self._queued_bytes + nbytes > self._queue_limit:
                     refused.append(assembly)
@@ -346,7 +357,7 @@ class TieredStore(KVStore):
         """Finish each block on the thread that writes its last layer slice."""
         self._check_open()
         distinct = dict.fromkeys(keys)
-        task = TransferTask(len(distinct))
+        task = TransferTask(len(distinct), clock=self._clock)
         ready: list[tuple[BlockKey, Assembly | None]] = []
         with self._lock:
             for key in distinct:
@@ -372,6 +383,12 @@ class TieredStore(KVStore):
         for assembly in idle:
             self._guards[0].save_later(assembly.key, assembly.abort)
 
+    def renew(self, keys: Sequence[BlockKey]) -> None:
+        """Let every tier renew the times of last use."""
+        self._check_open()
+        for tier in self._tiers:
+            tier.renew(keys)
+
     def throttle(self, *, active: bool) -> None:
         """Delay saves, commits and promotions, as long as few bytes are queued and no caller waits for them."""
         self._throttle.switch(active=active)
@@ -394,9 +411,9 @@ class TieredStore(KVStore):
 
     def flush(self, seconds: float) -> bool:
         """Wait for blocks that are written behind."""
-        until = time.monotonic() + seconds
+        until = self._clock.monotonic() + seconds
         self._throttle.hurry()
-        return all(lane.flush(max(0.0, until - time.monotonic())) for lanes in self._behind for lane in lanes)
+        return all(lane.flush(max(0.0, until - self._clock.monotonic())) for lanes in self._behind for lane in lanes)
 
     def stats(self) -> Mapping[str, TierStats]:
         """Return every tier's snapshot."""
@@ -423,7 +440,7 @@ class TieredStore(KVStore):
         for assembly in idle:
             assembly.abort()
         self._guards[0].finish_saves()
-        until = time.monotonic() + CLOSE_SECONDS
+        until = self._clock.monotonic() + CLOSE_SECONDS
         for lanes in self._behind:
             for lane in lanes:
                 lane.close(until)
@@ -435,9 +452,9 @@ class TieredStore(KVStore):
 
     def _take_turn_behind(self) -> None:
         """Give way to loads, for a moment, and to the caller's computation."""
-        until = time.monotonic() + _LOADS_FIRST_SECONDS
-        while self._loading and not self._closed and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+        until = self._clock.monotonic() + _LOADS_FIRST_SECONDS
+        while self._loading and not self._closed and self._clock.monotonic() < until:
+            self._clock.sleep(_LOOK_SECONDS)
         self._take_turn()
 
     def _relieve(self) -> None:
@@ -478,7 +495,7 @@ class TieredStore(KVStore):
                 task.succeeded(block.key, guard.name, nbytes)
                 if outcome:
                     for lower in self._tiers[number + 1 :]:
-                        lower.touch(block.key)
+                        lower.renew([block.key], block.depth)
         except Exception as error:  # noqa: BLE001 - the waiting caller must receive any error
             failure = unexpected(error)
             left += [(block, failure) for block in untold]
@@ -549,15 +566,15 @@ class TieredStore(KVStore):
             assembly.abort()
             task.failed(assembly.key, failure)
         else:
-            self._feed(assembly.key, tier)
+            self._feed(assembly, tier)
             task.succeeded(assembly.key, tier, nbytes)
 
-    def _feed(self, key: BlockKey, above: str) -> None:
+    def _feed(self, block: Assembly, above: str) -> None:
         """Queue a block that one tier has to be written to the tiers below it."""
         below = False
         for guard, lanes in zip(self._guards, ((), *self._behind), strict=True):
             if below:
-                lanes[guard.tier.lane(key)].add(key)
+                lanes[guard.tier.lane(block.key)].add(block.key, block.depth)
             below = below or guard.name == above
 
     def _commit_unknown(self, task: TransferTask, key: BlockKey) -> None:

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.compat import optional
+from ucm.compat import optional
 from ucm.integration.vllm.sparse.layers import AttentionLayers
 
 if TYPE_CHECKING:

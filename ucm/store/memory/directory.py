@@ -15,7 +15,7 @@ from ucm.errors import ConfigError
 from ucm.store.posix.paths import DIRECTORY_MODE, distrust, group_id, make_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from ucm.store.config import StoreConfig
 
@@ -73,22 +73,59 @@ def prepare_dram(config: StoreConfig) -> tuple[str, int]:
     return path, capacity
 
 
-def check_apart(dram_directory: str, directories: Iterable[str]) -> None:
-    """Check that the Dram tier and the Posix tier do not share a directory: each deletes what the other stores.
+def check_apart(directories: Sequence[str], dram_directory: str | None = None) -> None:
+    """Check that no directory of a store is another one of it, or inside another one.
+
+    A directory of the Posix tier that is named twice gets the blocks of two, but has room for those of one; the Posix
+    tier and the Dram tier delete what the other stores. Links are followed, and a directory that is mounted in two
+    places is recognised. Directories need not exist.
+
+    Args:
+        directories: Those of the Posix tier.
+        dram_directory: That of the Dram tier; None if there is none.
 
     Raises:
-        ConfigError: Directories are the same, or one is inside another; links are followed.
+        ConfigError: Naming both directories.
     """
-    memory = os.path.realpath(dram_directory)
-    for directory in directories:
-        real = os.path.realpath(directory)
-        if os.path.commonpath([memory, real]) in {memory, real}:
-            how = "the same directory as" if memory == real else "inside, or contains,"
+    named = [(f"the Posix tier's directory {path}", path) for path in directories]
+    named += [] if dram_directory is None else [(f"the Dram tier's directory {dram_directory}", dram_directory)]
+    if len(named) == 1:
+        return
+    known = [(name, *_places(path)) for name, path in named]
+    for number, (name, place, parents) in enumerate(known):
+        for other, its_place, its_parents in known[:number]:
+            if place == its_place:
+                how = f"{name} is the same as {other}"
+            elif its_place in parents:
+                how = f"{name} is inside {other}"
+            elif place in its_parents:
+                how = f"{other} is inside {name}"
+            else:
+                continue
+            if number < len(directories):
+                raise ConfigError(how, where="store: directories", fix="name each directory once, none inside another")
             raise ConfigError(
-                f"the Dram tier's directory {dram_directory} is {how} the Posix tier's directory {directory}",
+                how,
                 where="store: dram_directory",
                 fix="name one below /dev/shm that no other tier uses, or leave the setting out",
             )
+
+
+def _places(path: str) -> tuple[tuple[object, ...], set[tuple[object, ...]]]:
+    """Return what identifies a directory however it is named, and the same for each of its parents.
+
+    That is the device and the number of it, or of its nearest existing parent with the names below that.
+    """
+    real = Path(os.path.realpath(path))
+    found: list[tuple[object, ...]] = []
+    for parent in (*reversed(real.parents), real):
+        try:
+            status = parent.stat()
+        except OSError:
+            found.append((*found[-1], parent.name))
+        else:
+            found.append((status.st_dev, status.st_ino))
+    return found[-1], set(found[:-1])
 
 
 def in_memory(path: str) -> bool:

@@ -12,7 +12,6 @@ import fcntl
 import os
 import time
 from contextlib import contextmanager, suppress
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.store.base import BlockForeignError, BlockMissingError, StoreError, StoreFullError, StoreTimeoutError
@@ -28,7 +27,7 @@ from ucm.store.posix.paths import (
     open_file,
     status_of,
 )
-from ucm.store.tier import BlockWriter, Tier
+from ucm.store.tier import BlockWriter, Tier, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 _SHARE, _MOST_NBYTES = 64, 1 << 30
 #: A directory's time of change may stand still for so long, in nanoseconds.
 _TICK = 50_000_000
+#: How deep in its chain a written block is taken to be for a moment, until `DramTier.renew` tells its depth.
+_UNTOLD_DEPTH = 1_000_000
 #: Others may still be copying from a segment that was deleted, but for no longer than this, in seconds.
 _COPYING_SECONDS = 30.0
 #: The time between attempts to lock the directory, in seconds.
@@ -65,7 +66,7 @@ class DramTier(Tier):
     def __init__(self, options: TierOptions, place: TierPlace) -> None:
         del options
         config = place.config
-        super().__init__("dram", timeout=config.stuck_seconds)
+        super().__init__("dram", timeout=config.stuck_seconds, clock=place.clock)
         root, self._capacity = prepare_dram(config)
         self._layout = Layout(root, check_namespace(place.namespace))
         self._layout.keep_identity()
@@ -77,8 +78,10 @@ class DramTier(Tier):
         self._touch_seconds = config.touch_seconds
         self._stale_seconds = config.stale_seconds
         self._stuck_seconds = config.stuck_seconds
-        self._lock = Lock()
-        self._claiming = Lock()  # of writers: allocating a segment takes long, and readers must not wait for it
+        self._lock = self.clock.lock()
+        self._claiming = (
+            self.clock.lock()
+        )  # of writers: allocating a segment takes long, and readers must not wait for it
         self._index: dict[BlockKey, tuple[Segment, int]] = {}
         self._segments: dict[int, Segment] = {}  # by inode
         self._listed = -1  # the directory's time of change when it was listed, if that can be relied upon
@@ -97,15 +100,11 @@ class DramTier(Tier):
     def read_many(self, blocks: Sequence[BlockTransfer], deadline: float) -> list[Outcome]:
         """Copy layer slices out of the segments and verify the copies."""
         del deadline
-        codec, now = known_codec(self._codec), time.monotonic()
-        used: set[Segment] = set()
-        outcomes = [
-            self._read(codec, block, place, now, used)
+        codec, now = known_codec(self._codec), self.clock.time()
+        return [
+            self._read(codec, block, place, now)
             for block, place in zip(blocks, self._places([block.key for block in blocks]), strict=True)
         ]
-        for segment in used:
-            segment.use()
-        return outcomes
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return a copy of a stored block, verified by its own header."""
@@ -147,11 +146,14 @@ class DramTier(Tier):
                     filling, number = self._fill(segment)
         return _SlotWriter(self, filling, number, key)
 
-    def touch(self, key: BlockKey) -> None:
-        """Renew the time of last use of a block's segment."""
-        place = self._place(key)
-        if place is not None:
-            place[0].use()
+    def renew(self, keys: Sequence[BlockKey], first: int = 0, *, is_new: bool = False) -> None:
+        """Renew the times of last use of the blocks' segments."""
+        del is_new
+        now = self.clock.time()
+        for depth, key in enumerate(keys, first):
+            place = self._place(key)
+            if place is not None:
+                place[0].use(used_until(now, self._touch_seconds, depth), now)
 
     def stats(self) -> TierStats:
         """Return the counters and the bytes used, as last seen."""
@@ -169,10 +171,12 @@ class DramTier(Tier):
 
     def show(self, filling: _Filling, number: int, key: BlockKey) -> None:
         """Make a written block visible, unless another thread stored it meanwhile."""
+        now = self.clock.time()
         with self._lock:
             if self._place(key) is None:
                 self._remove(filling.segment, filling.segment.show(number, key))
-                filling.segment.touched[number] = time.monotonic()
+                filling.segment.renewed[number] = 0
+                filling.segment.use(used_until(now, self._touch_seconds, _UNTOLD_DEPTH), now)
                 self._index[key] = filling.segment, number
             filling.done()
 
@@ -202,7 +206,6 @@ class DramTier(Tier):
         block: BlockTransfer,
         place: tuple[Segment, int] | None,
         now: float,
-        used: set[Segment],
     ) -> Outcome:
         key, first, slices = block.key, block.first_slice, block.slices
         if place is None:
@@ -215,11 +218,12 @@ class DramTier(Tier):
         scatter(slot[codec.offsets[first] :], slices)
         if not codec.is_sound(header, key, first, slices):
             return self._refused(place, key, codec.refusal_of(header, key))
-        used.add(segment)
-        old = now - float(segment.touched[number]) > self._touch_seconds
-        if old:
-            segment.touched[number] = now
-        return old
+        until = used_until(now, self._touch_seconds, block.depth)
+        if segment.renewed[number] == until:
+            return False
+        segment.renewed[number] = until
+        segment.use(until, now)
+        return True
 
     def _refused(self, place: tuple[Segment, int], key: BlockKey, error: StoreError) -> StoreError:
         """Delete a damaged block, unless it was deleted while it was read; return the error for its reader."""
@@ -252,6 +256,7 @@ class DramTier(Tier):
             changed = 0
         if changed and changed == self._listed:
             return
+        # By the system's clock, which stamps the directory.
         self._listed = changed if time.time_ns() - changed > _TICK else -1
         found = {}
         if not self._replaced():
@@ -352,7 +357,7 @@ class DramTier(Tier):
                     chosen = victim
                 else:
                     self._unless_it_fails(victim, Segment.remove)
-                    self._removed.append((time.monotonic(), victim))
+                    self._removed.append((self.clock.monotonic(), victim))
                     self._used -= sizes[victim.path]
                     if self._used + nbytes <= self._capacity and (made := self._make(slot_nbytes, slots)):
                         self._used += nbytes
@@ -394,7 +399,7 @@ class DramTier(Tier):
 
     def _give_back(self) -> None:
         """Free the memory of deleted segments that other processes still map, once nobody copies from them."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         while self._removed and now - self._removed[0][0] > _COPYING_SECONDS:
             _, segment = self._removed.pop(0)
             segment.give_back()
@@ -470,18 +475,18 @@ class DramTier(Tier):
             os.close(descriptor)
 
     def _wait_for(self, descriptor: int) -> None:
-        deadline = time.monotonic() + self._stuck_seconds
+        deadline = self.clock.monotonic() + self._stuck_seconds
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if self.clock.monotonic() > deadline:
                     raise StoreTimeoutError(
                         f"another process has kept the Dram tier's directory locked for {self._stuck_seconds:g} s",
                         where=f"{self._layout.root}/{LOCK_FILE}",
                         fix="continue or end the engine that was stopped there",
                     ) from None
-                time.sleep(_POLL_SECONDS)
+                self.clock.sleep(_POLL_SECONDS)
             else:
                 return
 
@@ -489,7 +494,7 @@ class DramTier(Tier):
         """Delete the segments that dead processes did not finish, of any namespace."""
         for layout in namespaces(self._layout.root):
             for name, status in list_directory(layout.temporary):
-                if is_stale(name, time.time() - status.st_mtime, self._stale_seconds):
+                if is_stale(name, self.clock.time() - status.st_mtime, self._stale_seconds):
                     unlink_private(f"{layout.temporary}/{name}")
 
     def _sizes(self) -> dict[str, int]:
@@ -511,7 +516,7 @@ class DramTier(Tier):
             if path.rpartition(f"/{SEGMENTS}/")[0] not in private:
                 with suppress(OSError, ValueError):
                     found.append(known.get(path) or Segment.open(path))
-        return sorted(found, key=lambda segment: segment.used)
+        return sorted(found, key=Segment.age)
 
 
 class _Filling:

@@ -8,8 +8,9 @@ All integers are little endian::
         16                8  number of slots, n
         24               16  token: random bytes that change when the segment is emptied for other blocks
         40                8  changes: rises whenever a block becomes visible or the segment is emptied
-        48                8  time of last use, in nanoseconds since the epoch
+        48                8  time of last use, in nanoseconds since the epoch: the latest of all blocks
         56                8  deletions: random bytes that change whenever a block is deleted
+        64                8  when the time of last use was last set, in nanoseconds since the epoch; 0 in older ones
        128           72 * n  the table; of each slot: its state, the length of its key, the key padded with zeros
     next 4096  n * slot size  the slots; each holds a block as ``ucm.store.format`` describes it
 
@@ -26,7 +27,6 @@ import mmap
 import os
 import secrets
 import struct
-import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,8 @@ SEGMENTS = "segments"
 LOCK_FILE = "SEGMENTS"
 _MAGIC = b"UCMSEG1\n"
 _HEADER = struct.Struct("<8sQQ16s")
-_TOKEN_AT, _CHANGES_AT, _USED_AT, _DELETIONS_AT = 24, 40, 48, 56
+_TOKEN_AT, _CHANGES_AT, _USED_AT, _DELETIONS_AT, _SET_AT = 24, 40, 48, 56, 64
+_AGE = struct.Struct("<QQQ")
 _TABLE_AT = 128
 _KEY = [("begin", "<u8"), ("rest", f"V{MAX_KEY_BYTES - 8}")]
 _ENTRY = np.dtype([("state", "u1"), ("length", "u1"), ("pad", "V6"), *_KEY])
@@ -106,7 +107,8 @@ class Segment:
         words = np.frombuffer(self.map, np.uint64, self.slots * _ENTRY_BYTES // 8, _TABLE_AT)
         self._now = words.reshape(self.slots, -1)[:, :2]
         self._told = np.zeros_like(self._now)
-        self.touched = np.zeros(self.slots)  #: when this process last used each block, by ``time.monotonic``
+        #: Until when this process has renewed each block, in nanoseconds since the epoch.
+        self.renewed = np.zeros(self.slots, np.int64)
 
     @classmethod
     def open(cls, path: str) -> Segment:
@@ -194,7 +196,7 @@ class Segment:
         self._table["state"] = 0
         self.token = secrets.token_bytes(16)
         self.map[_TOKEN_AT : _TOKEN_AT + 16] = self.token
-        self.use()
+        self.map[_USED_AT : _USED_AT + 8] = bytes(8)
         self._changed()
 
     def remove(self) -> None:
@@ -244,12 +246,24 @@ class Segment:
 
     @property
     def used(self) -> float:
-        """When one of its blocks was last written or read, in seconds since the epoch."""
+        """The latest time of last use of its blocks, in seconds since the epoch."""
         return int.from_bytes(self.map[_USED_AT : _USED_AT + 8], "little") / 1e9
 
-    def use(self) -> None:
-        """Set the time of last use."""
-        self.map[_USED_AT : _USED_AT + 8] = time.time_ns().to_bytes(8, "little")
+    def age(self) -> tuple[int, int]:
+        """Return what orders segments for eviction: the time of last use, and of equal ones, when it was last set."""
+        used, _, set_at = _AGE.unpack_from(self.map, _USED_AT)
+        return used, set_at
+
+    def use(self, used_ns: int, now: float) -> None:
+        """Set the time of last use, unless it is later.
+
+        Args:
+            used_ns: The time of last use, in nanoseconds since the epoch; equal for all that is used in one span.
+            now: The time, in seconds since the epoch.
+        """
+        if used_ns > int.from_bytes(self.map[_USED_AT : _USED_AT + 8], "little"):
+            self.map[_USED_AT : _USED_AT + 8] = used_ns.to_bytes(8, "little")
+        self.map[_SET_AT : _SET_AT + 8] = int(now * 1e9).to_bytes(8, "little")
 
     def is_current(self) -> bool:
         """Return whether the segment holds what it held when its token was read, apart from single blocks."""
@@ -307,7 +321,6 @@ class Segment:
         self.map[at + 1] = len(key)
         self.map[at] = _WHOLE
         old, self._keys[number] = self._keys[number], key
-        self.use()
         self._changed()
         return [] if old is None else [(old, number)]
 

@@ -20,25 +20,25 @@ import os
 import secrets
 import stat
 import struct
-import threading
-import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from heapq import heappop, heappush
 from pathlib import Path
+from queue import Empty
 from typing import TYPE_CHECKING, Any
 
+from ucm.clock import SYSTEM
 from ucm.store.base import StoreError, StoreUnavailableError, TransferTask
 from ucm.store.format import checksum, scatter
 from ucm.store.health import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ucm.clock import Clock, Queue
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, Task, TaskResult
 
 PAGE = 4096
@@ -50,13 +50,12 @@ _RECORD = struct.Struct("<QQ")
 _REPORT_AT = RECORD_BYTES - PAGE
 #: The default limit: host memory divided by ``_SHARE``, at most ``_MOST_BYTES``.
 _SHARE, _MOST_BYTES = 8, 16 << 30
-#: Seconds after which unused blocks give their memory back.
-IDLE_SECONDS = 120.0
+#: Of the limit, the largest part whose memory is kept while no block needs it.
+_KEPT_SHARE = 8
+#: Memory beyond that was not needed for this many seconds, at most twice as many, before it is given back.
+KEEP_SECONDS = 60.0
 #: Seconds after which a block is read again when it is wanted, so that the tiers see that it is in use.
 STALE_SECONDS = 600.0
-#: Bytes of memory for blocks to come, allocated while nothing is looked up: first touching a page costs more than
-#: reading it from a file. ``populate`` allocates about ``STEP_BYTES`` at once.
-AHEAD_BYTES, STEP_BYTES = 128 << 20, 4 << 20
 _MADV_POPULATE_WRITE = 23
 #: Threads that copy out of the slab in each worker.
 COPY_THREADS = 2
@@ -68,6 +67,21 @@ def default_bytes() -> int:
     with suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     return min(total // _SHARE, _MOST_BYTES)
+
+
+def jobs_of(jobs: Queue[Callable[[], None] | None], slab: Slab | None) -> Iterator[Callable[[], None]]:
+    """Yield queued jobs up to a None; beside them, the slab gives back what it does not need."""
+    while True:
+        if slab is not None:
+            slab.trim()
+        try:
+            job = jobs.get(timeout=KEEP_SECONDS)
+        except Empty:
+            continue
+        if job is None:
+            return
+        yield job
+        del job  # with the memory that it refers to
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,29 +120,39 @@ class Row:
     Args:
         number: The row's index in the slab.
         name: The KV-cache group, and the block's key.
+        read_at: When its thread began to fill it, in seconds of the slab's clock.
     """
 
     __slots__ = ("name", "number", "read_at", "state", "tier", "users")
 
-    def __init__(self, number: int, name: tuple[int, BlockKey]) -> None:
+    def __init__(self, number: int, name: tuple[int, BlockKey], read_at: float) -> None:
         self.number = number
         self.name = name
         self.state = State.READING
         self.tier = ""  #: the tier it was read from
         self.users = 2  #: the first process that wanted the block, and the thread that fills it
-        self.read_at = time.monotonic()
+        self.read_at = read_at
 
 
 class Slab:
     """The owner's side of a slab. All methods may be called from any thread.
 
+    The first use of a page costs more than reading its content from a file, and takes a processor from the model. So a
+    part of the memory is touched at the start and kept, and a row that has memory is used before one that has none:
+    first those that are free, the last one freed first, then that of the block that was unused for longest. Only when
+    all are in use does the slab grow; what it needed no more for a while is given back.
+
     Args:
         nbytes: Bytes that may be staged.
         ranks: The number of workers that write a record.
+        longest: The bytes of the longest request; so much memory is touched now and kept, but no more than an eighth
+            of the limit.
+        clock: What time passes by.
     """
 
-    def __init__(self, nbytes: int, ranks: int) -> None:
-        self.changed = threading.Condition()
+    def __init__(self, nbytes: int, ranks: int, longest: int = 0, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
+        self.changed = clock.condition()
         self._begin = PAGE + ranks * RECORD_BYTES
         self._ranks = ranks
         self._nbytes = self._begin + max(PAGE, nbytes // PAGE * PAGE)
@@ -140,13 +164,18 @@ class Slab:
         self._memory[: len(token)] = token
         self.address = SlabAddress(_boot(), os.getpid(), self._file, os.fstat(self._file).st_ino, token)
         _of_this_process[token] = self
+        self._kept_bytes = min(longest, nbytes // _KEPT_SHARE)
+        self._advise(_MADV_POPULATE_WRITE, 0, self._kept_bytes)
         self._row_bytes = 0
         self._rows = 0
+        self._kept = 0  # rows whose memory is kept
         self._fresh = 0  # index of the first row that was never used
-        self._free: list[int] = []  # rows with memory
+        self._free: deque[int] = deque()  # rows with memory, the last one freed at the end
         self._bare: list[int] = []  # used rows whose memory was given back
         self._table: dict[tuple[int, BlockKey], Row] = {}
-        self._unused: OrderedDict[Row, float] = OrderedDict()
+        self._unused: OrderedDict[Row, None] = OrderedDict()
+        self._used = self._most = 0  # rows in use, and the most of them since the last trim
+        self._trim_at = clock.monotonic() + KEEP_SECONDS
 
     def records(self) -> dict[int, dict[str, Any]]:
         """Return the records that ranks have written so far, by rank."""
@@ -167,10 +196,13 @@ class Slab:
                     found[rank] = json.loads(text)
         return found
 
-    def lay_out(self, row_bytes: int) -> None:
-        """Set the size of a row in bytes; called once."""
+    def lay_out(self, row_bytes: int) -> int:
+        """Set the size of a row in bytes, and return how many there is room for; called once."""
         self._row_bytes = -(-row_bytes // PAGE) * PAGE
         self._rows = (self._nbytes - self._begin) // self._row_bytes
+        self._kept = self._fresh = self._kept_bytes // self._row_bytes
+        self._free.extend(range(self._kept))
+        return self._rows
 
     def offset(self, row: Row) -> int:
         """Return the offset of a row in the slab."""
@@ -201,7 +233,7 @@ class Slab:
 
     def holds(self, group: int, keys: Sequence[BlockKey]) -> int:
         """Return how many of the first blocks are staged and verified."""
-        table, oldest = self._table, time.monotonic() - STALE_SECONDS
+        table, oldest = self._table, self._clock.monotonic() - STALE_SECONDS
         for count, key in enumerate(keys):
             row = table.get((group, key))
             if row is None or row.state is not _WHOLE or row.read_at < oldest:
@@ -226,7 +258,7 @@ class Slab:
         name = (group, key)
         with self.changed:
             row = self._table.get(name)
-            if row is not None and not row.users and time.monotonic() - row.read_at > STALE_SECONDS:
+            if row is not None and not row.users and self._clock.monotonic() - row.read_at > STALE_SECONDS:
                 self._forget(row)
                 row = None
             if row is not None:
@@ -235,14 +267,14 @@ class Slab:
             number = self._take()
             if number is None:
                 return None
-            row = self._table[name] = Row(number, name)
+            row = self._table[name] = Row(number, name, self._clock.monotonic())
             return row, True
 
     def filled(self, row: Row, tier: str) -> None:
         """Report that a claimed row has its block, verified for all ranks."""
         with self.changed:
             row.state, row.tier = State.WHOLE if self._table.get(row.name) is row else State.FAILED, tier
-            self._drop(row, time.monotonic())
+            self._drop(row)
             self.changed.notify_all()
 
     def failed(self, row: Row, *, at_rest: bool = True) -> None:
@@ -252,15 +284,14 @@ class Slab:
             if self._table.get(row.name) is row:
                 del self._table[row.name]
             if at_rest:
-                self._drop(row, time.monotonic())
+                self._drop(row)
             self.changed.notify_all()
 
     def release(self, rows: Iterable[Row]) -> None:
-        """Release blocks; they stay until their room is needed or they were unused for a while."""
-        now = time.monotonic()
+        """Release blocks; they stay until their memory is needed."""
         with self.changed:
             for row in rows:
-                self._drop(row, now)
+                self._drop(row)
 
     def clear(self) -> None:
         """Hide all staged blocks from lookups; holders of a block may still use it."""
@@ -272,88 +303,80 @@ class Slab:
             self._table.clear()
 
     def trim(self) -> None:
-        """Give back the memory of blocks that were unused for a while; this takes time."""
-        limit = time.monotonic() - IDLE_SECONDS
+        """Give back memory that is not kept and was not needed for a while, every ``KEEP_SECONDS``; this takes time."""
+        with self.changed:
+            now = self._clock.monotonic()
+            if now < self._trim_at:
+                return
+            self._trim_at = now + KEEP_SECONDS
+            needed, self._most = max(self._kept, self._most), self._used
         while True:
             with self.changed:
-                row = next(iter(self._unused), None)
-                if row is None or self._unused[row] > limit:
+                if self._used + len(self._free) + len(self._unused) <= max(needed, self._most):
                     return
-                del self._unused[row], self._table[row.name]
-            self._advise(mmap.MADV_REMOVE, row.number)
+                number = self._free.popleft() if self._free else self._take_unused()
+            if number is None:
+                return
+            self._advise(mmap.MADV_REMOVE, number * self._row_bytes, self._row_bytes)
             with self.changed:
-                heappush(self._bare, row.number)
-
-    def populate(self) -> bool:
-        """Allocate memory for a few free rows, in some milliseconds.
-
-        Returns:
-            Whether there is more to do: less than ``AHEAD_BYTES`` are free and allocated.
-        """
-        for _ in range(max(1, STEP_BYTES // max(1, self._row_bytes))):
-            with self.changed:
-                number = self._take_bare() if len(self._free) < self._ahead else None
-                if number is None:
-                    return False
-                # At once, so that no caller is refused meanwhile; who fills the row now allocates it as well.
-                heappush(self._free, number)
-            self._advise(_MADV_POPULATE_WRITE, number)
-        return True
+                self._bare.append(number)
 
     def close(self) -> None:
         """Hide the slab from new workers; its memory is freed when its last user ends."""
         os.close(self._file)
 
-    @property
-    def _ahead(self) -> int:
-        """The number of free rows that shall have memory."""
-        return AHEAD_BYTES // max(1, self._row_bytes)
-
-    def _advise(self, advice: int, number: int) -> None:
-        """Call ``madvise`` for a row, and ignore that an older system cannot do this.
+    def _advise(self, advice: int, offset: int, nbytes: int) -> None:
+        """Call ``madvise`` for memory of rows, and ignore that an older system cannot do this.
 
         Python's own ``madvise`` would keep the interpreter's lock, for half a millisecond per MiB, and so stop the
         scheduler's thread.
         """
-        _madvise(self._address + self._begin + number * self._row_bytes, self._row_bytes, advice)
+        if nbytes:
+            _madvise(self._address + self._begin + offset, nbytes, advice)
 
     def _use(self, row: Row) -> None:
         if not row.users:
             del self._unused[row]
+            self._count_used()
         row.users += 1
 
-    def _drop(self, row: Row, now: float) -> None:
+    def _drop(self, row: Row) -> None:
         row.users -= 1
         if row.users:
             return
+        self._used -= 1
         if row.state is _WHOLE:
-            self._unused[row] = now
+            self._unused[row] = None
         else:
-            heappush(self._free, row.number)
+            self._free.append(row.number)
 
     def _forget(self, row: Row) -> None:
         del self._unused[row], self._table[row.name]
-        heappush(self._free, row.number)
+        self._free.append(row.number)
+
+    def _count_used(self) -> None:
+        self._used += 1
+        self._most = max(self._most, self._used)
 
     def _take(self) -> int | None:
-        """Return a free row, or the one that was unused for longest; None if all are used."""
-        if self._free:
-            return heappop(self._free)
-        number = self._take_bare()
-        row = next(iter(self._unused), None) if number is None else None
-        if row is not None:
-            self._forget(row)
-            number = heappop(self._free)
+        """Return a row for another block, with memory if there is one; None if all are used."""
+        number = self._free.pop() if self._free else self._take_unused()
+        if number is None and self._bare:
+            number = self._bare.pop()
+        if number is None and self._fresh < self._rows:
+            number = self._fresh
+            self._fresh += 1
+        if number is not None:
+            self._count_used()
         return number
 
-    def _take_bare(self) -> int | None:
-        """Return a free row without memory; None if there is none."""
-        if self._bare:
-            return heappop(self._bare)
-        if self._fresh == self._rows:
+    def _take_unused(self) -> int | None:
+        """Return the row of the block that was unused for longest; None if all blocks are used."""
+        row = next(iter(self._unused), None)
+        if row is None:
             return None
-        self._fresh += 1
-        return self._fresh - 1
+        self._forget(row)
+        return self._free.pop()
 
 
 class CopyTask(TransferTask):
@@ -366,12 +389,16 @@ class SlabReader:
     The slab stays mapped. In a process of its own, a worker's first copy of a row is as fast as reading it from the
     file, because the kernel maps its pages; later copies run at the speed of memory, and rows are reused often. A
     worker in the owner's process uses the owner's mapping, whose pages are there.
+
+    Args:
+        clock: The clock whose threads copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._memory: memoryview | None = None
         self._report: mmap.mmap | None = None
-        self._pool = Pool("ucm-copy", COPY_THREADS)
+        self._pool = Pool("ucm-copy", COPY_THREADS, clock=clock)
 
     @property
     def attached(self) -> bool:
@@ -430,7 +457,7 @@ class SlabReader:
             places: For each block, the offset of its first requested layer slice in the slab.
             tiers: For each block, the tier it was read from.
         """
-        task = CopyTask(len(blocks))
+        task = CopyTask(len(blocks), clock=self._clock)
         step = -(-len(blocks) // COPY_THREADS) or 1
         self._pool.submit(
             partial(self._copy, task, blocks[at : at + step], places[at : at + step], tiers[at : at + step])

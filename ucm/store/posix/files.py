@@ -178,7 +178,7 @@ _OF_ONE_FILE = frozenset(
 _CHUNK = 1 << 20
 
 
-def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, path: str) -> bool:
+def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, path: str) -> int:
     """Load a block's layer slices into memory and verify them.
 
     Args:
@@ -188,7 +188,7 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
         path: The block's file.
 
     Returns:
-        Whether the file's time of last use should be renewed.
+        The file's time of last use, in nanoseconds since the epoch.
 
     Raises:
         BlockMissingError: There is no such block.
@@ -200,7 +200,7 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
     if not directory.reads.allows():
         raise directory.reads.refusal(directory.layout.root)
 
-    def read() -> tuple[float, StoreError | None]:
+    def read() -> tuple[int, StoreError | None]:
         direct = directory.direct_io  # another thread may switch it off meanwhile
         try:
             return _read(path, codec, block, direct=direct)
@@ -215,7 +215,7 @@ def read_block(directory: Directory, codec: HeaderCodec, block: BlockTransfer, p
     if refusal is not None:
         refusal.where = path
         raise refusal
-    return time.time() - used > directory.touch_seconds
+    return used
 
 
 def read_file(
@@ -321,13 +321,13 @@ def _with_header(
         os.close(descriptor)
 
 
-def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> tuple[float, StoreError | None]:
+def _read(path: str, codec: HeaderCodec, block: BlockTransfer, *, direct: bool) -> tuple[int, StoreError | None]:
     """Read and verify a block; return its time of last use, and what is wrong with it or None."""
     descriptor, status = open_file(path, os.O_RDONLY | os.O_DIRECT if direct else os.O_RDONLY)
     try:
         if status.st_size == codec.file_nbytes and _is_sound(descriptor, codec, block, direct=direct):
-            return status.st_mtime, None
-        return status.st_mtime, _refusal(descriptor, codec, block, status.st_size, direct=direct)
+            return status.st_mtime_ns, None
+        return status.st_mtime_ns, _refusal(descriptor, codec, block, status.st_size, direct=direct)
     finally:
         os.close(descriptor)
 

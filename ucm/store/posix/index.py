@@ -19,8 +19,6 @@ from __future__ import annotations
 import os
 import random
 import stat
-import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -28,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.background import enter_background
+from ucm.clock import SYSTEM
 from ucm.store.posix.layout import buckets, is_quarantined, is_stale, key_of, namespaces, owner_name, unlink_private
 from ucm.store.posix.paths import (
     NotAFileError,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import Self
 
+    from ucm.clock import Clock, Thread
     from ucm.store.base import BlockKey
     from ucm.store.posix.layout import Layout
 
@@ -160,25 +160,27 @@ class NameIndex:
 
     Args:
         layout: The namespace.
+        clock: The store's clock.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, clock: Clock = SYSTEM) -> None:
         self._layout = layout
-        self._lock = threading.Lock()
+        self._clock = clock
+        self._lock = clock.lock()
         self._names: Prefixes | None = None  # sorted; the first 8 bytes of each key
         self._position = Position()
         self._added: set[bytes] = set()
         self._dropped: set[bytes] = set()
         self._tests = 0
         self._listed = 0.0
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._closed = False
 
     def known(self, keys: Sequence[BlockKey]) -> list[bool] | None:
         """Return whether each block is known to exist; None if there is no index yet."""
         if self._names is None or (names := self._catch_up()) is None:
             return None
-        if time.monotonic() - self._listed > _LISTED_SECONDS:
+        if self._clock.monotonic() - self._listed > _LISTED_SECONDS:
             self._start()
         wanted = np.frombuffer(b"".join([key[:PREFIX_BYTES] for key in keys]), dtype=np.uint64)
         found = _among(names, wanted)
@@ -232,16 +234,16 @@ class NameIndex:
             self._closed = True
 
     def join(self, until: float) -> None:
-        """Wait for a listing in progress to end, until a ``time.monotonic()``."""
+        """Wait for a listing in progress to end, until a ``monotonic()`` of the clock."""
         with self._lock:
             thread = self._thread
         if thread is not None:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, until - self._clock.monotonic()))
 
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._list, name=INDEX_THREAD, daemon=True)
+                self._thread = self._clock.thread(self._list, INDEX_THREAD)
                 self._thread.start()
 
     def _catch_up(self) -> Prefixes | None:
@@ -283,9 +285,9 @@ class NameIndex:
             for bucket in buckets(self._layout):
                 if self._closed:
                     return  # leave the thread to be joined
-                began = time.monotonic()
+                began = self._clock.monotonic()
                 parts.append(_names_in(bucket))
-                time.sleep(time.monotonic() - began)
+                self._clock.sleep(self._clock.monotonic() - began)
             names = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
             names.sort()
         except OSError:
@@ -294,17 +296,17 @@ class NameIndex:
             self._thread = None
             self._tests = 0
             if names is not None:
-                self._listed = time.monotonic()
+                self._listed = self._clock.monotonic()
                 self._added = set()
                 self._position = position
                 self._names = names
 
 
-def close_indices(indices: Sequence[NameIndex]) -> None:
+def close_indices(indices: Sequence[NameIndex], *, clock: Clock = SYSTEM) -> None:
     """End the listings in progress; abandon those that are stuck in a directory."""
     for index in indices:
         index.stop()
-    until = time.monotonic() + CLOSE_SECONDS
+    until = clock.monotonic() + CLOSE_SECONDS
     for index in indices:
         index.join(until)
 
@@ -361,12 +363,13 @@ class Scan:
     files: list[StoredFile] = field(default_factory=list)  #: all files, or a sample
 
 
-def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
+def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS, *, clock: Clock = SYSTEM) -> Scan:
     """Scan a root.
 
     Args:
         root: A configured directory.
         sample_blocks: How many blocks are a sufficient sample.
+        clock: The clock by which a long scan sleeps half of the time.
 
     Raises:
         OSError: The root cannot be listed.
@@ -388,11 +391,11 @@ def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
         for path in paths:
             if len(seen) >= enough:
                 break
-            began = time.monotonic()
+            began = clock.monotonic()
             seen += _blocks(path)
             visited += 1
             if len(seen) > _LEAST_SAMPLE:
-                time.sleep(time.monotonic() - began)  # spend half of the time asleep
+                clock.sleep(clock.monotonic() - began)  # spend half of the time asleep
         weight = len(paths) / visited if visited else 1.0
         found.nbytes += weight * sum(file.nbytes for file in seen)
         found.blocks += weight * len(seen)
@@ -402,7 +405,9 @@ def scan(root: str, sample_blocks: int = SAMPLE_BLOCKS) -> Scan:
     return found
 
 
-def evict(root: str, found: Scan, nbytes: float, deleted: Callable[[str], None]) -> tuple[int, int]:
+def evict(
+    root: str, found: Scan, nbytes: float, deleted: Callable[[str], None], *, clock: Clock = SYSTEM
+) -> tuple[int, int]:
     """Delete the least recently used files, unless they were used after the scan.
 
     An exact scan may be reused until none of its files is left, because files written after it were used later.
@@ -415,6 +420,7 @@ def evict(root: str, found: Scan, nbytes: float, deleted: Callable[[str], None])
         found: A scan of the directory; processed files are removed from it.
         nbytes: How many bytes to free.
         deleted: Called with the path of each file deleted by this call.
+        clock: The clock by which a long walk sleeps half of the time.
 
     Returns:
         The number of files deleted by this call, and the bytes freed by this call and by other evictors.
@@ -424,7 +430,7 @@ def evict(root: str, found: Scan, nbytes: float, deleted: Callable[[str], None])
     """
     count = freed = 0
     with _Removed(root) as removed:
-        for file in _oldest(root, found, nbytes):
+        for file in _oldest(root, found, nbytes, clock):
             try:
                 if not unlink_unused(file.path, file.used_ns):
                     continue
@@ -442,7 +448,7 @@ def evict(root: str, found: Scan, nbytes: float, deleted: Callable[[str], None])
     return count, freed
 
 
-def _oldest(root: str, found: Scan, nbytes: float) -> Iterator[StoredFile]:
+def _oldest(root: str, found: Scan, nbytes: float, clock: Clock) -> Iterator[StoredFile]:
     """Yield files that may be deleted to free ``nbytes``; an exact scan yields the least recently used first."""
     found.files.sort(key=lambda file: -file.used_ns)
     if found.exact:
@@ -456,15 +462,16 @@ def _oldest(root: str, found: Scan, nbytes: float) -> Iterator[StoredFile]:
         threshold = file.used_ns
         if reached >= nbytes:
             break
-    yield from _older(root, threshold)
+    yield from _older(root, threshold, clock)
 
 
-def clean_up(root: str, stale_seconds: float) -> int:
+def clean_up(root: str, stale_seconds: float, *, clock: Clock = SYSTEM) -> int:
     """Delete unfinished files of dead owners in every namespace.
 
     Args:
         root: A configured directory.
         stale_seconds: See ``StoreConfig``.
+        clock: The clock of the files' ages.
 
     Returns:
         The number of files deleted.
@@ -473,7 +480,7 @@ def clean_up(root: str, stale_seconds: float) -> int:
         OSError: The root cannot be listed.
     """
     count = 0
-    now = time.time()
+    now = clock.time()
     for layout in namespaces(root):
         for file in (*_files(layout.temporary), *_files(layout.quarantine)):
             if is_stale(file.path.rpartition("/")[2], now - file.used_ns / 1e9, stale_seconds):
@@ -514,14 +521,14 @@ class _Removed:
                 log_removals(self._layouts[base], keys)
 
 
-def _older(root: str, threshold: int) -> Iterator[StoredFile]:
+def _older(root: str, threshold: int, clock: Clock) -> Iterator[StoredFile]:
     """Yield all files last used at ``threshold`` or before; sleep half of the time, because the root is big."""
     paths = [path for layout in namespaces(root) if not layout.is_private for path in buckets(layout)]
     random.shuffle(paths)
     for path in paths:
-        began = time.monotonic()
+        began = clock.monotonic()
         yield from (file for file in _blocks(path) if file.used_ns <= threshold)
-        time.sleep(time.monotonic() - began)
+        clock.sleep(clock.monotonic() - began)
 
 
 def _blocks(bucket: str) -> list[StoredFile]:

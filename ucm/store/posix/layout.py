@@ -61,8 +61,6 @@ QUARANTINE = "aside"
 #: The first part of namespaces whose blocks belong to one process: to a request, while it runs. Like `QUARANTINE` a
 #: part of the format on the medium.
 PRIVATE = "offloaded"
-#: Its former name: what killed engines of earlier builds left is still found.
-FORMER_PRIVATE = "middle"
 MAX_NAMESPACE = 200
 _MAX_MARKER_BYTES = 4096
 _NAMESPACE = re.compile(r"[a-z0-9_-][a-z0-9._-]*(/[a-z0-9_-][a-z0-9._-]*)*")
@@ -131,7 +129,7 @@ class Layout:
     def _owner(self) -> str:
         """The name of the process to which the namespace belongs; empty if processes share it."""
         first, _, rest = self.namespace.partition("/")
-        return rest.rpartition("/")[0] if first in (PRIVATE, FORMER_PRIVATE) else ""
+        return rest.rpartition("/")[0] if first == PRIVATE else ""
 
     @property
     def file_mode(self) -> int:

@@ -13,16 +13,18 @@ import grp
 import os
 import stat
 import struct
-import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ucm.clock import Clock
 
     Open = Callable[[str, int, int], int]
 
@@ -56,10 +58,12 @@ class KeptDirectory:
 
     Args:
         path: The path of the directory.
+        clock: What the moment passes by.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, clock: Clock = SYSTEM) -> None:
         self._path = path
+        self._clock = clock
         self._open: _Kept | None = None
 
     def new_file(self, name: str, flags: int, mode: int, group: int | None) -> tuple[int, NewFile]:
@@ -116,11 +120,11 @@ class KeptDirectory:
     def let_go(self, *, old: bool = False) -> None:
         """Resolve the path again next time; with ``old``, only if it was resolved more than a second ago."""
         found = self._open
-        if found is not None and not (old and time.monotonic() < found.until):
+        if found is not None and not (old and self._clock.monotonic() < found.until):
             self._open = None
 
     def _resolve(self) -> _Kept:
-        found = self._open = _Kept(_open()(self._path, _PARENT, 0))
+        found = self._open = _Kept(_open()(self._path, _PARENT, 0), self._clock.monotonic() + _KEPT_SECONDS)
         return found
 
     def _leads_to(self, folder: _Kept) -> bool:
@@ -189,11 +193,11 @@ class _Kept(_Descriptor):
 
     __slots__ = ("identity", "until")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, until: float) -> None:
         super().__init__(number)
         status = os.fstat(number)
         self.identity = status.st_dev, status.st_ino
-        self.until = time.monotonic() + _KEPT_SECONDS
+        self.until = until
 
 
 def open_file(path: str, flags: int, mode: int = 0, group: int | None = None) -> tuple[int, os.stat_result]:
@@ -316,15 +320,20 @@ def names_in(path: str) -> list[str]:
         os.close(folder)
 
 
-def touch(path: str) -> None:
-    """Set a file's time of last use to now.
+def touch(path: str, used_ns: int) -> None:
+    """Set a file's time of last use, unless it was used later.
+
+    Args:
+        path: The file.
+        used_ns: The time, in nanoseconds since the epoch.
 
     Raises:
         OSError: The time cannot be set.
     """
     folder, name = _split(path)
     try:
-        os.utime(name, dir_fd=folder, follow_symlinks=False)
+        if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime_ns < used_ns:
+            os.utime(name, ns=(used_ns, used_ns), dir_fd=folder, follow_symlinks=False)
     finally:
         os.close(folder)
 

@@ -22,14 +22,13 @@ import errno
 import fcntl
 import os
 import struct
-import threading
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
+from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.posix.index import Scan, clean_up, evict, scan
 from ucm.store.posix.paths import FILE_MODE, SHARED_FILE_MODE, open_file, shared_group, status_of, touch
@@ -37,6 +36,7 @@ from ucm.store.posix.paths import FILE_MODE, SHARED_FILE_MODE, open_file, shared
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ucm.clock import Clock, Thread
     from ucm.store.posix.tier import Directory
 
 
@@ -260,29 +260,39 @@ class Evictor:
         directory: The directory.
         stale_seconds: See ``StoreConfig``.
         evicted: Called with the path of each block deleted to make room.
+        clock: The store's clock.
     """
 
-    def __init__(self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None]) -> None:
+    def __init__(
+        self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None], *, clock: Clock = SYSTEM
+    ) -> None:
         self._directory = directory
-        self._root = _Root(directory, stale_seconds, evicted)
-        self._lock = threading.Lock()
-        self._wake, self._stop = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._clock = clock
+        self._root = _Root(directory, stale_seconds, evicted, clock)
+        self._lock = clock.lock()
+        self._wake, self._stop = clock.event(), clock.event()
+        self._thread: Thread | None = None
         self._closed = False
         self._busy_since: float | None = None  # None between two looks
-        self._touches: deque[str] = deque()
+        self._touches: deque[tuple[str, int, Callable[[], None]]] = deque()
 
     def start(self) -> None:
         """Start the thread, unless it has started."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._run, name="ucm-evictor", daemon=True)
+                    self._thread = self._clock.thread(self._run, "ucm-evictor")
                     self._thread.start()
 
-    def touch(self, path: str) -> None:
-        """Note that a block was used; its time of last use is renewed soon."""
-        self._touches.append(path)
+    def touch(self, path: str, used_ns: int, failed: Callable[[], None] = lambda: None) -> None:
+        """Set a block's time of last use soon, unless it was used later.
+
+        Args:
+            path: The block's file.
+            used_ns: The time, in nanoseconds since the epoch.
+            failed: Called if it cannot be set, for instance because there is no such block.
+        """
+        self._touches.append((path, used_ns, failed))
 
     def wrote(self) -> None:
         """Note that a block became visible."""
@@ -313,7 +323,7 @@ class Evictor:
         """Wait for the thread to end, unless its current look has taken longer than ``CLOSE_SECONDS`` already.
 
         Args:
-            until: The deadline, as ``time.monotonic()``.
+            until: The deadline, by the clock's ``monotonic()``.
         """
         thread, since = self._thread, self._busy_since
         if thread is None:
@@ -321,26 +331,26 @@ class Evictor:
             return
         if since is not None:
             until = min(until, since + CLOSE_SECONDS)
-        thread.join(max(0.0, until - time.monotonic()))
+        thread.join(max(0.0, until - self._clock.monotonic()))
 
     def _run(self) -> None:
         enter_background(_NICEST)
         while not self._stop.is_set():
             self._wake.clear()
-            self._busy_since = time.monotonic()
+            self._busy_since = self._clock.monotonic()
             self._renew()
             pause = self._look()
             self._busy_since = None
             self._stop.wait(_LOOK_SECONDS[0])
             if not self._stop.is_set():  # what `stop` set may have been cleared above
                 self._wake.wait(pause)
-        self._busy_since = time.monotonic()
+        self._busy_since = self._clock.monotonic()
         self._renew()
         self._root.close()
 
     def _look(self) -> float:
         try:
-            return self._root.look(time.monotonic())
+            return self._root.look(self._clock.monotonic())
         except OSError:
             return _LOOK_SECONDS[1]  # the root may be reachable next time
         except Exception:  # noqa: BLE001 - without an evictor the store would fill up
@@ -349,15 +359,18 @@ class Evictor:
 
     def _renew(self) -> None:
         while self._touches:
-            with suppress(OSError):
-                touch(self._touches.popleft())
+            path, used_ns, failed = self._touches.popleft()
+            try:
+                touch(path, used_ns)
+            except OSError:
+                failed()
 
 
-def close_evictors(evictors: Sequence[Evictor]) -> None:
+def close_evictors(evictors: Sequence[Evictor], *, clock: Clock = SYSTEM) -> None:
     """Close evictors; abandon threads that are stuck in a directory."""
     for evictor in evictors:
         evictor.stop()
-    until = time.monotonic() + CLOSE_SECONDS
+    until = clock.monotonic() + CLOSE_SECONDS
     for evictor in evictors:
         evictor.join(until)
 
@@ -373,8 +386,11 @@ class _Seen:
 class _Root:
     """One directory with the state of its evictor."""
 
-    def __init__(self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None]) -> None:
+    def __init__(
+        self, directory: Directory, stale_seconds: float, evicted: Callable[[str], None], clock: Clock
+    ) -> None:
         self._directory = directory
+        self._clock = clock
         self._usage = directory.usage
         self._stale_seconds = stale_seconds
         self._evicted = evicted
@@ -417,7 +433,7 @@ class _Root:
             self._scanned = _Seen(-1, due - _SCAN_SECONDS)
             self._seen = _Seen(state.tally, now)
         if now >= self._next_cleanup:
-            clean_up(self._directory.layout.root, self._stale_seconds)
+            clean_up(self._directory.layout.root, self._stale_seconds, clock=self._clock)
             self._next_cleanup = now + _IDLE_SECONDS
         idle = state.tally == self._scanned.tally
         if now >= self._scanned.moment + (_IDLE_SECONDS if idle else _SCAN_SECONDS) or (
@@ -446,7 +462,7 @@ class _Root:
 
     def _scan(self, before: State) -> State:
         """Scan the root and delete excess blocks."""
-        found = scan(self._directory.layout.root)
+        found = scan(self._directory.layout.root, clock=self._clock)
         limit = self._limit(before)
         self._usage.reset(found.nbytes, before, self._directory.share)
         # The files of an exact scan serve many looks. A sample names too few, and without locks several evictors would
@@ -455,13 +471,14 @@ class _Root:
         state = self._read() or before
         if limit is not None and state.nbytes > limit * _EVICT_FROM:
             state = self._make_room(state, found, limit)
-        self._scanned = self._seen = _Seen(state.tally, time.monotonic())
+        self._scanned = self._seen = _Seen(state.tally, self._clock.monotonic())
         return state
 
     def _make_room(self, state: State, found: Scan, limit: float) -> State:
         """Delete the least recently used blocks."""
         root = self._directory.layout.root
-        count, freed = evict(root, found, state.nbytes - limit * _EVICT_TO, self._evicted)
+        excess = state.nbytes - limit * _EVICT_TO
+        count, freed = evict(root, found, excess, self._evicted, clock=self._clock)
         self._usage.subtract(freed)
         get_logger(__name__).debug("[UCM.Store] %d blocks evicted from %s, which lost %d bytes", count, root, freed)
         return self._read() or state

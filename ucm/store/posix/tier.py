@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import time
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from threading import Event, Lock
+from threading import Lock
 from typing import TYPE_CHECKING, NoReturn
 
+from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
 from ucm.logger import get_logger
 from ucm.store.base import (
@@ -37,12 +37,13 @@ from ucm.store.posix.paths import (
     shared_group,
 )
 from ucm.store.posix.space import UNIT, USAGE_FILE, Evictor, Usage, close_evictors
-from ucm.store.tier import RecentKeys, Tier
+from ucm.store.tier import RecentKeys, Tier, used_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeVar
 
+    from ucm.clock import Clock
     from ucm.store.authentication import Authenticator
     from ucm.store.base import BlockKey, BlockTransfer, Buffer, TierStats
     from ucm.store.config import StoreConfig
@@ -75,6 +76,7 @@ class Directory:
         config: The store's options.
         share: The most bytes that it may hold; None: no limit.
         evicted: Called with the path of each block deleted to make room.
+        clock: The store's clock.
 
     Raises:
         ConfigError: The directory is missing, cannot be used by this user, or others may write to it.
@@ -87,7 +89,10 @@ class Directory:
         config: StoreConfig,
         share: float | None,
         evicted: Callable[[str], None],
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self.clock = clock
         self.layout = Layout(root, namespace)
         self.share = share
         self.usage = Usage(self.layout.root)
@@ -96,17 +101,17 @@ class Directory:
         self.fsync = config.fsync
         self.claims_space = True
         self.quarantine_keep = config.quarantine_keep
-        self.touch_seconds = config.touch_seconds
-        self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds)
-        self.writes = Breaker(f"writing to {root}", config.failures_until_rest, config.rest_seconds)
+        self.reads = Breaker(f"reading from {root}", config.failures_until_rest, config.rest_seconds, clock=clock)
+        self.writes = Breaker(f"writing to {root}", config.failures_until_rest, config.rest_seconds, clock=clock)
         stuck, rest = config.stuck_seconds, config.rest_seconds
-        self.lookups = Pool("ucm-lookup", _LOOKUP_THREADS, patience=stuck, rest=rest)
+        self.lookups = Pool("ucm-lookup", _LOOKUP_THREADS, patience=stuck, rest=rest, clock=clock)
         check_root(root, config.trusted_group)
         _check_namespace(self.layout)
         self.layout.keep_identity()
-        self.index = NameIndex(self.layout)
-        self._base, self._temporary = KeptDirectory(self.layout.base), KeptDirectory(self.layout.temporary)
-        self._lock, self._taking = Lock(), Lock()
+        self.index = NameIndex(self.layout, clock=clock)
+        self._base = KeptDirectory(self.layout.base, clock=clock)
+        self._temporary = KeptDirectory(self.layout.temporary, clock=clock)
+        self._lock, self._taking = Lock(), clock.lock()  # the latter is held while the tally is read
         self._credit = 0  # bytes in the tally that no block uses yet
         self._expected = 0  # bytes expected to be written, including those covered by the credit
         self._is_patient = True
@@ -114,7 +119,7 @@ class Directory:
         self._parent = os.path.dirname(self.layout.root)  # noqa: PTH120 - like the root, a str
         self._parent_device = _device(self._parent)
         self._touches = file_system_of(self.layout.root) in _TOUCHED_AFTER_RENAME
-        self.evictor = Evictor(self, config.stale_seconds, evicted)
+        self.evictor = Evictor(self, config.stale_seconds, evicted, clock=clock)
 
     @property
     def used_bytes(self) -> int | None:
@@ -168,15 +173,15 @@ class Directory:
             StoreFullError: There is still no room.
             OSError: As for ``reserve``.
         """
-        deadline = time.monotonic() + (_PATIENCE_SECONDS if self._is_patient else 0.0)
+        deadline = self.clock.monotonic() + (_PATIENCE_SECONDS if self._is_patient else 0.0)
         while True:
             try:
                 self.reserve(nbytes)
             except StoreFullError:
-                if time.monotonic() >= deadline:
+                if self.clock.monotonic() >= deadline:
                     self._is_patient = False
                     raise
-                time.sleep(_RETRY_SECONDS)
+                self.clock.sleep(_RETRY_SECONDS)
             else:
                 self._is_patient = True
                 return
@@ -356,6 +361,10 @@ def _refused(path: str, reason: str) -> ConfigError:
 _SLOTS = 4096
 #: Errors of one block rather than of the medium.
 _OF_THE_BLOCK = (BlockCorruptError, BlockForeignError, BlockUnreadableError)
+#: The coarsest times of files, in nanoseconds: some file systems keep whole seconds.
+_COARSEST = 1_000_000_000
+#: The most blocks that are remembered as renewed; then some are renewed again.
+_MOST_RENEWED = 1 << 17
 #: How many keys of a prefix the first lookup covers.
 _FIRST_STEP = 64
 
@@ -371,6 +380,7 @@ class PosixTier(Tier):
         config: The store's options.
         capacity_bytes: The most bytes that it may use; None: no limit.
         authenticator: Authenticates blocks; None: they have checksums alone.
+        clock: The store's clock.
 
     Raises:
         ConfigError: A directory is missing or unusable, or the namespace is invalid.
@@ -389,8 +399,10 @@ class PosixTier(Tier):
         config: StoreConfig,
         capacity_bytes: int | None,
         authenticator: Authenticator | None = None,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
-        super().__init__(name, timeout=config.stuck_seconds)
+        super().__init__(name, timeout=config.stuck_seconds, clock=clock)
         self.lanes = len(roots)
         if not roots or len(set(roots)) != len(roots):
             raise ConfigError(
@@ -400,12 +412,17 @@ class PosixTier(Tier):
             )
         check_namespace(namespace)
         share = None if capacity_bytes is None else capacity_bytes / len(roots)
-        self._directories = [Directory(root, namespace, config, share, self._note_eviction) for root in roots]
+        self._directories = [
+            Directory(root, namespace, config, share, self._note_eviction, clock=clock) for root in roots
+        ]
         self._slots = _slots(tuple(roots))
         self._codec, self._authenticator = codec, authenticator
         self._capacity_bytes = capacity_bytes
-        self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds)
+        self._recent = RecentKeys(config.lookup_cache_keys, config.lookup_cache_seconds, clock=clock)
         self._evicts = False
+        self._touch_seconds = config.touch_seconds
+        self._renewed: set[BlockKey] = set()  # the blocks that this tier has renewed in the current span
+        self._until = 0  # the end of that span
 
     @classmethod
     def open(cls, options: TierOptions, place: TierPlace) -> Tier:
@@ -420,6 +437,7 @@ class PosixTier(Tier):
             config,
             config.posix_capacity_bytes,
             place.authenticator,
+            clock=place.clock,
         )
 
     def lane(self, key: BlockKey) -> int:
@@ -469,18 +487,28 @@ class PosixTier(Tier):
         directory = self._directory(block.key)
         path = directory.layout.block(block.key)
         try:
-            old = read_block(directory, known_codec(self._codec), block, path)
+            used = read_block(directory, known_codec(self._codec), block, path)
         except StoreError as error:
             self._fail(directory, block.key, error)
-        if old:
-            directory.evictor.touch(path)
-        return old
+        until = used_until(self.clock.time(), self._touch_seconds, block.depth)
+        if used < until and used != until // _COARSEST * _COARSEST:
+            directory.evictor.touch(path, until)
+            return True
+        return False
 
-    def touch(self, key: BlockKey) -> None:
-        """Renew a block's time of last use in the background."""
+    def renew(self, keys: Sequence[BlockKey], first: int = 0, *, is_new: bool = False) -> None:
+        """Renew times of last use in the background."""
         self._start_evictors()
-        directory = self._directory(key)
-        directory.evictor.touch(directory.layout.block(key))
+        now = self.clock.time()
+        done = self._renewed_until(used_until(now, self._touch_seconds, 0))
+        for depth, key in enumerate(keys, first):
+            directory = self._directory(key)
+            if directory.layout.is_private:  # its blocks are of running requests, and never evicted
+                break
+            if is_new or key not in done:
+                done.add(key)
+                until = used_until(now, self._touch_seconds, depth)
+                directory.evictor.touch(directory.layout.block(key), until, failed=partial(done.discard, key))
 
     def read_file(self, key: BlockKey, deadline: float) -> Buffer:
         """Return the whole file, verified by its own header."""
@@ -530,12 +558,13 @@ class PosixTier(Tier):
         """End the threads; threads that are stuck in a directory are abandoned."""
         for directory in self._directories:
             directory.lookups.close()
-        close_evictors([directory.evictor for directory in self._directories])
-        close_indices([directory.index for directory in self._directories])
+        close_evictors([directory.evictor for directory in self._directories], clock=self.clock)
+        close_indices([directory.index for directory in self._directories], clock=self.clock)
 
     def committed(self, directory: Directory, key: BlockKey) -> None:
         """Note that a writer made a block visible."""
         self._recent.generations()[0].add(key)
+        self._renewed.discard(key)
         directory.index.add([key])
         directory.evictor.wrote()
 
@@ -547,6 +576,12 @@ class PosixTier(Tier):
     def behind(self, directory: Directory) -> None:
         """Note that a writer found no room within the capacity."""
         directory.evictor.behind()
+
+    def _renewed_until(self, until: int) -> set[BlockKey]:
+        """Return the blocks that this tier has renewed until the end of the current span."""
+        if until != self._until or len(self._renewed) > _MOST_RENEWED:
+            self._renewed, self._until = set(), until
+        return self._renewed
 
     def _start_evictors(self) -> None:
         if not self._evicts:
@@ -582,6 +617,7 @@ class PosixTier(Tier):
 
     def _drop(self, key: BlockKey) -> None:
         """Forget a block that is gone."""
+        self._renewed.discard(key)
         self._recent.drop(key)
         self._directory(key).index.drop(key)
 
@@ -614,7 +650,7 @@ class _Question:
         self._directory, self._recent, self._keys, self._gaps = directory, recent, keys, gaps
         self._found: list[bool] = []
         self._tested = 0
-        self._ended = Event()
+        self._ended = directory.clock.event()
         self._given_up = False
         self.error: StoreTimeoutError | None = None
         if directory.reads.rests:
@@ -625,7 +661,7 @@ class _Question:
 
     def answers(self, deadline: float) -> list[bool]:
         """Return the results until the deadline, in the order of the keys; remaining keys count as missing."""
-        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
+        if not self._ended.wait(max(0.0, deadline - self._directory.clock.monotonic())):
             self._given_up = True
             if not self._tested:
                 self.error = StoreTimeoutError("it does not answer", where=self._directory.layout.root)

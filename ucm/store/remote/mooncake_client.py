@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 import threading
-import time
 import urllib.parse
 from concurrent import futures
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from ucm.clock import SYSTEM
 from ucm.store.base import StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.format import aligned_buffer, gather, scatter
 from ucm.store.health import Breaker, Pool, RefusableJob
@@ -34,6 +34,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ucm.clock import Clock
     from ucm.store.base import Buffer
     from ucm.store.remote.tiers import MooncakeOptions, Part
 
@@ -108,20 +109,35 @@ class MooncakeClient(Client):
         secret: Not used: Mooncake has no accounts.
         failures: The number of consecutive failures after which the store rests.
         rest: The length of a rest in seconds.
+        clock: What rests and deadlines pass by, and whose threads make the calls.
+        connected: A connected client of Mooncake's; None: the one of this process, which is connected when needed.
     """
 
-    def __init__(self, options: MooncakeOptions, secret: str, failures: int, rest: float) -> None:
+    def __init__(
+        self,
+        options: MooncakeOptions,
+        secret: str,
+        failures: int,
+        rest: float,
+        *,
+        clock: Clock = SYSTEM,
+        connected: Any = None,
+    ) -> None:
         del secret
+        self._clock = clock
+        self._store = connected
         self._options = options
         self._where = f"Mooncake at {options.address}"
-        self.breaker = Breaker(self._where, failures, rest)
+        self.breaker = Breaker(self._where, failures, rest, clock=clock)
         self._lock = threading.Lock()
         self._closed = False
         self._free: list[Staging] = []
         self._replicas = ReplicateConfig()
         self._replicas.replica_num = options.replicas
-        self._lookups = Pool("ucm-mc-lookup", _LOOKUP_THREADS, patience=options.timeout, rest=rest)
-        self._transfers = Pool("ucm-mc-move", options.parallel, patience=options.transfer_timeout, rest=rest)
+        self._lookups = Pool("ucm-mc-lookup", _LOOKUP_THREADS, patience=options.timeout, rest=rest, clock=clock)
+        self._transfers = Pool(
+            "ucm-mc-move", options.parallel, patience=options.transfer_timeout, rest=rest, clock=clock
+        )
         self._transfers.submit([self._connect_early])
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
@@ -194,13 +210,14 @@ class MooncakeClient(Client):
         def send(store: Any) -> None:
             with self._staged(store, nbytes) as staging:
                 gather(buffers, staging.memory)
-                until = time.monotonic() + _EVICTION_SECONDS
+                until = self._clock.monotonic() + _EVICTION_SECONDS
                 code = _LATE
-                while time.monotonic() < deadline:  # then nobody waits any more, and the content may have changed
+                # After the deadline nobody waits any more, and the content may have changed.
+                while self._clock.monotonic() < deadline:
                     (code,) = store.batch_put_from([name], [staging.address], [nbytes], self._replicas)
-                    if code not in _FULL or time.monotonic() > until:
+                    if code not in _FULL or self._clock.monotonic() > until:
                         break
-                    time.sleep(_AGAIN_SECONDS)
+                    self._clock.sleep(_AGAIN_SECONDS)
                 staging.is_tainted = is_harmful(code)
                 self._give(staging)
             if code not in {0, _EXISTS}:
@@ -258,7 +275,7 @@ class MooncakeClient(Client):
         Args:
             pool: The threads.
             job: The job; it raises only StoreError.
-            deadline: Until when to wait, as ``time.monotonic()``.
+            deadline: Until when to wait, by the clock.
             late: Called with what the job returns after that.
 
         Raises:
@@ -277,14 +294,15 @@ class MooncakeClient(Client):
             if found.set_running_or_notify_cancel():
                 found.set_exception(self._silent())
 
+        ended = self._clock.event()
+        found.add_done_callback(lambda _: ended.set())
         pool.submit([RefusableJob(run, refuse)])
-        try:
-            return found.result(max(0.0, deadline - time.monotonic()))
-        except futures.TimeoutError:
+        if not ended.wait(max(0.0, deadline - self._clock.monotonic())):
             if not found.cancel() and late is not None:
                 dispose = late
                 found.add_done_callback(lambda done: None if done.exception() else dispose(done.result()))
-            raise self._silent() from None
+            raise self._silent()
+        return found.result()
 
     def _connect_early(self) -> None:
         """Connect before the first request, because this stops all threads for some 20 ms."""
@@ -293,6 +311,8 @@ class MooncakeClient(Client):
 
     def _connected(self) -> Any:
         """Return the client of this process, connected; it connects again by itself when the master comes back."""
+        if self._store is not None:
+            return self._store
         options = self._options
         of = os.getpid(), options.address, options.protocol, options.devices
         with _connecting:

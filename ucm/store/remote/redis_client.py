@@ -4,7 +4,11 @@ redis-py makes the connections (TLS, authentication, sentinels) and reads replie
 value directly into its destination. Commands are written in wire format. So a batch of commands costs one round trip to
 each server, an answer for a thousand keys is parsed at once, and no byte of a value is copied in either direction.
 
-Nothing is retried except where a cluster redirects, so that the time of every call is bounded.
+Balancers and firewalls forget idle connections without a word, and the other end of such a connection is silent for
+ever. Three things keep this from looking like a dead server: keep-alive packets, which most of them count as use; an
+idle connection is replaced before it is used; and a used connection that fails is tried again once, through a new one,
+before the server rests. Apart from that, and from a cluster's redirections, nothing is retried, so that the time of
+every call is bounded.
 """
 
 from __future__ import annotations
@@ -14,11 +18,9 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from collections import defaultdict
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 from redis import exceptions
@@ -28,6 +30,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 from redis.utils import SENTINEL as NO_TIMEOUT
 
+from ucm.clock import SYSTEM
 from ucm.store.base import BlockForeignError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.format import aligned_buffer
 from ucm.store.health import Breaker
@@ -36,8 +39,11 @@ from ucm.store.remote.tiers import Client, missing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ucm.clock import Clock
     from ucm.store.base import Buffer
     from ucm.store.remote.tiers import Part, RedisOptions
+
+Answer = TypeVar("Answer")
 
 SLOTS = 16384
 #: Values are sent and received in parts of at most this size; each must pass within the timeout of one answer.
@@ -52,6 +58,11 @@ _READ_SIZE = 1 << 14
 _ROUNDS = 4
 #: The least number of seconds between two requests for a cluster's layout.
 _LAYOUT_SECONDS = 0.5
+#: Seconds without use after which a connection is replaced: shorter than any usual limit of a balancer, 50 s and more.
+_MOST_IDLE = 20.0
+#: Seconds without use until a connection's first keep-alive packet, seconds between packets, and the unanswered packets
+#: after which the kernel ends it.
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class Into:
@@ -59,12 +70,14 @@ class Into:
 
     Args:
         memory: The destination buffers, in order.
-        deadline: When to stop, as ``time.monotonic()``.
+        deadline: When to stop, by the clock.
+        clock: What time passes by.
     """
 
-    def __init__(self, memory: Sequence[Buffer], deadline: float) -> None:
+    def __init__(self, memory: Sequence[Buffer], deadline: float, clock: Clock) -> None:
         self._memory = [view.cast("B") for view in memory]
         self._deadline = deadline
+        self._clock = clock
         self.nbytes = sum(view.nbytes for view in self._memory)
 
     def read(self, parser: IntoParser) -> int | None:
@@ -75,6 +88,7 @@ class Into:
             buffer.rewind(buffer.get_pos() - len(line) - 2)
             found: int | None = parser.read_plain()
             return found
+        _WANTED.heard = True
         nbytes = int(line[1:])
         if nbytes < 0:
             return None
@@ -103,7 +117,7 @@ class Into:
         del timeout
         at = 0
         while at < view.nbytes:
-            if time.monotonic() > self._deadline:
+            if self._clock.monotonic() > self._deadline:
                 raise exceptions.TimeoutError("the value did not arrive in time")
             try:
                 got = sock.recv_into(view[at : at + _PART], 0, socket.MSG_WAITALL)
@@ -117,7 +131,7 @@ class Into:
         """Receive whatever is available at a time, because TLS has no MSG_WAITALL."""
         at = 0
         while at < view.nbytes:
-            left = self._deadline - time.monotonic()
+            left = self._deadline - self._clock.monotonic()
             if left <= 0:
                 raise exceptions.TimeoutError("the value did not arrive in time")
             if left < timeout:
@@ -133,22 +147,25 @@ class Lines:
 
     Args:
         count: The number of replies.
-        deadline: When to stop, as ``time.monotonic()``.
+        deadline: When to stop, by the clock.
+        clock: What time passes by.
     """
 
-    def __init__(self, count: int, deadline: float) -> None:
+    def __init__(self, count: int, deadline: float, clock: Clock) -> None:
         self._count = count
         self._deadline = deadline
+        self._clock = clock
 
     def read(self, parser: IntoParser) -> list[bytes]:
         """Receive the replies."""
         data = bytearray(parser.read_ahead(1 << 30))
         while data.count(b"\r\n") < self._count:
-            if time.monotonic() > self._deadline:
+            if self._clock.monotonic() > self._deadline:
                 raise exceptions.TimeoutError("the answer did not arrive in time")
             got = parser.sock.recv(_READ_SIZE)
             if not got:
                 raise exceptions.ConnectionError("the server closed the connection")
+            _WANTED.heard = True
             data += got
         return bytes(data).split(b"\r\n")[: self._count]
 
@@ -161,6 +178,7 @@ class WrongLengthError(exceptions.InvalidResponse):
         self.nbytes = nbytes
 
 
+#: What each thread waits for: how it wants its next reply, and whether anything of its call's answer has come.
 _WANTED = threading.local()
 
 
@@ -238,15 +256,22 @@ class Node:
     Args:
         name: The name used in messages.
         pool: The server's connections.
+        timeout: The most seconds until an answer.
         failures: See ``Breaker``.
         rest: See ``Breaker``.
+        clock: What rests and deadlines pass by.
     """
 
-    def __init__(self, name: str, pool: redis.ConnectionPool, failures: int, rest: float) -> None:
+    def __init__(
+        self, name: str, pool: redis.ConnectionPool, timeout: float, failures: int, rest: float, clock: Clock
+    ) -> None:
         self.name = name
         self._pool = pool
-        self.calls = Breaker(f"the Redis server {name}", failures, rest)
-        self.writes = Breaker(f"writing to the Redis server {name}", failures, rest)  # a full server can still be read
+        self._timeout = timeout
+        self._clock = clock
+        self.calls = Breaker(f"the Redis server {name}", failures, rest, clock=clock)
+        # A full server can still be read.
+        self.writes = Breaker(f"writing to the Redis server {name}", failures, rest, clock=clock)
 
     @property
     def rests(self) -> bool:
@@ -263,11 +288,12 @@ class Node:
             StoreError: The server does not answer, or the connection fails.
         """
         replies: list[Any] = []
-        with self._connection() as connection:
+
+        def talk(connection: Any, until: float) -> list[Any]:
             sent, ahead = 0, 0
             while len(replies) < len(commands):
                 while sent < len(commands) and (sent == len(replies) or ahead < _WINDOW):
-                    connection.send_packed_command(_until(commands[sent].sent, deadline), check_health=False)
+                    connection.send_packed_command(self._until(commands[sent].sent, until), check_health=False)
                     ahead += _expected(commands[sent])
                     sent += 1
                 command = commands[len(replies)]
@@ -279,51 +305,127 @@ class Node:
                 except exceptions.ResponseError as error:
                     replies.append(error)
                 ahead -= _expected(command)
-        return replies
+            return replies
+
+        return self._talk(talk, deadline)
 
     def ask(self, keys: Sequence[bytes], deadline: float, *, asking: bool = False) -> list[bytes]:
         """Look up keys in one round trip; return one line of the answer for each."""
         prefix = pack(b"ASKING") if asking else b""
         sent = b"".join(prefix + b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys)
-        with self._connection() as connection:
+
+        def talk(connection: Any, until: float) -> list[bytes]:
             connection.send_packed_command([sent], check_health=False)
-            lines: list[bytes] = self._receive(connection, Lines(len(keys) * (2 if asking else 1), deadline))
+            wanted = Lines(len(keys) * (2 if asking else 1), until, self._clock)
+            lines: list[bytes] = self._receive(connection, wanted)
+            return lines
+
+        lines = self._talk(talk, deadline)
         return lines[1::2] if asking else lines
 
     def plain(self, *words: bytes) -> Any:
         """Send one command with a short reply."""
-        with self._connection() as connection:
+
+        def talk(connection: Any, until: float) -> Any:
+            del until  # a short reply comes within the socket's time limit or not at all
             connection.send_packed_command([pack(*words)], check_health=False)
             return connection.read_response(disable_decoding=True)
+
+        return self._talk(talk, self._clock.monotonic() + self._timeout)
 
     def close(self) -> None:
         """Close the connections."""
         self._pool.disconnect()
 
+    def _until(self, pieces: Iterable[Buffer | bytes], deadline: float) -> Iterator[Buffer | bytes]:
+        """Yield pieces to send until the deadline."""
+        for piece in pieces:
+            if self._clock.monotonic() > deadline:
+                raise exceptions.TimeoutError("the server did not take the value in time")
+            yield piece
+
     def _receive(self, connection: Any, wanted: Into | Lines | None) -> Any:
         _WANTED.reply = wanted
         try:
-            return connection.read_response(disable_decoding=True)
+            answer = connection.read_response(disable_decoding=True)
         finally:
             _WANTED.reply = None
+        _WANTED.heard = True
+        return answer
 
-    @contextmanager
-    def _connection(self) -> Iterator[Any]:
-        """Yield a pooled connection; convert its errors to StoreError and report them to the breaker."""
+    def _talk(self, talk: Callable[[Any, float], Answer], deadline: float) -> Answer:
+        """Return what is said through a connection; convert its errors to StoreError and report them to the breaker.
+
+        If a connection that was used before fails without a byte of an answer, all idle connections are as doubtful:
+        they are closed, and a new connection is tried once, for one more time limit where the deadline has passed.
+
+        Args:
+            talk: Sends and receives, through a connection and until a time; repeating it does no harm.
+            deadline: When to stop, by the clock.
+        """
         if not self.calls.allows(wait=False):
             raise self.calls.refusal(self.name)
         try:
-            connection: Any = self._pool.get_connection()
             try:
-                yield connection
-            finally:
-                self._pool.release(connection)
+                answer = self._once(talk, deadline)
+            except _SilentError:
+                self._pool.disconnect(inuse_connections=False)
+                try:
+                    answer = self._once(talk, max(deadline, self._clock.monotonic() + self._timeout))
+                except _SilentError as again:  # another thread released it meanwhile
+                    raise again.error from None
         except (exceptions.RedisError, OSError) as error:
             failure = failure_of(error, self.name)
             if isinstance(failure, StoreUnavailableError):
                 self.calls.failed(failure)
             raise failure from error
         self.calls.succeeded()
+        return answer
+
+    def _once(self, talk: Callable[[Any, float], Answer], deadline: float) -> Answer:
+        """Talk through a pooled connection.
+
+        Raises:
+            _SilentError: The connection has answered before, and failed now without a byte of an answer.
+        """
+        connection: Any = self._pool.get_connection()
+        try:
+            is_new = self._is_new(connection)
+            try:
+                _WANTED.heard = False
+                answer = talk(connection, deadline)
+            except (exceptions.TimeoutError, exceptions.ConnectionError, OSError) as error:
+                connection.disconnect()
+                if is_new or _WANTED.heard:
+                    raise
+                raise _SilentError(error) from error
+            connection.answered = connection._sock, self._clock.monotonic()  # noqa: SLF001 - it has no public name
+        finally:
+            self._pool.release(connection)
+        return answer
+
+    def _is_new(self, connection: Any) -> bool:
+        """Return whether a connection has not answered yet; one that has been idle is replaced, and so is new."""
+        sock, when = getattr(connection, "answered", (None, 0.0))
+        if sock is not connection._sock:  # noqa: SLF001 - it has no public name
+            return True
+        if self._clock.monotonic() - when < _MOST_IDLE:
+            return False
+        connection.disconnect()
+        connection.connect()
+        return True
+
+
+class _SilentError(Exception):
+    """A connection that has answered before failed without a byte of an answer.
+
+    Args:
+        error: How it failed.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def failure_of(error: BaseException, where: str) -> StoreError:
@@ -344,14 +446,6 @@ def failure_of(error: BaseException, where: str) -> StoreError:
     return StoreUnavailableError(f"Redis: {said}", where=where)
 
 
-def _until(pieces: Iterable[Buffer | bytes], deadline: float) -> Iterator[Buffer | bytes]:
-    """Yield pieces to send until the deadline."""
-    for piece in pieces:
-        if time.monotonic() > deadline:
-            raise exceptions.TimeoutError("the server did not take the value in time")
-        yield piece
-
-
 def _expected(command: Command) -> int:
     return command.wanted.nbytes if command.wanted is not None else 1
 
@@ -364,12 +458,26 @@ class Servers(Client):
         password: The password; empty: none.
         failures: The number of consecutive failures after which a server rests.
         rest: The length of a rest in seconds.
+        clock: What rests and deadlines pass by.
+        connections: The class of the connections, which makes their sockets; None: redis-py's, with TLS or without.
+            The time limits of a socket are its own.
     """
 
-    def __init__(self, options: RedisOptions, password: str, failures: int, rest: float) -> None:
+    def __init__(
+        self,
+        options: RedisOptions,
+        password: str,
+        failures: int,
+        rest: float,
+        *,
+        clock: Clock = SYSTEM,
+        connections: type[redis.Connection] | None = None,
+    ) -> None:
         self._options = options
-        self._limits = failures, rest
-        self._lock = threading.Lock()
+        self._limits = options.timeout, failures, rest, clock
+        self._clock = clock
+        self._connections = connections or (redis.SSLConnection if options.tls else redis.Connection)
+        self._lock = clock.lock()
         self._slots: list[Node] = []  # the nodes of a cluster, by slot
         self._looked = 0.0
         self._stale = True
@@ -379,6 +487,8 @@ class Servers(Client):
             "password": password or None,
             "socket_timeout": options.timeout,
             "socket_connect_timeout": options.timeout,
+            "socket_keepalive": True,
+            "socket_keepalive_options": _KEEP_ALIVE,
             "socket_read_size": _READ_SIZE,
             "parser_class": IntoParser,
             "protocol": 2,
@@ -441,11 +551,11 @@ class Servers(Client):
         def commands(index: int) -> list[Command]:
             wanted, key = parts[index], keys[index]
             if len(wanted) == 1 and wanted[0].nbytes == nbytes:
-                return [Command([pack(b"GET", key)], Into(wanted[0].memory, deadline))]
+                return [Command([pack(b"GET", key)], Into(wanted[0].memory, deadline, self._clock))]
             return [
                 Command(
                     [pack(b"GETRANGE", key, b"%d" % part.begin, b"%d" % (part.begin + part.nbytes - 1))],
-                    Into(part.memory, deadline),
+                    Into(part.memory, deadline, self._clock),
                 )
                 for part in wanted
             ]
@@ -461,7 +571,7 @@ class Servers(Client):
         """Return a value; one of another length than ``nbytes`` as far as is needed to see that."""
         key = name.encode()
         content = aligned_buffer(nbytes or 0)
-        wanted = Into([content], deadline) if nbytes else None
+        wanted = Into([content], deadline, self._clock) if nbytes else None
         (reply,) = self.run([key], lambda _: [Command([pack(b"GET", key)], wanted)], deadline)
         if isinstance(reply, StoreError):
             raise reply
@@ -492,7 +602,7 @@ class Servers(Client):
             cursor = b"0"
             while True:
                 cursor, found = node.plain(b"SCAN", cursor, b"MATCH", prefix.encode() + b"*", b"COUNT", b"1000")
-                deadline = time.monotonic() + self._options.transfer_timeout
+                deadline = self._clock.monotonic() + self._options.transfer_timeout
                 lengths = self.run(found, lambda at, keys=found: [Command([pack(b"STRLEN", keys[at])])], deadline)  # type: ignore[misc] # mypy does not infer the default
                 for name, nbytes in zip(found, lengths, strict=True):
                     if isinstance(nbytes, StoreError):
@@ -538,7 +648,8 @@ class Servers(Client):
         Raises:
             StoreError: The command failed.
         """
-        found = self.run([key], lambda _: [Command([pack(*words)])], 0.0 + time.monotonic() + self._options.timeout)[0]
+        deadline = self._clock.monotonic() + self._options.timeout
+        found = self.run([key], lambda _: [Command([pack(*words)])], deadline)[0]
         if isinstance(found, StoreError):
             raise found
         return found[0]
@@ -607,16 +718,16 @@ class Servers(Client):
     def _server_of(self, key: bytes) -> Node:
         if self._options.mode != "cluster":
             return next(iter(self._nodes.values()))
-        if self._stale and (time.monotonic() - self._looked >= _LAYOUT_SECONDS or not self._slots):
+        if self._stale and (self._clock.monotonic() - self._looked >= _LAYOUT_SECONDS or not self._slots):
             self._look()
         return self._slots[slot(key)]
 
     def _look(self) -> None:
         """Learn a cluster's layout from the first server that reports it."""
         with self._lock:
-            if not self._stale or (self._slots and time.monotonic() - self._looked < _LAYOUT_SECONDS):
+            if not self._stale or (self._slots and self._clock.monotonic() - self._looked < _LAYOUT_SECONDS):
                 return
-            self._looked = time.monotonic()
+            self._looked = self._clock.monotonic()
             failure: StoreError = StoreUnavailableError("no server of the cluster can be asked for its layout")
             for node in sorted(self.nodes, key=lambda one: one.calls.rests):
                 try:
@@ -638,8 +749,7 @@ class Servers(Client):
 
     def _node(self, host: str, port: int) -> Node:
         if (host, port) not in self._nodes:
-            kind = redis.SSLConnection if self._options.tls else redis.Connection
-            pool = redis.ConnectionPool(connection_class=kind, host=host, port=port, **self._settings)
+            pool = redis.ConnectionPool(connection_class=self._connections, host=host, port=port, **self._settings)
             self._nodes[host, port] = Node(f"{host}:{port}", pool, *self._limits)
         return self._nodes[host, port]
 

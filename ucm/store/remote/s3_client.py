@@ -1,16 +1,14 @@
 """Talk to S3 through obstore: requests in parallel, each batch with one deadline, and nothing is retried.
 
 obstore's own time-outs count from the beginning of one request. A batch of requests is therefore awaited on an event
-loop in a thread of its own, and what has not come by the deadline is cancelled.
+loop in a thread of its own, and what has not come by the deadline is cancelled. The loop's timers decide; whoever asked
+waits a little longer, and then no more, because the thread may not run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import threading
-import time
-from concurrent import futures
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -20,6 +18,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from ucm.clock import SYSTEM
 from ucm.errors import ConfigError
 from ucm.store.base import BlockMissingError, StoreError, StoreFullError, StoreTimeoutError, StoreUnavailableError
 from ucm.store.format import scatter
@@ -29,6 +28,7 @@ from ucm.store.remote.tiers import Client
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from ucm.clock import Clock
     from ucm.store.base import Buffer
     from ucm.store.remote.tiers import Part, S3Options
 
@@ -45,6 +45,9 @@ _INNERMOST = re.compile(
     r'message: "([^"]+)"|(InvalidCertificate\(\s*\w+)|(InvalidMessage\(\s*\w+)|(dns error)|error: "([^"]+)"'
 )
 _MOST_SAID = 300
+#: Seconds without use after which a connection is closed: balancers forget idle ones without a word, after 50 s and
+#: more, and a request through such a connection costs a time-out. obstore itself sends keep-alive packets every 15 s.
+_MOST_IDLE = 20.0
 #: Seconds after a deadline in which the thread of the requests says what has come; then nobody waits for it any more.
 _GRACE = 1.0
 
@@ -57,13 +60,30 @@ class S3Client(Client):
         secret: The secret access key; empty: obstore looks for an account in the environment.
         failures: The number of consecutive failures after which the bucket rests.
         rest: The length of a rest in seconds.
+        clock: What rests and deadlines pass by; the event loop runs in one of its threads.
+        loop: The event loop, whose time passes like the clock's; None: a new one of asyncio.
+        requests: Makes the requests: the module obstore, or an object with its functions.
     """
 
     separator = "/"
 
-    def __init__(self, options: S3Options, secret: str, failures: int, rest: float) -> None:
+    def __init__(
+        self,
+        options: S3Options,
+        secret: str,
+        failures: int,
+        rest: float,
+        *,
+        clock: Clock = SYSTEM,
+        loop: asyncio.AbstractEventLoop | None = None,
+        requests: Any = obstore,
+    ) -> None:
+        if clock is not SYSTEM and loop is None:
+            raise ValueError("asyncio's own loop waits in real time: another clock needs a loop of its time")
+        self._clock = clock
+        self._requests = requests
         self._where = f"{options.bucket} at {options.endpoint or 'AWS'}"
-        self.breaker = Breaker(f"the bucket {self._where}", failures, rest)
+        self.breaker = Breaker(f"the bucket {self._where}", failures, rest, clock=clock)
         secure = options.endpoint is None or options.endpoint.startswith("https:")
         config: dict[str, Any] = {
             "region": options.region,
@@ -81,6 +101,7 @@ class S3Client(Client):
             config["credential_provider"] = lambda: account
         connection: dict[str, Any] = {
             "allow_http": not secure,
+            "pool_idle_timeout": timedelta(seconds=_MOST_IDLE),
             "connect_timeout": timedelta(seconds=options.timeout),
             "timeout": timedelta(seconds=max(options.timeout, options.transfer_timeout)),
         }
@@ -97,17 +118,17 @@ class S3Client(Client):
         except (BaseError, ValueError) as error:
             raise ConfigError(str(error).partition("\n")[0], where="store: tiers: S3") from None
         self._timeout = options.timeout
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         # Values must not keep lookups waiting.
         self._lookups, self._transfers = (asyncio.Semaphore(options.parallel) for _ in range(2))
-        self._thread = threading.Thread(target=self._serve, name="ucm-s3", daemon=True)
+        self._thread = clock.thread(self._serve, "ucm-s3")
         self._thread.start()
 
     def exists(self, names: Sequence[str], deadline: float) -> list[bool | StoreError]:
         """Return whether each object exists, by one HEAD each."""
 
         async def ask(name: str) -> bool:
-            await obstore.head_async(self._store, name)
+            await self._requests.head_async(self._store, name)
             return True
 
         found = self._run([lambda name=name: ask(name) for name in names], deadline, self._lookups)  # type: ignore[misc] # mypy does not infer the default
@@ -139,7 +160,7 @@ class S3Client(Client):
         content = buffers[0] if len(buffers) == 1 else b"".join(buffers)
 
         async def send() -> None:
-            await obstore.put_async(self._store, name, content, use_multipart=False)
+            await self._requests.put_async(self._store, name, content, use_multipart=False)
 
         try:
             self._one(send, deadline)
@@ -150,7 +171,7 @@ class S3Client(Client):
         """Delete an object by one DELETE."""
 
         async def delete() -> None:
-            await obstore.delete_async(self._store, name)
+            await self._requests.delete_async(self._store, name)
 
         try:
             self._one(delete, deadline)
@@ -160,7 +181,7 @@ class S3Client(Client):
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield names and lengths, by one request for a thousand."""
         try:
-            for page in obstore.list(self._store, prefix.rstrip("/"), chunk_size=1000):
+            for page in self._requests.list(self._store, prefix.rstrip("/"), chunk_size=1000):
                 for meta in page:
                     yield meta["path"], meta["size"]
         except (BaseError, OSError, ValueError) as error:
@@ -175,7 +196,7 @@ class S3Client(Client):
         """Return bytes of an object, or too few if the object does not have ``nbytes``: a huge one is not received."""
         ranged: Any = {"range": (begin, begin + length)} if length is not None and length != nbytes else {}
         try:
-            result = await obstore.get_async(self._store, name, options=ranged)
+            result = await self._requests.get_async(self._store, name, options=ranged)
         except BaseError as error:
             if ranged and _BEHIND_THE_END in str(error).partition(_DEBUG)[0]:
                 return memoryview(b"")
@@ -196,12 +217,13 @@ class S3Client(Client):
         """Run requests in parallel and return an answer for each by the deadline."""
         if not jobs:
             return []
+        ended = self._clock.event()
         answers = asyncio.run_coroutine_threadsafe(self._all(jobs, deadline, limit), self._loop)
-        try:
-            return answers.result(max(0.0, deadline - time.monotonic()) + _GRACE)
-        except futures.TimeoutError:
+        answers.add_done_callback(lambda _: ended.set())
+        if not ended.wait(max(0.0, deadline - self._clock.monotonic()) + _GRACE):
             answers.cancel()
             return [self._silent()] * len(jobs)
+        return answers.result()
 
     async def _all(
         self, jobs: Sequence[Callable[[], Awaitable[Answer]]], deadline: float, limit: asyncio.Semaphore
@@ -214,7 +236,7 @@ class S3Client(Client):
                     return failure_of(error, self._where)
 
         tasks = [asyncio.ensure_future(run(job)) for job in jobs]
-        _, late = await asyncio.wait(tasks, timeout=max(0.0, deadline - time.monotonic()))
+        _, late = await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock.monotonic()))
         for task in late:
             task.cancel()
         silent = self._silent()

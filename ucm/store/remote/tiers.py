@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ucm.errors import PIP, ConfigError
+from ucm.errors import ConfigError, install_extra
 from ucm.store.base import (
     BlockCorruptError,
     BlockForeignError,
@@ -33,6 +32,10 @@ if TYPE_CHECKING:
     from ucm.store.tier import Outcome, TierPlace
 
 _MOST_PORT = 65535
+#: The most seconds until a value expires, a hundred years; Redis refuses what overflows its clock.
+_MOST_TTL = 100 * 366 * 86400
+#: The most seconds of a time limit, a day.
+_MOST_SECONDS = 86400.0
 #: How many blocks of a prefix are looked up first; then twice as many, and so on, until one is missing.
 _FIRST_WAVE = 8
 
@@ -40,8 +43,15 @@ _FIRST_WAVE = 8
 class RemoteOptions(TierOptions):
     """The options that all tiers on servers have."""
 
-    timeout: float = Field(default=0.5, gt=0)
-    transfer_timeout: float = Field(default=5.0, gt=0)
+    timeout: float = Field(default=0.5, gt=0, le=_MOST_SECONDS)
+    transfer_timeout: float = Field(default=5.0, gt=0, le=_MOST_SECONDS)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_not_empty(cls, value: object, info: ValidationInfo) -> object:
+        if value == "" and cls.model_fields[str(info.field_name)].default != "":
+            raise ValueError("it is empty: write a text, or leave the option out")
+        return value
 
     @property
     def secret_at(self) -> tuple[str | None, str | None]:
@@ -90,8 +100,12 @@ class StoredValue:
 class Client(ABC):
     """Talks to the servers of some options; shared by all stores of a process. Any thread may call it.
 
-    A call returns by its deadline, as ``time.monotonic()``. Where it returns one answer for each name, an answer can be
-    a StoreError; other calls raise it.
+    A call returns by its deadline, as the ``monotonic()`` of the clock that the client was made with. Where it returns
+    one answer for each name, an answer can be a StoreError; other calls raise it.
+
+    Sockets, event loops and native code know no clock but the system's. In a simulation, a call that waits in one of
+    them keeps the turn of its thread; to time out in simulated time, the client gets what it talks through as a
+    parameter: the class of the connections, the event loop and the requests, or Mooncake's connected client.
     """
 
     #: What separates the parts of a name.
@@ -150,6 +164,8 @@ class RemoteTier(ValueTier):
     Args:
         options: The options of the servers.
         place: The namespace and geometry to open.
+        client: The client, which has the place's clock and which its maker closes; None: the one of these options,
+            which all stores of this process share.
 
     Raises:
         ConfigError: The client's package is not installed, or a file with a secret or a certificate cannot be read.
@@ -162,15 +178,15 @@ class RemoteTier(ValueTier):
     module: ClassVar[str]
     most_nbytes: ClassVar[int]
 
-    def __init__(self, options: RemoteOptions, place: TierPlace) -> None:
-        self._client = _share(type(self), options, place)
+    def __init__(self, options: RemoteOptions, place: TierPlace, client: Client | None = None) -> None:
+        self._client = client if client is not None else _share(type(self), options, place)
+        self._shares = client is None
         super().__init__(self.kind, place, options.timeout, options.transfer_timeout, self._client.breaker)
         # Tools without the key count and delete authenticated blocks as well.
         version = VERSION if place.config.authentication_key_file is None else AUTHENTICATED_VERSION
         self._format = f"ucm{version}{self._client.separator}"
         self._prefix = f"{self._format}{namespace_digest(place.namespace).hex()}{self._client.separator}"
-        self._recent = RecentKeys(place.config.lookup_cache_keys, place.config.lookup_cache_seconds)
-        self._closed = False
+        self._recent = RecentKeys(place.config.lookup_cache_keys, place.config.lookup_cache_seconds, clock=place.clock)
 
     @property
     def resting(self) -> float:
@@ -260,7 +276,7 @@ class RemoteTier(ValueTier):
         if value.nbytes > self.most_nbytes:
             return BlockCorruptError(f"the value has {value.nbytes} bytes, more than any block", where=self.path(value))
         try:
-            content = self._client.fetch(self.path(value), value.nbytes, time.monotonic() + self.transfer_timeout)
+            content = self._client.fetch(self.path(value), value.nbytes, self.clock.monotonic() + self.transfer_timeout)
             header = verify(content, value.key, self.authenticator, any_key=True)
             if header.namespace_digest.hex() != value.digest:
                 return BlockForeignError("the block belongs to another namespace")
@@ -276,7 +292,7 @@ class RemoteTier(ValueTier):
         Raises:
             StoreError: The block could not be deleted.
         """
-        self._client.remove(self.path(value), time.monotonic() + self.timeout)
+        self._client.remove(self.path(value), self.clock.monotonic() + self.timeout)
 
     def path(self, value: StoredValue) -> str:
         """Return the name of a block on the servers."""
@@ -284,8 +300,8 @@ class RemoteTier(ValueTier):
 
     def close(self) -> None:
         """Close the connections, unless another store of this process uses them."""
-        if not self._closed:
-            self._closed = True
+        if self._shares:
+            self._shares = False
             _let_go(self._client)
 
     def _name(self, key: BlockKey) -> str:
@@ -337,20 +353,27 @@ def _share(tier: type[RemoteTier], options: RemoteOptions, place: TierPlace) -> 
         raise ConfigError(
             f"the tier {place.name} needs {tier.package}: {error}",
             where="store: pipeline",
-            fix=f"install the extra: {PIP} install 'ucm-runtime[{tier.kind}]'",
+            fix=f"install it: {install_extra(tier.kind)}",
         ) from error
     for path in options.files:
         if path is not None and not os.access(path, os.R_OK):
             raise ConfigError("a file of the TLS options cannot be read", where=f"{where}: {path}")
     secret = read_secret(*options.secret_at, where)
     limits = place.config.failures_until_rest, place.config.rest_seconds
-    of = tier, os.getpid(), options.model_dump_json(), secret, *limits
-    with _lock:
-        found, users = _shared.get(of, (None, 0))
-        if found is None:
-            found = client(options, secret, *limits)
-        _shared[of] = found, users + 1
-        return found
+    of = tier, os.getpid(), options.model_dump_json(), secret, *limits, place.clock
+    while True:
+        with _lock:
+            if of in _shared:
+                found, users = _shared[of]
+                _shared[of] = found, users + 1
+                return found
+        # Without the lock, because it starts threads.
+        made: Client = client(options, secret, *limits, clock=place.clock)
+        with _lock:
+            if of not in _shared:
+                _shared[of] = made, 1
+                return made
+        made.close()  # another thread was faster
 
 
 def _let_go(client: Client) -> None:
@@ -391,7 +414,7 @@ class RedisOptions(RemoteOptions):
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_check_hostname: bool = True
-    ttl_seconds: int | None = Field(default=None, ge=1)
+    ttl_seconds: int | None = Field(default=None, ge=1, le=_MOST_TTL)
 
     @field_validator("address")
     @classmethod
@@ -485,8 +508,8 @@ class S3Options(RemoteOptions):
     secret_env: str | None = None
     anonymous: bool = False
     tls_ca: str | None = None
-    timeout: float = Field(default=2.0, gt=0)
-    transfer_timeout: float = Field(default=20.0, gt=0)
+    timeout: float = Field(default=2.0, gt=0, le=_MOST_SECONDS)
+    transfer_timeout: float = Field(default=20.0, gt=0, le=_MOST_SECONDS)
     parallel: int = Field(default=32, ge=1, le=1024)
 
     @field_validator("endpoint")
