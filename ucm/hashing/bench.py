@@ -12,13 +12,11 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucm.hashing.block_keys import BlockKeys
-from ucm.hashing.request_hasher import HashPlan, RequestHasher
+from ucm.hashing.request_hasher import RequestHasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +36,6 @@ class HashingCost:
         ours_us: A whole prompt at once, given as a list.
         ours_array_us: A whole prompt at once, given as a NumPy array.
         ours_growing_us: Block by block, as a request grows.
-        vllm_us: The extra cost where vLLM's own hashes are the keys.
     """
 
     block_size: int
@@ -46,7 +43,6 @@ class HashingCost:
     ours_us: float
     ours_array_us: float
     ours_growing_us: float
-    vllm_us: float
 
 
 def measure(
@@ -71,7 +67,6 @@ def _measure(size: int, tokens: list[int], rounds: int) -> HashingCost:
         "ours_us": lambda: hasher.generate_block_hashes(tokens, size),
         "ours_array_us": lambda: hasher.generate_block_hashes(array, size),
         "ours_growing_us": lambda: _grow(hasher, tokens, size),
-        "vllm_us": _slices(tokens, size),
     }
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(rounds):
@@ -101,33 +96,16 @@ def _grow(hasher: RequestHasher, tokens: list[int], size: int) -> None:
         hashes.extend(known)
 
 
-def _slices(tokens: list[int], size: int) -> Callable[[], object]:
-    """Return a function that runs BlockKeys on a request that vLLM has already hashed."""
-    keys = BlockKeys(SimpleNamespace(), b"bench")
-    keys._plan = HashPlan("sha256", bytes(32), "bench")  # noqa: SLF001 - as if vLLM's hashes had been verified
-    keys._strides[size, False] = 1  # noqa: SLF001
-    request = _Request()
-    request.block_hashes = [bytes(32)] * (len(tokens) // size)
-    return lambda: keys.of(request, size)
-
-
-class _Request:
-    """The attributes of a vLLM request that are used."""
-
-    request_id = "bench"
-    block_hashes: Sequence[bytes] = ()
-
-
 def main(arguments: Sequence[str]) -> None:
     """Print the table, or JSON."""
     costs = measure()
     if "--json" in arguments:
         sys.stdout.write(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n")
         return
-    lines = ["tokens per block   chained MD5   ours, list   ours, array   ours, growing   vLLM's   ours / MD5"]
+    lines = ["tokens per block   chained MD5   ours, list   ours, array   ours, growing   ours / MD5"]
     for cost in costs:
-        numbers = (cost.md5_us, cost.ours_us, cost.ours_array_us, cost.ours_growing_us, cost.vllm_us)
-        widths = (13, 12, 13, 15, 8)
+        numbers = (cost.md5_us, cost.ours_us, cost.ours_array_us, cost.ours_growing_us)
+        widths = (13, 12, 13, 15)
         row = "  ".join(f"{number:{width - 1}.3f}" for number, width in zip(numbers, widths, strict=True))
         lines.append(f"{cost.block_size:16d}  {row}   {cost.md5_us / cost.ours_us:9.2f}x")
     sys.stdout.write("\n".join([*lines, "microseconds per block; the last column says how much faster", ""]))

@@ -19,19 +19,21 @@ import os
 import re
 import stat
 import tempfile
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from time import localtime, strftime
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucm.background import enter_background, process_cores
+from ucm.background import call_all, process_cores
+from ucm.clock import SYSTEM
 from ucm.errors import UcmError
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from ucm.clock import Clock
 
 _CHUNK = 4 << 20
 _THREADS = 8
@@ -126,14 +128,19 @@ def process_started() -> float:
 def _started(process: int | str) -> float:
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
-        now = time.time()  # read first: a pause before the next line makes the process seem older, which is safe
-        uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-        return now - uptime + ticks / os.sysconf("SC_CLK_TCK")
+        # Read before the uptime: a pause in between makes the process seem older, which is safe, but costs the trust in
+        # files that were written just before it started. So the shortest of three is taken.
+        readings = []
+        for _ in range(3):
+            now = SYSTEM.time()
+            uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+            readings.append((SYSTEM.time() - now, now - uptime))
+        return min(readings)[1] + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return _IMPORTED
 
 
-_IMPORTED = time.time()
+_IMPORTED = SYSTEM.time()
 
 
 def configuration_since() -> float:
@@ -176,7 +183,8 @@ class Digests:
         known = f"{self.known_bytes / 1e9:.2f} GB were known"
         if not self.read_bytes:
             return known
-        return f"{self.read_bytes / 1e9:.2f} GB read ({self.read_bytes / 1e9 / self.seconds:.2f} GB/s), {known}"
+        speed = f" ({self.read_bytes / 1e9 / self.seconds:.2f} GB/s)" if self.seconds else ""
+        return f"{self.read_bytes / 1e9:.2f} GB read{speed}, {known}"
 
 
 class FileContents:
@@ -185,13 +193,15 @@ class FileContents:
     Args:
         since: When the engine may have begun to read the files, in seconds since the epoch.
         cache: The cache of digests; None for none.
+        clock: Time and threads.
     """
 
-    def __init__(self, since: float, cache: DigestCache | None = None) -> None:
+    def __init__(self, since: float, cache: DigestCache | None = None, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._since = since
         self._cache = cache
         self._states: dict[Path, FileState] = {}
-        self._closed = threading.Event()
+        self._closed = clock.event()
 
     def look_up(self, paths: Iterable[Path]) -> Digests:
         """Record the files' states, and return the digests that are known without reading.
@@ -200,7 +210,7 @@ class FileContents:
             FileChangedError: A file has changed since the engine may have read it.
             OSError: A file cannot be found.
         """
-        begun, found, kept = time.monotonic(), Digests(), self._cache.load() if self._cache is not None else {}
+        begun, found, kept = self._clock.monotonic(), Digests(), self._cache.load() if self._cache is not None else {}
         for path in paths:
             state = self._states[path] = FileState.of(path)
             known = _named_by_the_hub(path)
@@ -212,7 +222,7 @@ class FileContents:
             else:
                 found.of[path] = known
                 found.known_bytes += state.size
-        found.seconds = time.monotonic() - begun
+        found.seconds = self._clock.monotonic() - begun
         return found
 
     def read(self, found: Digests) -> Digests:
@@ -228,15 +238,18 @@ class FileContents:
         if not found.unread:
             self.confirm()
             return found
-        begun = time.monotonic()
+        begun = self._clock.monotonic()
         threads = max(1, min(_THREADS, len(process_cores()) or os.cpu_count() or 1, len(found.unread)))
         largest_first = sorted(found.unread, key=lambda path: -self._states[path].size)
-        with ThreadPoolExecutor(threads, "ucm-weights", lambda: enter_background(_NICE)) as pool:
-            try:
-                digests = list(pool.map(self._digest, largest_first))
-            except BaseException:
-                self.close()
-                raise
+        calls = [partial(self._digest, path) for path in largest_first]
+        reads = call_all(calls, "ucm-weights", threads, _NICE, clock=self._clock)
+        try:
+            digests = [digest.result() for digest in reads]
+        except BaseException:
+            self.close()
+            for digest in reads:
+                digest.wait()
+            raise
         found.of |= dict(zip(largest_first, digests, strict=True))
         found.read_bytes += sum(self._states[path].size for path in found.unread)
         if self._cache is not None:
@@ -244,7 +257,7 @@ class FileContents:
             self._cache.add({_key(state): found.of[path] for path, state in states.items() if not state.is_coarse})
         found.unread = []
         self.confirm()
-        found.seconds += time.monotonic() - begun
+        found.seconds += self._clock.monotonic() - begun
         return found
 
     def confirm(self) -> None:
@@ -268,17 +281,17 @@ class FileContents:
     def _digest(self, path: Path) -> str:
         state = self._states[path]
         # A file that was just written may change again within the same tick of the clock.
-        while (wait := state.settles - time.time()) > 0 and not self._closed.is_set():
+        while (wait := state.settles - self._clock.time()) > 0 and not self._closed.is_set():
             self._closed.wait(min(wait, _COARSE_TICK))
         digest = hashlib.sha256()
         buffer = memoryview(bytearray(_CHUNK))
         with path.open("rb", buffering=0) as file:
             if FileState.of_open(file.fileno()).content != state.content:
                 raise _changed(path, "was replaced before UCM read it", state)
-            while count := file.readinto(buffer):
+            while not self._closed.is_set() and (count := file.readinto(buffer)):
                 digest.update(buffer[:count])
-                if self._closed.is_set():
-                    raise FileChangedError("reading was stopped early", where=str(path))
+            if self._closed.is_set():
+                raise FileChangedError("reading was stopped early", where=str(path))
             if FileState.of_open(file.fileno()).content != state.content:
                 raise _changed(path, "changed while UCM read it", state)
         return digest.hexdigest()
@@ -401,7 +414,7 @@ def _named_by_the_hub(path: Path) -> str | None:
 def _changed(path: Path, how: str, state: FileState) -> FileChangedError:
     return FileChangedError(
         f"the file {how}, so it may not be what the engine has loaded (last change "
-        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state.changed))})",
+        f"{strftime('%Y-%m-%d %H:%M:%S', localtime(state.changed))})",
         where=str(path),
         fix="restart the engine when nothing writes to the model's files any more, or name the weights with "
         "`weights_id`",

@@ -24,10 +24,10 @@ from importlib import metadata
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from ucm.compat import device_type, optional
 from ucm.errors import ConfigError, UcmError
 from ucm.hashing.file_contents import changed_since, configuration_since
-from ucm.hashing.request_hasher import frame, plan_hashes
-from ucm.integration.vllm.compat import device_type, optional
+from ucm.hashing.request_hasher import frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -343,7 +343,6 @@ def model_identity(
         "format": FORMAT,
         "vllm": vllm_release(),
         "packages": packages(model),
-        "hashes": plan_hashes(vllm_config).kind,
         "model": _model("model", model, vllm_config.load_config, weights_id, unread),
         "cache": {"cache_dtype": _cache_dtype(cache, model), **_settings(cache, _CACHE_SETTINGS)},
         "attention": _settings(optional(vllm_config, "attention_config"), _ATTENTION_SETTINGS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ucm.integration.vllm.compat import layer_specs, optional, rank_of
+from ucm.compat import layer_specs, optional, rank_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from ucm.clock import SYSTEM
 from ucm.config.settings import BlendSettings
 from ucm.integration.vllm.blend.sides import BlendSchedulerSide, BlendWorkerSide
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.ucm_connector import StepMetadata, UCMDirectConnector
 
 if TYPE_CHECKING:
+    from ucm.clock import Clock
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.connector.metadata import StepPlan
     from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
@@ -42,6 +44,7 @@ class BlendConnector(UCMDirectConnector):
         vllm_config: vLLM's ``VllmConfig``.
         role: ``SCHEDULER`` or ``WORKER``.
         kv_cache_config: vLLM's ``KVCacheConfig``.
+        clock: Time and threads; vLLM gives none.
 
     Raises:
         ConfigError: If a setting is wrong, or nothing can be blended in this engine; the message says why.
@@ -49,19 +52,28 @@ class BlendConnector(UCMDirectConnector):
 
     blends = True
 
-    def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig | None = None) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: Any,
+        kv_cache_config: KVCacheConfig | None = None,
+        *,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config, clock=clock)
         self._blend_scheduler: BlendSchedulerSide | None = None
         self._blend_worker: BlendWorkerSide | None = None
         with refusals_logged("UCM.Config"):
-            settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config, clock=clock)
             blend = settings.blend or BlendSettings()
             if role == KVConnectorRole.SCHEDULER:
                 self._blend_scheduler = BlendSchedulerSide(
-                    vllm_config, kv_cache_config, settings, blend, self._scheduler
+                    vllm_config, kv_cache_config, settings, blend, self._scheduler, clock=clock
                 )
             else:
-                self._blend_worker = BlendWorkerSide(vllm_config, kv_cache_config, settings, blend, self._worker)
+                self._blend_worker = BlendWorkerSide(
+                    vllm_config, kv_cache_config, settings, blend, self._worker, clock=clock
+                )
 
     @property
     def _planning(self) -> BlendSchedulerSide:

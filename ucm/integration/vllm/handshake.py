@@ -11,17 +11,19 @@ import inspect
 import json
 import os
 import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 import ucm
+from ucm.clock import SYSTEM
+from ucm.compat import optional, requests_have_hashers, v1_runner
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import optional, v1_runner
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.hooks import method_of
 from ucm.integration.vllm.sparse.config import sparse_method_config
+from ucm.integration.vllm.sparse.sharing import block_hash_seed, needed_groups, shares_kv
 from ucm.logger import get_logger
 from ucm.overlay.activation import check_feature
+from ucm.overlay.manifest import DEFAULT_SEAM
 from ucm.sparse.base import SparseMethod
 from ucm.sparse.factory import method_class
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 #: The time limit for all workers together, in seconds; a method may compile its kernels meanwhile.
 DEADLINE = 180.0
 WORKER, MODEL_RUNNER = "WORKER", "MODEL_RUNNER"
+#: The hook that changes vLLM's block hashes, and the package whose overlays call it.
+SEED, VLLM = "block_hash_function", "vllm"
 SAME = "install the same runtime and overlay on every node, and give all of vLLM's processes the same environment"
 
 
@@ -58,19 +62,20 @@ def _require_same_in_workers(engine_core: Any) -> None:
     name, options = configured
     wanted = method_class(name)
     scheduler_method = method_of(scheduler)
-    if "SCHEDULER" in wanted.needed_hooks and scheduler_method is None:
+    needed = needed_groups(wanted, config)
+    if "SCHEDULER" in needed and scheduler_method is None:
         raise SparseMethodError(
             f"the scheduler side of {name} does not run",
             where=f"{type(scheduler).__module__}.{type(scheduler).__qualname__} calls none of the overlay's hooks",
             fix="serve with vLLM's own scheduler (no --scheduler-cls), or without ucm_sparse_config",
         )
-    require_hooked(name, wanted.needed_hooks, scheduler)  # plug-ins may have come since the scheduler was made
+    require_hooked(name, needed, scheduler)  # plug-ins may have come since the scheduler was made
     mine = _half(wanted, options)
     question = scheduler_method.asks_workers() if scheduler_method else None
     _require_one_scheduler(name, question, config.parallel_config)
-    began = time.perf_counter()
+    began = SYSTEM.monotonic()
     answers = _answers(engine_core.model_executor, question)
-    took = 1000 * (time.perf_counter() - began)
+    took = 1000 * (SYSTEM.monotonic() - began)
     wrong = [line for answer in answers for line in _differences(mine, answer)]
     layers = [(answer["place"], *answer["layer"]) for answer in answers if answer.get("layer")]
     if layers and not wrong:
@@ -202,6 +207,27 @@ def require_latent_hooks(manifests: Sequence[Manifest] | None = None) -> None:
     _require_built("latent attention needs hooks", ["mla_begin"], manifests)
 
 
+def require_seeding(method: SparseMethod) -> None:
+    """Refuse an older overlay, which leaves the method out of block hashes by which others find KV.
+
+    Up to 0.10.0 no overlay has that hook: the scheduler's managers hash blocks, and the runtime changes their function.
+
+    Raises:
+        SparseMethodError: If an overlay of this process does not call the hook, and the method needs it.
+    """
+    config = method.vllm_config
+    if not shares_kv(config) or not requests_have_hashers() or not block_hash_seed(config):
+        return
+    manifests = [known.manifest for known in _states() if known.manifest.upstream_package == VLLM]
+    if manifests and not any(SEED in manifest.seams[DEFAULT_SEAM] for manifest in manifests):
+        raise SparseMethodError(
+            f"{type(method).__name__} changes KV, and an older overlay does not tell vLLM's block hashes, by which a "
+            "connector or a reader of KV events finds it",
+            where=f"overlay {manifests[0].version} of {manifests[0].title}",
+            fix=f"build and install it again: `nox -s build-overlay -- {manifests[0].named}`",
+        )
+
+
 def _require_built(what: str, wanted: Collection[str], manifests: Sequence[Manifest] | None = None) -> None:
     """Refuse hooks that are missing in overlays; by default, in this process's."""
     if manifests is None:
@@ -261,7 +287,6 @@ def _states() -> list[State]:
     """Return this process's state of each overlay that calls UCM's hooks."""
     from ucm.overlay.activation import boots  # noqa: PLC0415 - only where a method is asked for
     from ucm.overlay.finder import state  # noqa: PLC0415
-    from ucm.overlay.manifest import DEFAULT_SEAM  # noqa: PLC0415
 
     states = [state(boot.DIRECTORY) for boot in boots()]
     return [one for one in states if DEFAULT_SEAM in one.manifest.seams]

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from ucm.integration.vllm.compat import clear_row, optional
-from ucm.sparse.base import Role, SparseMethod
+from ucm.compat import clear_row, optional, replace_block_hash
+from ucm.sparse.base import Role, SparseMethod, require_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,6 +24,7 @@ __all__ = [
     "attention_begin",
     "attention_finished",
     "before_allocation",
+    "block_hash_function",
     "blocks_updated",
     "clear_row",
     "engine_core_started",
@@ -86,12 +87,15 @@ def _started(vllm_config: Any, role: Role, owner: Any, start: Callable[[SparseMe
         if configured is None:
             return None
         from ucm.integration.vllm.handshake import require_built_hooks, require_hooked  # noqa: PLC0415
+        from ucm.integration.vllm.sparse.sharing import needed_groups  # noqa: PLC0415
         from ucm.sparse.factory import create_method  # noqa: PLC0415
 
         name, options = configured
         method = create_method(name, vllm_config, role, options)
         require_built_hooks(type(method))
-        require_hooked(name, method.needed_hooks, owner)
+        groups = needed_groups(type(method), vllm_config)
+        require_hooks(name, groups)
+        require_hooked(name, groups, owner)
         if isinstance(optional(vllm_config, "additional_config"), dict):
             # vLLM's compile cache keys on this dictionary and not on the connector's settings: without the
             # method in it, a graph compiled without the method's layer calls would be loaded for a run with them.
@@ -111,12 +115,29 @@ def scheduler_init(scheduler: Any) -> None:
 
     def start(method: SparseMethod) -> None:
         global _schedules_sparsely  # noqa: PLW0603 - see where it is defined
+        from ucm.integration.vllm.handshake import require_seeding  # noqa: PLC0415 - as in `_started`
+        from ucm.integration.vllm.sparse.sharing import require_connectors, seeded  # noqa: PLC0415
+
+        require_connectors(method, optional(scheduler, "connector"))
+        require_seeding(method)
+        replace_block_hash(scheduler, lambda hash_function: seeded(scheduler.vllm_config, hash_function))
         _schedules_sparsely = True
         setattr(scheduler, METHOD, method)
         setattr(scheduler.kv_cache_manager, METHOD, method)
         method.scheduler_started(scheduler)
 
     _started(scheduler.vllm_config, Role.SCHEDULER, scheduler, start)
+
+
+def block_hash_function(vllm_config: Any, hash_function: Any) -> Any:
+    """The engine has chosen how to hash blocks: hash what a method makes their KV depend on as well."""
+    from ucm.integration.vllm.sparse.config import sparse_method_config  # noqa: PLC0415 - as in `_started`
+
+    if sparse_method_config(vllm_config) is None:
+        return hash_function
+    from ucm.integration.vllm.sparse.sharing import seeded  # noqa: PLC0415 - as in `_started`
+
+    return seeded(vllm_config, hash_function)
 
 
 def kv_cache_memory(vllm_config: Any, kv_cache_specs: list[Any], available: list[int]) -> list[int]:

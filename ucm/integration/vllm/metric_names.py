@@ -11,7 +11,7 @@ dots.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
@@ -224,20 +224,6 @@ SPARSE_REROPE_KEYS = _counter(
 
 #: All metrics by name, in the order of docs/metrics.md.
 METRICS = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, Metric)}
-
-#: Deprecated former names, under which the series are also exported for one release.
-FORMER_NAMES = {
-    SAVE_BLOCKS.name: "ucm:dump_blocks_total",
-    SAVE_BYTES.name: "ucm:dump_bytes_total",
-    SAVE_DURATION.name: "ucm:dump_duration_seconds",
-    TIER_SAVED_BYTES.name: "ucm:tier_dump_bytes_total",
-    TIER_SAVE_SECONDS.name: "ucm:tier_dump_seconds_total",
-    TIER_QUARANTINED.name: "ucm:tier_set_aside_blocks_total",
-}
-FORMER_METRICS = {
-    former: replace(METRICS[name], name=former, documentation=f"Deprecated, use {name}.")
-    for name, former in FORMER_NAMES.items()
-}
 
 
 def copied(data: StatsData) -> StatsData:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ucm.clock import SYSTEM
+from ucm.compat import connector_abilities, optional
 from ucm.integration.vllm import metric_names as names
-from ucm.integration.vllm.compat import connector_abilities, optional
 from ucm.integration.vllm.metric_names import has_failures, merge, sentence
 from ucm.integration.vllm.prometheus import SeriesSet, client_classes
 from ucm.logger import get_logger
@@ -23,6 +23,7 @@ from ucm.logger import get_logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from ucm.clock import Clock
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.metric_names import StatsData
     from ucm.store.base import TierStats
@@ -47,7 +48,7 @@ class ConnectorCounters:
         export: Whether the counts also go to vLLM, or only to the log.
         log: Logs them at intervals; None for never.
         publish: Called with each step's counts if vLLM does not take them.
-        clock: Seconds that only rise.
+        clock: Tells when the tiers' counters are read again.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ConnectorCounters:
         export: bool = True,
         log: MetricsLog | None = None,
         publish: Callable[[StatsData], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM,
     ) -> None:
         self._export = export
         self._log = log
@@ -186,7 +187,7 @@ class ConnectorCounters:
 
         Without counts it only reads the clock.
         """
-        now = self._clock()
+        now = self._clock.monotonic()
         if now >= self._look_again:
             self._look_again = now + TIER_SECONDS
             self._look_at_tiers()
@@ -285,79 +286,68 @@ _TIER_COUNTERS = {
 }
 
 
-def create_counters(vllm_config: Any, config: ConnectorConfig) -> ConnectorCounters:
+def create_counters(vllm_config: Any, config: ConnectorConfig, *, clock: Clock = SYSTEM) -> ConnectorCounters:
     """Create the counters of one side of a connector, as configured and supported by the release.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         config: The connector's settings.
+        clock: Time and threads.
     """
-    log = MetricsLog(config.metrics_log_interval) if config.metrics_log_interval else None
+    log = MetricsLog(config.metrics_log_interval, clock=clock) if config.metrics_log_interval else None
     publish = create_publisher(vllm_config) if config.metrics else None
-    return ConnectorCounters(export=config.metrics, log=log, publish=publish)
-
-
-def _later(seconds: float, call: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(seconds, call)
-    timer.daemon = True
-    timer.start()
-    return timer
+    return ConnectorCounters(export=config.metrics, log=log, publish=publish, clock=clock)
 
 
 class MetricsLog:
     """The log lines of one process.
 
-    A timer logs the counts of an interval at its end, so that the last request before a quiet period is logged, too.
-    as well; while nothing happens there is no timer.
+    A thread logs the counts of an interval at its end, so that the last request before a quiet period is logged as
+    well; while nothing happens there is no thread.
 
     Args:
         interval: Seconds between two lines, more than 0.
-        clock: Seconds that only rise.
-        later: Calls a function after some seconds; returns a cancellable timer.
+        clock: Time and threads.
     """
 
-    def __init__(
-        self,
-        interval: float,
-        clock: Callable[[], float] = time.monotonic,
-        later: Callable[[float, Callable[[], None]], threading.Timer] = _later,
-    ) -> None:
+    def __init__(self, interval: float, *, clock: Clock = SYSTEM) -> None:
         self._interval = interval
         self._clock = clock
-        self._later = later
-        self._lock = threading.Lock()
+        self._lock = clock.lock()
         self._data: StatsData = {}
         self._next = 0.0
-        self._timer: threading.Timer | None = None
+        self._waits = False  # whether a thread waits for the end of the interval
+        self._closed = clock.event()
 
     def add(self, data: StatsData) -> None:
         """Add a step's counts."""
         with self._lock:
             merge(self._data, data)
-            wait = self._next - self._clock()
+            wait = self._next - self._clock.monotonic()
             if wait <= 0:
                 self._say()
-            elif self._timer is None:
-                self._timer = self._later(wait, self._on_time)
+            elif not self._waits and not self._closed.is_set():
+                with suppress(RuntimeError):  # the system allows no more threads: the next step tries again
+                    self._clock.thread(lambda: self._say_after(wait), "ucm-log").start()
+                    self._waits = True
 
     def close(self) -> None:
         """Log the remaining counts."""
+        self._closed.set()
         with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
             self._say()
 
-    def _on_time(self) -> None:
-        with self._lock:
-            self._timer = None
-            self._say()
+    def _say_after(self, seconds: float) -> None:
+        if not self._closed.wait(seconds):
+            with self._lock:
+                self._waits = False
+                self._say()
 
     def _say(self) -> None:
         text, level = sentence(self._data), logging.WARNING if has_failures(self._data) else logging.INFO
         self._data = {}
         if text:
-            self._next = self._clock() + self._interval
+            self._next = self._clock.monotonic() + self._interval
             get_logger(__name__).log(level, "[UCM.Connector] %s", text)
 
 

@@ -10,8 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.metric_names import (
-    FORMER_METRICS,
-    FORMER_NAMES,
     METRICS,
     Kind,
     Metric,
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from ucm.integration.vllm.metric_names import StatsData
 
 STATS_CLASS = "UCMConnectorStats"
-_EXPORTED = {**METRICS, **FORMER_METRICS}
 
 
 def build_stats(data: StatsData | None) -> Any:
@@ -147,7 +144,7 @@ class SeriesSet:
         self._children: dict[tuple[int, str, str], Any] = {}
         self._strange: set[str] = set()
         for engine in self._engines:
-            for metric in _EXPORTED.values():
+            for metric in METRICS.values():
                 for known in metric.known:
                     self._child(engine, metric, ".".join(known))
 
@@ -159,8 +156,6 @@ class SeriesSet:
                 self._say_strange(name if metric is None else f"engine {engine}")
                 continue
             self._add(engine, metric, values)
-            if name in FORMER_NAMES:
-                self._add(engine, FORMER_METRICS[FORMER_NAMES[name]], values)
 
     def _add(self, engine: int, metric: Metric, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
@@ -199,7 +194,7 @@ def _metrics(counter: Any, gauge: Any, histogram: Any, labelnames: tuple[str, ..
     vLLM unregisters its own metrics (by their prefix) whenever it creates its loggers again, but not ours.
     """
     made = {}
-    for metric in _EXPORTED.values():
+    for metric in METRICS.values():
         labels = [*labelnames, *metric.labels]
         if metric.kind is Kind.COUNTER:
             made[metric.name] = counter(name=metric.name, documentation=metric.documentation, labelnames=labels)

@@ -22,21 +22,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from ucm.clock import SYSTEM
+from ucm.compat import connector_abilities, optional, outer_transfer, reported_by_workers
 from ucm.config.load import load_connector_config
 from ucm.errors import ConfigError
-from ucm.integration.vllm.compat import connector_abilities, optional, outer_transfer, reported_by_workers
-from ucm.integration.vllm.connector.failures import refusals_logged
+from ucm.integration.vllm.connector.failures import PromisedBlockLostError, refusals_logged
 from ucm.integration.vllm.connector.metadata import WeightsReport
 from ucm.integration.vllm.connector.sides import SchedulerSide, WorkerSide
 from ucm.logger import get_logger
+from ucm.overlay.activation import check_left_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ucm.clock import Clock
     from ucm.config.settings import ConnectorConfig
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.vllm_types import KVCacheConfig, Request, SchedulerOutput, VllmConfig
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:  # until 0.29.x, which never calls `get_transfer_results`
+    KVConnectorTransferResults = None
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
@@ -108,9 +116,11 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         vllm_config: vLLM's ``VllmConfig``.
         role: ``SCHEDULER`` or ``WORKER``.
         kv_cache_config: vLLM's ``KVCacheConfig``; releases up to 0.11.0 do not give it.
+        clock: Time and threads; vLLM gives none.
 
     Raises:
         ConfigError: If a setting is wrong, or the model has KV that cannot be restored.
+        InactiveOverlayError: If an overlay is installed but inactive, and vLLM did not check that.
     """
 
     #: What the configuration says, unless a class below fixes it.
@@ -118,7 +128,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
     #: Whether chunks are blended.
     blends: ClassVar[bool] = False
 
-    def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig | None = None) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: Any,
+        kv_cache_config: KVCacheConfig | None = None,
+        *,
+        clock: Clock = SYSTEM,
+    ) -> None:
         if kv_cache_config is None:
             super().__init__(vllm_config, role)
         else:
@@ -126,17 +143,20 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._takes_stats = _takes_stats(vllm_config)
+        check_left_out()
         with refusals_logged("UCM.Config"):
-            settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            settings = self._settings(vllm_config.kv_transfer_config.kv_connector_extra_config, clock=clock)
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
+                self._scheduler_side = SchedulerSide(
+                    vllm_config, kv_cache_config, settings, KVConnectorBase_V1, clock=clock
+                )
             else:
-                self._worker_side = WorkerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1)
+                self._worker_side = WorkerSide(vllm_config, kv_cache_config, settings, KVConnectorBase_V1, clock=clock)
 
     @classmethod
-    def _settings(cls, extra_config: dict[str, Any] | None) -> ConnectorConfig:
+    def _settings(cls, extra_config: dict[str, Any] | None, *, clock: Clock = SYSTEM) -> ConnectorConfig:
         fixed = {} if cls.kind is None else {"connector": cls.kind}
-        found = load_connector_config({**(extra_config or {}), **fixed})
+        found = load_connector_config({**(extra_config or {}), **fixed}, clock=clock)
         if found.blend is not None and not cls.blends:
             raise ConfigError(
                 f"{cls.__name__} blends nothing",
@@ -265,13 +285,35 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # vLL
             self._worker.worker.save(plan)
             _log_moves("[UCM.Save] request %s: %d blocks of KV-cache group %d to save", plan.saves)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
+        """Return the requests whose loads have ended, and those whose whole load failed; saves delay no request.
+
+        Releases from 0.30.0 on call this instead of ``get_finished``.
+        """
+        loaded = self._take_loaded()
+        failed = self._worker.worker.take_failed_requests() if self._worker.has_begun else set()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002
-        """Return the requests whose loads have ended, successfully or not; saves delay no request."""
+        """Return the requests whose loads have ended, successfully or not; saves delay no request.
+
+        Raises:
+            PromisedBlockLostError: A whole load failed, but a runner that calls this method does not ask for those.
+        """
+        loaded = self._take_loaded()
+        if self._worker.has_begun and (failed := self._worker.worker.take_failed_requests()):
+            raise PromisedBlockLostError(
+                "promised blocks could not be loaded, and this model runner does not recompute a request's whole load",
+                where=f"request {min(failed)}",
+                fix="use vLLM's own model runner, or run this model without a UCM connector",
+            )
+        return None, loaded or None
+
+    def _take_loaded(self) -> set[str]:
         if not self._takes_stats:
             self._worker.counters.take_data()
         self._worker.end()
-        loaded = self._worker.worker.take_loaded() if self._worker.has_begun else set()
-        return None, loaded or None
+        return self._worker.worker.take_loaded() if self._worker.has_begun else set()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """News about the weights and stored blocks, for the scheduler."""

@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ucm.compat import optional
 from ucm.errors import UcmError
 from ucm.hashing.rank_geometry import rank_tag
 from ucm.hashing.request_hasher import RequestHasher
-from ucm.integration.vllm.compat import optional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ucm.blend import FORMAT, PIECE
+from ucm.compat import optional, rotary_table, rotates_in_float
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import optional, rotary_table, rotates_in_float
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.sparse.layers import AttentionLayers
 from ucm.rotary import Rotation
@@ -189,12 +189,14 @@ class LayerCaches:
         )
 
     @contextmanager
-    def context(self, rows: Rows, attn_metadata: Mapping[str, Any]) -> Iterator[None]:
+    def context(self, rows: Rows, attn_metadata: Mapping[str, Any], *, by_modules: bool = False) -> Iterator[None]:
         """Set the forward context of a pass over some rows.
 
         Args:
             rows: The rows.
             attn_metadata: The step's metadata, by layer; fields that do not depend on rows are taken from it.
+            by_modules: Whether the pass calls the model's layers as modules even if the model is compiled; some
+                releases cannot.
         """
         from vllm.forward_context import set_forward_context  # noqa: PLC0415 - ucm imports without vLLM
 
@@ -209,7 +211,7 @@ class LayerCaches:
                 slots = rows.slots.to(given.slot_mapping.dtype)
                 made[id(given)] = dataclasses.replace(cut, slot_mapping=slots, num_actual_tokens=tokens)
             by_layer[name] = made[id(given)]
-        more = {"slot_mapping": dict.fromkeys(self.names, rows.slots)}
+        more: dict[str, Any] = {"slot_mapping": dict.fromkeys(self.names, rows.slots), "skip_compiled": by_modules}
         # vLLM Ascend's operators read more of a context than vLLM puts in it.
         begin = optional(sys.modules.get(ASCEND), "set_ascend_forward_context", set_forward_context)
         known = inspect.signature(begin).parameters
@@ -243,6 +245,44 @@ class LayerCaches:
         finally:
             hook.remove()
 
+    @contextmanager
+    def attention(self, blocks: Tensor, reach: int, asking: int) -> Iterator[Tensor]:
+        """Sum the attention of tokens to the cached ones before them, during a forward pass over one row.
+
+        Args:
+            blocks: The row's blocks; see `blocks`.
+            reach: The number of tokens before the row.
+            asking: The index of the row's first token that counts.
+
+        Yields:
+            ``[reach]``, float32: the attention to each token, as a mean over tokens, layers and this rank's heads. It
+            is complete after the pass, and NaN if the model did not call its layers as modules.
+        """
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        positions = torch.arange(reach, device=self.device)
+        found = torch.full((reach,), torch.nan, device=self.device)
+
+        def called(layer: int, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            arguments = dict(zip(("query", "key", "value"), given, strict=False)) | named
+            query = arguments["query"].view(len(arguments["query"]), -1, self.head_size)
+            own = arguments["key"].view(-1, self.heads, self.head_size)
+            keys = torch.cat([self.read(layer, blocks, positions)[0], own.to(self.dtype)])
+            scale = optional(self._layers[self.names[layer]], "impl.scale", self.head_size**-0.5)
+            found.nan_to_num_(nan=0.0).add_(attention_paid(query, keys, asking, scale)[:reach] / len(self.names))
+
+        hooks = [
+            self._layers[name].register_forward_pre_hook(
+                lambda _, given, named, layer=layer: called(layer, given, named), with_kwargs=True
+            )
+            for layer, name in enumerate(self.names)
+        ]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def _rotation(self, name: str, owner: Any) -> Rotation:
         module = optional(owner, "rotary_emb")
         table = rotary_table(module)
@@ -261,6 +301,31 @@ class LayerCaches:
         if not rotates_in_float(module):  # vLLM multiplies in the model's dtype
             table = table.to(self._config.model_config.dtype)
         return Rotation(table.to(self.device), bool(module.is_neox_style))
+
+
+def attention_paid(query: Tensor, keys: Tensor, asking: int, scale: float) -> Tensor:
+    """Return how much attention a row's tokens pay to each token, as a mean over tokens and heads.
+
+    Args:
+        query: ``[n, query heads, head_size]``, of the row.
+        keys: ``[before + n, heads, head_size]``: of the tokens before the row, and of the row.
+        asking: The index of the row's first token that counts.
+        scale: The factor of the scores.
+
+    Returns:
+        ``[before + n]``, float32.
+    """
+    import torch  # noqa: PLC0415 - vLLM brings it
+
+    before, heads = len(keys) - len(query), keys.shape[1]
+    places = torch.arange(len(keys), device=keys.device)
+    later = places > before + torch.arange(asking, len(query), device=keys.device)[:, None]
+    paid = torch.zeros(len(keys), device=keys.device)
+    # One head of the keys at a time: a long prompt's scores of all heads are large.
+    for head, group in enumerate(query[asking:].float().unflatten(1, (heads, -1)).unbind(1)):
+        scores = torch.einsum("ngd,td->gnt", group, keys[:, head].float()) * scale
+        paid += scores.masked_fill(later, -torch.inf).softmax(-1).mean((0, 1)) / heads
+    return paid
 
 
 def _place(name: str) -> tuple[int, ...]:

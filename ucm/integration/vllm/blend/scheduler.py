@@ -14,13 +14,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.blend import Chunk, ChunkMarksError, ChunkNames, blended_end, marked_chunks, separated_chunks
-from ucm.integration.vllm.compat import (
+from ucm.compat import (
     adapter_of,
     admitted_requests,
     block_hashes,
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    from ucm.clock import Thread
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.staging import ChunkLookup, ChunkStager
     from ucm.store.base import BlockKey, KVStore
@@ -69,6 +68,8 @@ class Blend:
         places: The offsets of each chunk's pieces in the slab.
         unwritten: Exact KV exists up to here. From here to ``start`` the step's forward writes it, for another
             request, after the stretch is filled, so it is computed in advance. Equal to ``start`` if there is none.
+        question: The tokens after the stretch that the step computes, if they select what is recomputed. The request
+            has blocks for them.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class Blend:
     chunks: list[Chunk]
     places: list[list[int]]
     unwritten: int
+    question: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -215,7 +217,8 @@ class BlendScheduler:
         counters: The counters of decisions.
         batches: The maximum number of steps in flight.
         loads: Whether the engine's role allows loads.
-        saves: Whether it allows saves.
+        may_save: Whether a request's KV may be saved; not if the role forbids it, nor if vLLM may have found other
+            content under a name of its blocks.
     """
 
     def __init__(
@@ -228,20 +231,20 @@ class BlendScheduler:
         *,
         batches: int = 1,
         loads: bool = True,
-        saves: bool = True,
+        may_save: Callable[[Any], bool] = lambda _: True,
     ) -> None:
         self._settings = settings
         self._ends = frozenset(settings.chunk_end_token_ids)
         self._block_size = block_size
         self._slab = slab
-        self._stager = stager
+        self._stager, self._clock = stager, stager.clock
         self._counters = counters
         self._batches = batches
-        self._loads, self._saves = loads, saves
+        self._loads, self._may_save = loads, may_save
         self._open: Callable[[Sequence[BlockGeometry]], Sequence[KVStore]] | None = None
         self._ranks = 0
         self._asked_since: float | None = None
-        self._opening: threading.Thread | None = None
+        self._opening: Thread | None = None
         self._ready_by = math.inf
         self._off = ""
         self._names = ChunkNames(b"")
@@ -282,7 +285,7 @@ class BlendScheduler:
             self._count(state, refusal)
             return 0
         if not self._begun():
-            return None if self._open is not None and not self._off and time.monotonic() < self._ready_by else 0
+            return None if self._open is not None and not self._off and self._clock.monotonic() < self._ready_by else 0
         if state.lookup is None:
             state.lookup = self._stager.submit(state.keys)
         if not self._stager.poll(state.lookup):
@@ -334,14 +337,15 @@ class BlendScheduler:
             self._stager.release(self._holds.pop(0)[1])
         plan = BlendPlan(shares=self._stager.shares)
         if self._open is not None and not self._stager.has_begun and not self._off:
-            self._asked_since = self._asked_since or time.monotonic()
+            self._asked_since = self._asked_since or self._clock.monotonic()
             plan.slab = self._slab.address
         self._take_blocks(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         begun = [request_id for request_id in self._to_blend if request_id in scheduled]
         written = self._written_by_forward(scheduled) if begun else set()
         for request_id in begun:
-            plan.blends.append(self._blend(request_id, self._to_blend.pop(request_id), written))
+            blended = self._to_blend.pop(request_id)
+            plan.blends.append(self._blend(request_id, blended, written, scheduled[request_id]))
         for request_id, number in scheduled.items():
             state = self._requests.get(request_id)
             if state is not None and not state.saved:
@@ -427,7 +431,7 @@ class BlendScheduler:
         except ValueError as error:
             self._say(f"a request's chunks are not used: {error}")
         # Only the chunk at the start of a prompt is computed as it would be alone.
-        state.saved = not self._saves or not state.chunks or state.chunks[0].start > 0
+        state.saved = not state.chunks or state.chunks[0].start > 0
 
     def _begun(self) -> bool:
         """Return whether lookups are possible; open the stores when all ranks have reported their geometry."""
@@ -440,7 +444,7 @@ class BlendScheduler:
             return False
         records = self._slab.records()
         if len(records) < self._ranks:
-            if self._asked_since is not None and time.monotonic() - self._asked_since > ANSWERS_SECONDS:
+            if self._asked_since is not None and self._clock.monotonic() - self._asked_since > ANSWERS_SECONDS:
                 self._off = "no slab"
                 get_logger(__name__).warning(
                     "[UCM.Blend] no request is blended: %d of %d workers do not reach the scheduler's memory; are they "
@@ -470,12 +474,13 @@ class BlendScheduler:
                     "[UCM.Blend] no request is blended: the stores of chunks cannot be opened"
                 )
 
-        self._ready_by = time.monotonic() + self._stager.seconds
-        self._opening = threading.Thread(target=work, name="ucm-chunks-open", daemon=True)
+        self._ready_by = self._clock.monotonic() + self._stager.seconds
+        self._opening = self._clock.thread(work, "ucm-chunks-open")
         self._opening.start()
 
-    def _blend(self, request_id: str, state: BlendRequest, written: AbstractSet[int]) -> Blend:
+    def _blend(self, request_id: str, state: BlendRequest, written: AbstractSet[int], scheduled: int) -> Blend:
         lookup, start, end = state.lookup, state.computed, state.end
+        asked = end + scheduled if self._settings.select == "question" else end
         state.lookup = None
         chunks, places = [], []
         if lookup is not None:
@@ -484,11 +489,11 @@ class BlendScheduler:
                     chunks.append(chunk)
                     places.append(self._stager.offsets(rows))
             self._holds.append((self._step, lookup))
-        blocks = state.block_ids[: -(-end // self._block_size)]
+        blocks = state.block_ids[: -(-asked // self._block_size)]
         exact = enumerate(blocks[: -(-start // self._block_size)])
         unwritten = next((place * self._block_size for place, block in exact if block in written), start)
-        tokens = list(state.request.all_token_ids[unwritten:end])
-        return Blend(request_id, start, end, tokens, blocks, chunks, places, unwritten)
+        tokens, question = (list(state.request.all_token_ids[a:b]) for a, b in ((unwritten, end), (end, asked)))
+        return Blend(request_id, start, end, tokens, blocks, chunks, places, unwritten, question)
 
     def _save(self, state: BlendRequest, computed: int) -> list[ChunkSave]:
         """Return the chunk at the start of a request, once its exact KV is computed."""
@@ -499,7 +504,7 @@ class BlendScheduler:
         if computed < chunk.end:
             return []
         state.saved = True
-        if self._off or _cannot_save(state.request):
+        if self._off or _cannot_save(state.request) or not self._may_save(state.request):
             return []
         return [ChunkSave(state.keys[0], chunk.tokens, state.block_ids[: -(-chunk.end // self._block_size)])]
 

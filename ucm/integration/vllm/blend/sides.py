@@ -9,12 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.background import call_within
-from ucm.hashing.rank_geometry import Parallelism, rank_tag, rank_tags
-from ucm.integration.vllm.blend.caches import LayerCaches
-from ucm.integration.vllm.blend.scheduler import BlendScheduler
-from ucm.integration.vllm.blend.staging import ChunkStager
-from ucm.integration.vllm.blend.worker import BlendWorker
-from ucm.integration.vllm.compat import (
+from ucm.clock import SYSTEM
+from ucm.compat import (
     batches_in_flight,
     hashes_are_bytes,
     leave_out,
@@ -22,18 +18,24 @@ from ucm.integration.vllm.compat import (
     rank_of,
     runs_micro_batches,
 )
+from ucm.hashing.rank_geometry import Parallelism, rank_tag, rank_tags
+from ucm.integration.vllm.blend.caches import LayerCaches
+from ucm.integration.vllm.blend.scheduler import BlendScheduler
+from ucm.integration.vllm.blend.staging import ChunkStager
+from ucm.integration.vllm.blend.worker import BlendWorker
 from ucm.integration.vllm.connector.failures import UnsupportedModelError
 from ucm.integration.vllm.connector.identity import running_model
 from ucm.integration.vllm.connector.kv_cache import cache_groups
 from ucm.integration.vllm.connector.prefix_cache import left_alone
+from ucm.integration.vllm.connector.sides import create_slab
 from ucm.integration.vllm.connector.transfer_worker import CLOSE_SECONDS
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.store.factory import OpeningStore, open_store
-from ucm.store.memory.slab import Slab, default_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucm.clock import Clock
     from ucm.config.settings import BlendSettings, ConnectorConfig
     from ucm.integration.vllm.blend.scheduler import BlendPlan
     from ucm.integration.vllm.connector.metadata import StepPlan
@@ -184,6 +186,7 @@ class BlendSchedulerSide:
         settings: The connector's settings.
         blend: The settings of ``blend``.
         exact: The scheduler side of the connector for exact prefixes.
+        clock: Time and threads.
 
     Raises:
         UnsupportedModelError: If nothing can be blended in this engine.
@@ -196,26 +199,29 @@ class BlendSchedulerSide:
         settings: ConnectorConfig,
         blend: BlendSettings,
         exact: SchedulerSide,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
-        groups = cache_groups(vllm_config, kv_cache_config).groups
-        require_engine(vllm_config, blend, groups)
+        self._clock = clock
+        groups = cache_groups(vllm_config, kv_cache_config)
+        require_engine(vllm_config, blend, groups.groups)
         self._exact = exact
         self._config = settings.store.as_store_config()
-        group = groups[0]
+        group = groups.groups[0]
         self._tags = rank_tags(vllm_config, group.index, spec=group.spec)
         self._stores: list[KVStore] = []
         self._epoch = 0
         transfer = vllm_config.kv_transfer_config
-        slab = Slab(settings.staging or default_bytes(), len(self._tags))
+        slab = create_slab(vllm_config, settings, groups, len(self._tags), clock=clock)
         self.scheduler = BlendScheduler(
             blend,
             group.block_size,
             slab,
-            ChunkStager(slab, settings.staging_deadline),
+            ChunkStager(slab, settings.staging_deadline, clock=clock),
             exact.counters,
             batches=batches_in_flight(vllm_config),
             loads=transfer.is_kv_consumer,
-            saves=transfer.is_kv_producer,
+            may_save=lambda request: transfer.is_kv_producer and not exact.scheduler.is_excluded(request),
         )
         self._prepared = False
         self.take_note()
@@ -250,12 +256,12 @@ class BlendSchedulerSide:
         """Close the stores."""
         self.scheduler.close()
         for store in self._stores:
-            call_within(store.close, "ucm-close", CLOSE_SECONDS)
+            call_within(store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
 
     def _open(self, geometries: Sequence[BlockGeometry]) -> list[KVStore]:
         where = f"{self._exact.namespace}/{CHUNKS}"
         self._stores = [
-            open_store(self._config, f"{where}/{tag}", geometry)
+            open_store(self._config, f"{where}/{tag}", geometry, clock=self._clock)
             for tag, geometry in zip(self._tags, geometries, strict=True)
         ]
         return self._stores
@@ -270,6 +276,7 @@ class BlendWorkerSide:
         settings: The connector's settings.
         blend: The settings of ``blend``.
         exact: The worker side of the connector for exact prefixes.
+        clock: Time and threads.
 
     Raises:
         UnsupportedModelError: If the engine has other connectors.
@@ -282,7 +289,10 @@ class BlendWorkerSide:
         settings: ConnectorConfig,
         blend: BlendSettings,
         exact: WorkerSide,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         require_alone(vllm_config)
         self._vllm_config = vllm_config
         self._group = cache_groups(vllm_config, kv_cache_config).groups[0]
@@ -319,6 +329,7 @@ class BlendWorkerSide:
             most_tokens=int(config.scheduler_config.max_num_batched_tokens),
             rank=Parallelism.of(config).ranks(rank_of(config)).tp,
             name=str(config.model_config.model),
+            clock=self._clock,
         )
 
     def begin(self, step: StepPlan, plan: BlendPlan, attn_metadata: Any) -> None:
@@ -328,8 +339,8 @@ class BlendWorkerSide:
         if self._store is None and step.namespace:
             tag = rank_tag(self._vllm_config, self._group.index, spec=self._group.spec)
             where = f"{step.namespace}/{CHUNKS}/{tag}"
-            make = partial(open_store, self._config, where, self._caches.geometry)
-            self._store = OpeningStore(make, self._config.stuck_seconds)
+            make = partial(open_store, self._config, where, self._caches.geometry, clock=self._clock)
+            self._store = OpeningStore(make, self._config.stuck_seconds, clock=self._clock)
         self._worker.begin(step, plan, self._store)
         self._worker.blend(plan, attn_metadata, usable=self._unchanged(step))
 
@@ -343,7 +354,7 @@ class BlendWorkerSide:
         if self._worker is not None:
             self._worker.close()
         if self._store is not None:
-            call_within(self._store.close, "ucm-close", CLOSE_SECONDS)
+            call_within(self._store.close, "ucm-close", CLOSE_SECONDS, clock=self._clock)
 
     def _unchanged(self, step: StepPlan) -> bool:
         """Return whether the weights, and the authentication key, are those for which the step was planned."""

@@ -6,29 +6,27 @@ scheduler's process, so a reported hit cannot be lost, and all ranks have the sa
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
+from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockGeometry, BlockTransfer
-from ucm.store.memory.slab import PAGE, Slab, State
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ucm.clock import Clock, Queue
     from ucm.store.base import BlockKey, KVStore, Task
     from ucm.store.memory.slab import Row
 
 #: The slab's rows belong to KV-cache groups; all chunk pieces are in one group.
 GROUP = 0
-#: The threads that wait for the stores, and the polling interval for pieces that another thread reads.
+#: The threads that wait for the stores.
 THREADS = 2
-_LOOKS_SECONDS = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -79,19 +77,19 @@ class ChunkStager:
     Args:
         slab: The slab.
         seconds: The time limit of a lookup.
+        clock: Time and threads; the slab's.
     """
 
-    def __init__(self, slab: Slab, seconds: float) -> None:
+    def __init__(self, slab: Slab, seconds: float, *, clock: Clock = SYSTEM) -> None:
+        self.clock = clock
         self._slab = slab
         self.seconds = seconds
         self._stores: Sequence[KVStore] = ()
         self._sizes: list[tuple[int, ...]] = []
         self.shares: tuple[int, ...] = ()  #: the offset of each rank's part in a row
-        self._changed = threading.Condition()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"ucm-chunks-{number}", daemon=True) for number in range(THREADS)
-        ]
+        self._changed = clock.condition()
+        self._jobs: Queue[Callable[[], None] | None] = clock.queue()
+        self._threads = [clock.thread(self._work, f"ucm-chunks-{number}") for number in range(THREADS)]
 
     def begin(self, stores: Sequence[KVStore], geometries: Sequence[BlockGeometry]) -> None:
         """Start lookups, once the stores and piece geometries are known.
@@ -115,7 +113,7 @@ class ChunkStager:
 
     def submit(self, pieces: list[list[BlockKey]]) -> ChunkLookup:
         """Look up chunks; already staged ones are answered at once."""
-        lookup = ChunkLookup(pieces, time.monotonic() + self.seconds)
+        lookup = ChunkLookup(pieces, self.clock.monotonic() + self.seconds)
         staged = [self._slab.hold(GROUP, keys) for keys in pieces]
         lookup.rows = staged
         if all(rows is not None for rows in staged):
@@ -127,7 +125,7 @@ class ChunkStager:
     def poll(self, lookup: ChunkLookup) -> bool:
         """Return whether a lookup has ended or reached its deadline; its result is then what is staged."""
         with self._changed:
-            if time.monotonic() >= lookup.deadline:
+            if self.clock.monotonic() >= lookup.deadline:
                 lookup.finished = True
             return lookup.finished
 
@@ -157,7 +155,7 @@ class ChunkStager:
 
     def _work(self) -> None:
         enter_background()
-        while (job := self._jobs.get()) is not None:
+        for job in jobs_of(self._jobs, self._slab):
             job()
 
     def _run(self, lookup: ChunkLookup) -> None:
@@ -177,10 +175,11 @@ class ChunkStager:
                 if reading.is_over:
                     self._hand_over(lookup, reading)
             # Wait for other threads' reads only after this thread's own, for which others may wait.
-            until = time.monotonic() + self.seconds
+            until = self.clock.monotonic() + self.seconds
             for reading in begun:
-                while not reading.is_over and time.monotonic() < until:
-                    time.sleep(_LOOKS_SECONDS)
+                with self._slab.changed:
+                    while not reading.is_over and (left := until - self.clock.monotonic()) > 0:
+                        self._slab.changed.wait(left)
                 self._hand_over(lookup, reading)
         except Exception:  # noqa: BLE001 - whatever it is, the request must go on
             get_logger(__name__).exception("[UCM.Blend] staging chunks failed unexpectedly")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ucm.background import wait_while_it_shrinks
-from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, most_deviating, passes, reused_spans, runs_of
+from ucm.blend import PIECE, Chunk, Run, gaps_and_edges, highest, passes, reused_spans, runs_of
+from ucm.clock import SYSTEM
 from ucm.integration.vllm.blend.scheduler import REFUSED
 from ucm.integration.vllm.connector.transfer_worker import STILL_SECONDS, Unconfirmed
 from ucm.logger import get_logger
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ucm.clock import Clock
     from ucm.config.settings import BlendSettings
     from ucm.integration.vllm.blend.caches import LayerCaches, Rows
     from ucm.integration.vllm.blend.scheduler import Blend, BlendPlan, ChunkSave
@@ -57,7 +59,7 @@ class _Stretch:
     Attributes:
         blend: The blend.
         blocks: Its blocks in the caches; see `LayerCaches.blocks`.
-        tokens: ``[n]``, int32: its token ids, from ``blend.unwritten`` on.
+        tokens: ``[n]``, int32: its token ids, from ``blend.unwritten`` to the end of the question.
         attn_metadata: The step's metadata, by layer.
     """
 
@@ -78,6 +80,7 @@ class BlendWorker:
         most_tokens: The most tokens of a forward pass, for which vLLM profiled memory.
         rank: The rank in the tensor-parallel group.
         name: The model's name, for the log.
+        clock: Time and threads.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class BlendWorker:
         most_tokens: int,
         rank: int = 0,
         name: str = "",
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self._caches = caches
         self._model = model
         self._settings = settings
@@ -98,13 +103,14 @@ class BlendWorker:
         self._most_tokens = most_tokens
         self._rank = rank
         self._name = name
-        self._slab = SlabReader()
+        self._slab = SlabReader(clock=clock)
         self._address: SlabAddress | None = None
         self._store: KVStore | None = None
         self._saving: list[tuple[Task, Any]] = []
         self._unconfirmed = Unconfirmed(self._commit, self._discard)
         self._step = 0
         self._failures = 0
+        self._unseen = False
 
     @property
     def refused(self) -> bool:
@@ -151,7 +157,7 @@ class BlendWorker:
     def close(self) -> None:
         """Finish pending saves, and detach from the slab."""
         self._unconfirmed.close()
-        wait_while_it_shrinks(self._left, STILL_SECONDS)
+        wait_while_it_shrinks(self._left, STILL_SECONDS, clock=self._clock)
         self._slab.close()
 
     # Filling
@@ -161,7 +167,7 @@ class BlendWorker:
 
         blocks = self._caches.blocks(blend.block_ids)
         # The dtype that the runners use: a compiled model does not check it, and would read other tokens.
-        tokens = torch.tensor(blend.token_ids, dtype=torch.int32).to(self._caches.device)
+        tokens = torch.tensor(blend.token_ids + blend.question, dtype=torch.int32).to(self._caches.device)
         stretch = _Stretch(blend, blocks, tokens, attn_metadata)
         if blend.unwritten < blend.start:
             self._compute(stretch, [Run(blend.unwritten, blend.start)])
@@ -171,6 +177,12 @@ class BlendWorker:
             more = self._most_deviating(stretch, chunks, loaded)
             chosen = [one or other for one, other in zip(chosen, more, strict=True)]
         self._compute(stretch, runs_of(chosen, blend.start))
+        if self._settings.select == "question":
+            more = self._asked_about(stretch, chunks, chosen)
+            # Gaps and edges after the first of them have read it as it was.
+            first = more.index(True) if True in more else len(more)
+            chosen = [one or other for one, other in zip(chosen, more, strict=True)]
+            self._compute(stretch, runs_of(chosen[first:], blend.start + first))
         computed = sum(chosen)
         wrong = self._wrong(blend, chunks, chosen, blocks, loaded)
         if wrong:
@@ -183,7 +195,7 @@ class BlendWorker:
 
     @property
     def _edge_tokens(self) -> int:
-        return self._settings.edge_tokens if self._settings.select == "edges" else 0
+        return self._settings.edge_tokens if self._settings.select in {"edges", "question"} else 0
 
     def _load(
         self, blend: Blend, shares: tuple[int, ...], blocks: Tensor, *, usable: bool
@@ -315,7 +327,41 @@ class BlendWorker:
             deviation[places] += difference / was.square().mean().clamp_min(1e-6)
         whole = (torch.nan_to_num(deviation, nan=_STEPS).clamp_max(_STEPS) * _STEPS).to(torch.int64)
         added = self._caches.sum_over_ranks(whole).tolist()
-        return most_deviating(added, start, spans, self._settings.ratio)
+        return highest(added, start, spans, self._settings.ratio)
+
+    def _asked_about(self, stretch: _Stretch, chunks: Sequence[Chunk], computed: Sequence[bool]) -> list[bool]:
+        """Select the reused tokens to which the tokens after the stretch pay most attention.
+
+        Those are run over the cache as it is; the step's own forward pass computes them again.
+        """
+        import torch  # noqa: PLC0415 - vLLM brings it
+
+        blend, caches = stretch.blend, self._caches
+        spans = reused_spans([chunk for chunk in chunks if chunk.start], blend.start, blend.end)
+        if not spans or not blend.question or not self._settings.ratio:
+            return [False] * len(computed)
+        row = Run(blend.end, blend.end + len(blend.question))
+        # The last chunk may go on after the stretch; its tokens do not ask.
+        asking = max(0, min(chunks[-1].end - blend.end, len(blend.question) - 1))
+        rows = caches.rows([row], stretch.blocks)
+        with (
+            caches.context(rows, stretch.attn_metadata, by_modules=True),
+            caches.attention(stretch.blocks, blend.end, asking) as paid,
+        ):
+            self._run(stretch, rows)
+        whole = (torch.nan_to_num(paid[blend.start :], nan=-1.0).clamp(-1.0, 1.0) * _STEPS).to(torch.int64)
+        added = caches.sum_over_ranks(whole).tolist()
+        if min(added) < 0:
+            if not self._unseen:
+                self._unseen = True
+                get_logger(__name__).warning(
+                    "[UCM.Blend] select: question computes no more than edges: %s does not call its layers as modules. "
+                    "Start vLLM with --enforce-eager, or set select: edges",
+                    self._name or "the model",
+                )
+            return [False] * len(computed)
+        scores = [-1 if done else score for done, score in zip(computed, added, strict=True)]
+        return highest(scores, blend.start, spans, self._settings.ratio)
 
     def _wrong(
         self,

@@ -7,15 +7,14 @@ own hash where it has one, and where it lies.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ucm.hashing.request_hasher import has_hashes
-from ucm.integration.vllm.compat import (
+from ucm.clock import SYSTEM
+from ucm.compat import (
     adapter_of,
     block_hashes,
     cache_salt,
@@ -24,11 +23,13 @@ from ucm.integration.vllm.compat import (
     prompt_embeds,
     publishes_kv_events,
 )
+from ucm.hashing.request_hasher import has_hashes
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
+    from ucm.clock import Clock
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
     from ucm.store.base import BlockKey
     from ucm.vllm_types import Request, VllmConfig
@@ -54,13 +55,13 @@ Stored = dict[tuple[int, "BlockKey"], dict[int, str]]
 
 
 @dataclass(slots=True)
-class _Block:
-    """What an event says of a block, and of one that is being saved its number in the order of plans and its tiers."""
+class _Chunk:
+    """What an event says of a chunk's blocks, and of one being saved its number in the order of plans and its tiers."""
 
-    name: Any
+    names: list[Any]
     parent: Any
     tokens: array[int]
-    facts: Mapping[str, Any]  #: the same object for all blocks of a plan
+    facts: Mapping[str, Any]  #: the same object for all chunks of a plan
     number: int = 0
     tiers: dict[int, str] = field(default_factory=dict)  #: by rank, of those that have it
 
@@ -78,6 +79,7 @@ class StoreEvents:
         module: vLLM's module with the classes of events.
         convert: vLLM's conversion of a block hash for events; None in releases without it.
         kind_of: vLLM's name for the kind of attention of a ``KVCacheSpec``; None in releases without it.
+        clock: Tells when a block was announced.
     """
 
     def __init__(
@@ -87,17 +89,20 @@ class StoreEvents:
         module: Any,
         convert: Callable[[bytes], Any] | None = None,
         kind_of: Callable[[Any], Any] | None = None,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self._ranks = ranks
         self._module = module
         cache = vllm_config.cache_config
         self._hash_size = optional(cache, "hash_block_size") or cache.block_size
         self._convert, self._kind_of = convert, kind_of
         self._number = 0
-        self._pending: OrderedDict[tuple[int, BlockKey], _Block] = OrderedDict()
+        self._pending: OrderedDict[tuple[int, BlockKey], _Chunk] = OrderedDict()
         self._pending_bytes = 0
-        #: The names of announced blocks, and when they were announced, by group, key and tier.
-        self._told: OrderedDict[tuple[int, BlockKey, str], tuple[Any, float]] = OrderedDict()
+        #: The names of announced chunks' blocks, and when they were announced, by group, key and tier.
+        self._told: OrderedDict[tuple[int, BlockKey, str], tuple[list[Any], float]] = OrderedDict()
         self._events: list[Any] = []
 
     def saving(
@@ -165,8 +170,8 @@ class StoreEvents:
         self._pending.clear()
         self._pending_bytes = 0
         names: dict[tuple[int, str], list[Any]] = {}
-        for (group, _, tier), (name, _) in self._told.items():
-            names.setdefault((group, tier), []).append(name)
+        for (group, _, tier), (of_chunk, _) in self._told.items():
+            names.setdefault((group, tier), []).extend(of_chunk)
         self._told.clear()
         self._events = [
             _event(self._module.BlockRemoved, tier, {"block_hashes": found, "group_idx": group})
@@ -186,18 +191,20 @@ class StoreEvents:
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
         known: Container[int] = (),
-    ) -> Iterator[tuple[int, _Block]]:
-        """Yield what an event says of each block but those ``known``; nothing of blocks that tokens do not identify.
+    ) -> Iterator[tuple[int, _Chunk]]:
+        """Yield what an event says of each chunk but those ``known``; nothing of blocks that tokens do not identify.
 
         As with vLLM's own offloading, blocks within sliding windows are not announced: alone they help no request.
+        Where vLLM hashes blocks, an event names each block of a chunk, else the chunk by its key.
         """
         more = has_media(request) or cache_salt(request) or prompt_embeds(request)[0] is not None
         if group.window is not None or more:
             return
-        size, adapter = group.block_size, adapter_of(request)
+        size, blocks, adapter = group.chunk_tokens, 1, adapter_of(request)
         names: list[Any] = [parent, *keys]
-        if has_hashes(request) and size == self._hash_size:
-            hashes = block_hashes(request)[max(first - 1, 0) : first + len(keys)]
+        if has_hashes(request) and group.block_size == self._hash_size:
+            size, blocks = group.block_size, group.chunk_blocks
+            hashes = block_hashes(request)[max(first * blocks - 1, 0) : (first + len(keys)) * blocks]
             names = hashes if self._convert is None else [self._convert(one) for one in hashes]
             names = names if first else [None, *names]
         facts = {
@@ -209,26 +216,27 @@ class StoreEvents:
                 None if self._kind_of is None or group.spec is None else self._kind_of(group.spec).value
             ),
         }
-        for at, (_, before, name) in enumerate(zip(keys, names, names[1:], strict=False)):
+        for at in range((len(names) - 1) // blocks):
             if at not in known:
-                begin = (first + at) * size
-                yield at, _Block(name, before, array("i", request.all_token_ids[begin : begin + size]), facts)
+                begin, tokens = (first + at) * group.chunk_tokens, group.chunk_tokens
+                before, *of_chunk = names[at * blocks : (at + 1) * blocks + 1]
+                yield at, _Chunk(of_chunk, before, array("i", request.all_token_ids[begin : begin + tokens]), facts)
 
     def _knows(self, group: CacheGroup, key: BlockKey, tier: str) -> bool:
         """Return whether a block was announced a short time ago."""
         _, when = self._told.get((group.index, key, tier), (None, -AGAIN_SECONDS))
-        return time.monotonic() - when < AGAIN_SECONDS
+        return self._clock.monotonic() - when < AGAIN_SECONDS
 
-    def _announce(self, where: tuple[int, BlockKey, str], block: _Block) -> None:
+    def _announce(self, where: tuple[int, BlockKey, str], chunk: _Chunk) -> None:
         self._told.pop(where, None)
-        self._told[where] = (block.name, time.monotonic())
+        self._told[where] = (chunk.names, self._clock.monotonic())
         if len(self._told) > MOST_TOLD:
             self._told.popitem(last=False)
         said = {
-            **block.facts,
-            "block_hashes": [block.name],
-            "parent_block_hash": block.parent,
-            "token_ids": list(block.tokens),
+            **chunk.facts,
+            "block_hashes": chunk.names,
+            "parent_block_hash": chunk.parent,
+            "token_ids": list(chunk.tokens),
         }
         self._events.append(_event(self._module.BlockStored, where[2], said))
 
@@ -241,7 +249,13 @@ def _event(kind: Any, tier: str, said: Mapping[str, Any]) -> Any:
 
 
 def store_events(
-    vllm_config: VllmConfig, ranks: Mapping[int, int], *, wanted: bool, takes_events: bool, hears_workers: bool
+    vllm_config: VllmConfig,
+    ranks: Mapping[int, int],
+    *,
+    wanted: bool,
+    takes_events: bool,
+    hears_workers: bool,
+    clock: Clock = SYSTEM,
 ) -> StoreEvents | None:
     """Return the collector of events; None unless they are wanted and this vLLM can have them, which is logged.
 
@@ -251,6 +265,7 @@ def store_events(
         wanted: The setting ``kv_events``.
         takes_events: Whether vLLM asks connectors for events.
         hears_workers: Whether workers can report to the scheduler side.
+        clock: See ``StoreEvents``.
     """
     if not wanted:
         return None
@@ -262,6 +277,7 @@ def store_events(
             import_module("vllm.distributed.kv_events"),
             optional(import_module("vllm.v1.core.kv_cache_utils"), "maybe_convert_block_hash"),
             optional(import_module("vllm.v1.kv_cache_interface"), "get_kv_cache_spec_kind"),
+            clock=clock,
         )
     reason = "vLLM publishes none: set kv_events_config" if takes_events and hears_workers else "this vLLM cannot"
     get_logger(__name__).warning("[UCM.Connector] kv_events is set, but no events are published: %s", reason)

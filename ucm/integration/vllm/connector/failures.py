@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from ucm.errors import ConfigError, SparseMethodError, UcmError
-from ucm.integration.vllm.compat import (
+from ucm.compat import (
     can_sleep,
     device_type,
     divided_context,
@@ -17,6 +16,7 @@ from ucm.integration.vllm.compat import (
     saves_after_drafts,
     zeroes_blocks,
 )
+from ucm.errors import ConfigError, SparseMethodError, UcmError
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger
 

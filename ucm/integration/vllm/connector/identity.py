@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import threading
-import time
 import traceback
 import weakref
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
+from ucm.clock import SYSTEM
+from ucm.compat import optional
 from ucm.hashing.file_contents import DigestCache, FileChangedError, FileContents, process_started
 from ucm.hashing.model_identity import model_identity
-from ucm.integration.vllm.compat import optional, requests_have_hashers
 from ucm.integration.vllm.connector.prefix_cache import all_tokens
-from ucm.integration.vllm.sparse.config import KEY, sparse_method_config
+from ucm.integration.vllm.sparse.config import sparse_method_config
+from ucm.integration.vllm.sparse.sharing import method_identity
 from ucm.logger import get_logger
 from ucm.sparse.factory import method_class
 from ucm.store.factory import key_fingerprint
@@ -24,6 +24,7 @@ from ucm.store.factory import key_fingerprint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from ucm.clock import Clock, Thread
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.file_contents import Digests
     from ucm.hashing.model_identity import ModelIdentity
@@ -70,16 +71,22 @@ class WeightReader:
         identity: The engine's identity, with the files still to be read.
         settle: Prepares the namespace of a complete identity, and returns its name.
         since: When the engine may have begun to read the files, in seconds since the epoch.
+        clock: Time and threads.
     """
 
     def __init__(
-        self, identity: ModelIdentity, settle: Callable[[ModelIdentity], str], since: float | None = None
+        self,
+        identity: ModelIdentity,
+        settle: Callable[[ModelIdentity], str],
+        since: float | None = None,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
         self._identity = identity
         self._settle = settle
-        self._contents = FileContents(process_started() if since is None else since, DigestCache())
+        self._contents = FileContents(process_started() if since is None else since, DigestCache(), clock=clock)
         self._namespace = ""
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._failure: Exception | None = None
         self._is_alone = False  # whether no caller waits for the thread any more
         try:
@@ -95,7 +102,7 @@ class WeightReader:
                 "saved until then",
                 nbytes / 1e9,
             )
-        self._thread = threading.Thread(target=self._read, args=(found,), name="ucm-identity", daemon=True)
+        self._thread = clock.thread(lambda: self._read(found), "ucm-identity")
         self._thread.start()
         if not self._is_alone:
             self._wait(self._thread)
@@ -111,7 +118,7 @@ class WeightReader:
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
-    def _wait(self, thread: threading.Thread) -> None:
+    def _wait(self, thread: Thread) -> None:
         thread.join(START_SECONDS)
         self._is_alone = True
         if self._failure is not None:
@@ -146,32 +153,6 @@ class WeightReader:
         )
 
 
-def method_identity(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return the identity of the configured method; empty without one, or if prompts are computed as without it.
-
-    KV that was computed under a method belongs to the method: its class, its options and the block size are part of
-    the engine's identity. But where a method leaves prompts dense, as `BlockTopK` does, the blocks of prompts are those
-    that an engine without a method computes, and are shared with it. Then KV that was computed under the method must
-    not have such a name, neither in the store nor in vLLM's own prefix cache, because the next prompt would be computed
-    on top of it. So blocks of generated tokens have no name in the store, and in vLLM's cache a name of their request's
-    own (`ucm.sparse.blocks`).
-
-    Raises:
-        ConfigError: If there is no such method, or an option is wrong.
-    """
-    found = sparse_method_config(vllm_config)
-    if found is None:
-        return {}
-    name, options = found
-    method = method_class(name)
-    identity = method.identity(options)
-    if method.prompts_are_dense(options) and (
-        not vllm_config.cache_config.enable_prefix_caching or requests_have_hashers()
-    ):
-        return {}
-    return {KEY: {**identity, "block_size": vllm_config.cache_config.block_size}}
-
-
 def lasting_tokens(vllm_config: VllmConfig) -> Callable[[int], int]:
     """Return a function from a prompt's length to how many of the tokens have KV that depends on tokens only."""
     found = sparse_method_config(vllm_config)
@@ -179,6 +160,12 @@ def lasting_tokens(vllm_config: VllmConfig) -> Callable[[int], int]:
         return all_tokens
     name, options = found
     return partial(method_class(name).lasting_tokens, options)
+
+
+def frees_blocks(vllm_config: VllmConfig) -> bool:
+    """Return whether the sparse method, if there is one, frees blocks of running requests."""
+    found = sparse_method_config(vllm_config)
+    return found is not None and method_class(found[0]).frees_blocks
 
 
 #: Seconds without a step after which values on an accelerator are checked. A change takes longer than this, including
@@ -228,13 +215,15 @@ class LiveWeights:
         model: A torch module. Its parameters are watched and its persistent buffers, which checkpoints hold as well.
             Other buffers are not, because a forward may write to them.
         thorough: Check every byte after each pause, because changes are to be expected.
+        clock: Measures pauses.
     """
 
-    def __init__(self, model: Any, *, thorough: bool = False) -> None:
+    def __init__(self, model: Any, *, thorough: bool = False, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._thorough = thorough
         self._model = weakref.ref(model)
         self._positions: dict[int, Any] = {}
-        self._looked = time.monotonic()
+        self._looked = self._clock.monotonic()
         self._pause = 0.0  # the longest since values were last read, in seconds
         self._early_pause = 0.0  # the longest before early checks
         self._early_at = float("inf")  # the time of the early check that a load relies on
@@ -252,7 +241,7 @@ class LiveWeights:
             early: The check precedes the step that moves blocks, by which time the weights may have changed again.
         """
         pause, self._pause = self._pause, 0.0
-        now = time.monotonic()
+        now = self._clock.monotonic()
         is_old = DIGEST_SHARE * (now - self._early_at) >= min(self._digest_takes, DIGEST_SECONDS)
         doubted = pause > PAUSE or is_old
         if doubted:
@@ -278,13 +267,13 @@ class LiveWeights:
 
     def step(self) -> None:
         """Begin a step; after a pause, the next check also reads values."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._pause = max(self._pause, now - self._looked)
         self._looked = now
 
     def stepped(self) -> None:
         """End a step."""
-        self._looked = time.monotonic()
+        self._looked = self._clock.monotonic()
 
     def _is_cheap_after(self, pause: float) -> bool:
         """Return whether reading every byte takes little time, and almost none compared with a pause in seconds."""
@@ -369,7 +358,7 @@ class LiveWeights:
         """Return checksums of all words of each tensor, which detect any single change and any exchange of rows."""
         import torch  # noqa: PLC0415
 
-        begun = time.monotonic()
+        begun = self._clock.monotonic()
         with torch.inference_mode():
             sums = []
             for words in self._words():
@@ -378,7 +367,7 @@ class LiveWeights:
                 odd = torch.arange(rows, device=words.device) * 2 + 1
                 sums += [(each * odd).sum(0, keepdim=True), words[rows * _ROW :].sum(0, keepdim=True)]
             found = _values(sums)
-        self._digest_takes = min(self._digest_takes, time.monotonic() - begun)
+        self._digest_takes = min(self._digest_takes, self._clock.monotonic() - begun)
         return found
 
 

@@ -7,11 +7,11 @@ attention needs every block of a prefix, a sliding window only the blocks that i
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.compat import (
+from ucm.compat import (
     is_transferred,
     kv_cache_layout,
     layer_specs,
@@ -37,6 +37,8 @@ UNIFORM = "UniformTypeKVCacheSpecs"
 #: The attributes of specifications that decide how a block's bytes are read.
 _SHAPE = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
 PLANES = 2
+#: In place of a block's id: the block is not moved with its chunk.
+NO_BLOCK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,12 @@ class CacheGroup:
 
     Args:
         index: The group's index in vLLM.
-        block_size: Tokens per block.
+        block_size: Tokens per block of vLLM.
         window: Tokens that a sliding window reaches back, including the current one; None for full attention.
         page_sizes: Bytes of a block by layer name, without padding; empty where the release does not provide them.
         layer_names: The group's layers; empty where the release does not provide them, meaning all registered ones.
         spec: vLLM's ``KVCacheSpec``; None where the release does not provide it.
+        chunk_blocks: Consecutive blocks that are stored as one: a chunk, with the key of its last block.
     """
 
     index: int
@@ -58,19 +61,62 @@ class CacheGroup:
     page_sizes: dict[str, int]
     layer_names: tuple[str, ...]
     spec: Any = None
+    chunk_blocks: int = 1
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens per chunk."""
+        return self.block_size * self.chunk_blocks
 
     @property
     def facts(self) -> dict[str, Any]:
         """The facts that two engines must have in common to read each other's blocks of this group."""
         specs = {} if self.spec is None else layer_specs(self.spec, self.layer_names)
         layers = {name: [*_shape(spec), str(self.page_sizes[name])] for name, spec in specs.items()}
-        return {"block_size": self.block_size, "window": self.window, "layers": layers}
+        chunk = {"chunk_blocks": self.chunk_blocks} if self.chunk_blocks > 1 else {}
+        return {"block_size": self.block_size, "window": self.window, "layers": layers, **chunk}
 
     def first_needed(self, num_tokens: int) -> int:
         """Return the index of the first block that is still read after ``num_tokens`` computed tokens."""
         if self.window is None:
             return 0
         return max(0, num_tokens - self.window + 1) // self.block_size
+
+    def blocks_of(self, block_ids: Sequence[int], chunk: int) -> Sequence[int]:
+        """Return the ids of a chunk's blocks, of those of consecutive chunks."""
+        return block_ids[chunk * self.chunk_blocks : (chunk + 1) * self.chunk_blocks]
+
+    def needed(self, computed: int, end: int) -> range:
+        """Return the chunks to load to continue at ``end``, with ``computed`` tokens computed already."""
+        return range(
+            max(computed // self.chunk_tokens, self.first_needed(end) // self.chunk_blocks), end // self.chunk_tokens
+        )
+
+    def to_load(self, block_ids: Sequence[int], computed: int, end: int) -> list[int]:
+        """Return the ids of the blocks of these chunks; `NO_BLOCK` for those that must not be written.
+
+        These are blocks of computed tokens, which other requests may be reading, and those that a sliding window no
+        longer reaches, which vLLM has not allocated.
+
+        Args:
+            block_ids: All blocks of a request.
+            computed: See ``needed``.
+            end: See ``needed``.
+        """
+        chunks = self.needed(computed, end)
+        first = max(computed // self.block_size, self.first_needed(end))
+        blocks = range(chunks.start * self.chunk_blocks, chunks.stop * self.chunk_blocks)
+        return [block_ids[block] if block >= first else NO_BLOCK for block in blocks]
+
+    def to_save(self, done: int, computed: int, end: int) -> range:
+        """Return the chunks that a step fills, or that were filled before it and not saved.
+
+        Args:
+            done: How many chunks from the start need no save.
+            computed: Computed tokens before the step; the blocks that it still reads are there.
+            end: Computed tokens after the step.
+        """
+        return range(max(done, -(-self.first_needed(computed) // self.chunk_blocks)), end // self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +137,69 @@ class CacheGroups:
         return {"groups": [group.facts for group in self.groups], "layout": self.layout}
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each group's window in tokens; None for full attention."""
+        return tuple(group.window for group in self.groups)
+
+    @property
     def alignment(self) -> int:
-        """The number of tokens at whose multiples every group has a block boundary."""
-        return lcm(*(group.block_size for group in self.groups))
+        """The number of tokens at whose multiples every group has a chunk boundary."""
+        return lcm(*(group.chunk_tokens for group in self.groups))
+
+    def staged_bytes(self, num_tokens: int, ranks: Mapping[int, int]) -> int:
+        """Return the size in bytes of the rows that stage a prefix; 0 where the release does not provide page sizes.
+
+        Args:
+            num_tokens: The prefix's tokens.
+            ranks: For each group, the number of ranks with different parts of it.
+        """
+        row = max(sum(group.page_sizes.values()) * group.chunk_blocks * ranks[group.index] for group in self.groups)
+        return row * sum(len(group.needed(0, num_tokens)) for group in self.groups)
 
 
-def cache_groups(vllm_config: Any, kv_cache_config: KVCacheConfig | None) -> CacheGroups:
+def cache_groups(vllm_config: Any, kv_cache_config: KVCacheConfig | None, chunk_tokens: int = 0) -> CacheGroups:
     """Read the groups from vLLM's configuration.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it to connectors, where a model
             with a connector has one group.
+        chunk_tokens: The tokens to store as one, see `in_chunks`; 0: each block alone.
 
     Raises:
         UnsupportedModelError: If a group has state that cannot be restored from blocks of tokens.
     """
     if kv_cache_config is None:
         size = vllm_config.cache_config.block_size
-        return CacheGroups((CacheGroup(0, size, None, {}, ()),))
+        return in_chunks(CacheGroups((CacheGroup(0, size, None, {}, ()),)), chunk_tokens)
     found = [_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
     if not found:
         raise UnsupportedModelError(
             "the model has no KV cache", where="kv_transfer_config", fix="run it without a connector"
         )
-    return CacheGroups(tuple(found), kv_cache_layout(kv_cache_config) or "")
+    return in_chunks(CacheGroups(tuple(found), kv_cache_layout(kv_cache_config) or ""), chunk_tokens)
+
+
+def in_chunks(groups: CacheGroups, tokens: int) -> CacheGroups:
+    """Return groups whose blocks are stored in chunks of as many tokens, rounded up so that all groups' blocks fit.
+
+    A chunk is saved as a whole, so a sliding window must reach all of its blocks when the last one is filled. Blocks of
+    shorter windows are stored alone.
+
+    Args:
+        groups: The groups.
+        tokens: The tokens of a chunk; 0: each block alone.
+    """
+    size = -(-tokens // groups.alignment) * groups.alignment
+    return replace(
+        groups,
+        groups=tuple(
+            replace(group, chunk_blocks=size // group.block_size)
+            if size and (group.window is None or group.window >= size)
+            else group
+            for group in groups.groups
+        ),
+    )
 
 
 def _group(index: int, group: Any) -> CacheGroup:
@@ -161,11 +245,11 @@ def _unpadded(spec: Any) -> int:
 
 
 def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]], num_tokens: int, step: int) -> int:
-    """Return the most tokens, a multiple of ``step``, for which every group has all the blocks that it still reads.
+    """Return the most tokens, a multiple of ``step``, for which every group has all the chunks that it still reads.
 
     Args:
         groups: The groups.
-        present: For each group and each of its blocks from the start of the request, whether the block is available.
+        present: For each group and each of its chunks from the start of the request, whether the chunk is available.
         num_tokens: The upper bound, in tokens.
         step: The groups' alignment in tokens.
     """
@@ -174,7 +258,7 @@ def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]],
     for i in full:
         row = present[i]
         gap = next((n for n, there in enumerate(row) if not there), len(row))
-        limit = min(limit, gap * groups[i].block_size)
+        limit = min(limit, gap * groups[i].chunk_tokens)
     limit -= limit % step
     windowed = [i for i, group in enumerate(groups) if group.window is not None]
     while limit > 0 and not all(_reaches(groups[i], present[i], limit) for i in windowed):
@@ -183,8 +267,7 @@ def longest_hit(groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]],
 
 
 def _reaches(group: CacheGroup, present: Sequence[bool], num_tokens: int) -> bool:
-    needed = range(group.first_needed(num_tokens), num_tokens // group.block_size)
-    return all(block < len(present) and present[block] for block in needed)
+    return all(chunk < len(present) and present[chunk] for chunk in group.needed(0, num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,20 +477,28 @@ class HostMemory:
         self.layouts = group_layouts(group, kv_caches, num_blocks)
         #: By layer, each contiguous range of a block: the storage, its start in block 0, block stride and length.
         self._ranges = [list(_ranges(layout, kv_caches[layout.name])) for layout in self.layouts]
-        sizes = tuple(nbytes for ranges in self._ranges for *_, nbytes in ranges)
+        blocks = group.chunk_blocks
+        sizes = tuple(nbytes for ranges in self._ranges for _ in range(blocks) for *_, nbytes in ranges)
         self.geometry = BlockGeometry(sizes, fingerprint(self.layouts, about))
 
     def slice_count(self, layers: int) -> int:
-        """Return the number of layer slices of the first ``layers`` layers."""
-        return sum(len(ranges) for ranges in self._ranges[:layers])
+        """Return the number of a chunk's slices in the first ``layers`` layers."""
+        return self.group.chunk_blocks * sum(len(ranges) for ranges in self._ranges[:layers])
 
-    def buffers(self, block_id: int, layers: range) -> list[memoryview]:
-        """Return the memory of a block's layer slices, for consecutive layers."""
+    def buffers(self, block_ids: Sequence[int], layers: range) -> list[memoryview]:
+        """Return the memory of a chunk's slices, for consecutive layers: in each layer, block by block.
+
+        Args:
+            block_ids: The chunk's blocks; a `NO_BLOCK` gets memory of its own, which nobody reads.
+            layers: The layers.
+        """
         found = []
         for index in layers:
-            for storage, first, stride, nbytes in self._ranges[index]:
-                start = first + block_id * stride
-                found.append(storage[start : start + nbytes])
+            for block_id in block_ids:
+                for storage, first, stride, nbytes in self._ranges[index]:
+                    start = first + block_id * stride
+                    place = storage[start : start + nbytes] if block_id != NO_BLOCK else memoryview(bytearray(nbytes))
+                    found.append(place)
         return found
 
 
@@ -460,19 +551,24 @@ class DeviceMemory:
             [_rows(tensor, part) for tensor, part in zip(tensors_of(kv_caches[layout.name]), layout.parts, strict=True)]
             for layout in self.layouts
         ]
-        # Unlike in host memory, each layer of a block is copied as one contiguous range.
+        # Unlike in host memory, each layer of a chunk is copied as one contiguous range.
         self.geometry = BlockGeometry(
-            tuple(layout.block_bytes for layout in self.layouts), fingerprint(self.layouts, {**about, "staged": True})
+            tuple(layout.block_bytes * group.chunk_blocks for layout in self.layouts),
+            fingerprint(self.layouts, {**about, "staged": True}),
         )
 
     def staging(self, blocks: int) -> list[Tensor]:
-        """Return page-locked host memory for a chunk: per layer, uint8 of shape ``(blocks, block_bytes)``."""
+        """Return page-locked host memory for blocks: per layer, uint8 of shape ``(blocks, block_bytes)``."""
         import torch  # noqa: PLC0415 - this package is also imported without torch
 
         pinned = self.device.type != "cpu"
         return [
             torch.empty((blocks, layout.block_bytes), dtype=torch.uint8, pin_memory=pinned) for layout in self.layouts
         ]
+
+    def chunks(self, staged: Tensor) -> Any:
+        """Return a layer's staging memory as an array of shape ``(chunks, bytes of a chunk in the layer)``."""
+        return staged.numpy().reshape(len(staged) // self.group.chunk_blocks, -1)
 
     def gather(self, block_ids: Sequence[int], layers: range, staging: list[Tensor]) -> None:
         """Copy blocks to the first rows of the staging memory, asynchronously on the current stream."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.store.base import BlockGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from ucm.store.base import BlockKey
     from ucm.store.memory.slab import SlabAddress
@@ -17,18 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Blocks of one request in one KV-cache group, to be loaded or saved.
+    """Chunks of one request in one KV-cache group, to be loaded or saved.
 
     Args:
         request_id: vLLM's request id.
         group: The KV-cache group's index.
-        keys: Each block's key in the store.
-        block_ids: Each block's id in the KV cache, in the order of ``keys``.
-        places: The offset of each staged block in the slab; empty if the ranks read the store.
+        keys: Each chunk's key in the store.
+        block_ids: The ids of the chunks' blocks in the KV cache, in the order of ``keys``; ``NO_BLOCK`` for blocks that
+            are not moved.
+        chunk_blocks: The number of blocks of each chunk.
+        places: The offset of each staged chunk in the slab; empty if the ranks read the store.
         shares: The offset of each rank's part from there, in rank order.
-        tiers: The tier that each block was read from.
+        tiers: The tier that each chunk was read from.
         step: For a save, the last step that computes tokens of the blocks.
         adapter: The number (``lora_int_id``) of the request's LoRA adapter; 0 for none.
+        depth: How many chunks the request has before the first of these; others may be left out between them.
     """
 
     request_id: str
@@ -40,6 +43,13 @@ class BlockMoves:
     tiers: list[str] = field(default_factory=list)
     step: int = 0
     adapter: int = 0
+    depth: int = 0
+    chunk_blocks: int = 1
+
+    def chunks(self) -> Iterator[tuple[BlockKey, list[int]]]:
+        """Yield each chunk's key with the ids of its blocks."""
+        for place, key in enumerate(self.keys):
+            yield key, self.block_ids[place * self.chunk_blocks : (place + 1) * self.chunk_blocks]
 
 
 @dataclass(slots=True)

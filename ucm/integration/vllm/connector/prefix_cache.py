@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ucm.integration.vllm.compat import (
+from ucm.clock import SYSTEM
+from ucm.compat import (
     adapter_number,
     admitted_requests,
     block_ids_by_group,
@@ -18,13 +19,16 @@ from ucm.integration.vllm.compat import (
     optional,
     preemptions,
 )
+from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
-from ucm.integration.vllm.connector.staging import Lookup, Query
+from ucm.integration.vllm.connector.staging import Lookup, Query, Use
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
 
+    from ucm.clock import Clock
     from ucm.integration.vllm.connector.events import StoreEvents
     from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
     from ucm.integration.vllm.connector.metadata import WeightsReport
@@ -66,7 +70,10 @@ class KeySource(Protocol):
         """Return whether the inputs that the engine has read are those that the keys were made of."""
 
     def is_invalidated(self, request: Request) -> bool:
-        """Return whether inputs that shape the request's KV were replaced since, such as a LoRA adapter in place."""
+        """Return whether vLLM may have found other inputs under the request's names since, such as a new adapter."""
+
+    def note(self, request: Request) -> None:
+        """Note the names of the inputs of a request that is not cached."""
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -107,6 +114,9 @@ class PlanningOptions:
         others: Whether other connectors may load as well, as in vLLM's ``MultiConnector``.
         asks_again: Whether vLLM asks again after a lookup that is not finished, as it does from 0.10.2 on.
         room: The KV cache's number of blocks, if requests wait for their loads between steps; else None.
+        touch_seconds: How often the stores renew the times of last use.
+        frees_blocks: Whether a sparse method frees blocks of running requests. No connector is told which, so only the
+            blocks that a step fills are saved.
     """
 
     batches: int
@@ -123,6 +133,8 @@ class PlanningOptions:
     others: bool = False
     asks_again: bool = True
     room: int | None = None
+    touch_seconds: float = 60.0
+    frees_blocks: bool = False
 
 
 @dataclass(slots=True)
@@ -147,17 +159,18 @@ class RequestState:
     Args:
         request: vLLM's request.
         block_ids: The block ids of each group, in order; entries below a sliding window may be out of date.
-        saved: For each group, how many blocks from the start need no save any more.
+        saved: For each group, how many chunks from the start need no save any more.
         computed: Tokens whose KV was in vLLM's own prefix cache at its last lookup.
         known: Those tokens, and the tokens that we loaded after them.
         lookup: The lookup in the store, with its staged blocks; until the load, or a start without one.
-        asked: When the lookup began, as ``time.monotonic()``; None once it is counted.
+        asked: When the lookup began, as the clock's ``monotonic()``; None once it is counted.
         loaded: Tokens that were loaded for it, for the log.
-        to_save: Blocks of it that the workers were told to save, for the log.
+        to_save: Chunks of it that the workers were told to save, for the log.
         confirmed: Whether the inputs that shape its KV are known to be those that its keys were made of.
         begun: The step that started or resumed it last.
         ran: The last step that computed tokens of it.
         excluded: Whether nothing is loaded or saved for it.
+        used: When the stores were last told that it uses its blocks, in spans of ``touch_seconds``.
     """
 
     request: Request
@@ -173,15 +186,16 @@ class RequestState:
     begun: int = 0
     ran: int = 0
     excluded: bool = False
+    used: float = -1.0
 
 
-def left_alone(late: Sequence[BlockMoves], written: Container[int], counters: LookupCounters) -> list[BlockMoves]:
-    """Return late saves without blocks that the step may write before they are saved; count those as lost."""
+def left_alone(late: Sequence[BlockMoves], written: AbstractSet[int], counters: LookupCounters) -> list[BlockMoves]:
+    """Return late saves without chunks that the step may write before they are saved; count those as lost."""
     for moves in late:
-        left = [(key, block) for key, block in zip(moves.keys, moves.block_ids, strict=True) if block not in written]
+        left = [(key, blocks) for key, blocks in moves.chunks() if written.isdisjoint(blocks)]
         if len(left) < len(moves.keys):
             counters.failed("save", "other", len(moves.keys) - len(left))
-            moves.keys, moves.block_ids = [key for key, _ in left], [block for _, block in left]
+            moves.keys, moves.block_ids = [key for key, _ in left], [block for _, blocks in left for block in blocks]
     return [moves for moves in late if moves.keys]
 
 
@@ -194,6 +208,7 @@ class PrefixCacheScheduler:
         stager: Looks up requests in the stores.
         counters: Counts lookups.
         options: The operator's settings and the properties of the engine.
+        clock: The clock of the stager.
     """
 
     def __init__(
@@ -203,7 +218,10 @@ class PrefixCacheScheduler:
         stager: Stager,
         counters: LookupCounters,
         options: PlanningOptions,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self._groups, self._alignment = groups, groups.alignment
         self._key_source = key_source
         self.stager = stager
@@ -273,7 +291,7 @@ class PrefixCacheScheduler:
             return None
         found = lookup.end - num_computed_tokens
         if state.asked is not None:
-            seconds, state.asked = time.monotonic() - state.asked, None
+            seconds, state.asked = self._clock.monotonic() - state.asked, None
             self._counters.looked_up(request.num_tokens - num_computed_tokens, found, seconds)
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug(
@@ -290,7 +308,7 @@ class PrefixCacheScheduler:
     def _first_missing(self, lookup: Lookup) -> str:
         """Return the key with which a hit ends, for the log."""
         for group, keys in zip(self._groups.groups, lookup.query.keys, strict=False):
-            missing = keys[(lookup.end - lookup.query.computed) // group.block_size :]
+            missing = keys[lookup.end // group.chunk_tokens - lookup.query.computed // group.chunk_tokens :]
             if missing:
                 return f"then block {missing[0].hex()[:16]} of KV-cache group {group.index} is missing"
         return "no block is missing" if lookup.query.keys else "nothing was looked up"
@@ -307,10 +325,12 @@ class PrefixCacheScheduler:
         if state.excluded:
             return
         start = 0 if state.lookup is None else state.lookup.query.computed
-        self._skip_stored(state, start)
+        self._use(state, start + num_external_tokens, start)
         if num_external_tokens > 0:
             load = PendingLoad(start, start + num_external_tokens, block_ids_by_group(blocks))
             self._to_load[request.request_id] = load
+            # Those that it had before a preemption belong to others, and those of the load are not filled yet.
+            state.block_ids = [[] for _ in state.block_ids]
             state.known = load.end
             state.loaded += num_external_tokens
             self._loading[request.request_id] = self._whole(state)
@@ -338,7 +358,8 @@ class PrefixCacheScheduler:
         for request_id, load in self._to_load.items():
             plan.loads += self._loads(self._requests[request_id], load)
         self._to_load = {}
-        fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids)
+        fresh.update(block_id for moves in plan.loads for block_id in moves.block_ids if block_id != NO_BLOCK)
+        self._note_sessions(scheduler_output)
         saving: set[tuple[int, bytes]] = set()
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
@@ -346,7 +367,10 @@ class PrefixCacheScheduler:
                 continue
             state.ran = self.step
             if self._may_save(state):
-                plan.saves += self._saves(state, state.request.num_computed_tokens + num_scheduled, saving)
+                saves = self._saves(state, state.request.num_computed_tokens + num_scheduled, saving)
+                plan.saves += saves
+                if saves and self._span() != state.used:  # the chain must not become older than its new end
+                    self._use(state, state.request.num_computed_tokens)
         late, self._late = self._late, []
         plan.late_saves, plan.fresh_block_ids = left_alone(late, fresh, self._counters), fresh
         if plan.idle and not plan.loads:
@@ -356,6 +380,13 @@ class PrefixCacheScheduler:
             elif not any(lookup.finished for lookup in pending):
                 self._check_or_wait(pending, plan)
         return plan
+
+    def _note_sessions(self, scheduler_output: SchedulerOutput) -> None:
+        """Note the inputs that streaming sessions may have got since."""
+        for request_id in scheduler_output.num_scheduled_tokens:
+            state = self._requests.get(request_id)
+            if state is not None and is_streaming(state.request):
+                self._key_source.note(state.request)
 
     def _check_or_wait(self, pending: Sequence[Lookup], plan: StepPlan) -> None:
         """Let the workers check their weights, once for each lookup; then wait for the lookups.
@@ -397,7 +428,8 @@ class PrefixCacheScheduler:
 
     def _exclude_others(self, admitted: Sequence[tuple[str, list[list[int]], int]]) -> None:
         """Exclude requests with blocks that another connector loaded, for them or for earlier requests."""
-        size = self._alignment
+        # A hit of vLLM may end within a chunk, where the key of the whole chunk says more than the two have in common.
+        size = gcd(*(group.block_size for group in self._groups.groups))
         found = [(self._requests[name], computed) for name, _, computed in admitted if name in self._requests]
         for state, computed in found:
             if computed > state.known:
@@ -471,6 +503,10 @@ class PrefixCacheScheduler:
         """How often ``start_anew`` was called."""
         return self._epoch
 
+    def is_excluded(self, request: Request) -> bool:
+        """Return whether nothing is loaded or saved for a request, for instance because its KV is not vouched for."""
+        return self._is_excluded(self._state(request))
+
     def exclude(self, request: Request) -> None:
         """Stop loading and saving for a request, because its KV no longer follows from its tokens."""
         state = self._state(request)
@@ -507,15 +543,17 @@ class PrefixCacheScheduler:
         count = len(self._groups.groups)
         state = RequestState(request, [[] for _ in range(count)], [0] * count)
         if is_streaming(request):
-            # A streaming session replaces computed tokens, so its blocks have no lasting keys.
+            # A streaming session replaces computed tokens, so its blocks have no lasting keys. But vLLM caches what it
+            # computes under the names of its inputs, which the key source notes.
+            self._key_source.note(request)
             state.excluded = True
             return state
-        begun = time.monotonic()
+        begun = self._clock.monotonic()
         keys = self._key_source.of(request, self._alignment)
         if keys is None:
             state.excluded = True
         else:
-            self._counters.hashed(len(keys), time.monotonic() - begun)
+            self._counters.hashed(len(keys), self._clock.monotonic() - begun)
         return state
 
     def _must_compute(self, request: Request) -> bool:
@@ -539,7 +577,7 @@ class PrefixCacheScheduler:
             if self.prepares and self._options.asks_again and limit > computed:
                 return None
             limit = 0
-        state.asked = time.monotonic()
+        state.asked = self._clock.monotonic()
         state.lookup = self.stager.submit(self._query(state, computed, limit))
         return state.lookup
 
@@ -556,7 +594,7 @@ class PrefixCacheScheduler:
     def _query(self, state: RequestState, computed: int, limit: int) -> Query:
         keys = (
             [
-                self._keys(state.request, group, computed // group.block_size, limit // group.block_size)
+                self._keys(state.request, group, computed // group.chunk_tokens, limit // group.chunk_tokens)
                 for group in self._groups.groups
             ]
             if limit > computed
@@ -566,12 +604,12 @@ class PrefixCacheScheduler:
         return Query(tuple(keys), computed, limit, options.min_hit_tokens, options.drops_last_block)
 
     def _keys(self, request: Request, group: CacheGroup, first: int, last: int) -> list[BlockKey]:
-        """Return the known keys of a group's blocks from ``first`` up to, but not including, ``last``."""
-        keys = self._key_source.of(request, group.block_size, first) or []
+        """Return the known keys of a group's chunks from ``first`` up to, but not including, ``last``."""
+        keys = self._key_source.of(request, group.chunk_tokens, first) or []
         return cast("list[BlockKey]", keys[: last - first])
 
     def _parent(self, request: Request, group: CacheGroup, first: int) -> BlockKey | None:
-        """Return the key of the block before ``first``; None if there is none."""
+        """Return the key of the chunk before ``first``; None if there is none."""
         return next(iter(self._keys(request, group, first - 1, first)), None) if first else None
 
     def _must_wait(self, state: RequestState, *, loads: bool) -> bool:
@@ -607,21 +645,39 @@ class PrefixCacheScheduler:
         while self._holds and self._holds[0][0] <= ended:
             self.stager.let_go(self._holds.pop(0)[1])
 
-    def _skip_stored(self, state: RequestState, num_computed_tokens: int) -> None:
-        """Skip saves of blocks that the engine had already, unless the store turns out to have lost the last one."""
+    def _use(self, state: RequestState, num_tokens: int, num_computed_tokens: int = 0) -> None:
+        """Tell the stores that a request uses the blocks of its first tokens, so that these stay.
+
+        vLLM's own prefix cache serves most of a prompt that many requests share: the stores see nothing of those hits.
+
+        Args:
+            state: The request.
+            num_tokens: The number of tokens.
+            num_computed_tokens: How many of these the engine had already. Their blocks are not saved, unless the stores
+                turn out to have lost some.
+        """
+        state.used = self._span()
+        request = state.request
+        lasting = self._options.lasting_tokens(request.num_prompt_tokens)
         for group in self._groups.groups if self.stager.has_begun else ():
-            lasting = self._options.lasting_tokens(state.request.num_prompt_tokens)
-            last = min(num_computed_tokens, lasting) // group.block_size
-            if last > state.saved[group.index]:
-                state.saved[group.index] = last
-                for key in self._keys(state.request, group, last - 1, last):
-                    self.stager.ask(state.request.request_id, group.index, key)
+            chunks = min(num_tokens, lasting) // group.chunk_tokens
+            if not chunks:
+                continue
+            keys = self._keys(request, group, 0, chunks)
+            last = min(num_computed_tokens, lasting) // group.chunk_tokens
+            expected = range(min(group.first_needed(num_computed_tokens) // group.chunk_blocks, last), last)
+            state.saved[group.index] = max(state.saved[group.index], last)
+            self.stager.use(Use(request.request_id, group, keys, expected))
+
+    def _span(self) -> float:
+        """Return the number of the current span of ``touch_seconds``, in which a use counts once."""
+        return self._clock.time() // max(self._options.touch_seconds, 1e-3)
 
     def _take_answers(self) -> None:
-        for request_id, group, there in self.stager.answers():
+        for request_id, group, missing in self.stager.answers():
             state = self._requests.get(request_id)
-            if state is not None and not there:
-                state.saved[group] = 0
+            if state is not None:
+                state.saved[group] = min(state.saved[group], missing)
         for cause in self.stager.failures():
             self._counters.failed("load", cause)
 
@@ -629,23 +685,28 @@ class PrefixCacheScheduler:
         moves, held = [], []
         lookup, state.lookup = state.lookup, None
         for group, block_ids in zip(self._groups.groups, load.block_ids, strict=True):
-            blocks = self.stager.needed(group, load.start, load.end)
-            if blocks:
-                keys = self._keys(state.request, group, blocks.start, blocks.stop)
-                ids = block_ids[blocks.start : blocks.stop]
+            chunks = group.needed(load.start, load.end)
+            if chunks:
+                keys = self._keys(state.request, group, chunks.start, chunks.stop)
                 found = BlockMoves(
-                    state.request.request_id, group.index, keys, ids, adapter=adapter_number(state.request)
+                    state.request.request_id,
+                    group.index,
+                    keys,
+                    group.to_load(block_ids, load.start, load.end),
+                    chunk_blocks=group.chunk_blocks,
+                    adapter=adapter_number(state.request),
+                    depth=chunks.start,
                 )
                 if lookup is not None and not self.stager.promises_names:
-                    rows = [lookup.rows[group.index].pop(place) for place in blocks]
+                    rows = [lookup.rows[group.index].pop(place) for place in chunks]
                     found.places, found.shares = self.stager.offsets(rows), self.stager.shares[group.index]
                     found.tiers = [row.tier for row in rows]
                     held += rows
                     if self.events is not None:
-                        parent = self._parent(state.request, group, blocks.start)
-                        self.events.loading(state.request, group, blocks.start, keys, parent, found.tiers)
+                        parent = self._parent(state.request, group, chunks.start)
+                        self.events.loading(state.request, group, chunks.start, keys, parent, found.tiers)
                 moves.append(found)
-            state.saved[group.index] = max(state.saved[group.index], load.end // group.block_size)
+            state.saved[group.index] = max(state.saved[group.index], load.end // group.chunk_tokens)
         if held:
             self._holds.append((self.step, held))
         if lookup is not None:
@@ -653,7 +714,7 @@ class PrefixCacheScheduler:
         return moves
 
     def _saves(self, state: RequestState, num_tokens: int, saving: set[tuple[int, bytes]]) -> list[BlockMoves]:
-        """Return saves of the blocks that are full after ``num_tokens`` tokens, as far as their tokens are known."""
+        """Return saves of the chunks that are full after ``num_tokens`` tokens, as far as their tokens are known."""
         moves: list[BlockMoves] = []
         if not self.saves or not self.namespace:
             return moves
@@ -664,22 +725,31 @@ class PrefixCacheScheduler:
         num_tokens = min(num_tokens, self._options.lasting_tokens(request.num_prompt_tokens))
         for group, block_ids in zip(self._groups.groups, state.block_ids, strict=True):
             # After a failed load, or a preemption, fewer tokens are computed than before.
-            done = min(state.saved[group.index], request.num_computed_tokens // group.block_size)
-            first = max(done, group.first_needed(request.num_computed_tokens))
-            last = min(num_tokens // group.block_size, len(block_ids))
+            computed = request.num_computed_tokens // group.chunk_tokens
+            done = computed if self._options.frees_blocks else min(state.saved[group.index], computed)
+            filled = min(num_tokens, len(block_ids) * group.block_size)
+            chunks = group.to_save(done, request.num_computed_tokens, filled)
+            first, last = chunks.start, chunks.stop
             state.saved[group.index] = max(first, last)
-            if first < last:
+            if chunks:
                 found = BlockMoves(
-                    request.request_id, group.index, [], [], step=state.ran, adapter=adapter_number(request)
+                    request.request_id,
+                    group.index,
+                    [],
+                    [],
+                    chunk_blocks=group.chunk_blocks,
+                    step=state.ran,
+                    adapter=adapter_number(request),
+                    depth=first,
                 )
                 keys = self._keys(request, group, first, last)
                 if self.events is not None:
                     self.events.saving(request, group, first, keys, self._parent(request, group, first))
-                for key, block_id in zip(keys, block_ids[first:last], strict=False):
+                for chunk, key in zip(chunks, keys, strict=False):
                     if (group.index, key) not in saving:
                         saving.add((group.index, key))
                         found.keys.append(key)
-                        found.block_ids.append(block_id)
+                        found.block_ids += group.blocks_of(block_ids, chunk)
                 if found.keys:
                     moves.append(found)
                     state.to_save += len(found.keys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import threading
 import weakref
 from collections import Counter, deque
 from contextlib import contextmanager, suppress
@@ -11,12 +10,14 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
+from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer, IncompleteBlockError, StoreError, Task, TaskResult, too_far_behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from ucm.clock import Clock, Thread
     from ucm.store.base import BlockKey, Buffer, KVStore, StoreFullError
 
 #: Bytes handed to the store at once; this is how much memory a stuck write blocks.
@@ -148,6 +149,8 @@ class SaveTask(Task):
         keys: The blocks.
         sizes: The layer slices' sizes in bytes.
         first_slice: The index of the first layer slice.
+        depth: How many blocks their chain has before the first of them.
+        clock: Time and threads.
     """
 
     def __init__(
@@ -155,11 +158,16 @@ class SaveTask(Task):
         keys: Sequence[BlockKey],
         sizes: Sequence[int] = (),
         first_slice: int = 0,
+        depth: int = 0,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
         self.keys = keys
         self.sizes = sizes
         self.first_slice = first_slice
-        self.copied = threading.Event()  #: the KV cache is no longer read, and nothing more is handed to the store
+        self.depth = depth
+        self.checking = clock.lock()  #: held by the one thread that asks the store, which may not answer
+        self.copied = clock.event()  #: the KV cache is no longer read, and nothing more is handed to the store
         self.writing: deque[tuple[Task, list[Buffer]]] = deque()
         self.done: dict[BlockKey, str] = {}
         self.failed: dict[BlockKey, StoreError] = {}
@@ -176,15 +184,17 @@ class Saver:
     Args:
         store: The store.
         limit: Bytes that may wait to be written.
+        clock: Time and threads.
     """
 
-    def __init__(self, store: KVStore, limit: int) -> None:
+    def __init__(self, store: KVStore, limit: int, *, clock: Clock = SYSTEM) -> None:
         self._store = store
+        self._clock = clock
         self._room = SaveRoom(limit)
-        self._lock = Lock()
+        self._lock = clock.lock()
         self._tasks: weakref.WeakSet[SaveTask] = weakref.WeakSet()
-        self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._thread: Thread | None = None
+        self._closed = clock.event()
 
     @property
     def waiting_bytes(self) -> int:
@@ -192,7 +202,7 @@ class Saver:
         return self._room.taken_bytes
 
     def begin(
-        self, keys: Sequence[BlockKey], sizes: Sequence[int], first_slice: int
+        self, keys: Sequence[BlockKey], sizes: Sequence[int], first_slice: int, depth: int = 0
     ) -> tuple[SaveTask, list[tuple[int, Buffer]]]:
         """Begin a save; blocks without a row for their layer slices fail.
 
@@ -200,7 +210,7 @@ class Saver:
             The task, and the indexes of the other blocks, each with its row. Who keeps a row keeps its memory.
         """
         rows = self._room.take(keys, sum(sizes))
-        task = SaveTask(keys, sizes, first_slice)
+        task = SaveTask(keys, sizes, first_slice, depth, clock=self._clock)
         if rows:
             self._watch(task)
         if len(rows) < len(keys):
@@ -214,7 +224,8 @@ class Saver:
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             transfers = [
-                BlockTransfer(task.keys[place], _slices(row, task.sizes), task.first_slice) for place, row in some
+                BlockTransfer(task.keys[place], _slices(row, task.sizes), task.first_slice, task.depth + place)
+                for place, row in some
             ]
             with self._fails(task):
                 task.writing.append((self._store.save(transfers), [row for _, row in some]))
@@ -228,7 +239,7 @@ class Saver:
     def begin_commit(self, keys: Sequence[BlockKey]) -> SaveTask:
         """Begin a commit; blocks with refused layer slices fail."""
         refused = self._room.forget(keys)
-        task = SaveTask(keys)
+        task = SaveTask(keys, clock=self._clock)
         task.failed = {key: IncompleteBlockError(f"there was no room to save block {key.hex()}") for key in refused}
         return task
 
@@ -248,13 +259,15 @@ class Saver:
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Drop blocks that will not be committed; a store that raises does not matter, since nothing finds them."""
         self.forget(keys)
-        with self._fails(SaveTask(keys)):
+        with self._fails(SaveTask(keys, clock=self._clock)):
             self._store.discard(keys)
 
     def check(self, task: SaveTask) -> bool:
-        """Reclaim written rows, and return whether the whole task is finished."""
+        """Reclaim written rows, and return whether the whole task is finished; not while another thread does this."""
         copied = task.copied.is_set()
-        with self._lock:
+        if not task.checking.acquire(blocking=False):
+            return False
+        try:
             for _ in range(len(task.writing)):
                 writing, rows = task.writing.popleft()
                 with self._fails(task):
@@ -263,19 +276,17 @@ class Saver:
                         continue
                     self._take(task, self._store.wait(writing), rows)
             return copied and not task.writing
+        finally:
+            task.checking.release()
 
     def wait(self, task: SaveTask) -> TaskResult:
         """Wait for a task and return its result."""
         task.copied.wait()
-        while True:
-            with self._lock:
-                if not task.writing:
-                    break
+        with task.checking:
+            while task.writing:
                 writing, rows = task.writing.popleft()
-            with self._fails(task):
-                result = self._store.wait(writing)
-                with self._lock:
-                    self._take(task, result, rows)
+                with self._fails(task):
+                    self._take(task, self._store.wait(writing), rows)
         done = {key: tier for key, tier in task.done.items() if key not in task.failed}
         return TaskResult(done, task.failed, task.nbytes, task.seconds)
 
@@ -293,7 +304,7 @@ class Saver:
             self._tasks.add(task)
             if self._thread is not None or self._closed.is_set():
                 return
-            thread = threading.Thread(target=self._free, name="ucm-free", daemon=True)
+            thread = self._clock.thread(self._free, "ucm-free")
             with suppress(RuntimeError):  # the system allows no more threads: the next save tries again
                 thread.start()
                 self._thread = thread

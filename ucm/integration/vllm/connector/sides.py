@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucm.background import call_within
-from ucm.config.load import wait_for_looks
-from ucm.hashing.block_keys import BlockKeys
-from ucm.hashing.model_identity import namespace
-from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
-from ucm.integration.vllm import hooks
-from ucm.integration.vllm.compat import (
+from ucm.clock import SYSTEM
+from ucm.compat import (
     batches_in_flight,
     connector_abilities,
     drafts_look_ahead,
+    freed_encodings,
     kv_cache_layout,
     load_policy,
     optional,
@@ -28,6 +23,12 @@ from ucm.integration.vllm.compat import (
     runs_micro_batches,
     weights_move,
 )
+from ucm.config.load import wait_for_looks
+from ucm.errors import ConfigError
+from ucm.hashing.block_keys import BlockKeys
+from ucm.hashing.model_identity import namespace
+from ucm.hashing.rank_geometry import must_save, rank_tag, rank_tags
+from ucm.integration.vllm import hooks
 from ucm.integration.vllm.connector.events import store_events
 from ucm.integration.vllm.connector.failures import (
     refuse_method_without_hooks,
@@ -40,10 +41,11 @@ from ucm.integration.vllm.connector.identity import (
     LiveWeights,
     WeightReader,
     engine_identity,
+    frees_blocks,
     lasting_tokens,
     running_model,
 )
-from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory, cache_groups, tensors_of
+from ucm.integration.vllm.connector.kv_cache import CacheGroups, DeviceMemory, HostMemory, cache_groups, tensors_of
 from ucm.integration.vllm.connector.metadata import WeightsReport, geometries_of, geometry_record
 from ucm.integration.vllm.connector.prefix_cache import PlanningOptions, PrefixCacheScheduler
 from ucm.integration.vllm.connector.staging import Stager
@@ -58,6 +60,7 @@ from ucm.store.posix.layout import write_identity
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ucm.clock import Clock, Thread
     from ucm.config.settings import ConnectorConfig
     from ucm.hashing.model_identity import ModelIdentity
     from ucm.integration.vllm.connector.kv_cache import CacheGroup
@@ -70,6 +73,48 @@ if TYPE_CHECKING:
 LAYERS = "{} layers in blocks of {} tokens, {} bytes each"
 
 
+def create_slab(
+    vllm_config: VllmConfig, settings: ConnectorConfig, groups: CacheGroups, ranks: int, *, clock: Clock = SYSTEM
+) -> Slab:
+    """Create a slab that keeps memory for the longest request, before the engine serves any.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        settings: The connector's settings.
+        groups: The model's KV-cache groups.
+        ranks: The number of workers that write a record into the slab.
+        clock: What time passes by.
+    """
+    parts = {group.index: len(rank_tags(vllm_config, group.index, spec=group.spec)) for group in groups.groups}
+    longest = groups.staged_bytes(vllm_config.model_config.max_model_len, parts)
+    config = settings.store.as_store_config()
+    if config.parts == ["Posix"] and config.posix_capacity_bytes is not None:
+        longest = min(longest, config.posix_capacity_bytes)
+    return Slab(settings.staging or default_bytes(), ranks, longest, clock=clock)
+
+
+def stored_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, settings: ConnectorConfig
+) -> CacheGroups:
+    """Return the KV-cache groups, with blocks in chunks as the settings say.
+
+    Where a sparse method frees blocks, each is stored alone, because the first ones of a chunk may be free when the
+    last one is filled.
+
+    Raises:
+        ConfigError: If a chunk is longer than any request, so that nothing would ever be stored.
+    """
+    tokens = 0 if frees_blocks(vllm_config) else settings.chunk_tokens
+    groups = cache_groups(vllm_config, kv_cache_config, tokens)
+    if tokens and groups.alignment > (longest := vllm_config.model_config.max_model_len):
+        raise ConfigError(
+            f"a chunk has {groups.alignment} tokens, and a request at most {longest}: nothing would be stored",
+            where=f"chunk_tokens = {tokens}",
+            fix="choose a chunk that is much shorter than prompts",
+        )
+    return groups
+
+
 class SchedulerSide:
     """The connector in the scheduler process.
 
@@ -78,6 +123,7 @@ class SchedulerSide:
         kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it.
         settings: The connector's settings.
         connector_base: vLLM's connector class.
+        clock: Time and threads.
     """
 
     def __init__(
@@ -86,14 +132,17 @@ class SchedulerSide:
         kv_cache_config: KVCacheConfig | None,
         settings: ConnectorConfig,
         connector_base: type,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         refuse_what_cannot_work(vllm_config, kv_cache_config)
         refuse_wrong_rotation(vllm_config)
         refuse_method_without_hooks(vllm_config)
         transfer, outer = vllm_config.kv_transfer_config, outer_transfer(vllm_config)
         engines = outer or transfer
         recompute_failed_loads(engines, settings.load_failure)
-        groups = cache_groups(vllm_config, kv_cache_config)
+        groups = stored_groups(vllm_config, kv_cache_config, settings)
         identity = engine_identity(vllm_config, settings, groups.facts)
         self._config = settings.store.as_store_config()
         self._authentication = key_fingerprint(self._config)
@@ -104,28 +153,29 @@ class SchedulerSide:
         self._outlived = False  # whether vLLM's prefix cache may hold blocks from before the current keys
         can = connector_abilities(connector_base)
         self.hears_workers = can.hears_workers
-        self.counters = create_counters(vllm_config, settings)
+        self.counters = create_counters(vllm_config, settings, clock=clock)
         self.events = store_events(
             vllm_config,
             {group: len(tags) for group, tags in self._tags.items()},
             wanted=settings.kv_events,
             takes_events=can.takes_events,
             hears_workers=self.hears_workers,
+            clock=clock,
         )
-        self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names)
-        self.policy = load_policy(connector_base, len(groups.groups), settings.connector)
+        self._keys = BlockKeys(vllm_config, identity.seed, trust_media_names=settings.trust_media_names, clock=clock)
+        self.policy = load_policy(connector_base, groups.windows, settings.connector)
         self._batches = batches_in_flight(vllm_config)
         self._ranks = ranks(vllm_config)
         # Where workers send nothing to the scheduler, several ranks agree through the slab on changed weights.
         needs_slab = transfer.is_kv_consumer or (self._ranks > 1 and not self.hears_workers)
-        self._slab = Slab(settings.staging or default_bytes(), self._ranks) if needs_slab else None
+        self._slab = create_slab(vllm_config, settings, groups, self._ranks, clock=clock) if needs_slab else None
         self._offered = 0  # the first step that sent the slab's address to the ranks
         self._heard = 0  # the last step at which the ranks' reports were read from the slab
-        self._opening: threading.Thread | None = None
+        self._opening: Thread | None = None
         self._opened: Callable[[], None] | None = None
-        self._ready_by = 0.0  # when requests stop waiting for the stores, as ``time.monotonic()``
+        self._ready_by = 0.0  # when requests stop waiting for the stores, as the clock's ``monotonic()``
         self._new_stager = partial(
-            Stager, groups, seconds=settings.staging_deadline, rest_seconds=self._config.rest_seconds
+            Stager, groups, seconds=settings.staging_deadline, rest_seconds=self._config.rest_seconds, clock=clock
         )
         self.scheduler = PrefixCacheScheduler(
             groups,
@@ -146,11 +196,14 @@ class SchedulerSide:
                 asks_again=can.asks_again,
                 others=outer is not None,
                 confirms=self._ranks > 1,
+                touch_seconds=self._config.touch_seconds,
+                frees_blocks=frees_blocks(vllm_config),
                 room=kv_cache_config.num_blocks - 1 if kv_cache_config and self.policy.between_steps else None,
             ),
+            clock=clock,
         )
         self.scheduler.events = self.events
-        self._weights = WeightReader(identity, self._settle)
+        self._weights = WeightReader(identity, self._settle, clock=clock)
         self.poll()
 
     @property
@@ -176,6 +229,7 @@ class SchedulerSide:
             if self._table is not None:
                 self.scheduler.doubt(waits=self.hears_workers and not self.policy.between_steps)
                 self.scheduler.forget_others()
+                self._keys.prefix_cache_emptied()
                 if self.events is not None:
                     self.events.forget()
             self._table, self._outlived = table, False
@@ -195,6 +249,7 @@ class SchedulerSide:
     def plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Return the workers' part of a step."""
         self.poll()
+        self._keys.next_step(freed_encodings(scheduler_output))
         plan = self.scheduler.plan(scheduler_output)
         plan.authentication = self._authentication
         if self._slab is not None and self._opening is None:
@@ -209,7 +264,7 @@ class SchedulerSide:
             self._opened()
         if self._opening is not None:
             # No request waits for a medium that cannot be opened or does not answer.
-            over = not self._opening.is_alive() or time.monotonic() >= self._ready_by
+            over = not self._opening.is_alive() or self._clock.monotonic() >= self._ready_by
             self.scheduler.prepares = self.scheduler.prepares and not over
             return
         if self._slab is None:
@@ -240,8 +295,11 @@ class SchedulerSide:
         if not self.policy.between_steps:
             get_logger(__name__).warning(
                 "[UCM.Load] ranks %s do not share this host's memory: nothing is loaded, because a load that fails "
-                "could not be recomputed here; set connector: direct, with vLLM 0.11.1 or newer",
+                "could not be recomputed here; %s",
                 sorted(missing),
+                "put all ranks on one host"
+                if len(self._tags) > 1
+                else "set connector: direct, with vLLM 0.30.0 or newer for a model of sliding windows, else 0.11.1",
             )
             self.scheduler.prepares = False
             return
@@ -266,7 +324,7 @@ class SchedulerSide:
                 for group, tags in self._tags.items():
                     of_group = [None] * len(tags) if geometries is None else geometries[group]
                     stores[group] = [
-                        open_store(self._config, f"{where}/{tag}", geometry)
+                        open_store(self._config, f"{where}/{tag}", geometry, clock=self._clock)
                         for tag, geometry in zip(tags, of_group, strict=True)
                     ]
             except Exception:  # noqa: BLE001 - the engine continues after any error
@@ -284,8 +342,8 @@ class SchedulerSide:
 
             self._opened = begin
 
-        self._ready_by = time.monotonic() + self.scheduler.stager.seconds
-        self._opening = threading.Thread(target=work, name="ucm-open", daemon=True)
+        self._ready_by = self._clock.monotonic() + self.scheduler.stager.seconds
+        self._opening = self._clock.thread(work, "ucm-open")
         self._opening.start()
 
     def _settle(self, identity: ModelIdentity) -> str:
@@ -293,7 +351,7 @@ class SchedulerSide:
         where = namespace(identity)
         wait_for_looks((*self._config.directories, self._config.dram_directory))
         for tag in dict.fromkeys(tag for of_group in self._tags.values() for tag in of_group):
-            open_store(self._config, f"{where}/{tag}", None).close()
+            open_store(self._config, f"{where}/{tag}", None, clock=self._clock).close()
             write_identity(self._config, f"{where}/{tag}", identity.to_json())
         return where
 
@@ -327,7 +385,7 @@ class SchedulerSide:
             self._prepare()
         self.scheduler.stager.close()
         self.counters.close()
-        call_within(self._close_stores, "ucm-close", CLOSE_SECONDS)
+        call_within(self._close_stores, "ucm-close", CLOSE_SECONDS, clock=self._clock)
 
     def _close_stores(self) -> None:
         for of_group in self._stores.values():
@@ -343,6 +401,7 @@ class WorkerSide:
         kv_cache_config: vLLM's ``KVCacheConfig``; None in releases that do not pass it.
         settings: The connector's settings.
         connector_base: vLLM's connector class.
+        clock: Time and threads.
     """
 
     def __init__(
@@ -351,16 +410,19 @@ class WorkerSide:
         kv_cache_config: KVCacheConfig | None,
         settings: ConnectorConfig,
         connector_base: type,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._connector_base, self._can = connector_base, connector_abilities(connector_base)
-        self.counters = create_counters(vllm_config, settings)
+        self.counters = create_counters(vllm_config, settings, clock=clock)
         self.counters.watch_method(self._method_figures)
         self._memories: list[HostMemory | DeviceMemory] = []
         self._worker: TransferWorker | None = None
-        self._slab = SlabReader()
+        self._slab = SlabReader(clock=clock)
         self._offered: SlabAddress | None = None
         self._weights: LiveWeights | None = None
         self._adapters: LiveAdapters | None = None
@@ -402,10 +464,10 @@ class WorkerSide:
             tensor.device.type == "cpu" for kv_cache in kv_caches.values() for tensor in tensors_of(kv_cache)
         )
         memory = HostMemory if self._on_host else DeviceMemory
-        groups = cache_groups(self._vllm_config, self._kv_cache_config).groups
+        groups = stored_groups(self._vllm_config, self._kv_cache_config, self._settings).groups
         self._memories = [memory(group, kv_caches, num_blocks, about) for group in groups]
         said = "; ".join(
-            LAYERS.format(len(one.layouts), one.group.block_size, one.geometry.nbytes) for one in self._memories
+            LAYERS.format(len(one.layouts), one.group.chunk_tokens, one.geometry.nbytes) for one in self._memories
         )
         get_logger(__name__).info("[UCM.Connector] %s: %s", self._settings.connector, said)
         self._adapters = LiveAdapters.of(running_model())
@@ -480,12 +542,12 @@ class WorkerSide:
 
     def _watch_weights(self) -> None:
         """Begin to watch the weights; must be called by the runner, which has the model."""
-        begun = time.monotonic()
+        begun = self._clock.monotonic()
         model = None if weights_move(self._vllm_config) else running_model()
         transferred = optional(self._vllm_config, "weight_transfer_config") is not None
         reason = "vLLM moves them, or the connector cannot reach the model"
         try:
-            self._weights = None if model is None else LiveWeights(model, thorough=transferred)
+            self._weights = None if model is None else LiveWeights(model, thorough=transferred, clock=self._clock)
         except (RuntimeError, NotImplementedError) as error:  # tensor subclasses may have no storage of their own
             reason = str(error)
         if self._weights is None:
@@ -495,7 +557,7 @@ class WorkerSide:
             )
             return
         get_logger(__name__).info(
-            "[UCM.Connector] weights are watched for in-place changes (%.2f s)", time.monotonic() - begun
+            "[UCM.Connector] weights are watched for in-place changes (%.2f s)", self._clock.monotonic() - begun
         )
 
     def _look_at_weights(self, plan: StepPlan) -> None:
@@ -515,18 +577,20 @@ class WorkerSide:
 
     def _create_worker(self, namespace: str) -> TransferWorker:
         config = self._vllm_config
-        groups = [memory.group for memory in self._memories]
-        policy = load_policy(self._connector_base, len(groups), self._settings.connector)
+        groups = CacheGroups(tuple(memory.group for memory in self._memories))
+        policy = load_policy(self._connector_base, groups.windows, self._settings.connector)
         # A layer of a micro-batch is computed before the same layer of the whole batch.
         layer_by_layer = self._settings.connector == "layerwise" and not runs_micro_batches(config)
         kind = LayerWiseWorker if layer_by_layer else TransferWorker
         worker = kind(
             {memory.group.index: self._transfer(memory, namespace) for memory in self._memories},
             self.counters,
-            places={group.index: self._place(group) for group in groups},
-            saves={group.index for group in groups if must_save(config, spec=group.spec)},
+            places={group.index: self._place(group) for group in groups.groups},
+            saves={group.index for group in groups.groups if must_save(config, spec=group.spec)},
             between_steps=policy.between_steps,
             background=policy.background,
+            fails_whole=policy.fails_whole,
+            clock=self._clock,
         )
         worker.reports_stored = self._settings.kv_events and self._can.hears_workers
         worker.counted_group = 0 if config.parallel_config.rank % ranks(config) == 0 else None
@@ -544,14 +608,14 @@ class WorkerSide:
         """Create a group's transfer: in place for a KV cache in host memory, else through staging memory."""
         tag = rank_tag(self._vllm_config, memory.group.index, spec=memory.group.spec)
         config = self._settings.store.as_store_config()
-        make = partial(open_store, config, f"{namespace}/{tag}", memory.geometry)
-        store = OpeningStore(make, config.stuck_seconds)
+        make = partial(open_store, config, f"{namespace}/{tag}", memory.geometry, clock=self._clock)
+        store = OpeningStore(make, config.stuck_seconds, clock=self._clock)
         self.counters.watch(store)
         # Every rank copies queued blocks of each group out of the KV cache, so they share the memory.
         room = min(config.save_queue_bytes, default_bytes() // (ranks(self._vllm_config) * len(self._memories)))
         if isinstance(memory, HostMemory):
-            return HostTransfer(memory, store, self._slab, room)
-        return StagedTransfer(memory, store, self._slab, save_queue_bytes=room)
+            return HostTransfer(memory, store, self._slab, room, clock=self._clock)
+        return StagedTransfer(memory, store, self._slab, save_queue_bytes=room, clock=self._clock)
 
     def _method_figures(self) -> Mapping[str, float]:
         """Return the figures of a sparse method in this worker."""

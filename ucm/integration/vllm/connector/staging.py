@@ -7,9 +7,6 @@ verified by then. A medium that does not answer delays no other request: it is n
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,15 +14,17 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ucm.background import enter_background
+from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector.failures import FailureLog
 from ucm.integration.vllm.connector.kv_cache import longest_hit
 from ucm.logger import get_logger
 from ucm.store.base import BlockTransfer
-from ucm.store.memory.slab import PAGE, Slab, State
+from ucm.store.memory.slab import PAGE, Slab, State, jobs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ucm.clock import Clock, Queue, Thread
     from ucm.integration.vllm.connector.kv_cache import CacheGroup, CacheGroups
     from ucm.store.base import BlockGeometry, BlockKey, KVStore, Task
     from ucm.store.memory.slab import Row
@@ -34,11 +33,6 @@ if TYPE_CHECKING:
 CHUNK_BYTES, CHUNKS = 8 << 20, 4
 #: Threads that wait for the stores; if this many are stuck, no more lookups start.
 MOST_THREADS = 8
-#: After how many seconds without a lookup memory is allocated for the next ones. Allocating takes longer than reading,
-#: and the step that loads what a lookup found needs the processors.
-QUIET_SECONDS = 0.1
-#: How many idle seconds pass between two searches for unused memory.
-TRIM_SECONDS = 10.0
 #: How often, in seconds, a thread that waits for another thread's read checks whether it is still needed.
 _LOOKS_SECONDS = 0.02
 #: How many seconds ``close`` waits for a medium.
@@ -50,9 +44,9 @@ class Query:
     """A request's lookup, as submitted by the scheduler; never changed.
 
     Args:
-        keys: For each group, the keys of the request's blocks after the computed ones.
-        computed: The number of computed tokens, a multiple of the groups' alignment.
-        limit: The most tokens to look for, a multiple of it as well.
+        keys: For each group, the keys of the request's chunks that do not hold computed tokens alone.
+        computed: The number of computed tokens, a multiple of the groups' block sizes.
+        limit: The most tokens to look for, a multiple of the groups' alignment.
         least: The fewest tokens beyond the computed ones that are worth a load.
         drops_last_block: Whether the last block of a hit must be computed.
     """
@@ -70,18 +64,35 @@ class Lookup:
 
     Args:
         query: The query.
-        deadline: The latest time of the outcome, as ``time.monotonic()``.
+        deadline: The latest time of the outcome, as the clock's ``monotonic()``.
     """
 
     query: Query
     deadline: float
     end: int = 0  #: the number of tokens up to which KV is available
-    rows: dict[int, dict[int, Row]] = field(default_factory=dict)  #: the held rows, by group and block index
+    rows: dict[int, dict[int, Row]] = field(default_factory=dict)  #: the held rows, by group and chunk index
     finished: bool = False  #: the outcome is final
     begun: bool = False
     progressed: bool = False  #: a medium has answered
     late: bool = False  #: given up or released before it ended
     checked: bool = False  #: the workers were told to check their weights while it runs
+
+
+@dataclass(slots=True)
+class Use:
+    """A use of stored blocks by a request, as submitted by the scheduler; never changed.
+
+    Args:
+        request_id: vLLM's request id.
+        group: The KV-cache group.
+        keys: The chain of all chunks that the request uses, from its first one on.
+        expected: The indexes of chunks that the engine had itself, and that the stores should have as well.
+    """
+
+    request_id: str
+    group: CacheGroup
+    keys: list[BlockKey]
+    expected: range
 
 
 class Stager:
@@ -92,9 +103,13 @@ class Stager:
         slab: The slab for staged blocks; None if the workers read the store themselves and keys are promised.
         seconds: The longest duration of a lookup.
         rest_seconds: How long stores are not used after a lookup in which none of them answered.
+        clock: Time and threads.
     """
 
-    def __init__(self, groups: CacheGroups, slab: Slab | None, seconds: float, rest_seconds: float) -> None:
+    def __init__(
+        self, groups: CacheGroups, slab: Slab | None, seconds: float, rest_seconds: float, *, clock: Clock = SYSTEM
+    ) -> None:
+        self._clock = clock
         self._groups, self._alignment = groups, groups.alignment
         self._slab = slab
         self.seconds = seconds
@@ -103,16 +118,16 @@ class Stager:
         self._sizes: dict[int, list[tuple[int, ...]]] = {}
         self.shares: dict[int, tuple[int, ...]] = {}  #: for each group, the offsets of the ranks' parts in a row
         self._blocks_at_once = 1
-        self._changed = threading.Condition()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._changed = clock.condition()
+        self._jobs: Queue[Callable[[], None] | None] = clock.queue()
+        self._threads: list[Thread] = []
         self._idle = 0  # threads without a job
         self._stuck = 0
         self._rests_until = 0.0
         self._probe: Lookup | None = None
-        self._questions: deque[tuple[str, int, BlockKey]] = deque()
+        self._uses: deque[Use] = deque()
         self._answering = False
-        self._answers: deque[tuple[str, int, bool]] = deque()
+        self._answers: deque[tuple[str, int, int]] = deque()
         self._failures: deque[str] = deque()
         self._log = FailureLog("[UCM.Load]", "its tokens are recomputed")
         self._closed = False
@@ -135,7 +150,12 @@ class Stager:
                 self._sizes[group] = [geometry.slice_sizes for geometry in of_group]
                 self.shares[group] = tuple(accumulate(padded[:-1], initial=0))
                 row_bytes = max(row_bytes, sum(padded))
-            self._slab.lay_out(row_bytes)
+            if not self._slab.lay_out(row_bytes):
+                get_logger(__name__).warning(
+                    "[UCM.Load] nothing can be loaded: a stored block of all ranks has %d bytes, more than `staging`. "
+                    "Raise `staging`, or lower `chunk_tokens`",
+                    row_bytes,
+                )
             self._blocks_at_once = max(1, CHUNK_BYTES // row_bytes)
         self._stores = stores
         if self._slab is not None:
@@ -159,7 +179,7 @@ class Stager:
 
     def submit(self, query: Query) -> Lookup:
         """Start a lookup; finish it at once if all its blocks are staged, or if the stores cannot be asked."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         lookup = Lookup(query, now + self.seconds, end=query.computed)
         if query.limit - query.computed < max(query.least, 1):
             lookup.finished = True
@@ -177,7 +197,7 @@ class Stager:
 
     def poll(self, lookup: Lookup) -> bool:
         """Return whether a lookup has ended; at its deadline, end it with the blocks that are verified by then."""
-        if not lookup.finished and time.monotonic() >= lookup.deadline:
+        if not lookup.finished and self._clock.monotonic() >= lookup.deadline:
             self.give_up(lookup)
         return lookup.finished
 
@@ -206,19 +226,19 @@ class Stager:
         if self._slab is not None:
             self._slab.clear()
 
-    def ask(self, request_id: str, group: int, key: BlockKey) -> None:
-        """Find out whether all ranks have a block; ``answers`` returns the result, if the stores answer."""
-        if len(self._questions) >= _MOST_QUESTIONS or self._rests(time.monotonic()):
+    def use(self, use: Use) -> None:
+        """Renew the blocks of a chain, and find out which of them all ranks have; see ``answers``."""
+        if len(self._uses) >= _MOST_USES or self._rests(self._clock.monotonic()):
             return
-        self._questions.append((request_id, group, key))
+        self._uses.append(use)
         with self._changed:
             if self._answering:
                 return
             self._answering = True
         self._start(self._answer)
 
-    def answers(self) -> list[tuple[str, int, bool]]:
-        """Return the results of ``ask``: request id, group, and whether the block exists."""
+    def answers(self) -> list[tuple[str, int, int]]:
+        """Return which expected blocks are missing: request id, group, and the first one's index."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def failures(self) -> list[str]:
@@ -234,20 +254,16 @@ class Stager:
             threads = list(self._threads)
         for _ in threads:
             self._jobs.put(None)
-        until = time.monotonic() + _CLOSE_SECONDS
+        until = self._clock.monotonic() + _CLOSE_SECONDS
         for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, until - self._clock.monotonic()))
         if self._slab is not None:
             self._slab.close()
 
     # Hits
 
-    def needed(self, group: CacheGroup, computed: int, end: int) -> range:
-        """Return the blocks of a group to load to continue at ``end``, with ``computed`` tokens computed already."""
-        return range(max(computed // group.block_size, group.first_needed(end)), end // group.block_size)
-
     def _all_needed(self, query: Query, end: int) -> dict[int, range]:
-        return {group.index: self.needed(group, query.computed, end) for group in self._groups.groups}
+        return {group.index: group.needed(query.computed, end) for group in self._groups.groups}
 
     def _reach(self, query: Query, present: list[list[bool]]) -> int:
         groups, step = self._groups.groups, self._alignment
@@ -258,17 +274,18 @@ class Stager:
         return end if end - query.computed >= max(query.least, 1) else query.computed
 
     def _with_computed(self, group: CacheGroup, query: Query, row: list[bool]) -> list[bool]:
-        return [True] * (query.computed // group.block_size) + row
+        return [True] * (query.computed // group.chunk_tokens) + row
 
     def _take_staged(self, lookup: Lookup, *, partly: bool) -> bool:
         """Answer from the slab alone, if it has all blocks of the query, or (``partly``) if the stores rest."""
         slab, query, by_group = self._slab, lookup.query, list(zip(self._groups.groups, lookup.query.keys, strict=True))
         if slab is None or (query.drops_last_block and not partly):
             return False
-        end, length = query.limit, query.limit - query.computed
+        end = query.limit
         if not partly:
             for group, keys in by_group:  # prompts that begin alike differ at their ends
-                if len(keys) * group.block_size != length or not slab.knows(group.index, keys[-1]):
+                wanted = query.limit // group.chunk_tokens - query.computed // group.chunk_tokens
+                if len(keys) != wanted or not slab.knows(group.index, keys[-1]):
                     return False
         else:
             present = []
@@ -280,7 +297,7 @@ class Stager:
                 present.append(self._with_computed(group, query, row))
             end = self._reach(query, present)
         for group, keys in by_group:
-            needed, first = self.needed(group, query.computed, end), query.computed // group.block_size
+            needed, first = group.needed(query.computed, end), query.computed // group.chunk_tokens
             rows = slab.hold(group.index, keys[needed.start - first : needed.stop - first])
             if rows is None:
                 self.let_go(self._keep(lookup, {}))
@@ -302,7 +319,7 @@ class Stager:
             lookup.finished = True
             present = []
             for group, keys in zip(self._groups.groups, query.keys, strict=True):
-                rows, first = lookup.rows.get(group.index, {}), query.computed // group.block_size
+                rows, first = lookup.rows.get(group.index, {}), query.computed // group.chunk_tokens
                 row = [place in rows and rows[place].state is State.WHOLE for place in range(first, first + len(keys))]
                 present.append(self._with_computed(group, query, row))
             lookup.end = self._reach(query, present) if self._slab is not None else query.computed
@@ -311,7 +328,7 @@ class Stager:
                 lookup.late = True
                 self._stuck += 1
             if lookup.begun and not lookup.progressed:
-                self._rests_until = time.monotonic() + self._rest_seconds
+                self._rests_until = self._clock.monotonic() + self._rest_seconds
                 get_logger(__name__).warning(
                     "[UCM.Load] the store has not answered for %.1f s: it is not used for %.0f s, and tokens of its "
                     "blocks are recomputed",
@@ -345,7 +362,7 @@ class Stager:
         with self._changed:
             if self._idle or self._closed or len(self._threads) == MOST_THREADS:
                 return
-            thread = threading.Thread(target=self._work, name=f"ucm-stage-{len(self._threads)}", daemon=True)
+            thread = self._clock.thread(self._work, f"ucm-stage-{len(self._threads)}")
             with suppress(RuntimeError):  # the system allows no more threads: the others do the work
                 thread.start()
                 self._threads.append(thread)
@@ -353,27 +370,13 @@ class Stager:
 
     def _work(self) -> None:
         enter_background()
-        while (job := self._next()) is not None:
+        for job in jobs_of(self._jobs, self._slab):
             with self._changed:
                 self._idle -= 1
             self._keep_one_idle()
             job()
             with self._changed:
                 self._idle += 1
-
-    def _next(self) -> Callable[[], None] | None:
-        """Return the next job, None for the end; allocate and free memory until there is one."""
-        seconds = QUIET_SECONDS
-        while True:
-            with suppress(queue.Empty):
-                return self._jobs.get(timeout=seconds)
-            if self._slab is None:
-                seconds = TRIM_SECONDS
-            elif self._slab.populate():
-                seconds = 0.0
-            else:
-                self._slab.trim()
-                seconds = TRIM_SECONDS
 
     def _run(self, lookup: Lookup) -> None:
         with self._changed:
@@ -453,7 +456,7 @@ class Stager:
         needed = self._all_needed(lookup.query, end)
         # Windows come first: they need few blocks, and without them the rest is useless.
         wanted = sorted(
-            (group.window is None, (place + 1) * group.block_size, number, place)
+            (group.window is None, (place + 1) * group.chunk_tokens, number, place)
             for number, group in enumerate(groups)
             for place in needed[group.index]
         )
@@ -493,7 +496,7 @@ class Stager:
             rows = lookup.rows.setdefault(group.index, {})
             if place in rows:
                 return rows[place], False
-            key = query.keys[number][place - query.computed // group.block_size]
+            key = query.keys[number][place - query.computed // group.chunk_tokens]
             claimed = self._known_slab().claim(group.index, key)
             if claimed is None:
                 return None, False
@@ -521,13 +524,15 @@ class Stager:
     def _load(self, chunk: list[tuple[int, int, Row]], tasks: list[tuple[KVStore, Task]]) -> None:
         """Start to read all ranks' parts of some blocks."""
         slab = self._known_slab()
-        by_group: dict[int, list[Row]] = {}
-        for _, _, row in chunk:
-            by_group.setdefault(row.name[0], []).append(row)
+        by_group: dict[int, list[tuple[int, Row]]] = {}
+        for _, place, row in chunk:
+            by_group.setdefault(row.name[0], []).append((place, row))
         for group, rows in by_group.items():
             parts = zip(self._stores[group], self._sizes[group], self.shares[group], strict=True)
             for store, sizes, share in parts:
-                transfers = [BlockTransfer(row.name[1], slab.memory(row, share, sizes)) for row in rows]
+                transfers = [
+                    BlockTransfer(row.name[1], slab.memory(row, share, sizes), depth=place) for place, row in rows
+                ]
                 tasks.append((store, store.load(transfers)))
 
     def _fill(
@@ -566,17 +571,28 @@ class Stager:
     def _answer(self) -> None:
         while True:
             with self._changed:
-                if not self._questions or self._closed:
+                if not self._uses or self._closed:
                     self._answering = False
                     return
-            request_id, group, key = self._questions.popleft()
-            there = False
+            use = self._uses.popleft()
+            missing: int | None = use.expected.start
             try:
-                there = all(store.lookup([key])[0] for store in self._stores[group])
-            except Exception:  # noqa: BLE001 - a block that cannot be looked up counts as missing
+                for store in self._stores[use.group.index]:
+                    store.renew(use.keys)
+                missing = self._first_missing(use)
+            except Exception:  # noqa: BLE001 - blocks that cannot be looked up count as missing
                 get_logger(__name__).exception("[UCM.Save] a lookup failed unexpectedly")
-            self._answers.append((request_id, group, there))
+            if use.expected and missing is not None:
+                self._answers.append((use.request_id, use.group.index, missing))
+
+    def _first_missing(self, use: Use) -> int | None:
+        """Return the index of the first expected block that a rank lacks; None if there is none."""
+        if not use.expected:
+            return None
+        there = self._present(use.group, use.keys[use.expected.start : use.expected.stop])
+        count = there.index(False) if False in there else len(there)
+        return use.expected.start + count if count < len(use.expected) else None
 
 
-#: The most queued questions; answers to more would be outdated.
-_MOST_QUESTIONS = 256
+#: The most queued uses; answers to more would be outdated.
+_MOST_USES = 256

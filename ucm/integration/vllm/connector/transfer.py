@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucm.background import enter_background
+from ucm.clock import SYSTEM
+from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.saving import Saver, SaveTask
 from ucm.store.base import BlockTransfer, StoreUnavailableError, Task, TaskResult
 from ucm.store.config import StoreConfig
@@ -21,6 +20,7 @@ from ucm.store.memory.slab import CopyTask
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ucm.clock import Clock, Queue
     from ucm.integration.vllm.connector.kv_cache import DeviceMemory, HostMemory
     from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, StoreError
     from ucm.store.memory.slab import SlabReader
@@ -45,26 +45,36 @@ class Staged:
 
 
 class GroupTransfer(ABC):
-    """Moves blocks of one KV-cache group; a call starts a task, ``wait`` ends it.
+    """Moves chunks of one KV-cache group; a call starts a task, ``wait`` ends it.
+
+    Keys are those of chunks, and ``block_ids`` lists the blocks of one chunk after the other. For the store, a chunk is
+    one block with more layer slices.
 
     A save copies its blocks into rows of host memory, which the store then writes. So a step that will overwrite the
-    blocks waits only for the copy and not for a medium; a slow or stuck medium only occupies rows. A block for which no
+    blocks waits only for the copy and not for a medium; a slow or stuck medium only occupies rows. A chunk for which no
     row is free is not saved.
     """
 
     #: The names of the layers, in the order of a block's bytes.
     layer_names: Sequence[str]
-    #: The size of a block in bytes.
-    block_bytes: int
-    #: The number of tokens of a block.
-    tokens_per_block: int
+    #: The size of a chunk in bytes.
+    chunk_bytes: int
+    #: The number of tokens of a chunk.
+    chunk_tokens: int
 
     @abstractmethod
-    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        layers: range,
+        staged: Staged | None,
+        depth: int = 0,
+    ) -> Task:
         """Load some layers of blocks into the KV cache, from the slab if they are staged, else from the store."""
 
     @abstractmethod
-    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
+    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int = 0) -> Task:
         """Save some layers of blocks from the KV cache; they become visible through ``commit``."""
 
     @abstractmethod
@@ -109,29 +119,41 @@ class HostTransfer(GroupTransfer):
         store: The store of the blocks.
         slab: The slab where blocks are staged.
         save_queue_bytes: Bytes that may wait to be written.
+        clock: Time and threads.
     """
 
-    def __init__(self, memory: HostMemory, store: KVStore, slab: SlabReader, save_queue_bytes: int) -> None:
+    def __init__(
+        self, memory: HostMemory, store: KVStore, slab: SlabReader, save_queue_bytes: int, *, clock: Clock = SYSTEM
+    ) -> None:
         self._memory = memory
         self.store = store
         self._slab = slab
-        self._saver = Saver(store, save_queue_bytes)
+        self._saver = Saver(store, save_queue_bytes, clock=clock)
         self.layer_names = [layout.name for layout in memory.layouts]
-        self.block_bytes = memory.geometry.nbytes
-        self.tokens_per_block = memory.group.block_size
+        self.chunk_bytes = memory.geometry.nbytes
+        self.chunk_tokens = memory.group.chunk_tokens
 
-    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
-        """Load some layers of blocks into the KV cache."""
-        return start_load(self.store, self._slab, self._blocks(keys, block_ids, layers), staged, self._memory.geometry)
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        layers: range,
+        staged: Staged | None,
+        depth: int = 0,
+    ) -> Task:
+        """Load some layers of chunks into the KV cache."""
+        return start_load(
+            self.store, self._slab, self._blocks(keys, block_ids, layers, depth), staged, self._memory.geometry
+        )
 
-    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
+    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int = 0) -> Task:
         """Copy some layers of blocks and start to write them."""
         memory = self._memory
         first, end = memory.slice_count(layers.start), memory.slice_count(layers.stop)
-        task, rows = self._saver.begin(keys, memory.geometry.slice_sizes[first:end], first)
+        task, rows = self._saver.begin(keys, memory.geometry.slice_sizes[first:end], first, depth)
         for place, row in rows:
             at = 0
-            for layer_slice in memory.buffers(block_ids[place], layers):
+            for layer_slice in memory.buffers(memory.group.blocks_of(block_ids, place), layers):
                 row[at : at + layer_slice.nbytes] = layer_slice
                 at += layer_slice.nbytes
         self._saver.write(task, rows)
@@ -175,12 +197,16 @@ class HostTransfer(GroupTransfer):
         self._saver.close()
         self.store.close()
 
-    def _blocks(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> list[BlockTransfer]:
+    def _blocks(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int
+    ) -> list[BlockTransfer]:
         memory = self._memory
         first_slice = memory.slice_count(layers.start)
         return [
-            BlockTransfer(key, memory.buffers(block_id, layers), first_slice)
-            for key, block_id in zip(keys, block_ids, strict=True)
+            BlockTransfer(
+                key, memory.buffers(memory.group.blocks_of(block_ids, place), layers), first_slice, depth + place
+            )
+            for place, key in enumerate(keys)
         ]
 
 
@@ -199,15 +225,17 @@ class StagedTask(Task):
 
     Args:
         keys: The blocks to load.
+        clock: Time and threads.
     """
 
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, keys: Sequence[BlockKey], *, clock: Clock = SYSTEM) -> None:
         self.keys = keys
-        self.finished = threading.Event()
+        self._clock = clock
+        self.finished = clock.event()
         self.done: dict[BlockKey, str] = {}
         self.failed: dict[BlockKey, StoreError] = {}
         self.nbytes = 0
-        self.started = time.monotonic()
+        self.started = clock.monotonic()
         self.seconds = 0.0
 
     def take(self, result: TaskResult) -> None:
@@ -221,7 +249,7 @@ class StagedTask(Task):
         if error is not None:
             reason = device_failed(error)
             self.failed.update({key: reason for key in self.keys if key not in self.done})
-        self.seconds = time.monotonic() - self.started
+        self.seconds = self._clock.monotonic() - self.started
         self.finished.set()
 
 
@@ -283,6 +311,7 @@ class StagedTransfer(GroupTransfer):
         slab: The slab where blocks are staged.
         staging_bytes: The size of page-locked host memory for each direction.
         save_queue_bytes: Bytes that may wait to be written.
+        clock: Time and threads.
     """
 
     def __init__(
@@ -293,28 +322,38 @@ class StagedTransfer(GroupTransfer):
         staging_bytes: int = STAGING_BYTES,
         *,
         save_queue_bytes: int = StoreConfig.save_queue_bytes,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self._memory = memory
         self._store = store
         self._slab = slab
         self.layer_names = [layout.name for layout in memory.layouts]
-        self.block_bytes = memory.geometry.nbytes
-        self.tokens_per_block = memory.group.block_size
-        self._chunk = max(1, staging_bytes // 2 // self.block_bytes)
-        self._loader = _Lane(memory, self._chunk, "ucm-load", stagings=2)
-        self._gatherer = _Lane(memory, self._chunk, "ucm-gather", stagings=1)
-        self._saver = Saver(store, save_queue_bytes)
+        self.chunk_bytes = memory.geometry.nbytes
+        self.chunk_tokens = memory.group.chunk_tokens
+        self._portion = max(1, staging_bytes // 2 // self.chunk_bytes)
+        blocks = self._portion * memory.group.chunk_blocks
+        self._loader = _Lane(memory, blocks, "ucm-load", stagings=2, clock=clock)
+        self._gatherer = _Lane(memory, blocks, "ucm-gather", stagings=1, clock=clock)
+        self._saver = Saver(store, save_queue_bytes, clock=clock)
 
-    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, staged: Staged | None) -> Task:
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        layers: range,
+        staged: Staged | None,
+        depth: int = 0,
+    ) -> Task:
         """Load some layers of blocks onto the device."""
-        task = StagedTask(keys)
-        self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged), task.end)
+        task = StagedTask(keys, clock=self._clock)
+        self._loader.submit(lambda event: self._load(task, event, keys, block_ids, layers, staged, depth), task.end)
         return task
 
-    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range) -> Task:
+    def save(self, keys: Sequence[BlockKey], block_ids: Sequence[int], layers: range, depth: int = 0) -> Task:
         """Save some layers of blocks from the device; blocks for which there is no room fail at once."""
         sizes = self._memory.geometry.slice_sizes[layers.start : layers.stop]
-        task, rows = self._saver.begin(keys, sizes, layers.start)
+        task, rows = self._saver.begin(keys, sizes, layers.start, depth)
         if not rows:
             task.copied.set()
             return task
@@ -382,25 +421,36 @@ class StagedTransfer(GroupTransfer):
         block_ids: Sequence[int],
         layers: range,
         staged: Staged | None,
+        depth: int,
     ) -> None:
         lane, geometry = self._loader, self._memory.geometry
         reading: list[tuple[list[Any], Sequence[BlockKey], Sequence[int], Task]] = []
         try:
-            for number, (some_keys, some_ids) in enumerate(_chunks(keys, block_ids, self._chunk)):
+            for number, (some_keys, some_ids) in enumerate(self._portions(keys, block_ids)):
                 if len(reading) == len(lane.staging):
                     self._place(task, event, layers, reading.pop(0))
                 staging = lane.staging[number % len(lane.staging)]
-                transfers = _transfers(some_keys, staging, layers)
-                task_of_chunk = start_load(
-                    self._store, self._slab, transfers, _part(staged, number * self._chunk, len(some_keys)), geometry
-                )
-                reading.append((staging, some_keys, some_ids, task_of_chunk))
+                first = number * self._portion
+                arrays = [self._memory.chunks(staging[layer]) for layer in layers]
+                transfers = _transfers(some_keys, arrays, layers, depth + first)
+                part = _part(staged, first, len(some_keys))
+                started = start_load(self._store, self._slab, transfers, part, geometry)
+                reading.append((staging, some_keys, some_ids, started))
             while reading:
                 self._place(task, event, layers, reading.pop(0))
         finally:
             # Also after a failure of the device: the next task needs staging memory that is no longer written.
             for *_, portion in reading:
                 self._wait(portion)
+
+    def _portions(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int]
+    ) -> Iterator[tuple[Sequence[BlockKey], Sequence[int]]]:
+        """Yield as many chunks at a time as the staging memory holds, with the ids of their blocks."""
+        blocks = self._memory.group.chunk_blocks
+        for start in range(0, len(keys), self._portion):
+            stop = start + self._portion
+            yield keys[start:stop], block_ids[start * blocks : stop * blocks]
 
     def _place(
         self,
@@ -411,7 +461,10 @@ class StagedTransfer(GroupTransfer):
     ) -> None:
         staging, keys, block_ids, reading = portion
         result = self._wait(reading)
-        rows = [row for row, key in enumerate(keys) if key in result.done]
+        blocks = self._memory.group.chunk_blocks
+        rows = [
+            row for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK and keys[row // blocks] in result.done
+        ]
         if rows:
             with self._loader.stream.after(event):
                 self._memory.scatter(rows, [block_ids[row] for row in rows], layers, staging)
@@ -424,18 +477,19 @@ class StagedTransfer(GroupTransfer):
     def _save(
         self, task: SaveTask, event: Any, left: deque[tuple[int, Buffer]], block_ids: Sequence[int], layers: range
     ) -> None:
-        """Copy blocks into their rows, chunk by chunk; remove copied blocks from ``left``."""
+        """Copy chunks into their rows, portion by portion; remove copied chunks from ``left``."""
         lane = self._gatherer
         [staging] = lane.staging
         while left:
-            some = [left[number] for number in range(min(self._chunk, len(left)))]
+            some = [left[number] for number in range(min(self._portion, len(left)))]
+            ids = [block for place, _ in some for block in self._memory.group.blocks_of(block_ids, place)]
             with lane.stream.after(event):
-                self._memory.gather([block_ids[place] for place, _ in some], layers, staging)
+                self._memory.gather(ids, layers, staging)
             lane.stream.synchronize()
             for number, (_, row) in enumerate(some):
                 at = 0
                 for layer in layers:
-                    layer_slice = staging[layer][number].numpy()
+                    layer_slice = self._memory.chunks(staging[layer])[number]
                     row[at : at + layer_slice.nbytes] = memoryview(layer_slice)
                     at += layer_slice.nbytes
             for _ in some:
@@ -446,11 +500,11 @@ class StagedTransfer(GroupTransfer):
 class _Lane:
     """A thread for transfers in one direction, with its stream and staging memory."""
 
-    def __init__(self, memory: DeviceMemory, chunk: int, name: str, stagings: int) -> None:
+    def __init__(self, memory: DeviceMemory, blocks: int, name: str, stagings: int, *, clock: Clock = SYSTEM) -> None:
         self.stream = Stream.on(memory.device)
-        self.staging = [memory.staging(chunk) for _ in range(stagings)]
-        self._queue: queue.SimpleQueue[tuple[Callable[[Any], object], Ended, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.staging = [memory.staging(blocks) for _ in range(stagings)]
+        self._queue: Queue[tuple[Callable[[Any], object], Ended, Any] | None] = clock.queue()
+        self._thread = clock.thread(self._run, name)
         self._thread.start()
 
     def submit(self, work: Callable[[Any], object], ended: Ended) -> None:
@@ -477,23 +531,16 @@ class _Lane:
             del item, work, ended, event, failure  # with their rows of memory, while this thread waits
 
 
-def _chunks(
-    keys: Sequence[BlockKey], block_ids: Sequence[int], size: int
-) -> Iterator[tuple[Sequence[BlockKey], Sequence[int]]]:
-    for start in range(0, len(keys), size):
-        yield keys[start : start + size], block_ids[start : start + size]
-
-
 def _part(staged: Staged | None, first: int, count: int) -> Staged | None:
     if staged is None:
         return None
     return Staged(staged.places[first : first + count], staged.tiers[first : first + count])
 
 
-def _transfers(keys: Sequence[BlockKey], staging: list[Any], layers: range) -> list[BlockTransfer]:
-    arrays = [staging[layer].numpy() for layer in layers]
+def _transfers(keys: Sequence[BlockKey], arrays: list[Any], layers: range, depth: int) -> list[BlockTransfer]:
     return [
-        BlockTransfer(key, [memoryview(array[row]) for array in arrays], layers.start) for row, key in enumerate(keys)
+        BlockTransfer(key, [memoryview(array[row]) for array in arrays], layers.start, depth + row)
+        for row, key in enumerate(keys)
     ]
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from ucm.background import call_within, wait_while_it_shrinks
+from ucm.clock import SYSTEM
 from ucm.integration.vllm.connector.failures import FailureLog, PromisedBlockLostError
+from ucm.integration.vllm.connector.kv_cache import NO_BLOCK
 from ucm.integration.vllm.connector.transfer import Staged
 from ucm.logger import get_logger
 from ucm.store.base import IncompleteBlockError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 
+    from ucm.clock import Clock
     from ucm.integration.vllm.connector.events import Stored
     from ucm.integration.vllm.connector.metadata import BlockMoves, StepPlan
     from ucm.integration.vllm.connector.transfer import GroupTransfer
@@ -83,6 +85,8 @@ class TransferWorker:
             loads were reported as finished, and vLLM recomputes the tokens of blocks that failed to load.
         background: Whether a step may end before such loads do. Loads of staged blocks always end with the step,
             because their place in the slab is reused afterwards.
+        fails_whole: Whether such a load fails as a whole, see `take_failed_requests`.
+        clock: Time and threads.
     """
 
     #: The group whose loaded blocks are counted in tokens; None if another rank counts them.
@@ -97,7 +101,10 @@ class TransferWorker:
         saves: Container[int],
         between_steps: bool = False,
         background: bool = False,
+        fails_whole: bool = False,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self.groups = groups
         self.counters = counters
         self._places = places
@@ -105,9 +112,11 @@ class TransferWorker:
         self._counted: set[tuple[str, int, BlockKey]] = set()
         self._between_steps = between_steps
         self._background = background
+        self._fails_whole = fails_whole
         self._loading: list[LoadUnderWay] = []
         self._under_way: list[SaveUnderWay] = []
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._refused: set[str] = set()
         self._step, self._idle = 0, False
         self._unconfirmed = Unconfirmed(self._commit, self._discard)
@@ -157,7 +166,7 @@ class TransferWorker:
         )
         for moves in refused:
             self.counters.failed("load", "other", len(moves.keys))
-            self._failed_blocks.update(moves.block_ids)
+            self._note_failure(moves, moves.block_ids)
             self._refused.add(moves.request_id)
         if refused and not self._between_steps:
             raise PromisedBlockLostError(
@@ -205,7 +214,7 @@ class TransferWorker:
         if moves.places:
             share = moves.shares[self._places[moves.group]]
             staged = Staged([place + share for place in moves.places], moves.tiers)
-        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, staged)
+        return self.groups[moves.group].load(moves.keys, moves.block_ids, layers, staged, moves.depth)
 
     def finish_load(self, moves: BlockMoves, task: Task, *, whole: bool = True) -> None:
         """Wait for a load; failed blocks are reported to vLLM at the end of the step.
@@ -217,7 +226,7 @@ class TransferWorker:
         """
         transfer = self.groups[moves.group]
         result = transfer.wait(task)
-        tokens = transfer.tokens_per_block if moves.group == self.counted_group else 0
+        tokens = transfer.chunk_tokens if moves.group == self.counted_group else 0
         blocks = len(result.done) if whole else 0
         self.counters.loaded(blocks, result.nbytes, result.seconds, result.done.values(), tokens)
         _log_done("[UCM.Load] request %s: %d blocks of KV-cache group %d loaded in %.1f ms", moves, result)
@@ -230,7 +239,13 @@ class TransferWorker:
                 f"{len(result.failed)} staged blocks could not be copied, and vLLM cannot recompute their tokens here",
                 where=f"request {moves.request_id}: {first}",
             )
-        self._failed_blocks |= {b for key, b in zip(moves.keys, moves.block_ids, strict=True) if key in result.failed}
+        self._note_failure(moves, [block for key, blocks in moves.chunks() if key in result.failed for block in blocks])
+
+    def _note_failure(self, moves: BlockMoves, block_ids: Collection[int]) -> None:
+        if self._fails_whole:
+            self._failed_requests.add(moves.request_id)
+        else:
+            self._failed_blocks.update(block for block in block_ids if block != NO_BLOCK)
 
     def _count_failures(
         self, operation: str, group: int, failed: Mapping[BlockKey, StoreError], log: FailureLog
@@ -267,6 +282,14 @@ class TransferWorker:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose loads failed since the last call, where a load fails as a whole.
+
+        `take_loaded` has returned them as well, at the same step or before.
+        """
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
     def take_stored(self) -> Stored:
         """Return the blocks that have become visible since the last call, with their tiers."""
         stored, self._stored = self._stored, OrderedDict()
@@ -274,16 +297,17 @@ class TransferWorker:
 
     def close(self) -> None:
         """Finish transfers as long as they make progress; abandon a medium without progress."""
-        started = time.monotonic()
+        started = self._clock.monotonic()
         self._unconfirmed.close()
         self._throttle(active=False)
-        left = wait_while_it_shrinks(self._left, STILL_SECONDS)
-        if not call_within(self._close_transfers, "ucm-close", CLOSE_SECONDS) or left:
+        left = wait_while_it_shrinks(self._left, STILL_SECONDS, clock=self._clock)
+        closed = call_within(self._close_transfers, "ucm-close", CLOSE_SECONDS, clock=self._clock)
+        if not closed or left:
             logger.warning(
                 "[UCM.Save] the store does not answer: it is abandoned with %d transfers in progress",
                 len(self._under_way) + len(self._loading),
             )
-        logger.info("[UCM.Save] closed after %.1f s", time.monotonic() - started)
+        logger.info("[UCM.Save] closed after %.1f s", self._clock.monotonic() - started)
 
     def _left(self) -> int:
         """Return the sum of the transfers in progress and the bytes not written yet."""
@@ -299,7 +323,7 @@ class TransferWorker:
     def start_save(self, moves: BlockMoves, layers: range, *, whole: bool = True) -> None:
         """Start to save some layers of blocks; ``whole`` with the last ones."""
         transfer = self.groups[moves.group]
-        task = transfer.save(moves.keys, moves.block_ids, layers)
+        task = transfer.save(moves.keys, moves.block_ids, layers, moves.depth)
         self._under_way.append(
             SaveUnderWay(moves.group, transfer, task, frozenset(moves.block_ids), whole, moves.request_id)
         )

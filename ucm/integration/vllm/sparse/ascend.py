@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ucm.compat import optional
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import optional
 from ucm.integration.vllm.sparse.paged import PagedBackend, metadata_class, rows_of
 
 if TYPE_CHECKING:

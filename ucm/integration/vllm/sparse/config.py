@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ucm.compat import optional
 from ucm.errors import ConfigError
-from ucm.integration.vllm.compat import optional
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KEY = "ucm_sparse_config"
+#: The key, beside `KEY` in ``--additional-config``, of connectors for which the operator vouches; see `.sharing`.
+TRUSTED = "ucm_trusted_connectors"
 #: A key in UCM's files that is not a sparse method: the settings of `BlendConnector`.
 BLEND = "Blend"
-#: The key of a method without options in UCM's older files.
-OLD_KEY = "ucm_sparse_method"
 #: The connector's key for a file with its settings; the same as ``ucm.config.document.FILE_KEY``, which is not
 #: imported here because every vLLM process imports this module, and few have such a file.
 FILE_KEY = "UCM_CONFIG_FILE"
@@ -81,7 +81,7 @@ def _refuse_misspelt(additional: dict[str, Any]) -> None:
 
     for key, value in additional.items():
         ours = str(key).lower().replace("-", "_").startswith("ucm_") or (key in METHODS and isinstance(value, dict))
-        if ours and key != KEY:
+        if ours and key not in {KEY, TRUSTED}:
             raise ConfigError(
                 f"{key!r} is not a setting that UCM reads here",
                 where=f"additional_config.{key}",
@@ -93,16 +93,13 @@ def _of_connector(place: str, extra: dict[str, Any]) -> tuple[str, object] | Non
     """Return the place and the value of a connector's setting; the inline one takes precedence over the file."""
     if extra.get(KEY):
         return f"{place}.{KEY}", extra[KEY]
-    if FILE_KEY not in extra and OLD_KEY not in extra:
+    if FILE_KEY not in extra:
         return None
-    from ucm.config.document import read_document  # noqa: PLC0415 - most have neither
+    from ucm.config.document import read_document  # noqa: PLC0415 - most have none
 
     document = read_document(extra)
-    for key in (KEY, OLD_KEY):
-        value = document.settings.get(key)
-        if value:
-            return str(document.place(key)), {value: {}} if key == OLD_KEY and isinstance(value, str) else value
-    return None
+    value = document.settings.get(KEY)
+    return (str(document.place(KEY)), value) if value else None
 
 
 def _one_method(place: str, value: object) -> tuple[str, dict[str, Any]]:

@@ -12,11 +12,10 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ucm.compat import optional
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import optional
 from ucm.integration.vllm.sparse import paged
-from ucm.sparse.attention import attend
-from ucm.sparse.window_kernel import HeadLayout
+from ucm.sparse.attention import HeadLayout, attend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ucm.compat import optional
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import optional
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,7 @@ from weakref import ref
 
 import numpy as np
 
-from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import (
+from ucm.compat import (
     admitted_requests,
     batch_rows,
     bound_kv_cache,
@@ -27,6 +26,7 @@ from ucm.integration.vllm.compat import (
     rotary_table,
     rotates_in_float,
 )
+from ucm.errors import SparseMethodError
 from ucm.integration.vllm.connector.kv_cache import CacheGroup, DeviceMemory, HostMemory
 from ucm.integration.vllm.sparse import ascend, latent, paged, requirements
 from ucm.integration.vllm.sparse.ascend import AscendBackend
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ucm.sparse.attention import BlockCopies, QuerySplit, Span
-    from ucm.sparse.window_kernel import HeadLayout
+    from ucm.sparse.attention import BlockCopies, HeadLayout, QuerySplit, Span
     from ucm.store.base import Buffer
 
 #: vLLM's class of rotary embeddings whose angles are multiples of the position.
@@ -499,7 +498,7 @@ class RawBlocks:
 
     def memory(self, layer: int, block_id: int) -> Buffer | None:
         """See `BlockCopies.memory`."""
-        found = self._host.buffers(block_id, range(layer, layer + 1)) if self._host is not None else []
+        found = self._host.buffers([block_id], range(layer, layer + 1)) if self._host is not None else []
         return found[0] if len(found) == 1 else None
 
     def read(self, block_ids: Sequence[int]) -> list[Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from ucm.compat import optional
 from ucm.config.settings import format_size
-from ucm.integration.vllm.compat import optional
 from ucm.integration.vllm.connector.failures import refusals_logged
 from ucm.integration.vllm.sparse.config import sparse_method_config
 from ucm.logger import get_logger

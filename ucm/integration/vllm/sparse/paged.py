@@ -12,8 +12,8 @@ import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ucm.compat import choose_backend, optional
 from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import choose_backend, optional
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

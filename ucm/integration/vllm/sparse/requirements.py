@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import (
+from ucm.compat import (
     divided_context,
     graph_mode,
     has_whole_graphs,
@@ -21,6 +20,7 @@ from ucm.integration.vllm.compat import (
     rank_of,
     runs_micro_batches,
 )
+from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 
 if TYPE_CHECKING:
