@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ucm.integration.vllm.compat import optional
+from ucm.compat import optional
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.rotary import Rotary
-    from ucm.sparse.window_kernel import HeadLayout
     from ucm.store.base import BlockGeometry, Buffer
 
 #: The key in ``SamplingParams.extra_args`` under which a client asks something of the method for its own request.
@@ -31,6 +30,35 @@ KEY = "ucm_sparse"
 
 #: The queries that share a mask: few, so that few masked scores are computed.
 SLAB = 256
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The memory layout of a layer's cache, with offsets and strides in numbers.
+
+    Attributes:
+        half: Whether the cache is bfloat16, or else float32.
+        block_size: Tokens in a block.
+        num_kv_heads: The number of KV heads.
+        head_size: The numbers per head.
+        group: The query heads per KV head.
+        block: The stride from a block to the next.
+        head: The stride from a head to the next.
+        keys: ``[block_size * head_size]``: the offsets of the first head's keys in a block, by token.
+        values: The offsets of its values, likewise.
+        scale: The scale of scores; layers that differ only in it share a kernel.
+    """
+
+    half: bool
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    group: int
+    block: int
+    head: int
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    scale: float = field(compare=False)
 
 
 @dataclass(frozen=True, eq=False)

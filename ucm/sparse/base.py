@@ -63,6 +63,8 @@ class SparseMethod:
             method checks them itself.
         needed_hooks: The groups of rewritten modules that the method requires, as their switches name them.
         serves_latent: Whether the method serves latent attention (MLA); see `AttentionView.require_engine`.
+        frees_blocks: Whether the method frees blocks of running requests. Then it runs with UCM's connectors alone,
+            because another one may still need them.
         revision: Raise it when the same options produce different KV than before.
         optional_hooks: Whether the method also runs under an overlay without some of the hooks that it implements.
             Otherwise such an overlay refuses it.
@@ -76,6 +78,7 @@ class SparseMethod:
     options_type: ClassVar[type[MethodOptions] | None] = None
     needed_hooks: ClassVar[tuple[str, ...]] = ()
     serves_latent: ClassVar[bool] = False
+    frees_blocks: ClassVar[bool] = False
     revision: ClassVar[int] = 1
     optional_hooks: ClassVar[bool] = False
 

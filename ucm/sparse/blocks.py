@@ -45,8 +45,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from ucm.errors import SparseMethodError
-from ucm.integration.vllm.compat import (
+from ucm.compat import (
     batches_in_flight,
     block_hasher,
     cache_managers,
@@ -56,6 +55,7 @@ from ucm.integration.vllm.compat import (
     schedules_by_priority,
     tokens_per_hash,
 )
+from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.attention import QuerySplit
 from ucm.sparse.base import SparseMethod
@@ -441,8 +441,6 @@ def _manager(scheduler: Any) -> Any:
 #: The groups of rewritten modules whose hooks the method needs. With the hooks of one side only, released blocks would
 #: be read, or no blocks would be released.
 NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER", "MODEL_RUNNER_V2")
-#: The package of UCM's connectors; others may send or offload all blocks of a request when it ends.
-OUR_CONNECTORS = "ucm."
 
 Releases = TypeVar("Releases", bound=ReleasedBlocks)
 
@@ -455,6 +453,7 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
     """
 
     needed_hooks = NEEDED
+    frees_blocks = True
     releases: Releases | None = None
 
     def before_allocation(self, request: Any) -> bool:
@@ -488,24 +487,3 @@ class ReleasingMethod(SparseMethod, Generic[Releases]):
         if self.releases is None:
             raise RuntimeError("a scheduler's method was asked before its scheduler was there")
         return self.releases
-
-
-def require_own_connector(connector: Any, name: str) -> None:
-    """Refuse a KV connector that may need blocks after they are released.
-
-    Args:
-        connector: The scheduler's connector, or None.
-        name: The method's name.
-
-    Raises:
-        SparseMethodError: If the connector is not UCM's.
-    """
-    if connector is None:
-        return
-    fix = "serve without ucm_sparse_config, or without this connector"
-    if not type(connector).__module__.startswith(OUR_CONNECTORS):
-        raise SparseMethodError(
-            f"another KV connector than UCM's may still need blocks that {name} releases",
-            where=f"kv_transfer_config: {type(connector).__name__}",
-            fix=fix,
-        )

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucm.compat import optional
 from ucm.errors import ConfigError, UcmError
-from ucm.integration.vllm.compat import optional
 from ucm.sparse.base import Role, SparseMethod
 
 if TYPE_CHECKING:
@@ -188,6 +188,12 @@ class Probe(SparseMethod):
                 where=f"{_WHERE}.{_OPTION}: {directory}",
                 fix="name a directory that vLLM's processes can write to",
             ) from error
+
+    @classmethod
+    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
+        """Return True: it changes nothing."""
+        del options
+        return True
 
     def build_metadata(self, scheduler_output: Any) -> object:
         """Return the number of the step, for the workers."""

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ucm.rotary import Rotary
-    from ucm.sparse.attention import PartsView, StepBatch
+    from ucm.sparse.attention import HeadLayout, PartsView, StepBatch
     from ucm.sparse.base import Role
-    from ucm.sparse.window_kernel import HeadLayout, WindowKernel
+    from ucm.sparse.window_kernel import WindowKernel
 
 #: The number of queries per row, and of keys read, where the dense attention's result is not used.
 UNWANTED = 64
@@ -488,10 +488,10 @@ class ReRoPE(SparseMethod):
             self._kernels[layer_name] = None
             if layout is not None:
                 shape = Shape(layout, rotary.frequencies.numel(), rotary.neox)
-                began = time.monotonic()
+                began = time.perf_counter()
                 kernel = for_engine(SLOWLY, lambda: window_kernel(shape))
                 self._kernels[layer_name] = None if kernel is None else (kernel, layout)
-                if (seconds := time.monotonic() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
+                if (seconds := time.perf_counter() - began) > 0.1:  # noqa: PLR2004 - layers of one kind share a kernel
                     get_logger(__name__).info("[UCM.Sparse] %s: a kernel was compiled in %.1f s", self._name, seconds)
         return self._kernels[layer_name]
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from ucm.compat import optional
 from ucm.errors import ConfigError, SparseMethodError
-from ucm.integration.vllm.compat import optional
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY, asked_of
 from ucm.sparse.base import require_hooks
-from ucm.sparse.blocks import TILE, ReleasedBlocks, ReleasingMethod, SinksAndWindow, keep_apart, require_own_connector
+from ucm.sparse.blocks import TILE, ReleasedBlocks, ReleasingMethod, SinksAndWindow, keep_apart
 from ucm.sparse.options import MethodOptions, parse_asked, parse_options, refuse_asked, tokens
 from ucm.sparse.outcomes import OPTED_OUT, REFUSED, RESTRICTED, SHORT, RequestOutcomes
 
@@ -117,7 +117,6 @@ class SinkWindow(ReleasingMethod[ReleasedBlocks]):
 
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
-        require_own_connector(scheduler.connector, type(self).__name__)
         self.releases = ReleasedBlocks(scheduler, self.window)
 
     def before_allocation(self, request: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ucm.sparse.attention import StepBatch
+    from ucm.sparse.attention import HeadLayout, StepBatch
     from ucm.sparse.blocks import QueryPieces
     from ucm.sparse.compiled import Run, Threads
 
@@ -40,35 +40,6 @@ AT_ONCE = 1024
 ROWS = 8
 #: Less than any score, but finite, so that differences are finite, too.
 LOWEST = -1e30
-
-
-@dataclass(frozen=True)
-class HeadLayout:
-    """The memory layout of a layer's cache, with offsets and strides in numbers.
-
-    Attributes:
-        half: Whether the cache is bfloat16, or else float32.
-        block_size: Tokens in a block.
-        num_kv_heads: The number of KV heads.
-        head_size: The numbers per head.
-        group: The query heads per KV head.
-        block: The stride from a block to the next.
-        head: The stride from a head to the next.
-        keys: ``[block_size * head_size]``: the offsets of the first head's keys in a block, by token.
-        values: The offsets of its values, likewise.
-        scale: The scale of scores; layers that differ only in it share a kernel.
-    """
-
-    half: bool
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    group: int
-    block: int
-    head: int
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
-    scale: float = field(compare=False)
 
 
 @dataclass(frozen=True)

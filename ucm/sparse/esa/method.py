@@ -3,14 +3,16 @@
 Source: UCM's ESA (ModelEngine, unified-cache-management): representatives of the context's blocks stay with the model,
 the blocks go to a store, and the few that are essential to a query are retrieved. Xiao et al., "InfLLM: Training-Free
 Long-Context Extrapolation for LLMs with an Efficient Context Memory" (NeurIPS 2024, arXiv:2402.04617): sinks, a local
-window, and a context memory looked up chunk by chunk in prefill and token by token in decode. Tang et al., "Quest"
-(ICML 2024, arXiv:2406.10774): channel-wise bounds of a block's keys as its representative.
+window, and a context memory looked up chunk by chunk in prefill and token by token in decode. Blocks are ranked by
+codes of their keys, as `BlockTopK` ranks them (`ucm.sparse.topk.codes`).
 
-The scheduler side (`ucm.sparse.esa.offloaded`) frees a request's blocks between sinks and window
-and notifies the workers, which copy them out before the rest of the step. From then on a request holds its
-sinks, its window, the tokens of the steps in flight and a bounded number of resident blocks, whatever its length.
-Each worker also keeps the bounds of the keys: ``1 / block_size`` of the size of the offloaded context's KV,
-and up to a quarter more to grow into, in device memory that vLLM does not count.
+By default prompts are dense: a request holds all blocks of its prompt until its first generated token. The scheduler
+side (`ucm.sparse.esa.offloaded`) then frees its blocks between sinks and window and notifies the workers, which copy
+them out before the rest of the step. From then on a request holds its sinks, its window, the tokens of the steps in
+flight and a bounded number of resident blocks, whatever its length. With ``prefill: window`` that is so from the
+prompt's second step on, but the prompt's tokens read only sinks and window, which loses answers. Each worker also keeps
+the codes of the offloaded keys (their size: `ucm.sparse.topk.codes`), and up to a quarter more to grow into, in device
+memory that vLLM does not count.
 
 A request whose blocks between sinks and window fit into the budget stays dense, at no cost.
 
@@ -27,12 +29,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from ucm.config.settings import StoreSettings, replace_former_names
+from ucm.clock import SYSTEM
+from ucm.compat import optional
+from ucm.config.settings import StoreSettings
 from ucm.errors import ConfigError
-from ucm.integration.vllm.compat import optional
 from ucm.logger import get_logger
 from ucm.sparse.base import require_hooks
-from ucm.sparse.blocks import TILE, ReleasingMethod, SinksAndWindow, keep_apart, rename_own, require_own_connector
+from ucm.sparse.blocks import TILE, ReleasingMethod, SinksAndWindow, keep_apart, rename_own
 from ucm.sparse.esa.offload_store import store_roots
 from ucm.sparse.esa.offloaded import OffloadedReleases, out_of_reach
 from ucm.sparse.esa.worker import OffloadedReader
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ucm.clock import Clock
     from ucm.sparse.attention import CopyingView
     from ucm.sparse.base import Role
     from ucm.sparse.esa.offloaded import OffloadedNews
@@ -65,6 +69,8 @@ class ESAOptions(MethodOptions):
             blocks: what a request holds in vLLM's memory besides sinks, window and the tokens of the steps in flight.
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
         window_tokens: Tokens before the newest that are always read.
+        prefill: ``dense``: tokens of a prompt read everything. ``window``: beyond the budget they read sinks and
+            window.
         retrieval: ``exact``: each step reads the blocks that its own query needs, and waits for missing ones.
             ``ahead``: it reads those that the previous step's query needed, which are loaded while the model runs.
         store: The store of the offloaded context, like the connector's ``store`` section; default: the Dram tier.
@@ -74,22 +80,22 @@ class ESAOptions(MethodOptions):
     token_budget: int = tokens(2048, at_least=1)
     sink_tokens: int = tokens(4, at_least=0)
     window_tokens: int = tokens(1024, at_least=1)
+    prefill: Literal["window", "dense"] = Field(default="dense", description="`window` or `dense`")
     retrieval: Literal["exact", "ahead"] = Field(default="exact", description="`exact` or `ahead`")
     store: StoreSettings = Field(default_factory=default_store, description="a `store` section, as the connector's")
 
     @field_validator("store", mode="before")
     @classmethod
     def _section(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        settings, replaced = replace_former_names(value)
-        for former, name in replaced.items():
-            get_logger(__name__).warning("[UCM.Sparse] ESA: store.%s is deprecated, use %s", former, name)
-        return StoreSettings.model_validate(settings)
+        return StoreSettings.model_validate(value) if isinstance(value, dict) else value
 
     def window(self, tile: int = TILE) -> SinksAndWindow:
         """Return the sinks and the window, which are always read."""
-        return SinksAndWindow(self.sink_tokens, self.window_tokens, tile=tile)
+        return SinksAndWindow(self.sink_tokens, self.window_tokens, self.prefill == "dense", tile)
+
+    def lasting_tokens(self, num_prompt_tokens: int) -> int:
+        """Return the tokens of a prompt that choose no blocks: with windowed prompts, the last one does."""
+        return num_prompt_tokens - (self.prefill == "window")
 
 
 class ESA(ReleasingMethod[OffloadedReleases]):
@@ -108,8 +114,9 @@ class ESA(ReleasingMethod[OffloadedReleases]):
     at_once = False
     tile: ClassVar[int] = TILE
 
-    def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any]) -> None:
+    def __init__(self, vllm_config: Any, role: Role, options: Mapping[str, Any], *, clock: Clock = SYSTEM) -> None:
         super().__init__(vllm_config, role, options)
+        self._clock = clock
         self._options = parse_options(ESAOptions, NAME, options)
         self._reader: OffloadedReader | None = None
         #: Requests that are recomputed in this step.
@@ -121,17 +128,20 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         return {**super().identity(options), "tile": cls.tile}
 
     @classmethod
+    def prompts_are_dense(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether ``prefill`` is ``dense``."""
+        return parse_options(ESAOptions, NAME, options).prefill == "dense"
+
+    @classmethod
     def lasting_tokens(cls, options: Mapping[str, Any], num_prompt_tokens: int) -> int:
-        """Return the prompt's tokens except the last: from the last one on, each token chooses blocks."""
-        del options
-        return num_prompt_tokens - 1
+        """Return the number of the prompt's tokens before the first one that chooses blocks."""
+        return parse_options(ESAOptions, NAME, options).lasting_tokens(num_prompt_tokens)
 
     # Scheduler side
 
     def scheduler_started(self, scheduler: Any) -> None:
         """Refuse an engine in which blocks cannot be freed."""
         require_hooks(NAME, self.needed_hooks)
-        require_own_connector(scheduler.connector, NAME)
         block_size = int(self.vllm_config.cache_config.block_size)
         self.releases = OffloadedReleases(
             scheduler, self._options.window(self.tile), self._budget(block_size), at_once=self.at_once
@@ -149,7 +159,8 @@ class ESA(ReleasingMethod[OffloadedReleases]):
 
     def before_allocation(self, request: Any) -> bool:
         """Keep generated blocks from being hit by prompts, and free blocks."""
-        keep_apart(request, request.num_prompt_tokens - 1, self.vllm_config.cache_config)
+        first = self._options.lasting_tokens(request.num_prompt_tokens)
+        keep_apart(request, first, self.vllm_config.cache_config)
         return super().before_allocation(request)
 
     def request_preempted(self, request: Any) -> None:
@@ -189,7 +200,8 @@ class ESA(ReleasingMethod[OffloadedReleases]):
         if block_size:
             self._budget(int(block_size))
         config = self._options.store.as_store_config()
-        if not opens_within(partial(open_store, config, "offloaded/trial", None), config.stuck_seconds):
+        trial = partial(open_store, config, "offloaded/trial", None, clock=self._clock)
+        if not opens_within(trial, config.stuck_seconds, clock=self._clock):
             get_logger(__name__).warning(
                 "[UCM.Sparse] the store of %s has not answered for %.1f s (%s): until it does, released blocks "
                 "stay in host memory",
@@ -204,6 +216,7 @@ class ESA(ReleasingMethod[OffloadedReleases]):
             int(self.vllm_config.parallel_config.rank),
             self._options,
             self.tile,
+            clock=self._clock,
         )
 
     def confirms(self, question: str) -> str:

@@ -10,7 +10,6 @@ may block; the worker does not wait for them.
 from __future__ import annotations
 
 import shutil
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.background import call_later
+from ucm.clock import SYSTEM
 from ucm.logger import get_logger
 from ucm.sparse.esa.offloaded import block_key
 from ucm.store.base import BlockTransfer, StoreFullError, StoreTimeoutError
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ucm.clock import Clock
     from ucm.sparse.attention import BlockCopies
     from ucm.store.base import BlockGeometry, BlockKey, Buffer, KVStore, StoreError, Task
     from ucm.store.config import StoreConfig
@@ -102,6 +103,7 @@ class OffloadStore:
         copies: The worker's layers.
         engine: The name of the engine start.
         rank: The worker's rank.
+        clock: Time and threads.
 
     Attributes:
         loads_in_place: Whether a load may write into the KV cache itself: not from a medium that may answer late, when
@@ -110,16 +112,19 @@ class OffloadStore:
             ``retried`` and ``lost`` loads.
     """
 
-    def __init__(self, config: StoreConfig, copies: BlockCopies, engine: str, rank: int) -> None:
+    def __init__(
+        self, config: StoreConfig, copies: BlockCopies, engine: str, rank: int, *, clock: Clock = SYSTEM
+    ) -> None:
+        self._clock = clock
         self._copies = copies
         self._engine = engine
         self.loads_in_place = config.pipeline.strip() == "Dram"
         config = replace(config, stale_seconds=max(config.stale_seconds, STALE_SECONDS))
         #: The directories of blocks, once the store is open.
         self._layouts: list[Layout] = []
-        make = partial(_open, config, f"{PREFIX}/{engine}/{rank}", copies.geometry, self._layouts)
-        self._store: KVStore = OpeningStore(make, config.stuck_seconds)
-        self._cleaner = _cleaner(config.stuck_seconds)
+        make = partial(_open, config, f"{PREFIX}/{engine}/{rank}", copies.geometry, self._layouts, clock)
+        self._store: KVStore = OpeningStore(make, config.stuck_seconds, clock=clock)
+        self._cleaner = _cleaner(config.stuck_seconds, clock)
         self._kept: dict[int, _Admission] = {}
         self._saving: list[_Saving] = []
         #: Admissions and places that the store has not accepted yet, and when to retry them.
@@ -129,7 +134,7 @@ class OffloadStore:
         self._trusted = True
         self._logged: set[str] = set()
         self.counts: Counter[str] = Counter()
-        ours = self._store, self._cleaner, self._layouts, config.stuck_seconds
+        ours = self._store, self._cleaner, self._layouts, config.stuck_seconds, clock
         self._end = Finalize(self, _end, ours, exitpriority=10)
 
     def save(self, admission: int, first: int, layers: Sequence[Tensor]) -> None:
@@ -160,7 +165,7 @@ class OffloadStore:
             else:
                 under_way.append(saving)
         self._saving = under_way
-        if self._refused and not under_way and time.monotonic() >= self._retry_at:
+        if self._refused and not under_way and self._clock.monotonic() >= self._retry_at:
             self._save_refused()
 
     def fetch(self, layer: int, wanted: Sequence[tuple[int, int]], into: Sequence[Buffer] | None = None) -> Fetch:
@@ -248,7 +253,7 @@ class OffloadStore:
                 # A full or still opening store may accept them later.
                 if isinstance(failed.get(kept.keys[place]), StoreFullError | StoreTimeoutError):
                     self._refused.append((saving.admission, place))
-                    self._retry_at = time.monotonic() + RETRY_SECONDS
+                    self._retry_at = self._clock.monotonic() + RETRY_SECONDS
         for error in failed.values():
             self._tell("blocks stay in host memory, because the store does not accept them", error)
 
@@ -279,11 +284,13 @@ class OffloadStore:
             get_logger(__name__).error("[UCM.Sparse] %s (logged once, counted from now on): %s", what, error)
 
 
-def _open(config: StoreConfig, namespace: str, geometry: BlockGeometry, layouts: list[Layout]) -> KVStore:
+def _open(config: StoreConfig, namespace: str, geometry: BlockGeometry, layouts: list[Layout], clock: Clock) -> KVStore:
     roots = store_roots(config)
     layouts += [Layout(root, namespace) for root in roots]
-    store = open_store(config, namespace, geometry)
-    call_later(partial(_remove_leftovers, roots), "ucm-leftovers")  # there may be much of it, and blocks wait
+    store = open_store(config, namespace, geometry, clock=clock)
+    call_later(
+        partial(_remove_leftovers, roots), "ucm-leftovers", clock=clock
+    )  # there may be much of it, and blocks wait
     return store
 
 
@@ -292,8 +299,8 @@ def _remove_leftovers(roots: Sequence[str]) -> None:
         remove_leftovers(root)
 
 
-def _cleaner(patience: float) -> Pool:
-    return Pool("ucm-offload", 1, 19, patience=patience)
+def _cleaner(patience: float, clock: Clock) -> Pool:
+    return Pool("ucm-offload", 1, 19, patience=patience, clock=clock)
 
 
 def _delete(layouts: Sequence[Layout], keys: Sequence[BlockKey]) -> None:
@@ -306,11 +313,11 @@ def _delete(layouts: Sequence[Layout], keys: Sequence[BlockKey]) -> None:
                 unlink(layout.block(key))
 
 
-def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout], patience: float) -> None:
+def _end(store: KVStore, cleaner: Pool, layouts: Sequence[Layout], patience: float, clock: Clock) -> None:
     """Close the store and delete its blocks when the worker ends."""
     cleaner.close()
     store.close()
-    last = _cleaner(patience)
+    last = _cleaner(patience, clock)
     for layout in layouts:
         # A few blocks per job, because a job that exceeds the time limit counts as blocked for ever.
         last.submit([partial(_remove_bucket, f"{layout.base}/{number:02x}") for number in range(256)])

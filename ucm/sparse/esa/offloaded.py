@@ -17,7 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucm.integration.vllm.compat import cap_admission
+from ucm.compat import cap_admission
 from ucm.logger import get_logger
 from ucm.sparse.blocks import ReleasedBlocks
 from ucm.store.base import BlockKey

@@ -1,11 +1,11 @@
 """What a step's tokens read under `ucm.sparse.esa.method`: resident blocks, the offloaded ones they need, block tables.
 
 What a token reads depends only on its request's content and its own position. While the offloaded context before its
-tile fits into the budget, it reads everything. Beyond that, a token of the prompt reads the sinks and the window, and
-one that generates (the prompt's last one, whose logits give the first generated token, and each generated one) also
-reads the offloaded blocks that it needs most. There is room for the blocks of one token, so a step has at
-most one such token per request, its last; after a preemption the scheduler side ensures this
-(`ucm.sparse.esa.method.ESA.limit_new_tokens`).
+tile fits into the budget, it reads everything, and so do all tokens of a prompt that is dense. Otherwise a token of the
+prompt reads the sinks and the window, and one that generates (each generated one and, with windowed prompts, the
+prompt's last one, whose logits give the first generated token) also reads the offloaded blocks that it needs most.
+There is room for the blocks of one token, so a step has at most one such token per request, its last; after a
+preemption the scheduler side ensures this (`ucm.sparse.esa.method.ESA.limit_new_tokens`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.errors import SparseMethodError
-from ucm.sparse.topk.representatives import bounded_products, bounds_of, shares, signed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -28,11 +27,7 @@ if TYPE_CHECKING:
     from ucm.sparse.attention import StepBatch
     from ucm.sparse.blocks import QueryPieces, SinksAndWindow
     from ucm.sparse.esa.offload_store import Fetch
-
-#: The initial capacity, in blocks.
-LEAST = 64
-#: The number of blocks whose keys are read at once.
-AT_ONCE_BLOCKS = 64
+    from ucm.sparse.topk.codes import KeyCodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +45,11 @@ class Reading:
     choosing: dict[int, int]
 
 
+def first_choosing(window: SinksAndWindow, num_prompt_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions of the first tokens that choose blocks: a dense prompt's last token reads everything."""
+    return num_prompt_tokens - (not window.dense_prefill)
+
+
 def reading(batch: StepBatch, window: SinksAndWindow, budget: int, block_size: int) -> Reading:
     """Return what a step reads, by the positions of its tokens.
 
@@ -64,7 +64,7 @@ def reading(batch: StepBatch, window: SinksAndWindow, budget: int, block_size: i
     """
     pieces, between = window.cut(batch, block_size)
     last = batch.seq_lens - 1
-    answers = last >= batch.num_prompt_tokens - 1
+    answers = last >= first_choosing(window, batch.num_prompt_tokens)
     chooses = answers & (window.skipped(last, batch.num_prompt_tokens, block_size) > budget)
     ends = pieces.lasts
     if (chooses & (batch.num_new_tokens > 1) & (last >= batch.num_prompt_tokens)).any():
@@ -208,71 +208,6 @@ class ResidentLayer:
         return [self._slots[place] for place in chosen]
 
 
-class OffloadedBounds:
-    """The maximum and minimum of each channel of each block's keys, in a layer of an offloaded context.
-
-    They bound the product of any query with any of these keys from above (Quest, arXiv:2406.10774).
-    """
-
-    def __init__(self) -> None:
-        #: ``[num_kv_heads, at least size, 2 * head_size]``: the maxima, followed by the minima.
-        self._bounds: Tensor | None = None
-        #: The number of blocks with bounds.
-        self.size = 0
-
-    def append(self, block_ids: Tensor, read_keys: Callable[[Tensor], Tensor]) -> None:
-        """Append the bounds of the next blocks.
-
-        Args:
-            block_ids: ``[n]``, int64, on the cache's device: the blocks with their keys.
-            read_keys: Returns ``[n, block_size, num_kv_heads, head_size]`` for some of them.
-        """
-        for some in block_ids.split(AT_ONCE_BLOCKS) if len(block_ids) else ():
-            self.append_keys(read_keys(some))
-
-    def append_keys(self, keys: Tensor) -> None:
-        """Append the bounds of the next blocks' keys, ``[n, block_size, num_kv_heads, head_size]``."""
-        bounds = bounds_of(keys)
-        self._room(bounds, self.size + len(keys))[:, self.size : self.size + len(keys)] = bounds
-        self.size += len(keys)
-
-    def wanted(self, query: Tensor, key: Tensor, blocks: int) -> Tensor:
-        """Return how much a token needs each block.
-
-        Its heads distribute their attention over the blocks as if the bounds were the products (a softmax): a head that
-        needs one particular block has full weight, and one that needs none in particular hardly any. The token's own
-        key also has a share.
-
-        Args:
-            query: ``[num_heads, head_size]``: the token's query.
-            key: ``[num_kv_heads, head_size]``: the token's key.
-            blocks: The number of blocks, from the offloaded context's first, that it may read.
-
-        Returns:
-            ``[blocks]``, int64, as of `ucm.sparse.topk.representatives.shares`.
-        """
-        import torch  # noqa: PLC0415 - vLLM brings it
-
-        if self._bounds is None or blocks > self.size:
-            raise RuntimeError("nothing to choose from")
-        own = bounds_of(key[None, None].to(self._bounds.dtype))
-        some = signed(query[None].to(self._bounds.dtype), len(self._bounds)).flatten(1, 2)
-        # With all of the room: with a part of it, which is not contiguous, a product took 15 times as long on a CPU.
-        scores = torch.cat((bounded_products(some, self._bounds)[..., :blocks], bounded_products(some, own)), -1)[
-            :, None
-        ]
-        return shares(scores, None)[0, :blocks]
-
-    def _room(self, like: Tensor, size: int) -> Tensor:
-        """Return the bounds with spare capacity, so that a growing context rarely copies them."""
-        if self._bounds is None or self._bounds.shape[1] < size:
-            grown = like.new_zeros((like.shape[0], max(LEAST, size + size // 4), like.shape[2]))
-            if self._bounds is not None:
-                grown[:, : self.size] = self._bounds[:, : self.size]
-            self._bounds = grown
-        return self._bounds
-
-
 @dataclass(slots=True)
 class OffloadedContext:
     """A worker's state of a request's offloaded context.
@@ -283,7 +218,7 @@ class OffloadedContext:
         stored: The number of its freed blocks; later ones are still in place.
         resident: The resident blocks.
         lost: The indices of its lost blocks.
-        bounds: The bounds, by layer.
+        codes: The codes of its blocks, freed or in place, by layer; see `ucm.sparse.topk.codes`.
         layers: The content of the resident blocks, by layer.
     """
 
@@ -292,5 +227,5 @@ class OffloadedContext:
     stored: int = 0
     resident: list[int] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
-    bounds: dict[str, OffloadedBounds] = field(default_factory=lambda: defaultdict(OffloadedBounds))
+    codes: dict[str, KeyCodes] = field(default_factory=dict)
     layers: dict[str, ResidentLayer] = field(default_factory=lambda: defaultdict(ResidentLayer))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucm.clock import SYSTEM
 from ucm.errors import SparseMethodError
 from ucm.logger import get_logger
 from ucm.sparse.esa.offload_store import OffloadStore
 from ucm.sparse.esa.offloaded import tell_loss
-from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, Reading, reading
+from ucm.sparse.esa.resident import Listed, OffloadedContext, OffloadedTables, Reading, first_choosing, reading
 from ucm.sparse.outcomes import RESTRICTED, SHORT, RequestOutcomes
+from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.representatives import ranked
 from ucm.sparse.topk.selection import FreshBlocks, with_new_keys
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ucm.clock import Clock
     from ucm.sparse.attention import BlockCopies, CopyingView, StepBatch
     from ucm.sparse.esa.method import ESAOptions
     from ucm.sparse.esa.offload_store import Fetch
@@ -41,7 +43,7 @@ class _Row:
         offloaded: Its request's offloaded context.
         listed: For each piece that reads listed blocks, the number of blocks after the sinks that contain these.
         choosing: The number of blocks from which its last token chooses; 0 if it does not choose.
-        is_first: Whether that token is the first one to choose: the last token of its prompt.
+        is_first: Whether that token is the first one that chooses.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class OffloadedReader:
         rank: The worker's rank.
         options: The method's options.
         tile: The number of tokens in a tile.
+        clock: Time and threads of the store.
 
     Attributes:
         counts: ``steps`` and ``rows`` with an offloaded context, ``blocks_read`` and ``blocks_stored`` of these rows in
@@ -81,8 +84,17 @@ class OffloadedReader:
     """
 
     def __init__(
-        self, attention: CopyingView, cache_config: Any, config: StoreConfig, rank: int, options: ESAOptions, tile: int
+        self,
+        attention: CopyingView,
+        cache_config: Any,
+        config: StoreConfig,
+        rank: int,
+        options: ESAOptions,
+        tile: int,
+        *,
+        clock: Clock = SYSTEM,
     ) -> None:
+        self._clock = clock
         self.attention = attention
         self.counts: Counter[str] = Counter()
         self._outcomes = RequestOutcomes(self.counts, get_logger(__name__))
@@ -155,6 +167,7 @@ class OffloadedReader:
         """Return the rows that read listed blocks of an offloaded context."""
         rows = []
         lasts, ends = found.pieces.lasts, batch.num_new_tokens.cumsum()
+        firsts = batch.seq_lens - 1 <= first_choosing(self._window, batch.num_prompt_tokens)
         for row, request_id in enumerate(batch.request_ids):
             choosing = found.choosing.get(int(lasts[row]), 0)
             offloaded = self._offloaded.get(request_id)
@@ -169,9 +182,8 @@ class OffloadedReader:
                 listed[int(lasts[row])] = choosing
             if listed:
                 computed = int(batch.num_computed_tokens[row])
-                is_first = bool(batch.seq_lens[row] <= batch.num_prompt_tokens[row])
                 token = int(ends[row]) - 1
-                rows.append(_Row(row, token, computed, offloaded, listed, choosing, is_first=is_first))
+                rows.append(_Row(row, token, computed, offloaded, listed, choosing, is_first=bool(firsts[row])))
         return rows
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -245,7 +257,7 @@ class OffloadedReader:
         self._key = key
         table = self.attention.block_table(attn_metadata)
         for row in self._rows:
-            self._bound(row, layer_name, table, kv_cache)
+            self._summarise_row(row, layer_name, table, kv_cache)
             if row.is_first:  # an earlier prompt of the same request id, in a session, left a load behind
                 self._abandon(row.offloaded.layers[layer_name])
         fresh = [row for row in self._rows if row.choosing and row.offloaded.layers[layer_name].ahead is None]
@@ -293,20 +305,37 @@ class OffloadedReader:
             self._tables = attn_metadata, listed, OffloadedTables(self._reading, listed, table, sinks, self._size)
         return self._tables[2]
 
-    def _bound(self, row: _Row, layer_name: str, table: Tensor, kv_cache: Tensor) -> None:
-        """Compute the missing bounds of the blocks from which a row chooses; none of these is freed yet."""
-        offloaded, bounds = row.offloaded, row.offloaded.bounds[layer_name]
-        if bounds.size >= row.choosing:
+    def _summarise_row(self, row: _Row, layer_name: str, table: Tensor, kv_cache: Tensor) -> None:
+        """Compute the missing codes of the blocks from which a row chooses; none of these is freed yet."""
+        offloaded = row.offloaded
+        codes = self._codes(offloaded, layer_name, kv_cache)
+        if codes.size >= row.choosing:
             return
-        begin, end = offloaded.first + bounds.size, offloaded.first + row.choosing
+        begin, end = offloaded.first + codes.size, offloaded.first + row.choosing
         ids = table[row.row, begin:end].long()
         known = min(max(row.computed // self._size, begin), end)
-        bounds.append(ids[: known - begin], partial(self.attention.read_keys, layer_name, kv_cache))
+        self._summarise(codes, layer_name, kv_cache, ids[: known - begin])
         if known < end:
             start = row.token + 1 - self._new_tokens(row)
             fresh = FreshBlocks(0, known, end, row.computed, start)
             keys = self.attention.read_keys(layer_name, kv_cache, ids[known - begin :])
-            bounds.append_keys(with_new_keys(keys, self._key, fresh))
+            codes.append(with_new_keys(keys, self._key, fresh))
+
+    def _summarise(self, codes: KeyCodes, layer_name: str, kv_cache: Tensor, block_ids: Tensor) -> None:
+        """Append the codes of some blocks in the cache."""
+        for some in block_ids.split(codes.at_once) if len(block_ids) else ():
+            codes.append(self.attention.read_keys(layer_name, kv_cache, some))
+
+    def _codes(self, offloaded: OffloadedContext, layer_name: str, kv_cache: Tensor) -> KeyCodes:
+        """Return the codes of an offloaded context in a layer."""
+        codes = offloaded.codes.get(layer_name)
+        if codes is None:
+            import torch  # noqa: PLC0415 - vLLM brings it
+
+            any_block = torch.zeros(1, dtype=torch.int64, device=kv_cache[0].device)  # one tensor, or two
+            codes = KeyCodes(1, self.attention.read_keys(layer_name, kv_cache, any_block))
+            offloaded.codes[layer_name] = codes
+        return codes
 
     def _new_tokens(self, row: _Row) -> int:
         if self._reading is None:
@@ -320,10 +349,11 @@ class OffloadedReader:
             return []
         import torch  # noqa: PLC0415 - vLLM brings it
 
-        wanted = [
-            row.offloaded.bounds[layer_name].wanted(query[row.token], self._key[row.token], row.choosing)
-            for row in rows
-        ]
+        wanted = []
+        for row in rows:
+            places = torch.arange(row.choosing, device=query.device)[None]
+            of_row = query[row.token : row.token + 1]
+            wanted.append(row.offloaded.codes[layer_name].shares(of_row, places, None)[0])
         summed = self.attention.sum_over_ranks(torch.cat(wanted))
         return [ranked(of[None])[0] for of in summed.split([row.choosing for row in rows])]
 
@@ -424,7 +454,7 @@ class OffloadedReader:
 
         copies = self._known_copies
         if self._store is None:
-            self._store = OffloadStore(self._config, copies, engine, self._rank)
+            self._store = OffloadStore(self._config, copies, engine, self._rank, clock=self._clock)
         offloaded = self._offloaded.get(released.request_id)
         if offloaded is None or offloaded.admission not in {released.admission, None}:
             offloaded = self._offloaded[released.request_id] = OffloadedContext(released.admission, released.first)
@@ -434,9 +464,10 @@ class OffloadedReader:
                 f"request {released.request_id}: block {released.first} does not follow the offloaded ones"
             )
         for name in copies.layer_names:
-            cache, bounds = self.caches[name], offloaded.bounds[name]
+            cache = self.caches[name]
+            codes = self._codes(offloaded, name, cache)
             ids = torch.tensor(released.block_ids, dtype=torch.int64, device=cache[0].device)  # one tensor, or two
-            bounds.append(ids[bounds.size - offloaded.stored :], partial(self.attention.read_keys, name, cache))
+            self._summarise(codes, name, cache, ids[codes.size - offloaded.stored :])
         self._store.save(released.admission, released.first, copies.read(released.block_ids))
         offloaded.stored += len(released.block_ids)
         offloaded.resident += released.resident

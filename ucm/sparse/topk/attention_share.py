@@ -1,9 +1,9 @@
 """A sparse method that restricts nothing and measures what restricting would lose: for ``ucm sparse probe``.
 
 In some decode steps it reads the keys of the whole context in every layer, computes the true attention of the newest
-token, and compares what each selector of `ucm.sparse.topk.method` would keep of it within a budget. Beside the
-selectors stand what bounds them from above (``oracle``: the blocks with the most attention) and what they must beat
-(``mean``: blocks ranked by their mean key; ``random``: the expectation for blocks chosen by chance).
+token, and compares what `BlockTopK` and `ESA` would keep of it within a budget, by ``codes``. Beside these stand what
+bounds them from above (``oracle``: the blocks with the most attention) and what they must beat (``mean``: blocks ranked
+by their mean key; ``random``: the expectation for blocks chosen by chance).
 
 The share of attention that a selection keeps is the measure of Quest (Tang et al., ICML 2024, arXiv:2406.10774) and of
 later work for how well blocks are chosen. It is not the quality of answers, which can only be tested with answers.
@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from ucm.sparse.base import Role, SparseMethod, require_hooks
 from ucm.sparse.options import MethodOptions, parse_options
-from ucm.sparse.topk.method import SELECTORS
+from ucm.sparse.topk.codes import KeyCodes
 from ucm.sparse.topk.representatives import WHOLE, Representatives, ranked
 from ucm.sparse.topk.samples import block_masses
 from ucm.sparse.topk.selection import BlockBudget
@@ -63,7 +63,7 @@ class KeyMeans(Representatives):
         return int(num_heads + self._kept[0].numel()) * blocks
 
 
-_REPRESENTATIVES: Mapping[str, type[Representatives]] = {**SELECTORS, MEAN: KeyMeans}
+_REPRESENTATIVES: Mapping[str, type[Representatives]] = {"codes": KeyCodes, MEAN: KeyMeans}
 #: In the order of the report: the best possible selector, the shipped ones, and those that these must beat.
 COMPARED = (ORACLE, *_REPRESENTATIVES, RANDOM)
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucm.sparse.compiled import LANES, Lanes, compile_kernel, for_engine
-from ucm.sparse.topk.representatives import FEW, Representatives, TritonKernel, power_of_two
+from ucm.sparse.topk.representatives import Representatives, TritonKernel, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,11 @@ UNPACKED_AT_ONCE = 1 << 26
 
 
 class KeyCodes(Representatives):
-    """The codes of the keys of each block, their scales, and the block's mean key."""
+    """The codes of the keys of each block, their scales, and the block's mean key.
+
+    Attributes:
+        size: The number of blocks that `append` has added.
+    """
 
     def __init__(self, num_blocks: int, keys: Tensor) -> None:
         import torch  # noqa: PLC0415 - imported where vLLM has brought it
@@ -66,6 +70,7 @@ class KeyCodes(Representatives):
         self._scales = keys.new_empty((num_kv_heads, num_blocks, block_size), dtype=torch.bfloat16)
         #: ``[num_kv_heads, num_blocks, head_size]``
         self._means = keys.new_empty((num_kv_heads, num_blocks, head_size), dtype=torch.bfloat16)
+        self.size = 0
         whole = block_size % LANES == 0 and head_size % LANES == 0  # vLLM's on a CPU are
         self._kernel = kernel_for_engine(words) if keys.device.type == "cpu" and whole else None
 
@@ -86,6 +91,20 @@ class KeyCodes(Representatives):
         self._codes.index_copy_(1, block_ids, packed(turned > 0).transpose(-1, -2).contiguous())
         self._scales.index_copy_(1, block_ids, scales.to(self._scales.dtype))
         self._means.index_copy_(1, block_ids, means)
+
+    def append(self, keys: Tensor) -> None:
+        """Add blocks behind those added before, with the next numbers and these keys; see `put`."""
+        import torch  # noqa: PLC0415 - imported where vLLM has brought it
+
+        end = self.size + len(keys)
+        if end > self.num_blocks:  # with spare room, so that a growing context rarely copies them
+            self.num_blocks = end + end // 4
+            self._codes, self._scales, self._means = (
+                torch.cat((of, of.new_empty((len(of), self.num_blocks - of.shape[1], *of.shape[2:]))), 1)
+                for of in self._stored()
+            )
+        self.put(torch.arange(self.size, end, device=keys.device), keys)
+        self.size = end
 
     def scores(self, query: Tensor, block_ids: Tensor) -> Tensor:
         """Return the logarithm of the sum of each block's estimated attention weights."""
@@ -152,7 +171,7 @@ class KeyCodes(Representatives):
 
     def _elements(self, num_heads: int, blocks: int) -> int:
         heads, _, head_size = self._means.shape
-        return int(max(heads * head_size, num_heads * FEW)) * blocks
+        return int(heads * head_size + num_heads) * blocks
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Triton kernels of block top-k: one makes representatives of blocks, one scores blocks, one writes block tables.
 
 They compute what `Representatives.put`, `Representatives.shares` and `RestrictedTables.choose` compute with torch: sums
-have another order, bounds of keys are the same, and from given shares exactly the same is chosen. They do it without
-reading anything back to the host, and without a launch per request or per block. All buffers persist between steps.
+have another order, and from given shares exactly the same is chosen. They do it without reading anything back to the
+host, and without a launch per request or per block. All buffers persist between steps.
 
 The plan of a step is one int32 tensor ``[FIELDS, rows]`` with a column for each row of the step, dense rows included:
 the number of blocks that the row has, and that it reads (the same for a dense row); the index of its query among the
@@ -43,41 +43,6 @@ _ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit(do_not_specialize=("num_blocks",))
-def make_bounds(
-    keys, block_ids, bounds, num_blocks, of_block, of_token, of_head, of_channel,
-    SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
-):  # fmt: skip
-    """Write the bounds of one KV head of one block, from the keys in the cache.
-
-    Args:
-        keys: ``[num_blocks, block_size, num_kv_heads, head_size]``, of any floating dtype.
-        block_ids: ``[blocks to make]``, int64.
-        bounds: ``[num_kv_heads, num_blocks, 2 * head_size]``, output; see `KeyBounds`.
-        num_blocks: The blocks of the cache.
-        of_block: The stride of a block of ``keys``.
-        of_token: The stride of a token.
-        of_head: The stride of a KV head.
-        of_channel: The stride of a channel.
-        SIZE: The tokens of a block.
-        HEAD: The head size; ``HEAD_P`` is the next power of two.
-        HEAD_P: See there.
-    """
-    block, kv_head = tl.load(block_ids + tl.program_id(0)), tl.program_id(1).to(tl.int64)
-    channels = tl.arange(0, HEAD_P)
-    inside = channels < HEAD
-    at = keys + block * of_block + kv_head * of_head + channels * of_channel
-    most = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    least = most
-    for token in range(1, SIZE):
-        found = tl.load(at + token * of_token, mask=inside, other=0.0).to(tl.float32)
-        most = tl.maximum(most, found, propagate_nan=tl.PropagateNan.ALL)
-        least = tl.minimum(least, found, propagate_nan=tl.PropagateNan.ALL)
-    to = bounds + (kv_head * num_blocks + block) * (2 * HEAD) + channels
-    tl.store(to, most.to(bounds.dtype.element_ty), mask=inside)
-    tl.store(to + HEAD, least.to(bounds.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=("num_blocks",))
 def make_codes(
     keys, block_ids, codes, scales, means, turn, num_blocks, of_block, of_token, of_head, of_channel,
     SIZE: tl.constexpr, SIZE_P: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
@@ -86,20 +51,20 @@ def make_codes(
     """Write codes and their scales for some tokens of one KV head of one block, and the first of these its mean key.
 
     Args:
-        keys: See `make_bounds`.
-        block_ids: See there.
+        keys: ``[num_blocks, block_size, num_kv_heads, head_size]``, of any floating dtype.
+        block_ids: ``[blocks to make]``, int64.
         codes: See `score_codes`; output, like ``scales`` and ``means``.
         scales: See there.
         means: See there.
         turn: See there.
-        num_blocks: See `make_bounds`.
-        of_block: See there.
-        of_token: See there.
-        of_head: See there.
-        of_channel: See there.
-        SIZE: See there; ``SIZE_P`` is the next power of two.
+        num_blocks: The blocks of the cache.
+        of_block: The stride of a block of ``keys``.
+        of_token: The stride of a token.
+        of_head: The stride of a KV head.
+        of_channel: The stride of a channel.
+        SIZE: The tokens of a block; ``SIZE_P`` is the next power of two.
         SIZE_P: See there.
-        HEAD: See `make_bounds`.
+        HEAD: The head size; ``HEAD_P`` is the next power of two.
         HEAD_P: See there.
         WORDS: See `score_codes`.
         WORDS_P: See there.
@@ -143,17 +108,21 @@ def make_codes(
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def score_bounds(
-    query, bounds, block_table, plan, scores, shares, done,
+def score_codes(
+    query, codes, scales, means, turn, block_table, plan, scores, shares, done,
     rows, sinks, recent, num_blocks, candidates,
     query_row, table_row, scale,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
+    WORDS: tl.constexpr, WORDS_P: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Score a chunk of a row's candidates by bounds for the heads of a KV head; the last chunk adds up their shares.
+    """Score a chunk of a row's candidates for the heads of a KV head; the last chunk adds up their shares.
 
     Args:
         query: ``[num_tokens, num_heads, head_size]``, of any dtype; ``query_row`` is the stride of a token.
-        bounds: ``[num_kv_heads, num_blocks, 2 * head_size]``; see `KeyBounds`.
+        codes: ``[num_kv_heads, num_blocks, words, block_size]``, int64; see `KeyCodes`.
+        scales: ``[num_kv_heads, num_blocks, block_size]``, bfloat16.
+        means: ``[num_kv_heads, num_blocks, head_size]``, bfloat16.
+        turn: ``[head_size, 64 * words]``, float32.
         block_table: ``[rows or more, max_blocks]``, int32; ``table_row`` is the stride of a row.
         plan: See the module.
         scores: ``[num_heads, candidates]``, float32, scratch: the candidates of all rows, one row after the other.
@@ -167,80 +136,15 @@ def score_bounds(
         query_row: See ``query``.
         table_row: See ``block_table``.
         scale: The attention's scale.
-        GROUP: The query heads of a KV head.
-        HEAD: The head size; ``HEAD_P`` is the next power of two.
-        HEAD_P: See there.
-        TILE: The blocks that are scored at once.
-    """
-    row, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    blocks, total = tl.load(plan + row), tl.load(plan + rows + row)
-    count = blocks - sinks - recent
-    if (total < blocks) & (chunk * CHUNK < count):
-        token, offset = tl.load(plan + 2 * rows + row), tl.load(plan + 3 * rows + row)
-        channels = tl.arange(0, HEAD_P)
-        inside = channels < HEAD
-        of_bounds = bounds + kv_head.to(tl.int64) * num_blocks * (2 * HEAD)
-        for begin in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, count), TILE):
-            places = begin + tl.arange(0, TILE)
-            there = places < count
-            ids = tl.load(block_table + row.to(tl.int64) * table_row + sinks + places, mask=there, other=0)
-            at = of_bounds + ids.to(tl.int64)[:, None] * (2 * HEAD) + channels[None, :]
-            mask = there[:, None] & inside[None, :]
-            most = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            least = tl.load(at + HEAD, mask=mask, other=0.0).to(tl.float32)
-            for one in tl.static_range(GROUP):
-                head = kv_head * GROUP + one
-                wanted = tl.load(
-                    query + token.to(tl.int64) * query_row + head * HEAD + channels, mask=inside, other=0.0
-                )
-                # The rounding of `signed` and `bounded_products`: to the dtype of the bounds, before and after.
-                wanted = wanted.to(bounds.dtype.element_ty).to(tl.float32)
-                wanted = (wanted * scale).to(bounds.dtype.element_ty).to(tl.float32)[None, :]
-                product = tl.sum(tl.where(wanted > 0, wanted * most, wanted * least), 1)
-                if bounds.dtype.element_ty == tl.float16:
-                    product = tl.minimum(tl.maximum(product, -65504.0), 65504.0)
-                product = product.to(bounds.dtype.element_ty).to(tl.float32)
-                tl.store(scores + head.to(tl.int64) * candidates + offset + places, product, mask=there)
-        _add_shares(scores, shares, done, row, kv_head, count, offset, candidates, GROUP)
-
-
-@triton.jit(do_not_specialize=CHANGING)
-def score_codes(
-    query, codes, scales, means, turn, block_table, plan, scores, shares, done,
-    rows, sinks, recent, num_blocks, candidates,
-    query_row, table_row, scale,
-    GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
-    WORDS: tl.constexpr, WORDS_P: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Score a chunk of a row's candidates by codes; the other arguments are those of `score_bounds`.
-
-    Args:
-        query: See there.
-        codes: ``[num_kv_heads, num_blocks, words, block_size]``, int64; see `KeyCodes`.
-        scales: ``[num_kv_heads, num_blocks, block_size]``, bfloat16.
-        means: ``[num_kv_heads, num_blocks, head_size]``, bfloat16.
-        turn: ``[head_size, 64 * words]``, float32.
-        block_table: See there.
-        plan: See there.
-        scores: See there.
-        shares: See there.
-        done: See there.
-        rows: See there.
-        sinks: See there.
-        recent: See there.
-        num_blocks: See there.
-        candidates: See there.
-        query_row: See there.
-        table_row: See there.
-        scale: See there.
-        GROUP: See there; ``GROUP_P`` is a power of two, at least 16, the least side of a matrix for the tensor cores.
+        GROUP: The query heads of a KV head; ``GROUP_P`` is a power of two, at least 16, the least side of a matrix for
+            the tensor cores.
         GROUP_P: See there.
-        HEAD: See there.
+        HEAD: The head size; ``HEAD_P`` is the next power of two.
         HEAD_P: See there.
         WORDS: The words of a code; ``WORDS_P`` is the next power of two.
         WORDS_P: See there.
         SIZE: The tokens of a block.
-        TILE: See there.
+        TILE: The blocks that are scored at once.
     """
     row, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     blocks, total = tl.load(plan + row), tl.load(plan + rows + row)
@@ -354,11 +258,11 @@ def choose(block_table, plan, shares, table, rows, sinks, recent, source_row, ta
     the next layer.
 
     Args:
-        block_table: See `score_bounds`; ``source_row`` is the stride of a row.
+        block_table: See `score_codes`; ``source_row`` is the stride of a row.
         plan: See the module.
         shares: ``[candidates]``, int64.
         table: ``[rows, max_blocks]``, int32, output; ``table_row`` is the stride of a row.
-        rows: See `score_bounds`, also for ``sinks`` and ``recent``.
+        rows: See `score_codes`, also for ``sinks`` and ``recent``.
         sinks: See there.
         recent: See there.
         source_row: See ``block_table``.

@@ -1,9 +1,8 @@
 """On-device block top-k: a decode step reads the blocks that its query needs most, within a budget of tokens.
 
-Source: Quest (Tang et al., ICML 2024, arXiv:2406.10774) for the bounds by which blocks are ranked, and for leaving the
-first layers and prefill dense; UCM's GSAOnDevice, after which the method with codes is also named, for choosing on the
-device, per layer, one set of blocks for all heads of a request, so that it fits into any backend's block table, and for
-codes of keys.
+Source: Quest (Tang et al., ICML 2024, arXiv:2406.10774) for leaving the first layers and prefill dense; UCM's
+GSAOnDevice, after which the method is also named, for choosing on the device, per layer, one set of blocks for all
+heads of a request, so that it fits into any backend's block table, and for codes of keys.
 
 The KV cache itself stays complete: a later step may read what an earlier one skipped. vLLM fills the blocks
 (by computation, prefix-cache hits or a connector's loads). A block's representative is made from the
@@ -22,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from ucm.compat import optional
 from ucm.config.settings import format_size
 from ucm.errors import ConfigError, SparseMethodError
-from ucm.integration.vllm.compat import optional
 from ucm.logger import get_logger
 from ucm.sparse.attention import KEY
 from ucm.sparse.base import Role, SparseMethod, require_hooks
@@ -32,7 +31,7 @@ from ucm.sparse.blocks import keep_apart
 from ucm.sparse.options import MethodOptions, RequestOptions, parse_asked, parse_options, plain_options, tokens
 from ucm.sparse.outcomes import OPTED_OUT, OUTCOMES, REFUSED, RequestOutcomes, failure_outcome
 from ucm.sparse.topk.codes import KeyCodes
-from ucm.sparse.topk.representatives import KeyBounds, power_of_two
+from ucm.sparse.topk.representatives import power_of_two
 from ucm.sparse.topk.samples import AttentionSamples
 from ucm.sparse.topk.selection import (
     BlockBudget,
@@ -61,8 +60,6 @@ NEEDED = ("ATTENTION", "SCHEDULER", "KV_CACHE_MANAGER", "WORKER", "MODEL_RUNNER"
 #: The tokens that a step must leave out to be worthwhile. Choosing has a cost of its own in each layer: on two cores,
 #: with a single request and 8 KV heads of 128 channels, up to that of attention over this many tokens.
 WORTHWHILE = 6_144
-#: The kinds of representatives, by the name of the selector that ranks blocks by them.
-SELECTORS: Mapping[str, type[Representatives]] = {"bounds": KeyBounds, "codes": KeyCodes}
 
 
 class BlockTopKOptions(MethodOptions):
@@ -74,15 +71,14 @@ class BlockTopKOptions(MethodOptions):
         budget_share: The share of its context that a decode step reads of a request if that is more than
             `token_budget`, rounded down to blocks; None for `token_budget` at any length.
         top_p: The estimated share of attention at which a step stops to choose blocks within its budget; 1 for the
-            whole budget. Only with ``codes``: bounds do not estimate attention. See
-            `ucm.sparse.topk.selection.blocks_for_mass`.
+            whole budget. See `ucm.sparse.topk.selection.blocks_for_mass`.
         min_context: Tokens below which a request is dense, even if it has more than its budget; None for `WORTHWHILE`
             more than the budget.
         sink_tokens: Tokens from the start of a request that are always read; rounded up to whole blocks.
         recent_tokens: Tokens before the newest that are always read; rounded up to whole blocks.
         dense_layers: The number of first layers that read everything.
         dense_last_layers: The number of last layers that read everything.
-        selector: How blocks are ranked: by ``bounds`` of each block's keys, or ``codes`` of each key.
+        selector: How blocks are ranked: by ``codes`` of each key, the only way.
     """
 
     token_budget: int = tokens(2048, at_least=1)
@@ -93,7 +89,7 @@ class BlockTopKOptions(MethodOptions):
     recent_tokens: int = tokens(64, at_least=0)
     dense_layers: int = Field(default=2, ge=0, description="a number of layers, 0 or more")
     dense_last_layers: int = Field(default=0, ge=0, description="a number of layers, 0 or more")
-    selector: Literal["bounds", "codes"] = Field(default="codes", description="`bounds` or `codes`")
+    selector: Literal["codes"] = Field(default="codes", description="`codes`, the only one; leave it out")
 
 
 class BlockTopK(SparseMethod):
@@ -261,7 +257,7 @@ class BlockTopK(SparseMethod):
             if optional(spec, "sliding_window") is None and not self._is_dense(name):
                 shape = 1, spec.block_size, spec.num_kv_heads, spec.head_size
                 keys = torch.empty(shape, dtype=spec.dtype, device="meta")
-                found += SELECTORS[self._options.selector](1, keys).nbytes
+                found += KeyCodes(1, keys).nbytes
         return found
 
     def _allocate(self) -> None:
@@ -501,7 +497,7 @@ class BlockTopK(SparseMethod):
             keys = self._keys_for_kernels(layer_name, kv_cache, any_block.device)
             keys = self.attention.read_keys(layer_name, kv_cache, any_block) if keys is None else keys[:1]
             num_blocks = self.attention.num_blocks(layer_name, kv_cache)
-            found = self._representatives[layer_name] = SELECTORS[self._options.selector](num_blocks, keys)
+            found = self._representatives[layer_name] = KeyCodes(num_blocks, keys)
         return found
 
     def _keys_for_kernels(self, layer_name: str, kv_cache: Tensor, device: Any) -> Tensor | None:
@@ -560,12 +556,6 @@ class BlockTopK(SparseMethod):
             token_budget = asked.token_budget
             share = asked.budget_share or (share if token_budget is None else None)
             top_p = asked.top_p or top_p
-        if top_p < 1 and options.selector == "bounds":
-            raise ConfigError(
-                "bounds do not estimate how much attention blocks hold",
-                where=f"ucm_sparse_config.{self._name}.top_p" if asked is None else f"extra_args.{KEY}.top_p",
-                fix="leave top_p out, or start vLLM with `selector: codes`",
-            )
         tokens = token_budget or options.token_budget
         always = options.sink_tokens, options.recent_tokens
         budget = BlockBudget.of_tokens(block_size, tokens, *always, share or 0.0, top_p)

@@ -1,12 +1,8 @@
 """Summaries of KV blocks (representatives), which estimate how much a query attends to a block without reading it.
 
-`Representatives` is the interface for selectors. `KeyBounds` is one kind, and `ucm.sparse.topk.codes` has another.
-
-Source of the bounds: Tang, Zhao, Zhu, Xiao, Kasikci, Han, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
-Inference" (ICML 2024, arXiv:2406.10774). The largest and the smallest value of each channel of a block's keys give an
-upper bound for the product of a query with any of these keys.
-
-Stored per physical block: ``2 / block_size`` of the bytes of the keys, which is ``1 / block_size`` of the KV cache's.
+`Representatives` is the interface, and `ucm.sparse.topk.codes` has the kind that the methods use. The bounds of each
+channel of a block's keys (Tang et al., "Quest", ICML 2024, arXiv:2406.10774) were another kind: with a trained model
+they found fewer passkeys than the mean key of a block does (docs/measurements_sparse_answers.md).
 """
 
 from __future__ import annotations
@@ -26,10 +22,8 @@ AT_ONCE = 1 << 19
 #: The same on other devices: each reading takes 5 to 23 launches there, and up to 20 bytes per element (reasoned).
 AT_ONCE_ON_DEVICE = 1 << 23
 #: The elements to score at once, but at least one row. A request that is computed again after a preemption has a row
-#: for each of its generated tokens, and the bounds of the blocks of all these rows would not fit into any device.
+#: for each of its generated tokens, and what all these rows need at once would not fit into any device.
 SCORED_AT_ONCE = 1 << 27
-#: A cache with at most this many times a row's blocks is scored completely, because gathering bounds costs more.
-FEW = 4
 #: Shares are integers in units of ``1 / WHOLE``, so their sums are the same in any order and over any ranks.
 WHOLE = 1 << 33
 #: The number of blocks of a request that `ranked` can distinguish; with `WHOLE` it leaves room for 512 heads.
@@ -66,12 +60,16 @@ class Representatives(ABC):
     Args:
         num_blocks: The number of blocks of the layer's KV cache.
         keys: The keys of a block, ``[1, block_size, num_kv_heads, head_size]``, for their shape, dtype and device.
+
+    Attributes:
+        num_blocks: The number of blocks for which there is room.
+        at_once: The number of blocks whose keys are best read at once.
     """
 
     def __init__(self, num_blocks: int, keys: Tensor) -> None:
         self.num_blocks = num_blocks
         at_once = AT_ONCE if keys.device.type == "cpu" else AT_ONCE_ON_DEVICE
-        self._at_once = max(1, at_once // keys.numel())
+        self.at_once = max(1, at_once // keys.numel())
 
     def update(self, block_ids: Tensor, read_keys: Callable[[Tensor], Tensor]) -> None:
         """Compute the representatives of some blocks from their keys.
@@ -80,7 +78,7 @@ class Representatives(ABC):
             block_ids: ``[n]``, int64; complete blocks.
             read_keys: Returns the keys of some of them, ``[n, block_size, num_kv_heads, head_size]``.
         """
-        for some in block_ids.split(self._at_once):
+        for some in block_ids.split(self.at_once):
             self.put(some, read_keys(some))
 
     def update_in_place(self, block_ids: Tensor, keys: Tensor) -> None:
@@ -164,109 +162,6 @@ class Representatives(ABC):
     @abstractmethod
     def _elements(self, num_heads: int, blocks: int) -> int:
         """Return the number of elements in memory while a row of this many heads and blocks is scored."""
-
-
-class KeyBounds(Representatives):
-    """The largest and the smallest value of each channel of each block's keys, which bound products from above."""
-
-    def __init__(self, num_blocks: int, keys: Tensor) -> None:
-        super().__init__(num_blocks, keys)
-        _, self._block_size, num_kv_heads, head_size = keys.shape
-        #: ``[num_kv_heads, num_blocks, 2 * head_size]``: the largest values, then the smallest.
-        self._bounds = keys.new_empty((num_kv_heads, num_blocks, 2 * head_size))
-
-    def _stored(self) -> tuple[Tensor, ...]:
-        return (self._bounds,)
-
-    def put(self, block_ids: Tensor, keys: Tensor) -> None:
-        """Compute the bounds of some blocks from these keys."""
-        self._bounds[:, block_ids] = bounds_of(keys)
-
-    def scoring_kernel(self, num_heads: int) -> TritonKernel:
-        """Return the kernel."""
-        from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
-
-        heads, _, both = self._bounds.shape
-        wide = power_of_two(both // 2)
-        constants = {"GROUP": num_heads // heads, "HEAD": both // 2, "HEAD_P": wide, "TILE": max(1, 4096 // wide)}
-        return TritonKernel(kernels.score_bounds, heads, (self._bounds,), constants)
-
-    def making_kernel(self) -> TritonKernel:
-        """Return the kernel."""
-        from ucm.sparse.topk import kernels  # noqa: PLC0415 - loads Triton
-
-        heads, _, both = self._bounds.shape
-        constants = {"SIZE": self._block_size, "HEAD": both // 2, "HEAD_P": power_of_two(both // 2)}
-        return TritonKernel(kernels.make_bounds, heads, (self._bounds,), constants)
-
-    def _elements(self, num_heads: int, blocks: int) -> int:
-        heads, _, both = self._bounds.shape
-        return int(max(heads * both, num_heads * FEW)) * blocks
-
-    def scores(self, query: Tensor, block_ids: Tensor) -> Tensor:
-        """Return an upper bound of each query head's product with any key of each block; see `bounded_products`."""
-        heads, num_blocks, both = self._bounds.shape
-        rows, blocks = block_ids.shape
-        wanted = signed(query.to(self._bounds.dtype), heads)
-        if num_blocks <= FEW * blocks:
-            found = bounded_products(wanted.flatten(1, 2), self._bounds).view(heads, rows, -1, num_blocks)
-            return found.gather(-1, block_ids[None, :, None].expand(*found.shape[:3], blocks))
-        # index_select was measured to be five times as fast as indexing on a CPU.
-        gathered = self._bounds.index_select(1, block_ids.reshape(-1)).view(heads * rows, blocks, both)
-        return bounded_products(wanted.flatten(0, 1), gathered).view(heads, rows, -1, blocks)
-
-
-def bounds_of(keys: Tensor) -> Tensor:
-    """Return the largest and the smallest value of each channel of each block's keys.
-
-    Args:
-        keys: ``[blocks, block_size, num_kv_heads, head_size]``.
-
-    Returns:
-        ``[num_kv_heads, blocks, 2 * head_size]``: the largest values, then the smallest.
-    """
-    import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-    return torch.cat((keys.amax(1), keys.amin(1)), -1).transpose(0, 1)
-
-
-def signed(query: Tensor, num_kv_heads: int) -> Tensor:
-    """Return queries in the form that `bounded_products` needs: their positive parts, then their negative parts.
-
-    The product of a channel is largest with the channel's largest value if the query is positive, and with its smallest
-    value otherwise.
-
-    Args:
-        query: ``[tokens, num_heads, head_size]``.
-        num_kv_heads: The number of heads of the keys.
-
-    Returns:
-        ``[num_kv_heads, tokens, heads of a KV head, 2 * head_size]``.
-    """
-    import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-    grouped = query.view(len(query), num_kv_heads, -1, query.shape[-1]).transpose(0, 1)
-    return torch.cat((grouped.clamp(min=0), grouped.clamp(max=0)), -1)
-
-
-def bounded_products(queries: Tensor, bounds: Tensor) -> Tensor:
-    """Return the largest products that queries can have with the keys of blocks.
-
-    Args:
-        queries: ``[batch, n, 2 * head_size]``, from `signed`.
-        bounds: ``[batch, blocks, 2 * head_size]``, from `bounds_of`, in the same dtype.
-
-    Returns:
-        ``[batch, n, blocks]``, float32, with the attention's scale ``head_size ** -0.5`` applied.
-    """
-    import torch  # noqa: PLC0415 - imported where vLLM has brought it
-
-    # This order of the operands is up to three times as fast on a CPU.
-    products = torch.bmm(queries * (bounds.shape[-1] // 2) ** -0.5, bounds.transpose(1, 2))
-    if products.dtype == torch.float16:  # a softmax over infinities is undefined
-        finite = torch.finfo(torch.float16)
-        products = products.clamp(finite.min, finite.max)
-    return products.float()
 
 
 def shares(scores: Tensor, hidden: Tensor | None) -> Tensor:
