@@ -88,7 +88,7 @@ __all__ = [
     "require_hooks",
 ]
 
-API_VERSION: Final[tuple[int, int]] = (1, 0)
+API_VERSION: Final[tuple[int, int]] = (1, 1)
 """The version of this interface, ``(major, minor)``.
 
 The minor number rises when a name or an optional argument is added. The major number rises when a name is removed or

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ucm.clock import SYSTEM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from ucm.clock import Clock
 
 T = TypeVar("T")
 
@@ -36,62 +38,135 @@ def enter_background(nice: int = 0) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-def wait_while_it_shrinks(left: Callable[[], int], seconds: float) -> int:
+def wait_while_it_shrinks(left: Callable[[], int], seconds: float, *, clock: Clock = SYSTEM) -> int:
     """Wait for the work of other threads, as long as it makes progress.
 
     Args:
         left: Returns the amount of remaining work.
         seconds: How long it may stay the same.
+        clock: What time passes by.
 
     Returns:
         The remaining work at the end.
     """
-    least, until = left(), time.monotonic() + seconds
-    while (now := least) > 0 and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)
+    least, until = left(), clock.monotonic() + seconds
+    while (now := least) > 0 and clock.monotonic() < until:
+        clock.sleep(_LOOK_SECONDS)
         if (now := left()) < least:
-            until = time.monotonic() + seconds
+            until = clock.monotonic() + seconds
         least = min(least, now)
     return least
 
 
-def call_within(call: Callable[[], None], name: str, seconds: float) -> bool:
+class Later(Generic[T]):
+    """A call that another thread makes, or has made.
+
+    Args:
+        call: The function.
+        clock: What those who wait for it wait by.
+    """
+
+    def __init__(self, call: Callable[[], T], *, clock: Clock = SYSTEM) -> None:
+        self._call = call
+        self._ended = clock.event()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Make the call; whatever it raises is raised by ``result``."""
+        try:
+            self._result.append(self._call())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
+            self._error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        """Return whether the call has returned or raised."""
+        return self._ended.is_set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the call, at most for a time in seconds, and return whether it is done."""
+        return self._ended.wait(seconds)
+
+    def result(self) -> T:
+        """Wait for the call; return what it returned, or raise what it raised."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def exception(self) -> BaseException | None:
+        """Wait for the call, and return what it raised; None if it returned."""
+        self._ended.wait()
+        return self._error
+
+
+def call_later(call: Callable[[], T], name: str, *, clock: Clock = SYSTEM) -> Later[T]:
+    """Call a function in a daemon thread, which does not keep the process from exiting.
+
+    Args:
+        call: The function.
+        name: The thread's name.
+        clock: The clock whose thread makes the call.
+    """
+    found = Later(call, clock=clock)
+    clock.thread(found.run, name).start()
+    return found
+
+
+def call_all(
+    calls: Iterable[Callable[[], T]], name: str, threads: int, nice: int = 0, *, clock: Clock = SYSTEM
+) -> list[Later[T]]:
+    """Make calls in a few background threads, each of which takes the next call until none is left.
+
+    Args:
+        calls: The functions, in the order in which they begin.
+        name: The threads' name.
+        threads: The number of threads.
+        nice: How far to lower their priority; see `enter_background`.
+        clock: The clock whose threads make the calls.
+    """
+    found = [Later(call, clock=clock) for call in calls]
+    left = iter(found)
+    lock = threading.Lock()
+
+    def work() -> None:
+        enter_background(nice)
+        while True:
+            with lock:
+                later = next(left, None)
+            if later is None:
+                return
+            later.run()
+
+    for _ in range(min(threads, len(found))):
+        clock.thread(work, name).start()
+    return found
+
+
+def call_within(call: Callable[[], None], name: str, seconds: float, *, clock: Clock = SYSTEM) -> bool:
     """Call a function in a thread, and stop waiting for it after a time limit.
 
     Args:
         call: The function.
         name: The thread's name.
         seconds: How long to wait.
+        clock: The clock whose thread makes the call.
 
     Returns:
-        Whether it has returned.
+        Whether it has ended.
     """
-    thread = threading.Thread(target=call, name=name, daemon=True)
+    thread = clock.thread(call, name)
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
 
 
-def call_later(call: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a daemon thread, which does not keep the process from exiting.
-
-    Args:
-        call: The function.
-        name: The thread's name.
-
-    Returns:
-        A future of the function's result.
-    """
-    found: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
-            found.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return found
+def wait_for_all(calls: Iterable[Later[Any]], seconds: float, *, clock: Clock = SYSTEM) -> None:
+    """Wait until all calls are done, but no longer than a time in seconds."""
+    until = clock.monotonic() + seconds
+    for call in calls:
+        call.wait(max(0.0, until - clock.monotonic()))
 
 
 def process_cores() -> set[int]:

@@ -237,22 +237,22 @@ def gaps_and_edges(chunks: Sequence[Chunk], start: int, end: int, edge_tokens: i
     return chosen
 
 
-def most_deviating(deviation: Sequence[float], start: int, spans: Sequence[Run], ratio: float) -> list[bool]:
-    """Return, for each token of a stretch, whether it is among the reused tokens that deviate most.
+def highest(scores: Sequence[float], start: int, spans: Sequence[Run], ratio: float) -> list[bool]:
+    """Return, for each token of a stretch, whether it is among the reused tokens with the highest scores.
 
     Args:
-        deviation: The deviation of each token of the stretch.
+        scores: The score of each token of the stretch.
         start: The position of the first.
         spans: The reused spans.
-        ratio: The fraction of the reused tokens to select, in granules of neighbours.
+        ratio: The fraction of the reused tokens to select, in granules of neighbours, by the highest score of each.
     """
     pieces = [
         Run(place, min(place + GRANULE, span.end)) for span in spans for place in range(span.start, span.end, GRANULE)
     ]
     wanted = ratio * sum(span.tokens for span in spans)
-    chosen = [False] * len(deviation)
+    chosen = [False] * len(scores)
     taken = 0.0
-    for run in sorted(pieces, key=lambda run: (-max(deviation[run.start - start : run.end - start]), run.start)):
+    for run in sorted(pieces, key=lambda run: (-max(scores[run.start - start : run.end - start]), run.start)):
         # The last granule is the one that comes closest to the ratio.
         if taken + run.tokens / 2 > wanted:
             break

@@ -11,6 +11,7 @@ from ucm.commands import sparse, try_stores
 from ucm.commands.store import command as store
 from ucm.doctor import command as doctor
 from ucm.errors import UcmError
+from ucm.prove import command as prove
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ucm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
+    prove.add_parser(commands)
     store.add_parser(commands)
     sparse.add_parser(commands)
     try_stores.add_parser(commands)

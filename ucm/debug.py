@@ -196,7 +196,7 @@ def find_blocks(settings: ConnectorConfig, facts: EngineFacts, token_ids: Sequen
     """
     config, found = settings.store.as_store_config(), []
     for stored in facts.stored:
-        keys = _keys(facts, token_ids, stored.group.block_size)
+        keys = _keys(facts, token_ids, stored.group.chunk_tokens)
         tiers, silent = {}, {}
         for name in config.parts:
             options = {name: config.tiers[name]} if name in config.tiers else {}
@@ -221,7 +221,7 @@ def hit_length(
         count: The tokens of the prompt.
     """
     limit = min(count - 1, int(settings.hit_ratio * count))
-    step = int(np.lcm.reduce([group.block_size for group in groups]))
+    step = int(np.lcm.reduce([group.chunk_tokens for group in groups]))
     tokens = longest_hit(groups, present, limit, step) if count else 0
     return tokens if tokens >= settings.min_hit_tokens else 0
 
@@ -285,7 +285,7 @@ class DebugConnector:
         with self._span("ucm.lookup"):
             began = time.perf_counter()
             groups = [stored.group for stored in self.facts.stored]
-            keys = [_keys(self.facts, token_ids, group.block_size) for group in groups]
+            keys = [_keys(self.facts, token_ids, group.chunk_tokens) for group in groups]
             present = [store.lookup(of_group) for store, of_group in zip(self.stores, keys, strict=True)]
             tokens = hit_length(self.settings, groups, present, len(token_ids))
             seconds = time.perf_counter() - began

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+
+def pip_of(prefix: str, python: str) -> str:
+    """Return the command that installs into an environment: one that uv has made contains no pip.
+
+    Args:
+        prefix: Its directory.
+        python: Its interpreter.
+    """
+    try:
+        settings = Path(prefix, "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        settings = []
+    made_by_uv = any(line.partition("=")[0].strip() == "uv" for line in settings)
+    return f"UV_PYTHON={shlex.quote(python)} uv pip" if made_by_uv else f"{python} -m pip"
+
+
 #: This interpreter's pip, for messages: a bare `pip` may be that of another environment.
-PIP = f"{sys.executable} -m pip"
+PIP = pip_of(sys.prefix, sys.executable)
+#: The name of the runtime's distribution. No package index has it, so no message may tell anybody to install it by this
+#: name: whoever registered it there would run code in vLLM.
+RUNTIME = "ucm-runtime"
 
 
 class UcmError(Exception):
@@ -43,6 +64,25 @@ class ConfigError(UcmError):
 
 class SparseMethodError(UcmError):
     """A sparse method does not support the configuration or the request."""
+
+
+def install_extra(name: str) -> str:
+    """Return the command that installs what an extra of the runtime consists of, by these packages' own names.
+
+    Args:
+        name: The extra, as pyproject.toml names it.
+    """
+    from importlib import metadata  # noqa: PLC0415 - the hooks import this module, and nothing that takes time
+
+    try:
+        declared = metadata.requires(RUNTIME) or []
+    except metadata.PackageNotFoundError:  # run from a checkout
+        declared = []
+    needs = [need.partition(";") for need in declared]
+    wanted = [
+        package.strip() for package, _, marker in needs if marker.replace("'", '"').strip() == f'extra == "{name}"'
+    ]
+    return f"{PIP} install {shlex.join(wanted or [f'<ucm_runtime wheel>[{name}]'])}"
 
 
 def meant(given: str, known: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Protocols of the vLLM objects that UCM reads: vLLM is not installed where types are checked.
 
-They declare only attributes that all supported releases have. `ucm.integration.vllm.compat` reads those that differ
+They declare only attributes that all supported releases have. `ucm.compat` reads those that differ
 between releases.
 """
 

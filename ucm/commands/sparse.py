@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucm.commands.options import engine_args, quieten, write_lines
+from ucm.compat import optional
 from ucm.errors import UcmError
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
 TOKENS, EVERY = 32, 4
 #: Engine arguments that the measurement sets itself.
-_OWN = frozenset({"model", "additional_config", "worker_extension_cls", "enforce_eager"})
+_OWN = frozenset({"model", "additional_config", "worker_extension_cls"})
+#: An engine argument that it needs: a replayed graph would skip the measurement.
+_EAGER = "enforce_eager"
 _METHOD = "ucm.sparse.topk.attention_share:MassProbe"
 
 
@@ -40,7 +43,8 @@ def add_parser(commands: Any) -> None:
         description="Run a model densely on your prompts. In some decode steps, compute in every layer what share of "
         "the attention the blocks hold that each selector of BlockTopK would read within a budget, beside the best "
         "possible choice (oracle), blocks ranked by their mean key (mean), and chance (random).",
-        epilog="Exit code: 0 measured, 1 nothing was measured, 2 wrong usage.",
+        epilog="Prompts that are too long for the model are skipped and counted. Exit code: 0 measured, 1 nothing was "
+        "measured, 2 wrong usage.",
     )
     probe.add_argument("--model", required=True, metavar="MODEL", help="a model's directory or name, as for vLLM")
     probe.add_argument(
@@ -84,6 +88,10 @@ def handle(options: argparse.Namespace) -> int:
     arguments = options.engine_args
     if own := sorted(_OWN & arguments.keys()):
         raise UcmError(f"the measurement sets {', '.join(own)} itself", where="--engine-args", fix="remove it")
+    if arguments.get(_EAGER, True) is not True:
+        raise UcmError(
+            f"the measurement needs {_EAGER}: true", where="--engine-args", fix="remove it: that is what is set"
+        )
     if options.max_tokens < 1 or options.every < 1:
         raise UcmError("--max-tokens and --every must be at least 1", fix="leave them out for the defaults")
     if not all(0 < share <= 1 for share in options.budgets):
@@ -93,8 +101,8 @@ def handle(options: argparse.Namespace) -> int:
         )
     prompts = read_prompts(options.prompts)
     quieten()
-    reports = _measure(options, arguments, prompts)
-    found = {"model": options.model, "prompts": len(prompts), **merged(reports)}
+    reports, skipped = _measure(options, arguments, prompts)
+    found = {"model": options.model, "prompts": len(prompts) - skipped, "skipped": skipped, **merged(reports)}
     if options.json:
         write_lines([json.dumps(found)])
     else:
@@ -152,13 +160,18 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def lines_of(found: Mapping[str, Any]) -> list[str]:
     """Return the printed lines: one per budget, the needed shares of the context, and one per layer."""
     layers: Mapping[str, Any] = found["layers"]
+    skipped = [f"{found['skipped']} of the prompts skipped: too long for the model"] if found["skipped"] else []
     if not layers:
-        return ["Nothing was measured: generate more tokens with --max-tokens, or measure every step with --every 1."]
+        more = "generate more tokens with --max-tokens, or measure every step with --every 1"
+        if not found["prompts"]:
+            more = "give shorter prompts, or raise max_model_len with --engine-args"
+        return [f"Nothing was measured: {more}.", *skipped]
     samples = min(layer["samples"] for layer in layers.values())
     least, most = found["lengths"]
     head = f"{found['model']}: {len(layers)} layers, {found['prompts']} prompts"
     lines = [
         f"{head}, contexts of {least:,} to {most:,} tokens, {samples:,} decode steps measured per layer",
+        *skipped,
         "",
         "Attention that is kept, mean over layers (worst layer):",
     ]
@@ -198,8 +211,8 @@ class MassReport:
 
 def _measure(
     options: argparse.Namespace, arguments: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Run the engine, and return its workers' reports."""
+) -> tuple[list[dict[str, Any]], int]:
+    """Run the engine, and return its workers' reports and how many prompts were too long for it."""
     try:
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - most commands need no vLLM
     except ImportError as error:
@@ -210,13 +223,14 @@ def _measure(
     try:
         engine = LLM(
             model=options.model,
-            enforce_eager=True,  # a replayed graph would skip the measurement
             additional_config={"ucm_sparse_config": {_METHOD: method}},
             worker_extension_cls=f"{MassReport.__module__}.{MassReport.__qualname__}",
-            **arguments,
+            **{**arguments, _EAGER: True},
         )
+        fitting = _fitting(engine, prompts)
         sampling = SamplingParams(max_tokens=options.max_tokens, temperature=0, ignore_eos=True, detokenize=False)
-        engine.generate(list(prompts), sampling, use_tqdm=False)
+        if fitting:
+            engine.generate(fitting, sampling, use_tqdm=False)
     except Exception as error:
         raise UcmError(
             f"the engine failed: {type(error).__name__}: {error}",
@@ -229,7 +243,17 @@ def _measure(
             "no probe ran in the workers: the overlay is not active in this environment",
             fix="install the overlay's wheel beside vLLM, and run `ucm doctor`",
         )
-    return list(reports)
+    return list(reports), len(prompts) - len(fitting)
+
+
+def _fitting(engine: Any, prompts: Iterable[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
+    """Return the prompts that leave room for a token, as token ids; vLLM would refuse all because of one."""
+    most = optional(engine, "llm_engine.vllm_config.model_config.max_model_len")
+    tokens = [
+        prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else engine.get_tokenizer().encode(prompt["prompt"])
+        for prompt in prompts
+    ]
+    return [{"prompt_token_ids": ids} for ids in tokens if len(ids) < most]
 
 
 def _is_prompt(prompt: object) -> bool:

@@ -82,7 +82,7 @@ def _prompt(options: argparse.Namespace, connector: DebugConnector) -> list[int]
     found = read_prompt(options)
     if found is not None:
         return found
-    count = PROMPT_BLOCKS * max(stored.group.block_size for stored in connector.facts.stored)
+    count = PROMPT_BLOCKS * max(stored.group.chunk_tokens for stored in connector.facts.stored)
     return [token % 100 for token in range(count + 1)]
 
 
@@ -93,7 +93,7 @@ def _about(connector: DebugConnector) -> list[str]:
         f"device       {connector.facts.device}",
     ]
     lines += [
-        f"group {stored.group.index}      blocks of {stored.group.block_size} tokens, {stored.geometry.nbytes:,} "
+        f"group {stored.group.index}      blocks of {stored.group.chunk_tokens} tokens, {stored.geometry.nbytes:,} "
         f"bytes in {len(stored.geometry.slice_sizes)} pieces; {stored.namespace}"
         for stored in connector.facts.stored
     ]

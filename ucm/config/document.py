@@ -10,17 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ucm.config.problems import Place
+from ucm.config.problems import SECRET, Place, raise_for
 from ucm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
 #: The key that names a file with the settings.
 FILE_KEY = "UCM_CONFIG_FILE"
 #: The name of the settings on vLLM's command line, for messages.
 INLINE = "kv_connector_extra_config"
-_LEFT_OVER = re.compile(r"\$(\w+|\{[^}]*\})")
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
+#: The most bytes of a file, and the most values in it once every alias is replaced by what it stands for.
+_MOST_BYTES, _MOST_VALUES = 1 << 20, 100_000
+
+#: What YAML 1.1 and 1.2 read alike, and as it looks: decimal numbers without leading zeros, true, false, null.
+_ALIKE = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9]*)"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"[-+]?((0|[1-9][0-9]*)\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
+    "tag:yaml.org,2002:bool": re.compile("true|True|TRUE|false|False|FALSE"),
+    "tag:yaml.org,2002:null": re.compile("~|null|Null|NULL"),
+}
+_TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+#: What a text without quotes must not look like: a number of YAML 1.2, or one of other languages.
+_LIKE_A_NUMBER = re.compile(r"[-+]?(\.?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?|0[xX][0-9a-fA-F_]+|0[oO][0-7_]+)")
+_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 @dataclass(frozen=True)
@@ -78,21 +94,94 @@ def expand(text: str | bytes, place: Place) -> Path:
     """Expand ``~`` and environment variables in a path.
 
     Raises:
-        ConfigError: If a variable is not set, or there is no such home directory.
+        ConfigError: If the path is empty, contains a null character, or is several paths or a URL; if a variable is not
+            set or empty; or if there is no such home directory.
     """
-    expanded = os.path.expanduser(os.path.expandvars(os.fsdecode(text)))  # noqa: PTH111 - Path has no expandvars
-    missing = _LEFT_OVER.search(expanded)
-    if missing:
-        name = missing[1].strip("{}")
-        fix = f"set {name} in the environment of vLLM, or write the path out"
-        raise ConfigError(f"the environment variable {name} is not set", where=f"{place} = {text!r}", fix=fix)
+    written, where = os.fsdecode(text), f"{place} = {text!r}"
+    problem = path_problem(written)
+    if problem is not None:
+        raise ConfigError(problem[0], where=where, fix=problem[1])
+    for found in _VARIABLE.finditer(written):
+        name = found[1].strip("{}")
+        if not os.environ.get(name, "").strip():
+            how = "empty" if name in os.environ else "not set"
+            fix = f"set {name} in the environment of vLLM, or write the path out"
+            raise ConfigError(f"the environment variable {name} is {how}", where=where, fix=fix)
+    expanded = os.path.expandvars(written)
     if expanded.startswith("~"):
-        raise ConfigError("there is no such home directory", where=f"{place} = {text!r}", fix="write the path out")
+        expanded = os.path.expanduser(expanded) if os.environ.get("HOME", "/").startswith("/") else expanded  # noqa: PTH111 - it keeps what it does not know
+        if expanded.startswith("~"):
+            raise ConfigError("there is no such home directory", where=where, fix="write the path out")
     return Path(expanded)
 
 
+def path_problem(written: str) -> tuple[str, str] | None:
+    """Return why a text is not the path of one file or directory, and what to write; None if it can be one."""
+    if not written.strip():
+        return "the path is empty", "name a file or directory, or remove the setting"
+    if "\0" in written:
+        return "the path contains a null character", "remove it"
+    if written != written.strip():
+        return "the path begins or ends with white space", "remove it"
+    if "://" in written:
+        return "this is a URL, where a path is expected", "write the path of a mounted file system"
+    if ":/" in written:
+        return "these are several paths, joined by colons", "write a list: [/first, /second]"
+    return None
+
+
 class _Loader(yaml.SafeLoader):
-    """Loads plain values only, and rejects duplicate keys, of which YAML keeps the last."""
+    """Loads plain values only, and rejects duplicate keys, of which YAML keeps the last, and misleading values."""
+
+    def misread(self, root: yaml.Node, file: str) -> Iterator[ConfigError]:
+        """Yield the values without quotes that versions of YAML read differently, or otherwise than they look."""
+        waiting: list[tuple[yaml.Node, Place]] = [(root, Place(file))]
+        seen: set[int] = set()
+        while waiting:
+            node, place = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, yaml.SequenceNode):
+                waiting += [(item, place.inside(number)) for number, item in enumerate(node.value)][::-1]
+            elif isinstance(node, yaml.MappingNode):
+                for key, value in node.value[::-1]:
+                    inside = place.inside(key.value) if isinstance(key, yaml.ScalarNode) else place
+                    waiting += [(value, inside), (key, inside)]
+            elif isinstance(node, yaml.ScalarNode) and (problem := self._misread(node)):
+                mark = node.start_mark
+                what, fix = problem
+                at = Place(f"{file}:{mark.line + 1}:{mark.column + 1}", place.path)
+                if place.path.startswith("store.tiers") or SECRET.search(place.path):  # it may be a password
+                    what, fix = "a value is read by YAML 1.1 otherwise than it looks", "write it in quotes"
+                    yield ConfigError(what, where=str(at), fix=fix)
+                else:
+                    yield ConfigError(what, where=f"{at} = {node.value}" if node.value else str(at), fix=fix)
+
+    def _misread(self, node: yaml.ScalarNode) -> tuple[str, str] | None:
+        """Return how a value is read otherwise than it looks, and what to write; None if it is not."""
+        text = node.value
+        quoted = f"'{text}', in quotes, if it is a text"
+        if node.tag == _TEXT:
+            plain = node.style is None and self.resolve(yaml.ScalarNode, text, (True, False)) == _TEXT  # type: ignore[no-untyped-call] # PyYAML has no types for it
+            if not plain or not (_LIKE_A_NUMBER.fullmatch(text) or _SEXAGESIMAL.fullmatch(text)):
+                return None
+            return f"{text} looks like a number, but is a text in YAML 1.1", f"write a decimal number, or {quoted}"
+        if node.tag == _MERGE:
+            return None
+        alike = _ALIKE.get(node.tag)
+        if alike is not None and alike.fullmatch(text):
+            return None
+        if not text:
+            return "there is no value", "write one after the colon, or remove the line"
+        try:
+            read: object = self.construct_object(node)
+        except (yaml.YAMLError, LookupError, ValueError, ArithmeticError):
+            return f"{text} is not what its tag says", f"write it without a tag, or {quoted}"
+        if not isinstance(read, bool | int | float):
+            return f"{text} is read as a {type(read).__name__} by YAML 1.1", f"write {quoted}"
+        shown = str(read).lower()
+        return f"{text} is read as {shown} by YAML 1.1", f"write {shown} if that is meant, or {quoted}"
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -112,7 +201,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     where = str(Place(str(path)))
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as opened:
+            content = opened.read(_MOST_BYTES + 1)
+        text = content.decode()
+    except FileNotFoundError as error:
+        what = "the configuration file does not exist"
+        raise ConfigError(what, where=where, fix="correct the path, or write the file") from error
     except OSError as error:
         what = f"the configuration file cannot be read: {error.strerror or error}"
         raise ConfigError(what, where=where, fix="correct the path, or make the file readable") from error
@@ -120,14 +214,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the configuration file is not UTF-8: {error}", where=where, fix="save it as UTF-8"
         ) from error
-    try:
-        found = yaml.load(text, _Loader)  # noqa: S506 - the loader derives from SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise ConfigError(f"not YAML: {error.problem}", where=line, fix="correct that line") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {error}", where=where, fix="correct the file") from error
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(
+            f"the file has more than {_MOST_BYTES} bytes", where=where, fix="name a YAML file of settings"
+        )
+    found = _load(text, where)
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
@@ -138,3 +229,50 @@ def read_yaml(path: Path) -> dict[str, Any]:
             fix="see docs/configuration.md for an example",
         )
     return found
+
+
+def _load(text: str, where: str) -> Any:
+    """Return the content of a YAML document; None if it is empty.
+
+    Raises:
+        ConfigError: If it is not YAML, or a value in it is not what it looks like.
+    """
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        if _values(root) > _MOST_VALUES:
+            what = f"its aliases stand for more than {_MOST_VALUES} values"
+            raise ConfigError(what, where=where, fix="write the values out, without & and *")
+        if not (isinstance(root, yaml.ScalarNode) and not root.value):
+            raise_for(list(loader.misread(root, where)))
+        return loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        fix = "indent with spaces, not with tabs" if "\\t" in str(error.problem) else "correct that line"
+        raise ConfigError(f"not YAML: {error.problem}", where=line, fix=fix) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"not YAML: {error}", where=where, fix="correct the file") from error
+    except RecursionError:
+        what = "the file is nested too deeply, or an alias contains itself"
+        raise ConfigError(what, where=where, fix="see docs/configuration.md for an example") from None
+
+
+def _values(root: yaml.Node) -> int:
+    """Return how many values a node is, once every alias in it is replaced by what it stands for.
+
+    Raises:
+        RecursionError: A node contains itself, or is nested too deeply.
+    """
+    known: dict[int, int] = {}
+
+    def count(node: yaml.Node) -> int:
+        if id(node) not in known:
+            items = node.value if isinstance(node, yaml.CollectionNode) else []
+            pairs = [pair if isinstance(pair, tuple) else (pair,) for pair in items]
+            known[id(node)] = 1 + sum(count(one) for pair in pairs for one in pair)
+        return known[id(node)]
+
+    return count(root)

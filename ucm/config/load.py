@@ -5,24 +5,22 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ucm.background import call_later
+from ucm.background import Later, call_later, wait_for_all
+from ucm.clock import SYSTEM
 from ucm.config.document import FILE_KEY, INLINE, Document, expand, read_document, read_yaml
-from ucm.config.problems import NO_VALUE, Place, problems_of, raise_for, unknown, wrong
+from ucm.config.problems import NO_VALUE, Place, RefusedValueError, raise_for, unknown, wrong
 from ucm.config.settings import (
     DRAM,
-    FORMER_NAMES,
     POSIX,
     ConnectorConfig,
     StoreSettings,
     format_size,
-    replace_former_names,
 )
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError
@@ -34,16 +32,36 @@ from ucm.store.posix.paths import distrust, group_id
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from pydantic_core import ErrorDetails
+
+    from ucm.clock import Clock
     from ucm.config.upstream import Translation
 
 Model = TypeVar("Model", bound=BaseModel)
 
 #: Our back ends without options of their own.
 _WITHOUT_OPTIONS = frozenset({"Posix", "Dram", "Cache", "Empty"})
+#: The problem and the remedy for each kind of error, with placeholders for the error's values.
+_WORDS = {
+    "bool_type": ("neither true nor false", "write true or false"),
+    "dict_type": ("not a mapping", "write {{name: value, …}}"),
+    "finite_number": ("not a finite number", "write a finite number"),
+    "float_type": ("not a number", "write a number"),
+    "greater_than": ("{gt} or less", "write more than {gt}"),
+    "greater_than_equal": ("less than {ge}", "write {ge} or more"),
+    "int_type": ("not a whole number", "write a whole number"),
+    "invalid_key": ("a name is expected, not a number", "write a setting's name"),
+    "less_than_equal": ("more than {le}", "write {le} or less"),
+    "literal_error": ("not one of the possible values", "write {expected}"),
+    "model_type": ("not a mapping", "write {{name: value, …}}"),
+    "string_too_short": ("empty", "write a text, or leave the setting out"),
+    "string_type": ("not a text", "write it in quotes"),
+    "tuple_type": ("not a list", "write [first, second, …]"),
+}
 #: The notices that this process has logged; each is logged once, even if several connectors read the configuration.
 _said: set[str] = set()
 #: The directory checks that were still running when last polled; later checks do not wait for them.
-_unanswered: dict[Path, Future[ConfigError | None]] = {}
+_unanswered: dict[Path, Later[ConfigError | None]] = {}
 
 
 def wait_for_looks(directories: Iterable[str]) -> None:
@@ -51,10 +69,13 @@ def wait_for_looks(directories: Iterable[str]) -> None:
 
     Call this only in threads that may block: a directory that does not answer keeps them waiting.
     """
-    wait([look for path in directories if (look := _unanswered.get(Path(path))) is not None])
+    for path in directories:
+        look = _unanswered.get(Path(path))
+        if look is not None:
+            look.wait()
 
 
-def load_connector_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
+def load_connector_config(extra_config: Mapping[str, Any], *, clock: Clock = SYSTEM) -> ConnectorConfig:
     """Return a connector's settings, with every directory absolute, created and writable.
 
     A directory that does not answer within the store's ``stuck_seconds`` causes a warning. The engine starts; the
@@ -63,11 +84,12 @@ def load_connector_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
     Args:
         extra_config: vLLM's ``kv_connector_extra_config``: settings in our format or UCM's, or ``UCM_CONFIG_FILE``
             with the path of a YAML file that contains them, or both; the inline ones take precedence.
+        clock: Time and threads.
 
     Raises:
         ConfigError: With everything that is wrong, each with its place and what to do.
     """
-    config, notices = check_connector_config(extra_config)
+    config, notices = check_connector_config(extra_config, clock=clock)
     for line in notices:
         if line not in _said:
             _said.add(line)
@@ -76,7 +98,7 @@ def load_connector_config(extra_config: Mapping[str, Any]) -> ConnectorConfig:
 
 
 def check_connector_config(
-    extra_config: Mapping[str, Any], *, make: bool = True
+    extra_config: Mapping[str, Any], *, make: bool = True, clock: Clock = SYSTEM
 ) -> tuple[ConnectorConfig, tuple[str, ...]]:
     """Do the same as ``load_connector_config``, but return the notices instead of logging them.
 
@@ -84,6 +106,7 @@ def check_connector_config(
         extra_config: As above.
         make: Whether to create missing directories. If not, the check is whether they could be created, and a
             directory that does not answer is an error.
+        clock: As above.
 
     Raises:
         ConfigError: With everything that is wrong.
@@ -92,7 +115,7 @@ def check_connector_config(
     out = translate(document, ConnectorConfig.model_fields)
     top = Place(str(document.file or INLINE))
     _read_metrics_file(out)
-    store = _store(out, top, make=make)
+    store = _store(out, top, make=make, clock=clock)
     # If the store is invalid, an empty one takes its place, so that the problems of the other settings are found, too.
     settings = {**out.settings, "store": store or StoreSettings(pipeline="Empty")}
     config = _validated(ConnectorConfig, settings, (), out, top)
@@ -113,42 +136,59 @@ def _validated(
         return None
 
 
-def _store(out: Translation, top: Place, *, make: bool) -> StoreSettings | None:
+def problems_of(
+    error: ValidationError, model: type[BaseModel], path: tuple[str, ...], out: Translation, top: Place
+) -> list[ConfigError]:
+    """List the problems that pydantic found.
+
+    Args:
+        error: Pydantic's error.
+        model: The validated model.
+        path: The model's path among our settings.
+        out: The translation, which has the place of each setting.
+        top: The place reported for settings that were not written.
+    """
+    return [_problem(details, model, path, out, top) for details in error.errors()]
+
+
+def _problem(
+    details: ErrorDetails, model: type[BaseModel], path: tuple[str, ...], out: Translation, top: Place
+) -> ConfigError:
+    kind, context = details["type"], details.get("ctx", {})
+    place, value = out.origin((*path, *details["loc"]), top, details["input"])
+    if (*path, *details["loc"])[:2] == ("store", "tiers"):
+        value = NO_VALUE  # it may be a server's password, put there by mistake
+    elif isinstance(value, dict) and "tiers" in value:
+        value = {**value, "tiers": "…"}
+    if kind == "extra_forbidden":
+        return unknown(place, value, model.model_fields)
+    ours = context.get("error")
+    if isinstance(ours, RefusedValueError):
+        return wrong(place, ours.what, ours.fix, value)
+    what, fix = _WORDS.get(kind, (details["msg"], "see docs/configuration.md"))
+    return wrong(place, what.format_map(context), fix.format_map(context), value)
+
+
+def _store(out: Translation, top: Place, *, make: bool, clock: Clock) -> StoreSettings | None:
     """Return the store's settings and check its directories; if anything is wrong, note it and return None."""
     if "store" not in out.settings:
         if not out.problems:
             out.problems.append(_no_store(top))
         return None
-    written = out.settings["store"] = rename_former(out.settings["store"], out, top)
+    written = out.settings["store"]
     store = _validated(StoreSettings, written, ("store",), out, top)
     if store is None:
         partly = _as_far_as_right(written)
         if partly is not None:
-            _look_at_media(partly, written, out, top, make=make)
+            _look_at_media(partly, written, out, top, make=make, clock=clock)
         return None
     check_tier_options(store, out, top)
     key_file = expanded_key_file(store, out, top)
-    found: StoreSettings = store.model_copy(update={**_look_at_media(store, written, out, top, make=make), **key_file})
+    media = _look_at_media(store, written, out, top, make=make, clock=clock)
+    found: StoreSettings = store.model_copy(update={**media, **key_file})
     if key_file:
-        _check_key(found, store.authentication_key_file, out, top, make=make)
+        _check_key(found, store.authentication_key_file, out, top, make=make, clock=clock)
     return found
-
-
-def rename_former(written: Any, out: Translation, top: Place) -> Any:
-    """Replace former names in the store's settings, with a warning; two names of one setting are a problem."""
-    if not isinstance(written, dict):
-        return written
-    settings, replaced = replace_former_names(written)
-    for former, name in replaced.items():
-        place = top.inside("store", former)
-        if str(place) not in _said:
-            _said.add(str(place))
-            get_logger(__name__).warning("[UCM.Connector] %s is deprecated, use %s", place, name)
-        out.origins["store", name] = (place, settings[name])
-    for former in [name for name in FORMER_NAMES if name in settings]:
-        what = f"{former} is the former name of {FORMER_NAMES[former]}, which is set as well"
-        out.refuse(top.inside("store", former), what, f"remove {former}", settings.pop(former))
-    return settings
 
 
 def check_tier_options(store: StoreSettings, out: Translation, top: Place) -> None:
@@ -174,9 +214,6 @@ def expanded_key_file(store: StoreSettings, out: Translation, top: Place) -> dic
     if written is None:
         return {}
     place, _ = out.origin(("store", "authentication_key_file"), top)
-    if not written.strip():
-        out.problems.append(wrong(place, "the name of the key's file is empty", "name a file, or remove the setting"))
-        return {}
     try:
         return {"authentication_key_file": str(Path.cwd() / expand(written, place))}
     except ConfigError as error:
@@ -184,7 +221,9 @@ def expanded_key_file(store: StoreSettings, out: Translation, top: Place) -> dic
         return {}
 
 
-def _check_key(store: StoreSettings, written: str | None, out: Translation, top: Place, *, make: bool) -> None:
+def _check_key(
+    store: StoreSettings, written: str | None, out: Translation, top: Place, *, make: bool, clock: Clock
+) -> None:
     """Read the authentication key, and note why it cannot be used.
 
     Unlike a directory, it is needed at once, because the names of all blocks depend on it.
@@ -195,13 +234,13 @@ def _check_key(store: StoreSettings, written: str | None, out: Translation, top:
         out: As elsewhere.
         top: As elsewhere.
         make: Whether an engine starts, and not a tool.
+        clock: As elsewhere.
     """
     from ucm.store.factory import authenticator_of  # noqa: PLC0415 - most configurations need none of it
 
     place, _ = out.origin(("store", "authentication_key_file"), top)
-    found = call_later(partial(authenticator_of, store.as_store_config(), of_tool=not make), "ucm-key")
-    wait([found], store.stuck_seconds)
-    if not found.done():
+    found = call_later(partial(authenticator_of, store.as_store_config(), of_tool=not make), "ucm-key", clock=clock)
+    if not found.wait(store.stuck_seconds):
         what = f"the key's file has not answered for {store.stuck_seconds:.1f} s"
         fix = "check that its server runs and can be reached, or keep the key on a disk of this host"
         out.problems.append(wrong(place, what, fix, written))
@@ -236,7 +275,7 @@ def _as_far_as_right(written: object) -> StoreSettings | None:
 
 
 def _look_at_media(
-    store: StoreSettings, written: dict[str, Any], out: Translation, top: Place, *, make: bool
+    store: StoreSettings, written: dict[str, Any], out: Translation, top: Place, *, make: bool, clock: Clock
 ) -> dict[str, Any]:
     """Check the directories; return the settings that name them, with absolute paths, and note the problems."""
     posix: list[_Look] = []
@@ -244,27 +283,29 @@ def _look_at_media(
     if store.parts & POSIX:
         place, value = out.origin(("store", "directories"), top, written["directories"])
         posix = [
-            _Look(directory, place if isinstance(value, str) else place.inside(index), store, make=make)
+            _Look(directory, place if isinstance(value, str) else place.inside(index), store, make=make, clock=clock)
             for index, directory in enumerate(store.directories)
         ]
     # The store creates the default directory and checks its owner.
     if store.parts & DRAM and "dram_directory" in store.model_fields_set:
         place, _ = out.origin(("store", "dram_directory"), top)
-        dram = [_Look(store.dram_directory, place, store, make=make)]
+        dram = [_Look(store.dram_directory, place, store, make=make, clock=clock)]
     looks = posix + dram
-    wait([look.found for look in looks if not look.is_old], store.stuck_seconds)
+    wait_for_all([look.found for look in looks if not look.is_old], store.stuck_seconds, clock=clock)
     changed: dict[str, Any] = {}
     if posix:
         changed["directories"] = tuple(look.end(out) for look in posix)
         if all(look.is_usable for look in posix):
-            _check_capacity(out, top, "posix_capacity", changed["directories"], store)
+            _check_capacity(out, top, "posix_capacity", changed["directories"], store, clock=clock)
     if dram:
         [changed["dram_directory"]] = (look.end(out) for look in dram)
+    memory: str | None = None
     if store.parts & DRAM and all(look.is_usable for look in dram):
-        directory: str = changed.get("dram_directory") or store.dram_directory
-        _check_capacity(out, top, "dram_capacity", (directory,), store)
-        if posix and all(look.is_usable for look in posix):
-            _check_apart(out, top, directory, changed["directories"], store)
+        memory = changed.get("dram_directory") or store.dram_directory
+        _check_capacity(out, top, "dram_capacity", (memory,), store, clock=clock)
+    if posix:
+        usable = [look.end(out) for look in posix if look.is_usable]
+        _check_apart(out, top, usable, memory, store, clock=clock)
     return changed
 
 
@@ -276,29 +317,32 @@ class _Look:
         place: Its place in the settings.
         store: The settings.
         make: See ``directory_problem``.
+        clock: Time and threads.
 
     Attributes:
-        found: The future of the directory's problem; its result is None if there is no problem.
+        found: The look, which returns the directory's problem; None if there is none.
         is_old: Whether an earlier check of the directory is still running.
     """
 
-    def __init__(self, written: str, place: Place, store: StoreSettings, *, make: bool) -> None:
+    def __init__(self, written: str, place: Place, store: StoreSettings, *, make: bool, clock: Clock) -> None:
         self._written, self._place, self._make = written, place, make
         self._seconds = store.stuck_seconds
-        self.found: Future[ConfigError | None] = Future()
+        self.found: Later[ConfigError | None]
         self.is_old = False
         try:
             self._path = Path.cwd() / expand(written, place)
         except ConfigError as error:
+            problem = error
             self._path = Path()
-            self.found.set_result(error)
+            self.found = Later(lambda: problem)
+            self.found.run()
             return
         old = _unanswered.get(self._path)
         if old is not None and not old.done():
             self.found, self.is_old = old, True
         else:
             look = partial(directory_problem, self._path, place, written, store.trusted_group, make=make)
-            self.found = call_later(look, "ucm-look")
+            self.found = call_later(look, "ucm-look", clock=clock)
 
     @property
     def is_usable(self) -> bool:
@@ -337,19 +381,24 @@ class _Look:
 
 
 def _check_apart(
-    out: Translation, top: Place, dram_directory: str, directories: tuple[str, ...], store: StoreSettings
+    out: Translation,
+    top: Place,
+    directories: list[str],
+    dram_directory: str | None,
+    store: StoreSettings,
+    *,
+    clock: Clock,
 ) -> None:
-    """Check that the tiers have directories of their own, unless the media stop answering meanwhile."""
-    found = call_later(partial(check_apart, dram_directory, directories), "ucm-look")
-    wait([found], store.stuck_seconds)
-    problem = found.exception() if found.done() else None
+    """Check that no directory is another or inside another, unless the media stop answering meanwhile."""
+    found = call_later(partial(check_apart, directories, dram_directory), "ucm-look", clock=clock)
+    problem = found.exception() if found.wait(store.stuck_seconds) else None
     if isinstance(problem, ConfigError):
-        place, _ = out.origin(("store", "dram_directory"), top)
+        place, _ = out.origin(("store", problem.where.rpartition(" ")[2]), top)
         out.problems.append(wrong(place, problem.what, problem.fix))
 
 
 def _check_capacity(
-    out: Translation, top: Place, name: str, directories: tuple[str, ...], store: StoreSettings
+    out: Translation, top: Place, name: str, directories: tuple[str, ...], store: StoreSettings, *, clock: Clock
 ) -> None:
     """Check that a capacity fits the media, unless they stop answering meanwhile."""
     capacity = getattr(store, name)
@@ -357,9 +406,8 @@ def _check_capacity(
         return
     place, written = out.origin(("store", name), top, out.settings["store"][name])
     paths = [Path(one) for one in directories]
-    found = call_later(partial(capacity_problem, capacity, paths, place, written), "ucm-look")
-    wait([found], store.stuck_seconds)
-    problem = found.result() if found.done() else None
+    found = call_later(partial(capacity_problem, capacity, paths, place, written), "ucm-look", clock=clock)
+    problem = found.result() if found.wait(store.stuck_seconds) else None
     if problem is not None:
         out.problems.append(problem)
 

@@ -6,23 +6,35 @@ import dataclasses
 import re
 from decimal import Decimal
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
+from ucm.config.document import path_problem
 from ucm.config.problems import RefusedValueError
 from ucm.store.config import BOUNDS, ENTRY_POINT_GROUP, OURS, StoreConfig, Within, option_types, pipeline_parts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _UNITS = {"b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
-_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(?P<number>(?:0|[1-9]\d*)(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)\s*", re.ASCII)
 
 #: How to write a size, for messages.
-SIZE_HELP = "write bytes as a whole number, or a text with a unit such as '512MiB', '200GiB' or '1.5TB'"
+SIZE_HELP = "write a number with a unit, such as 512MiB, 200GiB or 1.5TB"
+#: The fewest bytes of a size without a unit: in a smaller one, the unit was forgotten.
+LEAST_BARE = 1 << 20
+#: The most seconds of a duration, ten years: what waits for longer overflows the system's calls.
+_MOST_SECONDS = 10 * 366 * 86400.0
 
 #: The names of the Posix tier and of the Dram tier in a pipeline.
 POSIX, DRAM = frozenset({"Posix"}), frozenset({"Dram", "Cache"})
@@ -44,22 +56,26 @@ def parse_size(value: object) -> int:
     """Return the bytes of a size: a number, or a text such as ``200GiB``.
 
     Units of 1024 have an ``i`` (KiB, MiB, GiB, TiB, PiB), units of 1000 have none (kB, MB, GB, TB, PB); case does not
-    matter. A number is bytes. A bare ``G`` is ambiguous and is refused.
+    matter. A number without a unit is bytes, from 1 MiB on: with fewer, the unit was forgotten. A bare ``G`` is
+    ambiguous and is refused.
 
     Raises:
         ValueError: If it is not a size, or less than one byte.
     """
+    unit = ""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-        unit = match["unit"].lower() or "b"
-        if unit not in _UNITS:
+        unit = match["unit"].lower()
+        if unit and unit not in _UNITS:
             raise ValueError(f"{match['unit']!r} is not a unit of size")
-        size = int(Decimal(match["number"]) * _UNITS[unit])
+        size = int(Decimal(match["number"]) * _UNITS[unit or "b"])
     else:
         raise ValueError("not a size")
     if size < 1:
         raise ValueError("a size must be at least one byte")
+    if not unit and size < LEAST_BARE:
+        raise ValueError(f"{size} without a unit is read as {size} bytes")
     return size
 
 
@@ -84,12 +100,25 @@ def _paths(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-Size = Annotated[int, BeforeValidator(_size)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
+def _path(value: str) -> str:
+    problem = path_problem(value)
+    if problem is not None:
+        raise RefusedValueError(*problem)
+    return value
+
+
+Size = Annotated[int, BeforeValidator(_size), PlainSerializer("{}B".format, when_used="json")]
+FilePath = Annotated[str, AfterValidator(_path)]
+Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_paths)]
 
 
 #: Options of a store that are written in another form than `StoreConfig` has them.
-_WRITTEN_AS: dict[str, Any] = {"directories": Paths, "tiers": dict[str, dict[str, Any]]}
+_WRITTEN_AS: dict[str, Any] = {
+    "directories": Paths,
+    "dram_directory": FilePath,
+    "authentication_key_file": FilePath | None,
+    "tiers": dict[str, dict[str, Any]],
+}
 
 
 def setting_name(option: str) -> str:
@@ -107,6 +136,8 @@ def _setting(option: dataclasses.Field[Any], kind: Any) -> tuple[Any, Any]:
     if option.default is dataclasses.MISSING:
         default = {"default_factory": option.default_factory}
     least, above, most = BOUNDS.get(option.name, Within()) if written is kind else Within()
+    if option.name.endswith("_seconds") and most is None:
+        most = _MOST_SECONDS
     return written, Field(**default, ge=least, gt=above, le=most)
 
 
@@ -170,29 +201,6 @@ class StoreSettings(_Settings):  # type: ignore[misc] # its fields are those of 
         return StoreConfig(**{name: getattr(self, setting_name(name)) for name in StoreConfig.field_names()})
 
 
-def replace_former_names(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace the former names of settings in a ``store`` section, before it is validated.
-
-    Args:
-        section: The settings as they were written.
-
-    Returns:
-        The settings under their present names, and the former names that were replaced, with the present ones. If both
-        names of a setting are given, neither is changed.
-    """
-    replaced = {former: name for former, name in FORMER_NAMES.items() if former in section and name not in section}
-    return {replaced.get(key, key): value for key, value in section.items()}, replaced
-
-
-#: Former names of settings, deprecated, with the names to use.
-FORMER_NAMES = {
-    "dump_threads": "save_threads",
-    "dump_nice": "save_nice",
-    "dump_queue": "save_queue",
-    "aside_keep": "quarantine_keep",
-}
-
-
 def _numbers(value: object) -> object:
     """Accept a single number as a list of one."""
     return (value,) if type(value) is int else tuple(value) if isinstance(value, list) else value
@@ -202,10 +210,10 @@ class BlendSettings(BaseModel):
     """The settings of blending; docs/blend.md explains each of them.
 
     Attributes:
-        select: Which tokens of a reused chunk are recomputed: its ``edges``, those of largest ``deviation``, or
-            ``none``.
-        edge_tokens: With ``edges``, the number of tokens at the start of each chunk.
-        ratio: With ``deviation``, the share of the reused tokens to recompute, 0 to 1.
+        select: Which tokens of a reused chunk are recomputed: its ``edges``, its edges and the passages that the
+            ``question`` attends to, those of largest ``deviation``, or ``none``.
+        edge_tokens: With ``edges`` and ``question``, the number of tokens at the start of each chunk.
+        ratio: With ``question`` and ``deviation``, the share of the reused tokens to recompute, 0 to 1.
         check_layer: With ``deviation``, the layer whose KV is compared.
         min_tokens: The minimum size of a chunk to store or look up, and of a blended hit.
         chunk_end_token_ids: Tokens that end a chunk, for requests that do not mark their chunks.
@@ -213,7 +221,7 @@ class BlendSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    select: Literal["edges", "deviation", "none"] = "edges"
+    select: Literal["edges", "question", "deviation", "none"] = "edges"
     edge_tokens: int = Field(default=16, ge=0)
     ratio: float = Field(default=0.15, ge=0, le=1)
     check_layer: int = Field(default=2, ge=0)
@@ -231,6 +239,7 @@ class ConnectorConfig(BaseModel):
         save_decode_blocks: Whether blocks filled with generated tokens are saved, too.
         min_hit_tokens: The minimum size of a hit; smaller ones are recomputed instead of loaded.
         hit_ratio: The maximum share of a prompt's tokens to load, 0 to 1.
+        chunk_tokens: The tokens whose blocks are stored as one, rounded up to whole blocks; 0: each block alone.
         staging: Bytes of host memory in which blocks are staged; None for a share of the host's.
         staging_deadline: Seconds after which a lookup returns what has been verified by then.
         load_failure: Whether a request whose blocks fail to load is recomputed or fails.
@@ -251,12 +260,13 @@ class ConnectorConfig(BaseModel):
     save_decode_blocks: bool = True
     min_hit_tokens: int = Field(default=0, ge=0)
     hit_ratio: float = Field(default=1.0, ge=0, le=1)
+    chunk_tokens: int = Field(default=0, ge=0, le=1 << 20)
     staging: Size | None = None
-    staging_deadline: float = Field(default=2.0, gt=0)
+    staging_deadline: float = Field(default=2.0, gt=0, le=_MOST_SECONDS)
     load_failure: Literal["recompute", "fail"] = "recompute"
     metrics: bool = True
-    metrics_log_interval: float = Field(default=10.0, ge=0)
-    metrics_config_path: str | None = None
+    metrics_log_interval: float = Field(default=10.0, ge=0, le=_MOST_SECONDS)
+    metrics_config_path: FilePath | None = None
     kv_events: bool = False
     weights_id: str | None = Field(default=None, min_length=1)
     trust_media_names: bool = False

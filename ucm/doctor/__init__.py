@@ -10,8 +10,8 @@ of the file; the finding ``trial`` says what it did.
 absolute.
 
 - ``schema``: 1.
-- ``status``: ``ok``, ``warning`` or ``error``: the worst of the findings. ``verdict``: one sentence, and a second one
-  if the checked settings are invalid.
+- ``status``: ``ok``, ``warning`` or ``error``: the worst of the findings. ``verdict``: one sentence, and
+  others if the prefix cache cannot run, or the checked settings or the model cannot be used.
 - ``python``: ``version``, ``executable``, ``site_directories`` (the directories whose .pth files it reads).
 - ``runtime``: ``version``, ``directory``, ``others`` (other distributions or copies of the package ``ucm``).
 - ``vllm``: null, or ``directory``; ``distribution`` and ``version`` from metadata; ``stated`` (VLLM_VERSION);

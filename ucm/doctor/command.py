@@ -142,8 +142,8 @@ def add_parser(commands: Any) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help="the model's directory: with --config, also check whether its attention is hooked; with --run, run it "
-        "(default: a tiny random model)",
+        help="the model's directory, whose config.json is read: with --config, also check whether its attention is "
+        "hooked; with --run, run it (default: a tiny random model)",
     )
     parser.add_argument(
         "--timeout",
@@ -158,7 +158,7 @@ def handle(options: argparse.Namespace) -> int:
     """Examine the environment and print the report.
 
     Raises:
-        UcmError: If the options contradict each other, or the model does not exist.
+        UcmError: If the options contradict each other.
     """
     if not options.run and options.timeout is not None:
         raise UcmError("--timeout needs --run", fix="add --run, or remove the option")

@@ -9,25 +9,27 @@ import ast
 import importlib.util
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ucm.doctor.findings import Finding, Status
-from ucm.errors import PIP, ConfigError, SparseMethodError, UcmError
+from ucm.doctor.findings import Finding, Status, has_error
+from ucm.errors import PIP, ConfigError, SparseMethodError
 from ucm.integration.vllm.sparse.config import FILE_KEY, sparse_method_config
 from ucm.sparse.base import require_hooks
 from ucm.sparse.factory import OFFLOADING, method_class
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ucm.config.settings import ConnectorConfig
     from ucm.doctor.environment import Vllm
     from ucm.overlay.manifest import Manifest
 
 CHECK, SPARSE, LATENT, BLENDING = "configuration", "sparse settings", "latent attention", "blending"
+MODEL = "model"
 #: The prefix of the name of a tier's check.
 TIER = "tier"
 _WITHOUT_SERVERS = frozenset({"Posix", "Dram", "Cache", "Empty"})
@@ -45,9 +47,8 @@ def check_config(file: Path) -> list[Finding]:
     try:
         from ucm.config.document import read_document  # noqa: PLC0415 - the doctor also runs where pydantic is not
         from ucm.config.load import check_connector_config  # noqa: PLC0415 - likewise
-    except ImportError as error:
-        todo = f"{PIP} install --upgrade ucm-runtime"
-        return [Finding(CHECK, Status.ERROR, f"{file} cannot be checked: {error}", todo=(todo,))]
+    except ImportError as error:  # a missing package is a finding of its own, with what to do
+        return [Finding(CHECK, Status.ERROR, f"{file} cannot be checked: {error}")]
     extra = {FILE_KEY: str(file)}
     try:
         read_document(extra)
@@ -61,7 +62,7 @@ def check_config(file: Path) -> list[Finding]:
         what = f"{file} can be used: connector {config.connector}, store {config.store.pipeline}"
         findings = [
             Finding(CHECK, Status.OK, what, (*notices, *_remarks(config), NEEDS_AN_ENGINE)),
-            *_check_memory(config, file),
+            *_check_memory(config),
             *_ask_tiers(config),
         ]
         sparse = check_sparse(extra, file)
@@ -85,6 +86,7 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
         return [Finding(BLENDING, Status.ERROR, what, (str(file),), ("leave one of blend and ucm_sparse_config out",))]
     computed = {
         "edges": f"the first {blend.edge_tokens} tokens of each",
+        "question": f"the first {blend.edge_tokens} tokens of each, and the {blend.ratio:.0%} that the question reads",
         "deviation": f"{blend.ratio:.0%} of their tokens; start vLLM with --enforce-eager",
         "none": "only the tokens that the gate checks, which is for measurements",
     }[blend.select]
@@ -99,7 +101,7 @@ def _check_blending(config: ConnectorConfig, file: Path, *, beside: bool) -> lis
     return [Finding(BLENDING, Status.OK, what, details)]
 
 
-def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
+def _check_memory(config: ConnectorConfig) -> list[Finding]:
     """Say what the Dram tier's directory holds; nothing if there is none yet."""
     root = config.store.dram_directory
     if not config.store.parts & _IN_MEMORY or not Path(root).is_dir():
@@ -112,18 +114,12 @@ def _check_memory(config: ConnectorConfig, file: Path) -> list[Finding]:
         todo = ("name a directory below /dev/shm as dram_directory, or use the Posix tier for a disk",)
         return [Finding(MEMORY, Status.ERROR, f"{root} is not in a tmpfs, so an engine refuses it", todo=todo)]
     try:
-        stock = take_stock_of_memory(root, config.store.stale_seconds)
+        stock = take_stock_of_memory(root)
     except OSError as error:
         return [Finding(MEMORY, Status.WARNING, f"{root} cannot be read: {error.strerror}")]
     held = f"{_many(stock.blocks, 'block')} in {_many(stock.segments, 'segment')}"
     what = f"{root} holds {held} of {format_size(stock.nbytes)} in all"
-    if not stock.former:
-        return [Finding(MEMORY, Status.OK, what)]
-    taken = f"{'takes' if stock.former == 1 else 'take'} {format_size(stock.former_nbytes)} and was not used lately"
-    details = (f"{_many(stock.former, 'file')} of an earlier release {taken}",)
-    command = f"{sys.executable} -m ucm store gc --config {file} --tier dram"
-    todo = (f"when no engine of an earlier release runs: {command}",)
-    return [Finding(MEMORY, Status.WARNING, what, details, todo)]
+    return [Finding(MEMORY, Status.OK, what)]
 
 
 def _check_offloaded(file: Path) -> list[Finding]:
@@ -210,27 +206,44 @@ def check_sparse(extra: dict[str, Any], file: Path) -> list[Finding]:
     return [valid, *(_check_offloaded(file) if name in OFFLOADING else [])]
 
 
-def check_latent(file: Path, model: Path | None, manifests: Sequence[Manifest]) -> list[Finding]:
+def check_model(model: Path) -> tuple[Finding, dict[str, Any]]:
+    """Check that a model's configuration can be read.
+
+    Args:
+        model: The model's directory.
+
+    Returns:
+        The finding, and the part of the configuration that describes the language model; empty after an error.
+    """
+    path = model.absolute() / "config.json"
+    todo = ("give --model the directory of a model, with its config.json",)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return Finding(MODEL, Status.ERROR, f"{path} cannot be read: {error.strerror}", todo=todo), {}
+    except ValueError as error:
+        return Finding(MODEL, Status.ERROR, f"{path} is not JSON: {error}", todo=todo), {}
+    if not isinstance(config, dict):
+        return Finding(MODEL, Status.ERROR, f"{path} is not a JSON object", todo=todo), {}
+    text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        return Finding(MODEL, Status.ERROR, f"{path}: text_config is not a JSON object", todo=todo), {}
+    return Finding(MODEL, Status.OK, f"{path} can be read"), text
+
+
+def check_latent(file: Path, text: Mapping[str, Any] | None, manifests: Sequence[Manifest]) -> list[Finding]:
     """Check that a model with latent attention (MLA) can run with the configured sparse method and the overlays.
 
     Args:
         file: Valid settings.
-        model: The model's directory; None: not known, which is a finding.
+        text: The configuration that ``check_model`` returned; None: not known, which is a finding.
         manifests: Those of the installed overlays.
-
-    Raises:
-        UcmError: If the directory contains no model.
     """
-    if model is None:
+    if text is None:
         what = "not checked, because that needs the model: add --model DIR, its directory"
         return [Finding(LATENT, Status.OK, what)]
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UcmError(f"{path} cannot be read: {error}", fix="give a model's directory") from error
     # The field by which vLLM knows such a model, too.
-    if (config.get("text_config") or config).get("kv_lora_rank") is None or os.environ.get("VLLM_MLA_DISABLE") == "1":
+    if text.get("kv_lora_rank") is None or os.environ.get("VLLM_MLA_DISABLE") == "1":
         return []
     from ucm.integration.vllm.handshake import require_latent_hooks  # noqa: PLC0415 - for few models
     from ucm.integration.vllm.sparse.requirements import latent_attention  # noqa: PLC0415
@@ -239,17 +252,19 @@ def check_latent(file: Path, model: Path | None, manifests: Sequence[Manifest]) 
     found = sparse_method_config(SimpleNamespace(kv_transfer_config=transfer))
     try:
         if found is not None and not method_class(found[0]).serves_latent:
-            raise latent_attention(str(path)).error()
+            raise latent_attention("--model").error()
         require_latent_hooks(manifests)
     except SparseMethodError as error:
         what, *details = str(error).splitlines()
-        return [Finding(SPARSE, Status.ERROR, what, (f"{path} has latent attention", *details), (error.fix,))]
+        return [Finding(SPARSE, Status.ERROR, what, ("the model has latent attention", *details), (error.fix,))]
     return []
 
 
 def _refused(check: str, error: ConfigError, file: Path) -> Finding:
     what, *details = str(error).splitlines()
-    todo = f"correct {file} as described under '{check}'"
+    # A file that cannot be read has no settings to correct.
+    unread = isinstance(error.__cause__, OSError)
+    todo = f"{error.fix}: {file}" if unread else f"correct {file} as described under '{check}'"
     return Finding(check, Status.ERROR, what, tuple(details), (todo,))
 
 
@@ -273,8 +288,8 @@ def _remarks(config: ConnectorConfig) -> list[str]:
 
 CONNECTOR = "prefix cache"
 API = "distributed/kv_transfer/kv_connector/v1/base.py"
-#: The packages that the connectors and the stores import.
-NEEDS = ("numpy", "pydantic", "tqdm", "xxhash", "yaml")
+#: The packages that the connectors and the stores import, and their names on an index.
+NEEDS = {"numpy": "numpy", "pydantic": "pydantic", "tqdm": "tqdm", "xxhash": "xxhash", "yaml": "pyyaml"}
 #: The setting that enables the connector. Its documentation is in the repository, not in the runtime's wheel.
 SETTING = {
     "kv_connector": "UCMConnector",
@@ -282,27 +297,55 @@ SETTING = {
     "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
     "kv_connector_extra_config": {"store": {"directories": "/var/cache/ucm", "posix_capacity": "20GiB"}},
 }
-USE = (
-    f"to use it: vllm serve MODEL --kv-transfer-config '{json.dumps(SETTING)}'",
-    "documentation: docs/prefix_cache.md in the repository of the UCM overlay",
-)
+#: What differs where the settings have blending, which the other connectors refuse.
+BLEND_SETTING = {
+    "kv_connector": "BlendConnector",
+    "kv_connector_module_path": "ucm.integration.vllm.blend_connector",
+}
+DOCUMENTATION = "documentation: docs/prefix_cache.md in the repository of the UCM overlay"
 
 
-def check_connector(vllm: Vllm | None) -> list[Finding]:
-    """Check whether UCM's connectors can run."""
+def check_connector(
+    vllm: Vllm | None, file: Path | None, settings: Sequence[Finding], *, broken: bool
+) -> list[Finding]:
+    """Check whether UCM's connectors can run.
+
+    Args:
+        vllm: The installed vLLM, if any.
+        file: The user's settings file, if any.
+        settings: The findings about it.
+        broken: Whether an earlier check found an error that concerns every engine here.
+    """
     if vllm is None:
         return []
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing:  # an error in any case: the runtime declares them, so this installation is incomplete
         what = f"the connectors need {', '.join(missing)}"
-        todo = f"{PIP} install --upgrade ucm-runtime"
-        return [Finding(CONNECTOR, Status.WARNING, what, todo=(todo,))]
+        todo = f"{PIP} install {' '.join(NEEDS[name] for name in missing)}"
+        return [Finding(CONNECTOR, Status.ERROR, what, todo=(todo,))]
     methods = _methods(vllm)
     if "get_num_new_matched_tokens" not in methods:
         what = "this vLLM has no connector API that UCM's connectors support"
-        return [Finding(CONNECTOR, Status.WARNING, what, (str(vllm.directory / API),), ("use vLLM 0.9.1 or newer",))]
+        status = Status.ERROR if file is not None else Status.WARNING
+        return [Finding(CONNECTOR, status, what, (str(vllm.directory / API),), ("use vLLM 0.9.1 or newer",))]
+    if broken:
+        what = "UCM's connectors cannot run before the errors above are corrected"
+        return [Finding(CONNECTOR, Status.WARNING, what)]
     loads = "blocks are read into host memory and verified before they are promised to vLLM"
-    return [Finding(CONNECTOR, Status.OK, "UCM's connectors can run here, with or without an overlay", (loads, *USE))]
+    details = (loads, *_how_to_use(file, settings), DOCUMENTATION)
+    return [Finding(CONNECTOR, Status.OK, "UCM's connectors can run here, with or without an overlay", details)]
+
+
+def _how_to_use(file: Path | None, settings: Sequence[Finding]) -> list[str]:
+    """Return the command that starts vLLM with the checked settings, or with a small store; nothing if they are bad."""
+    if has_error(settings):
+        return []
+    setting: dict[str, Any] = dict(SETTING)
+    if file is not None:
+        setting["kv_connector_extra_config"] = {FILE_KEY: str(file.absolute())}
+    if any(finding.check == BLENDING for finding in settings):
+        setting |= BLEND_SETTING
+    return [f"to use it: vllm serve MODEL --kv-transfer-config {shlex.quote(json.dumps(setting))}"]
 
 
 def _methods(vllm: Vllm) -> set[str]:

@@ -14,10 +14,12 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ucm.integration.vllm.compat import optional
+from ucm.compat import graph_mode, layer_specs, optional, page_bytes
+from ucm.hashing.rank_geometry import rank_tag
 
 #: Ten usable blocks: one request of full length fits even if a backend insists on blocks of 16 tokens, and the requests
 #: of the last round do not all fit even with blocks of 32.
@@ -54,7 +56,9 @@ class WorkerFacts:
         Returns:
             ``pid``; ``runner`` and ``model``, the modules that define the runner's and the model's classes, including
             bases; ``attention``, for each kind of attention layer whether it is MLA (``mla``), its ``backend``, and
-            whether a separate operator writes keys and values (``separate_kv_write``).
+            whether a separate operator writes keys and values (``separate_kv_write``); ``groups``, for each KV-cache
+            group the ``tokens`` and ``bytes`` of a block, the ``layers`` and the store's ``tag`` for this rank;
+            ``graphs``, what of a step is replayed as a graph; ``device``, its name.
         """
         worker: Any = self
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
@@ -63,16 +67,26 @@ class WorkerFacts:
             "runner": _modules_of([worker.model_runner]),
             "model": _modules_of(worker.get_model().modules()),
             "attention": _distinct([_attention(layer) for layer in layers if _backend(layer) is not None]),
+            "groups": _groups(worker),
+            "graphs": _graphs(worker.vllm_config),
+            "device": _device_name(),
         }
 
     def ucm_method(self) -> dict[str, Any]:
-        """What the sparse method of this worker has counted: its ``figures``, and its own ``summary`` of them."""
+        """What the sparse method of this worker has counted: its ``figures``, and its own ``summary`` of them.
+
+        ``method`` is the name of its class; empty if none runs, as without an overlay.
+        """
         from ucm.integration.vllm.hooks import worker_method  # noqa: PLC0415 - workers of a run import it anyway
 
         worker: Any = self
         method: Any = worker_method(worker.vllm_config)
         summary = optional(method, "summary")
-        return {"figures": dict(method.figures()) if method else {}, "summary": summary() if summary else ""}
+        return {
+            "method": type(method).__name__ if method else "",
+            "figures": dict(method.figures()) if method else {},
+            "summary": summary() if summary else "",
+        }
 
 
 def _modules_of(things: Any) -> list[str]:
@@ -91,6 +105,42 @@ def _attention(layer: Any) -> dict[str, Any]:
 def _backend(layer: Any) -> Any:
     """Return the backend's class; up to 0.9.x a layer only has its name."""
     return optional(layer, "attn_backend") or optional(layer, "backend")
+
+
+def _groups(worker: Any) -> list[dict[str, Any]]:
+    found = []
+    for index, group in enumerate(optional(worker.model_runner, "kv_cache_config.kv_cache_groups", ())):
+        specs = layer_specs(group.kv_cache_spec, group.layer_names)
+        found.append(
+            {
+                "tokens": int(group.kv_cache_spec.block_size),
+                "bytes": sum(page_bytes(spec) or 0 for spec in specs.values()),
+                "layers": len(specs),
+                "tag": rank_tag(worker.vllm_config, index, spec=group.kv_cache_spec),
+            }
+        )
+    return found
+
+
+def _graphs(config: Any) -> str:
+    """Return the name of the graph mode; the name of a step that is launched kernel by kernel is ``NONE``."""
+    mode = graph_mode(config.compilation_config)
+    eager = bool(optional(config, "model_config.enforce_eager", False))
+    return "NONE" if eager else str(optional(mode, "name", mode))
+
+
+def _device_name() -> str:
+    """Return the device's name, and the processor's for the CPU, which vLLM calls ``cpu``."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - in a worker
+
+    name = str(current_platform.get_device_name())
+    if name != "cpu":
+        return name
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(line for line in lines if line.startswith(("model name", "Model name"))).partition(":")[2].strip()
+        return f"CPU, {os.cpu_count()} threads of {model}"
+    return f"CPU, {os.cpu_count()} threads"
 
 
 def _distinct(kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -112,7 +162,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     """
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - the only module of the runtime's that starts an engine
 
-    began = time.monotonic()
+    began = time.perf_counter()
     engine = LLM(
         model=plan["model"],
         load_format=plan["load_format"],
@@ -120,7 +170,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         worker_extension_cls="ucm.doctor.engine_run.WorkerFacts",
         **SETTINGS,
     )
-    started = time.monotonic()
+    started = time.perf_counter()
     for requests in ROUNDS:
         prompts = [{"prompt_token_ids": prompt(place, length)} for place, (length, _) in enumerate(requests)]
         sampling = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False) for _, n in requests]
@@ -131,7 +181,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         "preemptions": counters.get(PREEMPTIONS),
         "prefix_hit_tokens": counters.get(PREFIX_HITS),
         "workers": engine.collective_rpc("ucm_facts"),
-        "seconds": {"start": round(started - began, 1), "generate": round(time.monotonic() - started, 1)},
+        "seconds": {"start": round(started - began, 1), "generate": round(time.perf_counter() - started, 1)},
     }
 
 

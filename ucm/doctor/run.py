@@ -9,12 +9,7 @@ directory, never the one that the file names.
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -24,7 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.doctor.engine_run import LONGEST
 from ucm.doctor.findings import Finding, Status
-from ucm.errors import UcmError
+from ucm.engine_process import (
+    FINISHED,
+    LOG,
+    RESULT,
+    TIMED_OUT,
+    check_model,
+    prepare_model,
+    run_child,
+    tail_of,
+)
 from ucm.integration.vllm.sparse.config import FILE_KEY, KEY, sparse_method_config
 from ucm.sparse.base import Role
 from ucm.sparse.probe import METADATA_RECEIVED, ProcessReport, read_reports
@@ -44,41 +48,7 @@ FIELDS = "scheduler_output fields"
 FORWARD = {"execute_begin", "v2_execute_begin"}
 
 CHECK = "run"
-FINISHED, FAILED, TIMED_OUT = "finished", "failed", "timed out"
-TAIL_LINES = 30
-#: Lines that nanobind, used by Triton, prints after an error when the process exits.
-_LEAK = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
-#: The configuration of a tiny Llama with random weights.
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-#: Files and processes have times of 10 ms resolution, and a connector does not trust a file that may be newer than its
-#: process.
-_OLDER_SECONDS = 0.1
-#: The child's environment variables, unless the operator has set them.
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "UCM_PATCH_VERBOSE": "1",
-}
+ENGINE = "ucm.doctor.engine_run"
 
 TRIAL = "trial"
 SHOWN = 8
@@ -109,6 +79,7 @@ class Hook:
 HOOKS = (
     Hook("scheduler_init", Role.SCHEDULER),
     Hook("kv_cache_memory", Role.SCHEDULER),
+    Hook("block_hash_function", Role.SCHEDULER),
     Hook("engine_core_started", Role.SCHEDULER),
     Hook("request_added", Role.SCHEDULER, ("request_added",)),
     Hook("limit_new_tokens", Role.SCHEDULER, ("limit_new_tokens",)),
@@ -361,21 +332,20 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
     Raises:
         UcmError: If the directory contains no model.
     """
-    if model is not None and not (model / "config.json").is_file():
-        raise UcmError("there is no config.json", where=str(model), fix="give a model's directory, or no --model")
+    if model is not None:
+        check_model(model)
     directory = Path(tempfile.mkdtemp(prefix="ucm-doctor-"))
     reports = directory / "reports"
     reports.mkdir()
     plan = {**prepare_model(model, directory), "report_dir": str(reports)}
-    (directory / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    began = time.monotonic()
-    outcome, pid = run_child(directory, timeout)
-    seconds = round(time.monotonic() - began, 1)
+    began = time.perf_counter()
+    outcome, pid = run_child(ENGINE, directory, plan, timeout)
+    seconds = round(time.perf_counter() - began, 1)
     processes = read_reports(reports)
-    output = directory / "output.log"
+    output = directory / LOG
     if outcome != FINISHED:
-        return Run(outcome, seconds, pid, output, tail_of(output), processes=processes)
-    saw = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+        return Run(outcome, seconds, pid, output, tail_of(directory), processes=processes)
+    saw = json.loads((directory / RESULT).read_text(encoding="utf-8"))
     facts = Facts.of(saw)
     hooks = [_result(expected, processes) for expected in expectations(manifest, disabled, facts)]
     unhooked = unhooked_runners(manifest, facts)
@@ -383,59 +353,6 @@ def run_engine(model: Path | None, timeout: float, manifest: Manifest, disabled:
         return Run(outcome, seconds, pid, output, saw=saw, processes=processes, hooks=hooks, unhooked=unhooked)
     shutil.rmtree(directory)
     return Run(outcome, seconds, pid, saw=saw, processes=processes, hooks=hooks)
-
-
-def tail_of(output: Path) -> list[str]:
-    """The end of an engine's output."""
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in lines if not _LEAK.match(line)][-TAIL_LINES:]
-
-
-def prepare_model(model: Path | None, directory: Path) -> dict[str, str]:
-    """What a plan says of the model; a tiny one is made in a directory if there is none."""
-    if model is not None:
-        weights = any(any(model.glob(pattern)) for pattern in WEIGHTS)
-        return {"model": str(model.resolve()), "load_format": "auto" if weights else "dummy"}
-    model = directory / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    time.sleep(_OLDER_SECONDS)
-    return {"model": str(model), "load_format": "dummy"}
-
-
-def run_child(directory: Path, timeout: float) -> tuple[str, int]:
-    """Run a directory's plan in a fresh interpreter, with the overlay active or not, as for the operator's vLLM.
-
-    Returns:
-        The outcome, and the child's process id; its result and its output are in the directory.
-    """
-    command = [sys.executable, "-m", "ucm.doctor.engine_run", "plan.json", "result.json"]
-    with (directory / "output.log").open("wb") as output:
-        child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            command,
-            cwd=directory,
-            env=ENVIRONMENT | os.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return (FAILED if child.wait(timeout) else FINISHED), child.pid
-        except subprocess.TimeoutExpired:
-            return TIMED_OUT, child.pid
-        finally:
-            _end(child)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and its remaining descendants, which all run in the child's own session."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    finally:
-        child.wait()
 
 
 def _result(expectation: Expectation, processes: list[ProcessReport]) -> HookResult:
@@ -531,15 +448,13 @@ def try_settings(file: Path, model: Path | None, timeout: float) -> list[Finding
         if kind is not None and "store" in kind.model_fields:
             options = {**(options or {}), "store": store}
         plan |= {"engine": {"additional_config": {KEY: {name: options}}}}
-    (directory / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    outcome, _ = run_child(directory, timeout)
+    outcome, _ = run_child(ENGINE, directory, plan, timeout)
     if outcome != FINISHED:
-        output = directory / "output.log"
         how = "did not finish in time" if outcome == TIMED_OUT else "failed"
-        details = (*tail_of(output)[-SHOWN:], f"its whole output: {output}")
+        details = (*tail_of(directory)[-SHOWN:], f"its whole output: {directory / LOG}")
         todo = f"see the end of the engine's output beside '{TRIAL}'"
         return [Finding(TRIAL, Status.ERROR, f"an engine with {name} {how}", details, (todo,))]
-    saw = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    saw = json.loads((directory / RESULT).read_text(encoding="utf-8"))
     shutil.rmtree(directory)
     return [_of_blending(saw) if blend is not None else _of_method(name, saw["workers"][0])]
 

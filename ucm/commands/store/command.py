@@ -97,16 +97,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument(
         "--quarantine", action="store_true", help="quarantine damaged blocks, as an engine that reads them does"
     )
-    parser.add_argument("--set-aside", dest="quarantine", action=_FormerName, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=count, default=4, metavar="N", help="read with N threads (default: 4)")
-
-
-class _FormerName(argparse.Action):
-    """A flag under the name that it had before; it warns."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
-        print(f"{parser.prog}: {self.option_strings[0]} is deprecated, use --{self.dest}", file=sys.stderr)  # noqa: T201
-        setattr(namespace, self.dest, True)
 
 
 def _add_lookup(commands: Any) -> None:
@@ -192,7 +183,7 @@ def size(text: str) -> int:
     from ucm.config.settings import SIZE_HELP, parse_size  # noqa: PLC0415 - see above
 
     try:
-        return 0 if text == "0" else parse_size(int(text) if text.isdecimal() else text)
+        return 0 if text == "0" else parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}; {SIZE_HELP}") from error
 

@@ -20,7 +20,7 @@ from ucm.commands.store.places import Directory, Places, find_places
 from ucm.commands.store.text import many, progress, say, say_json, table
 from ucm.config.settings import format_size
 from ucm.errors import UcmError
-from ucm.store.inspection import damaged_files, former_blocks, left_behind, side_files, stored_blocks
+from ucm.store.inspection import damaged_files, left_behind, side_files, stored_blocks
 from ucm.store.memory.directory import in_memory
 from ucm.store.memory.segment import delete_slot, directory_of, remove_empty
 from ucm.store.posix.index import log_removals, removals_path
@@ -99,7 +99,7 @@ def plan(places: Places, options: argparse.Namespace, step: Callable[[], object]
     until = float("inf") if options.all else _until(chosen, options.older_than, options.to)
     found = Plan(chosen, until, drop=options.all)
     for directory, layout in chosen:
-        for kind, files in _beside(directory, layout, places.config.stale_seconds, drop=found.drop).items():
+        for kind, files in _beside(layout, places.config.stale_seconds, drop=found.drop).items():
             for path, nbytes in files:
                 del path
                 found.tally(directory, layout, kind).add(nbytes)
@@ -122,7 +122,7 @@ def carry_out(found: Plan, stale_seconds: float, step: Callable[[], object] = in
     done = Plan(found.chosen, found.until, found.drop)
     outcome = Outcome(done.tallies)
     for directory, layout in found.chosen:
-        for kind, files in _beside(directory, layout, stale_seconds, drop=found.drop).items():
+        for kind, files in _beside(layout, stale_seconds, drop=found.drop).items():
             for path, nbytes in files:
                 if _delete(path, outcome):
                     done.tally(directory, layout, kind).add(nbytes)
@@ -157,14 +157,10 @@ def _until(chosen: Sequence[tuple[Directory, Layout]], older_than: float | None,
     return max(until, float(np.nextafter(last, np.inf)))
 
 
-def _beside(
-    directory: Directory, layout: Layout, stale_seconds: float, *, drop: bool
-) -> dict[str, list[tuple[str, int]]]:
+def _beside(layout: Layout, stale_seconds: float, *, drop: bool) -> dict[str, list[tuple[str, int]]]:
     """Return the deletions in a namespace other than blocks, as paths and bytes, by kind."""
-    abandoned = left_behind(layout, stale_seconds, in_memory=directory.in_memory)
-    if drop and not layout.is_abandoned:
-        former = former_blocks(layout) if directory.in_memory else []
-        abandoned = [*side_files(layout.temporary), *former]
+    whole = drop and not layout.is_abandoned
+    abandoned = side_files(layout.temporary) if whole else left_behind(layout, stale_seconds)
     return {
         LEFT_BEHIND: [(file.path, file.nbytes) for file in abandoned],
         DAMAGED: [(file.path, file.nbytes) for file in ([] if layout.is_abandoned else damaged_files(layout))],

@@ -44,7 +44,7 @@ def _data(found: FoundBlocks) -> dict[str, Any]:
     return {
         "group": found.stored.group.index,
         "namespace": found.stored.namespace,
-        "block_tokens": found.stored.group.block_size,
+        "block_tokens": found.stored.group.chunk_tokens,
         "silent": dict(found.silent),
         "blocks": [
             {"key": key.hex(), "tiers": list(tiers)} for key, tiers in zip(found.keys, _tiers_of(found), strict=True)
@@ -55,7 +55,7 @@ def _data(found: FoundBlocks) -> dict[str, Any]:
 def _text(found: Sequence[FoundBlocks], tokens: int, loaded: int) -> list[str]:
     lines = [f"An engine with an empty KV cache would load {loaded:,} of {many(tokens, 'token', 'tokens')}."]
     for one in found:
-        size = one.stored.group.block_size
+        size = one.stored.group.chunk_tokens
         lines += ["", f"{one.stored.namespace}: {many(len(one.keys), 'block', 'blocks')} of {size} tokens"]
         rows = [("blocks", "tokens", "stored in", "first key")]
         at = 0

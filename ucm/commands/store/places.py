@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ucm.config.document import FILE_KEY, expand, read_document
-from ucm.config.load import check_tier_options, expanded_key_file, rename_former
+from ucm.config.load import check_tier_options, expanded_key_file, problems_of
 from ucm.config.problems import Place as Setting
-from ucm.config.problems import problems_of, raise_for
+from ucm.config.problems import raise_for
 from ucm.config.settings import DRAM, POSIX, ConnectorConfig, StoreSettings
 from ucm.config.upstream import translate
 from ucm.errors import ConfigError, UcmError
@@ -236,7 +236,7 @@ def read_store_settings(file: Path) -> StoreSettings:
     top = Setting(str(document.file))
     if "store" not in out.settings:
         raise_for(out.problems)
-    written = out.settings["store"] = rename_former(out.settings.get("store", {}), out, top)
+    written = out.settings.get("store", {})
     try:
         store = StoreSettings.model_validate(written)
     except ValidationError as error:
@@ -284,8 +284,8 @@ def _of_config(settings: StoreSettings, patterns: tuple[str, ...], *, servers: b
             fix="name a store's directories with --directory, or use that store's own tools",
         )
     config = settings.as_store_config()
-    if settings.parts & DRAM and settings.parts & POSIX:
-        check_apart(config.dram_directory, config.directories)
+    if settings.parts & POSIX:
+        check_apart(config.directories, config.dram_directory if settings.parts & DRAM else None)
     directories: list[Directory] = []
     capacities: dict[str, int] = {}
     if settings.parts & DRAM:

@@ -1,0 +1,155 @@
+"""The subcommand ``ucm prove``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucm.commands.options import engine_args, write_lines
+from ucm.errors import UcmError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MINUTES, TOKENS = 5.0, 2048
+#: The exit code after Ctrl-C or an end by a signal, as shells have it.
+INTERRUPTED = 130
+_EPILOG = (
+    "Exit code: 0 every answer is the one without UCM, 1 an answer differs, 2 wrong usage, 3 something was not judged "
+    "(the table says what and why), 130 interrupted."
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand.
+
+    Args:
+        commands: The return value of ``ArgumentParser.add_subparsers``.
+    """
+    parser = commands.add_parser(
+        "prove",
+        help="run your model with and without UCM, and compare the answers",
+        description="Run your own model on your own device in engines without UCM and with it, one at a time and 16 at "
+        "a time, with aborts and preemptions, after a reset of vLLM's prefix cache and after a restart. Compare the "
+        "tokens, and show times and speeds. Its own stores are deleted.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model's directory")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the connector's settings; the proof's directories are beside or inside theirs (default: files in a "
+        "temporary directory)",
+    )
+    parser.add_argument(
+        "--engine-args",
+        type=engine_args,
+        default={},
+        metavar="JSON",
+        help="the engine's other arguments, for instance '{\"tensor_parallel_size\": 2}'",
+    )
+    parser.add_argument(
+        "--dtype", metavar="TYPE", help="the data type; float32 makes batches comparable (default: the model's)"
+    )
+    parser.add_argument(
+        "--sparse",
+        type=_sparse,
+        metavar="METHOD",
+        help="also prove a sparse method with a full budget: its name, or JSON with its options",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=_minutes,
+        default=MINUTES,
+        metavar="N",
+        help=f"the time limit of everything (default: {MINUTES:.0f})",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_tokens,
+        default=TOKENS,
+        metavar="N",
+        help=f"the longest prompt; shorter on a device that is slow for --minutes (default: {TOKENS})",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; `pydoc ucm.prove` describes its keys"
+    )
+    parser.set_defaults(handle=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Run the proof, and print the result.
+
+    Raises:
+        UcmError: vLLM is not installed, or the model, the settings or the arguments are wrong.
+    """
+    if find_spec("vllm") is None:
+        raise UcmError("vLLM is not installed here", fix="run this in the environment that serves the model")
+    from ucm.prove.arguments import Request  # noqa: PLC0415 - every ``ucm`` command imports this module
+    from ucm.prove.report import as_data, render  # noqa: PLC0415 - likewise
+    from ucm.prove.run import prove  # noqa: PLC0415 - likewise
+
+    request = Request(
+        options.model.absolute(),
+        options.config,
+        options.engine_args,
+        options.minutes,
+        options.tokens,
+        options.sparse,
+        options.dtype,
+    )
+    try:
+        with _ended_by_signals():
+            proof = prove(request, say=_say)
+    except KeyboardInterrupt:
+        sys.stderr.write("ucm: interrupted; the engines are ended, and their store is deleted\n")
+        return INTERRUPTED
+    write_lines([json.dumps(as_data(proof), indent=1)] if options.json else render(proof))
+    return proof.code
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the command as Ctrl-C does, so that engines are ended and files deleted."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return minutes
+
+
+def _tokens(text: str) -> int:
+    tokens = int(text)
+    if tokens < 128:  # noqa: PLR2004 - of fewer, nothing would be a whole block
+        raise argparse.ArgumentTypeError("must be at least 128")
+    return tokens
+
+
+def _sparse(text: str) -> tuple[str, dict[str, Any]]:
+    from ucm.prove.arguments import parse_sparse  # noqa: PLC0415 - few proofs try a method
+
+    try:
+        return parse_sparse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
